@@ -1,0 +1,1 @@
+"""checkmate: train within a byte budget, at the least recomputation that can be proven."""

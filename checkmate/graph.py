@@ -1,0 +1,136 @@
+"""What is computed from what: operations, the storages they read and write, and the order they first run in.
+
+Operations and values are two sets, because an operation may have several outputs with different lives (batch
+normalization: an output and two statistics), and because a view is neither: it is the same value, seen differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import networkx as nx
+
+from checkmate.errors import InvalidProblem
+
+Phase = Literal["forward", "backward"]
+Role = Literal["parameter", "buffer", "input", "tangent", "intermediate"]
+
+MAX_BYTES = 2**53  # beyond it a float64, which solvers compute in, no longer holds every integer
+
+
+@dataclass(frozen=True)
+class Value:
+    """A storage: what occupies memory. All views of it are the same value."""
+
+    name: str
+    size_bytes: int
+    producer: int | None  # index of the op that makes it; None: it is there before the step begins
+    role: Role = "intermediate"
+
+
+@dataclass(frozen=True)
+class Op:
+    """Something that runs, once or several times in a step."""
+
+    name: str
+    target: str  # what it computes, e.g. "aten.mm.default"
+    inputs: tuple[int, ...]  # indices of the values it reads, each once
+    outputs: tuple[int, ...]  # indices of the values it makes
+    phase: Phase = "forward"
+    pinned: str | None = None  # why it must run exactly once, in words; None: it may run again
+    where: str | None = None  # the line of the user's code it comes from, where known
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Operations in the order of their first execution, the values, and which values are the step's results.
+
+    Raises:
+        InvalidProblem: if the graph is empty, an input is made only later (a cycle) or by nobody, a value is made twice,
+            a size is negative or beyond 2**53 bytes, an output does not exist, or a forward op follows a backward op.
+
+    >>> g = Graph((Op("a", "f", (), (0,)), Op("b", "f", (0,), (1,))), (Value("x", 4, 0), Value("y", 4, 1)), (1,))
+    >>> g.users, g.deps
+    (((1,), ()), ((), (0,)))
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    outputs: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.ops:
+            raise InvalidProblem("The graph is empty: there is nothing to schedule.")
+        for v, value in enumerate(self.values):
+            self._check_value(v, value)
+        for k, op in enumerate(self.ops):
+            self._check_op(k, op)
+        for v in self.outputs:
+            if not 0 <= v < len(self.values):
+                raise InvalidProblem(f"Output {v} is not a value: there are {len(self.values)}.")
+        if len(set(self.outputs)) != len(self.outputs):
+            raise InvalidProblem("An output is listed twice.")
+
+    def _check_value(self, v: int, value: Value) -> None:
+        size = value.size_bytes
+        if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MAX_BYTES:
+            raise InvalidProblem(f"Value {value.name!r} has size {size!r}; a size is an int between 0 and 2**53 bytes.")
+        producer = value.producer
+        if producer is None:
+            return
+        if not 0 <= producer < len(self.ops):
+            raise InvalidProblem(f"Value {value.name!r} is made by op {producer}, but there are {len(self.ops)} ops.")
+        if v not in self.ops[producer].outputs:
+            raise InvalidProblem(
+                f"Value {value.name!r} names {self.ops[producer].name!r} as its producer, whose outputs lack it."
+            )
+
+    def _check_op(self, k: int, op: Op) -> None:
+        if op.phase not in ("forward", "backward"):
+            raise InvalidProblem(f"Op {op.name!r} has phase {op.phase!r}; a phase is 'forward' or 'backward'.")
+        if k and op.phase == "forward" and self.ops[k - 1].phase == "backward":
+            raise InvalidProblem(f"Op {op.name!r} is of the forward but stands after {self.ops[k - 1].name!r}.")
+        for v in (*op.inputs, *op.outputs):
+            if not 0 <= v < len(self.values):
+                raise InvalidProblem(f"Op {op.name!r} names value {v}, but there are {len(self.values)} values.")
+        if len(set(op.inputs)) != len(op.inputs) or len(set(op.outputs)) != len(op.outputs):
+            raise InvalidProblem(f"Op {op.name!r} lists an input or an output twice.")
+        for v in op.outputs:
+            if self.values[v].producer != k:
+                raise InvalidProblem(f"Op {op.name!r} makes {self.values[v].name!r}, which names another producer.")
+        for v in op.inputs:
+            producer = self.values[v].producer
+            if producer is not None and producer >= k:
+                raise InvalidProblem(
+                    f"Op {op.name!r} reads {self.values[v].name!r}, which is made by {self.ops[producer].name!r}, "
+                    "itself or a later op: the graph has a cycle or is not in execution order."
+                )
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """For each value, the ops that read it, ascending."""
+        users: list[list[int]] = [[] for _ in self.values]
+        for k, op in enumerate(self.ops):
+            for v in op.inputs:
+                users[v].append(k)
+        return tuple(map(tuple, users))
+
+    @cached_property
+    def deps(self) -> tuple[tuple[int, ...], ...]:
+        """For each op, the ops whose values it reads, ascending."""
+        producers = ({self.values[v].producer for v in op.inputs} for op in self.ops)
+        return tuple(tuple(sorted(p for p in made_by if p is not None)) for made_by in producers)
+
+    @cached_property
+    def forward_length(self) -> int:
+        """How many ops belong to the forward; the backward begins with the op of this index."""
+        return sum(op.phase == "forward" for op in self.ops)
+
+    def to_networkx(self) -> nx.DiGraph:
+        """The ops as nodes (by index, with the `Op` as attribute ``op``), an edge from each producer to each user."""
+        graph = nx.DiGraph()
+        graph.add_nodes_from((k, {"op": op}) for k, op in enumerate(self.ops))
+        graph.add_edges_from((dep, k) for k, deps in enumerate(self.deps) for dep in deps)
+        return graph

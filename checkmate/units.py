@@ -1,0 +1,86 @@
+"""Bytes as people write them, and back: ``"1.5 GB"`` is 1,500,000,000 and ``"1 GiB"`` is 2**30."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+
+from checkmate.errors import BudgetError
+
+_PREFIXES = ("", "k", "m", "g", "t", "p")
+_UNITS = {
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES) if prefix},
+    "": 1,
+}
+_BYTES = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(budget: int | float | str) -> int:
+    """Read a number of bytes.
+
+    Args:
+        budget: a positive count of bytes, or text such as ``"8 GB"`` (10**9) or ``"512 MiB"`` (2**20).
+
+    Raises:
+        BudgetError: if it is not a positive, finite number of whole bytes, or its unit is unknown.
+
+    >>> parse_bytes("1.5 GB"), parse_bytes("2 GiB"), parse_bytes(4096)
+    (1500000000, 2147483648, 4096)
+    """
+    if isinstance(budget, str):
+        return _parse_text(budget)
+    if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
+        raise BudgetError(f"A budget is a number of bytes or text such as '8 GB', not {budget!r}.")
+    if not math.isfinite(budget):
+        raise BudgetError(f"A budget is a finite number of bytes, not {budget!r}.")
+    if 0 < budget < 1:
+        raise BudgetError(
+            f"A budget is a number of bytes, not a ratio: {budget!r}. Write for example '8 GB', "
+            "or int(0.5 * problem.keep_all_peak)."
+        )
+    if budget <= 0:
+        raise BudgetError(f"A budget is a positive number of bytes, not {budget!r}.")
+    return int(budget)
+
+
+def _parse_text(text: str) -> int:
+    match = _BYTES.fullmatch(text)
+    if match is None:
+        raise BudgetError(f"Cannot read the budget {text!r}. Write for example '8 GB', '512 MiB' or 1_500_000_000.")
+    number, unit = match.groups()
+    scale = _UNITS.get(unit.lower())
+    if scale is None:
+        raise BudgetError(f"Unknown unit {unit!r} in the budget {text!r}. Use B, kB, MB, GB, TB or KiB, MiB, GiB, TiB.")
+    value = float(number) * scale
+    if not math.isfinite(value) or value < 1:
+        raise BudgetError(f"A budget is at least one byte, and finite: {text!r} is {value:g} bytes.")
+    return round(value)
+
+
+def format_bytes(count: float) -> str:
+    """Write a number of bytes for a person, in powers of ten as ``parse_bytes`` reads them.
+
+    >>> format_bytes(1_500_000_000), format_bytes(812), format_bytes(14_254_080)
+    ('1.50 GB', '812 B', '14.25 MB')
+    """
+    if abs(count) < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        count /= 1000
+        if abs(count) < 999.995:
+            break
+    return f"{count:.2f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration for a person.
+
+    >>> format_seconds(0.0123), format_seconds(75.0), format_seconds(2e-6)
+    ('12.3 ms', '75.0 s', '2.0 µs')
+    """
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.1f} {unit}"
+    return f"{seconds / 1e-6:.1f} µs"

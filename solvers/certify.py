@@ -1,0 +1,35 @@
+"""The last step of every method: what runs becomes a plan, and nothing leaves that the verifier refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from checkmate import plan as plans
+from checkmate.errors import SolverError
+from checkmate.problem import Problem
+from checkmate.schedule import Schedule
+from checkmate.solution import OPTIMAL_GAP, Solution, Status
+
+
+def certify(
+    problem: Problem, budget: int, R: np.ndarray, *, method: str, bound: float = 0.0, **fields: object
+) -> Solution:
+    """The Solution that runs R (T, T), verified and simulated.
+
+    The bound is raised to the cost of running each op once, which every schedule takes. OPTIMAL where the bound meets
+    the cost within `OPTIMAL_GAP`.
+
+    Raises:
+        SolverError: if R breaks a rule or exceeds the budget; the method is wrong then, not the problem.
+    """
+    schedule = Schedule.from_runs(problem.graph, R)
+    plan = plans.lower(problem.graph, schedule)
+    faults = plans.verify(plan, problem, budget)
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise SolverError(f"The schedule of {method} is wrong: {faults[0]}{more}.")
+    cost = plans.cost(plan, problem)
+    bound = min(max(bound, problem.keep_all_cost), cost)
+    status = Status.OPTIMAL if cost - bound <= OPTIMAL_GAP * cost else Status.FEASIBLE
+    peak = plans.simulate(plan, problem).peak
+    return Solution(status, problem, budget, method, schedule, plan, cost, bound, peak, **fields)  # type: ignore[arg-type]

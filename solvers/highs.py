@@ -1,0 +1,149 @@
+"""Run HiGHS on a `Model`, as a linear program or with integers, and say plainly how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import highspy
+import numpy as np
+
+from checkmate.errors import SolverError
+from checkmate.solvers.model import Model
+
+
+class Outcome(Enum):
+    """How a run ended."""
+
+    OPTIMAL = "solved to the asked gap"
+    STOPPED = "stopped early by a limit; there may be an incumbent"
+    INFEASIBLE = "proven to have no solution"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What HiGHS found. ``x`` is None where it has no feasible point; ``bound`` is proven in any case."""
+
+    outcome: Outcome
+    x: np.ndarray | None  # (columns,)
+    objective: float  # of x, infinite without one
+    bound: float  # no solution has a smaller objective
+    seconds: float
+
+
+_MODEL_STATUS = {
+    highspy.HighsModelStatus.kOptimal: Outcome.OPTIMAL,
+    highspy.HighsModelStatus.kModelEmpty: Outcome.OPTIMAL,
+    highspy.HighsModelStatus.kInfeasible: Outcome.INFEASIBLE,
+    highspy.HighsModelStatus.kTimeLimit: Outcome.STOPPED,
+    highspy.HighsModelStatus.kIterationLimit: Outcome.STOPPED,
+    highspy.HighsModelStatus.kSolutionLimit: Outcome.STOPPED,
+    highspy.HighsModelStatus.kInterrupt: Outcome.STOPPED,
+    highspy.HighsModelStatus.kObjectiveTarget: Outcome.STOPPED,
+    highspy.HighsModelStatus.kObjectiveBound: Outcome.STOPPED,
+}
+
+
+def run(
+    model: Model,
+    *,
+    relax: bool = False,
+    time_limit: float = float("inf"),
+    gap: float = 0.0,
+    threads: int = 1,
+    start: tuple[np.ndarray, np.ndarray] | None = None,
+    target: float | None = None,
+    on_incumbent: Callable[[np.ndarray], None] | None = None,
+) -> Result:
+    """Solve a model.
+
+    Args:
+        model: what to minimise.
+        relax: drop integrality and solve the linear program.
+        time_limit: seconds.
+        gap: stop once (objective - bound) / objective is at most this.
+        threads: of HiGHS. Its scheduler is global, so it is reset when the number changes.
+        start: columns and their values of a known solution; HiGHS completes the rest.
+        target: stop at a solution with an objective at most this.
+        on_incumbent: called with the (columns,) values of each better solution as it is found.
+
+    Raises:
+        SolverError: if HiGHS refuses the model or ends in a state that says nothing about it.
+    """
+    began = time.perf_counter()
+    solver = highspy.Highs()
+    _set(solver, "output_flag", False)
+    _set_threads(solver, threads)
+    _set(solver, "mip_rel_gap", float(gap))
+    _set(solver, "mip_abs_gap", 0.0 if gap == 0 else 1e-9)
+    if np.isfinite(time_limit):
+        _set(solver, "time_limit", max(0.0, float(time_limit)))
+    if target is not None:
+        _set(solver, "objective_target", float(target))
+    _check(solver.passModel(_to_highs(model, relax)), "take the model")
+    if start is not None and not relax:
+        columns, values = start
+        _check(solver.setSolution(len(columns), columns.astype(np.int32), values.astype(np.float64)), "take the start")
+    if on_incumbent is not None and not relax:
+        solver.cbMipImprovingSolution.subscribe(lambda event: on_incumbent(np.array(event.data_out.mip_solution)))
+    _check(solver.run(), "run")
+    return _result(solver, model, relax, time.perf_counter() - began)
+
+
+def _result(solver: highspy.Highs, model: Model, relax: bool, seconds: float) -> Result:
+    status = solver.getModelStatus()
+    if status == highspy.HighsModelStatus.kUnboundedOrInfeasible and np.isfinite(model.lower).all():
+        status = highspy.HighsModelStatus.kInfeasible  # every cost and column here is bounded below
+    if status not in _MODEL_STATUS:
+        raise SolverError(f"HiGHS ended with status {solver.modelStatusToString(status)!r}, which solves nothing.")
+    outcome = _MODEL_STATUS[status]
+    info = solver.getInfo()
+    has_point = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    x = np.array(solver.getSolution().col_value) if has_point and outcome is not Outcome.INFEASIBLE else None
+    objective = float(model.cost @ x) if x is not None else float("inf")
+    if outcome is Outcome.INFEASIBLE:
+        bound = float("inf")
+    elif relax:
+        bound = objective if outcome is Outcome.OPTIMAL else float(np.minimum(model.cost * model.lower, model.cost * model.upper).sum())
+    else:
+        bound = float(info.mip_dual_bound) if model.integer.any() else objective
+    if not np.isfinite(bound) and outcome is not Outcome.INFEASIBLE:
+        bound = float(np.minimum(model.cost * model.lower, model.cost * model.upper).sum())
+    return Result(outcome, x, objective, min(bound, objective), seconds)
+
+
+def _to_highs(model: Model, relax: bool) -> highspy.HighsLp:
+    matrix = model.matrix()
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = model.columns, model.rows
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = model.cost, model.lower, model.upper
+    lp.row_lower_, lp.row_upper_ = model.row_lower, model.row_upper
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
+    if not relax and model.integer.any():
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        lp.integrality_ = [kinds[bool(i)] for i in model.integer]
+    return lp
+
+
+_threads_in_use: int | None = None
+
+
+def _set_threads(solver: highspy.Highs, threads: int) -> None:
+    """HiGHS keeps one scheduler a process; a run with another number of threads would end at once with 'Not Set'."""
+    global _threads_in_use
+    if _threads_in_use is not None and _threads_in_use != threads:
+        highspy.Highs.resetGlobalScheduler(True)
+    _threads_in_use = threads
+    _set(solver, "threads", threads)
+
+
+def _set(solver: highspy.Highs, option: str, value: object) -> None:
+    _check(solver.setOptionValue(option, value), f"set {option} to {value!r}")
+
+
+def _check(status: highspy.HighsStatus, doing: str) -> None:
+    if status == highspy.HighsStatus.kError:
+        raise SolverError(f"HiGHS failed to {doing}.")

@@ -1,0 +1,145 @@
+"""A linear model held as arrays: families of variables, families of constraints, each with a name.
+
+A family of variables is an integer array of column numbers in whatever shape the equation has (``R[t, k]``), with `NONE`
+where there is no variable, which stands for zero. A family of constraints is a set of rows of equal form, so that an
+equation of the paper is one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import scipy.sparse as sp
+
+NONE = -1  # in an array of columns: no variable here, zero
+INF = float("inf")
+
+
+@dataclass
+class Model:
+    """min cost @ x, subject to lower <= A x <= upper by family, and bounds and integrality by variable.
+
+    >>> model = Model()
+    >>> x = model.variables((3,), cost=[1.0, 2.0, 3.0])
+    >>> model.constrain("cover", [(x[:2], 1.0), (x[1:], 1.0)], lower=1.0)  # x0 + x1 >= 1, x1 + x2 >= 1
+    >>> model.matrix().toarray()
+    array([[1., 1., 0.],
+           [0., 1., 1.]])
+    """
+
+    columns: int = 0
+    rows: int = 0
+    families: dict[str, slice] = field(default_factory=dict)  # name of each family of constraints -> its rows
+    _cost: list[np.ndarray] = field(default_factory=list)
+    _lower: list[np.ndarray] = field(default_factory=list)
+    _upper: list[np.ndarray] = field(default_factory=list)
+    _integer: list[np.ndarray] = field(default_factory=list)
+    _row_lower: list[np.ndarray] = field(default_factory=list)
+    _row_upper: list[np.ndarray] = field(default_factory=list)
+    _entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)  # rows, columns, coefficients
+
+    def variables(
+        self,
+        shape: tuple[int, ...] | np.ndarray,
+        *,
+        lower: float | np.ndarray = 0.0,
+        upper: float | np.ndarray = 1.0,
+        cost: float | np.ndarray | list[float] = 0.0,
+        integer: bool = False,
+    ) -> np.ndarray:
+        """New columns in the given shape, or one where a bool array is True and `NONE` elsewhere.
+
+        ``lower``, ``upper`` and ``cost`` broadcast to the shape.
+        """
+        mask = shape if isinstance(shape, np.ndarray) else np.ones(shape, dtype=bool)
+        count = int(mask.sum())
+        family = np.full(mask.shape, NONE, dtype=np.int64)
+        family[mask] = np.arange(self.columns, self.columns + count)
+        for store, what in ((self._lower, lower), (self._upper, upper), (self._cost, cost)):
+            store.append(np.broadcast_to(np.asarray(what, dtype=np.float64), mask.shape)[mask])
+        self._integer.append(np.full(count, integer))
+        self.columns += count
+        return family
+
+    def constrain(
+        self,
+        name: str,
+        terms: list[tuple[np.ndarray, np.ndarray | float]],
+        *,
+        lower: np.ndarray | float = -INF,
+        upper: np.ndarray | float = INF,
+    ) -> None:
+        """One row for each entry of the terms: lower <= Σ coefficient · variable <= upper.
+
+        Args:
+            terms: pairs of columns and coefficients. All columns have the same leading axis, a row each; further axes
+                are summed over. `NONE` is left out.
+            lower, upper: a number, or one for each row.
+        """
+        count = len(terms[0][0])
+        rows = np.arange(self.rows, self.rows + count)
+        for columns, coefficients in terms:
+            coefficients = np.broadcast_to(np.asarray(coefficients, dtype=np.float64), columns.shape)
+            of_row = np.broadcast_to(rows.reshape(-1, *[1] * (columns.ndim - 1)), columns.shape)
+            there = columns != NONE
+            self._entries.append((of_row[there], columns[there], coefficients[there]))
+        self._close_family(name, count, lower, upper)
+
+    def constrain_sparse(
+        self,
+        name: str,
+        count: int,
+        entries: list[tuple[np.ndarray, np.ndarray, np.ndarray | float]],
+        *,
+        lower: np.ndarray | float = -INF,
+        upper: np.ndarray | float = INF,
+    ) -> None:
+        """``count`` rows whose terms differ in number: entries are (row within the family, column, coefficient)."""
+        for rows, columns, coefficients in entries:
+            coefficients = np.broadcast_to(np.asarray(coefficients, dtype=np.float64), columns.shape)
+            there = columns != NONE
+            self._entries.append((self.rows + rows[there], columns[there], coefficients[there]))
+        self._close_family(name, count, lower, upper)
+
+    def _close_family(self, name: str, count: int, lower: np.ndarray | float, upper: np.ndarray | float) -> None:
+        if name in self.families:
+            raise ValueError(f"There is a family of constraints named {name!r} already.")
+        self._row_lower.append(np.broadcast_to(np.asarray(lower, dtype=np.float64), (count,)))
+        self._row_upper.append(np.broadcast_to(np.asarray(upper, dtype=np.float64), (count,)))
+        self.families[name] = slice(self.rows, self.rows + count)
+        self.rows += count
+
+    def matrix(self) -> sp.csc_array:
+        """(rows, columns): the coefficients; entries named twice are added up."""
+        if not self._entries:
+            return sp.csc_array((self.rows, self.columns))
+        rows, columns, coefficients = (np.concatenate(parts) for parts in zip(*self._entries, strict=True))
+        matrix = sp.csc_array((coefficients, (rows, columns)), shape=(self.rows, self.columns))
+        matrix.eliminate_zeros()
+        return matrix
+
+    cost = property(lambda self: _joined(self._cost), doc="(columns,) float64: the objective.")
+    lower = property(lambda self: _joined(self._lower), doc="(columns,) float64: lower bounds.")
+    upper = property(lambda self: _joined(self._upper), doc="(columns,) float64: upper bounds.")
+    integer = property(lambda self: _joined(self._integer).astype(bool), doc="(columns,) bool.")
+    row_lower = property(lambda self: _joined(self._row_lower), doc="(rows,) float64.")
+    row_upper = property(lambda self: _joined(self._row_upper), doc="(rows,) float64.")
+
+    def value(self, x: np.ndarray, family: np.ndarray) -> np.ndarray:
+        """A family's values in a solution ``x``: the family's shape, zero where there is no variable."""
+        return np.where(family == NONE, 0.0, x[family])
+
+    def broken(self, x: np.ndarray, tolerance: float = 1e-6) -> list[str]:
+        """The constraints that ``x`` breaks: family, row within it, and by how much."""
+        activity = self.matrix() @ x
+        excess = np.maximum(self.row_lower - activity, activity - self.row_upper)
+        return [
+            f"{name}[{row}] by {excess[rows][row]:g}"
+            for name, rows in self.families.items()
+            for row in np.flatnonzero(excess[rows] > tolerance)
+        ]
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0)
