@@ -1,1 +1,68 @@
-"""checkmate: train within a byte budget, at the least recomputation that can be proven."""
+"""checkmate: train within a byte budget, at the least recomputation that can be proven.
+
+The data types and the solvers work without PyTorch; it is imported by `compile` and `trace`, when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from checkmate.errors import (
+    BudgetError,
+    CheckmateError,
+    InfeasibleBudget,
+    InvalidProblem,
+    SolverError,
+    Unsupported,
+    VerificationError,
+)
+from checkmate.graph import Graph, Op, Value
+from checkmate.plan import Plan
+from checkmate.problem import Problem, Profile
+from checkmate.schedule import Schedule
+from checkmate.solution import Solution, Status
+from checkmate.units import parse_bytes
+
+if TYPE_CHECKING:
+    from checkmate.compiler import compile, trace
+    from checkmate.solvers.solve import solve
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "CheckmateError",
+    "Graph",
+    "InfeasibleBudget",
+    "InvalidProblem",
+    "Op",
+    "Plan",
+    "Problem",
+    "Profile",
+    "Schedule",
+    "Solution",
+    "SolverError",
+    "Status",
+    "Unsupported",
+    "Value",
+    "VerificationError",
+    "compile",
+    "parse_bytes",
+    "solve",
+    "trace",
+]
+
+_LAZY = {"compile": "checkmate.compiler", "trace": "checkmate.compiler", "solve": "checkmate.solvers.solve"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a function of `_LAZY` when it is first asked for (PEP 562)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = attribute = getattr(import_module(_LAZY[name]), name)
+    return attribute
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
