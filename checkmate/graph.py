@@ -48,8 +48,9 @@ class Graph:
     """Operations in the order of their first execution, the values, and which values are the step's results.
 
     Raises:
-        InvalidProblem: if the graph is empty, an input is made only later (a cycle) or by nobody, a value is made twice,
-            a size is negative or beyond 2**53 bytes, an output does not exist, or a forward op follows a backward op.
+        InvalidProblem: if the graph is empty, an input is made only later (a cycle) or by nobody, a value is made
+            twice, a size is negative or beyond 2**53 bytes, an output does not exist, or a forward op follows a
+            backward op.
 
     >>> g = Graph((Op("a", "f", (), (0,)), Op("b", "f", (0,), (1,))), (Value("x", 4, 0), Value("y", 4, 1)), (1,))
     >>> g.users, g.deps

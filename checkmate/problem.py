@@ -60,7 +60,8 @@ class Problem:
                 raise InvalidProblem(f"The profile has {costs.size} {name} for {len(ops)} ops.")
             bad = np.flatnonzero(~np.isfinite(costs) | (costs < 0) | (costs > MAX_BYTES))
             if bad.size:
-                raise InvalidProblem(f"Op {ops[bad[0]].name!r} costs {costs[bad[0]]} {name}; a cost is finite and >= 0.")
+                op, cost = ops[bad[0]], costs[bad[0]]
+                raise InvalidProblem(f"Op {op.name!r} costs {cost} {name}; a cost is finite and >= 0.")
         if not 0 <= self.resident <= MAX_BYTES:
             raise InvalidProblem(f"{self.resident} resident bytes; they are between 0 and 2**53.")
 

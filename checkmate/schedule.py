@@ -3,8 +3,8 @@
 Rows are stages: stage t ends with the first execution of op t, and before that may run any earlier op again, in order.
 ``R[t, k]``: op k runs in stage t. ``S[t, v]``: value v, made in an earlier stage, is at hand when stage t begins.
 Equation numbers are those of Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
-MLSys 2020. We differ from the paper in that S is of values and not of ops, and in that a result of the step is held from
-its first execution on; if its op runs again, the second copy of the result is dropped when the op is done.
+MLSys 2020. We differ from the paper in that S is of values and not of ops, and in that a result of the step is held
+from its first execution on; if its op runs again, the second copy of the result is dropped when the op is done.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Schedule:
     def memory(self, problem: Problem) -> np.ndarray:
         """(T, T) int64: U[t, k], bytes at hand while op k runs in stage t, or would, Eqs. (2)-(5); 0 for k > t.
 
-        U[t, k+1] = U[t, k] - freed_t(k) + R[t, k+1] Σ_{v in out(k+1)} M_v, with FREE[t, v, k] = 1 where op k is the last
-        to touch v in stage t and v is not kept for stage t+1. Workspace is added where the op runs.
+        U[t, k+1] = U[t, k] - freed_t(k) + R[t, k+1] Σ_{v in out(k+1)} M_v, with FREE[t, v, k] = 1 where op k is the
+        last to touch v in stage t and v is not kept for stage t+1. Workspace is added where the op runs.
         """
         graph, sizes = problem.graph, problem.sizes
         T, results = len(graph.ops), set(graph.outputs)
@@ -96,16 +96,17 @@ class Schedule:
         T, V = len(graph.ops), len(graph.values)
         if R.shape != (T, T) or S.shape != (T, V):
             return [f"R and S have shapes {R.shape} and {S.shape}, not {(T, T)} and {(T, V)}"]
-        found = [f"(8a) R[{t}, {t}] = 0: {graph.ops[t].name} does not run in its own stage" for t in range(T) if not R[t, t]]
+        absent = np.flatnonzero(~R.diagonal())
+        found = [f"(8a) R[{t}, {t}] = 0: {graph.ops[t].name} does not run in its own stage" for t in absent]
         found += [f"(8c) R[{t}, {k}] = 1 though {k} > {t}" for t, k in np.argwhere(np.triu(R, 1))]
         for k, op in enumerate(graph.ops):
             if op.pinned and R[:, k].sum() > 1:
                 found.append(f"pinned: {op.name} runs {R[:, k].sum()} times though it {op.pinned}")
         for t, k in np.argwhere(np.tril(R)):
             for v in graph.ops[k].inputs:
-                p = graph.values[v].producer
-                if p is not None and not (R[t, p] or S[t, v]):
-                    found.append(f"(1b) R[{t}, {k}] = 1 but {graph.values[v].name} is neither kept nor made in stage {t}")
+                value = graph.values[v]
+                if value.producer is not None and not (R[t, value.producer] or S[t, v]):
+                    found.append(f"(1b) R[{t}, {k}] = 1 but {value.name} is neither kept nor made in stage {t}")
         for t, v in np.argwhere(S):
             p = graph.values[v].producer
             if p is None or p >= t:

@@ -67,11 +67,10 @@ def format_bytes(count: float) -> str:
     """
     if abs(count) < 1000:
         return f"{count:.0f} B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        count /= 1000
-        if abs(count) < 999.995:
-            break
-    return f"{count:.2f} {unit}"
+    for power, unit in enumerate(("kB", "MB", "GB"), start=1):
+        if abs(count) < 999.995 * 1000**power:
+            return f"{count / 1000**power:.2f} {unit}"
+    return f"{count / 1000**4:.2f} TB"
 
 
 def format_seconds(seconds: float) -> str:
