@@ -1,0 +1,75 @@
+"""The `torch.compile` backend: each captured graph becomes a problem, a solution, and two modules that follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._dynamo.backends.common import aot_autograd
+
+from checkmate.capture import Joint, read_joint
+from checkmate.codegen import boxed, emit
+from checkmate.plan import Plan
+from checkmate.problem import Problem
+from checkmate.profiling.measure import measure
+from checkmate.solution import Solution
+
+Planner = Callable[[Problem], Solution]
+
+
+@dataclass
+class Backend:
+    """Plans each training graph with ``planner`` and lowers it; graphs without gradients run as they are.
+
+    ``plans`` holds the `Solution` of each captured training graph, in the order of capture.
+    """
+
+    planner: Planner
+    plans: list[Solution] = field(default_factory=list)
+
+    def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+        compile_graph = aot_autograd(
+            fw_compiler=_compile,
+            bw_compiler=_compile,
+            inference_compiler=_compile,
+            partition_fn=self._partition,
+            keep_inference_input_mutations=True,
+        )
+        return compile_graph(module, inputs)
+
+    def _partition(
+        self,
+        joint_module: fx.GraphModule,
+        joint_inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **options: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint = read_joint(
+            joint_module, num_fwd_outputs=num_fwd_outputs, static_inputs=static_lifetime_input_indices or ()
+        )
+        solution = self.planner(problem_of(joint))
+        modules = solution.modules
+        self.plans.append(solution)
+        return modules.forward, modules.backward
+
+
+def problem_of(joint: Joint) -> Problem:
+    """The problem that a captured step poses, its ops measured."""
+
+    def write(plan: Plan) -> Any:
+        return emit(joint, plan)
+
+    return Problem(joint.graph, measure(joint), write)
+
+
+def _compile(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Run the generated code as it is."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []  # the code reuses no buffers, so the backward may run twice
+    return boxed(module)
