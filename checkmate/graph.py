@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import networkx as nx
 
@@ -78,6 +78,8 @@ class Graph:
         size = value.size_bytes
         if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MAX_BYTES:
             raise InvalidProblem(f"Value {value.name!r} has size {size!r}; a size is an int between 0 and 2**53 bytes.")
+        if value.role not in get_args(Role):
+            raise InvalidProblem(f"Value {value.name!r} has role {value.role!r}; a role is one of {get_args(Role)}.")
         producer = value.producer
         if producer is None:
             return
@@ -89,7 +91,7 @@ class Graph:
             )
 
     def _check_op(self, k: int, op: Op) -> None:
-        if op.phase not in ("forward", "backward"):
+        if op.phase not in get_args(Phase):
             raise InvalidProblem(f"Op {op.name!r} has phase {op.phase!r}; a phase is 'forward' or 'backward'.")
         if k and op.phase == "forward" and self.ops[k - 1].phase == "backward":
             raise InvalidProblem(f"Op {op.name!r} is of the forward but stands after {self.ops[k - 1].name!r}.")

@@ -123,8 +123,8 @@ def verify(plan: Plan, problem: Problem, budget: int | None = None) -> list[str]
     """Everything that is wrong with a plan, in words; empty when nothing is.
 
     Each op runs at least once, pinned ones exactly once, for the first time in the order of the graph and on its own
-    side of the boundary; every input is at hand; only what is at hand is freed; the results are at hand in the end; the
-    simulated peak is within the budget.
+    side of the boundary; every input is at hand; only what is at hand is freed, and no result of the step; the results
+    are at hand in the end; the simulated peak is within the budget.
     """
     return list(_faults(plan, problem, budget))
 
@@ -133,21 +133,21 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
     graph = problem.graph
     at_hand = {v for v, value in enumerate(graph.values) if value.producer is None}
     times = [0] * len(graph.ops)
-    expected = 0  # the next op to run for the first time
     for i, step in enumerate(plan.steps):
         if isinstance(step, Free):
             if step.value not in at_hand or graph.values[step.value].producer is None:
                 yield f"step {i} frees {graph.values[step.value].name}, which is not at hand"
+            if step.value in graph.outputs:
+                yield f"step {i} frees {graph.values[step.value].name}, a result of the step"
             at_hand.discard(step.value)
             continue
         op = graph.ops[step.op]
         for v in op.inputs:
             if v not in at_hand:
                 yield f"step {i} runs {op.name} without its input {graph.values[v].name}"
-        if times[step.op] == 0:
-            if step.op != expected:
-                yield f"step {i} runs {op.name} before {graph.ops[expected].name}"
-            expected = step.op + 1
+        first = times.index(0) if times[step.op] == 0 else step.op  # the op whose turn it is to run for the first time
+        if first != step.op:
+            yield f"step {i} runs {op.name} before {graph.ops[first].name}"
         times[step.op] += 1
         if i < plan.boundary and op.phase == "backward":
             yield f"step {i} runs {op.name} of the backward in the forward"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import operator
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -25,7 +27,11 @@ VERSION = 1
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """What each op costs, measured or estimated."""
+    """What each op costs, measured or estimated.
+
+    Raises:
+        InvalidProblem: if the costs are no numbers, or bytes are no whole numbers.
+    """
 
     seconds: np.ndarray  # (T,) float64, one execution of each op
     workspace_bytes: np.ndarray  # (T,) int64, needed while the op runs, beyond its inputs and outputs
@@ -33,8 +39,18 @@ class Profile:
     source: str = "given"  # where the numbers come from, e.g. "measured on cpu, 2 threads"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seconds", np.asarray(self.seconds, dtype=np.float64))
-        object.__setattr__(self, "workspace_bytes", np.asarray(self.workspace_bytes, dtype=np.int64))
+        try:
+            seconds = np.asarray(self.seconds, dtype=np.float64)
+            workspace = np.asarray(self.workspace_bytes, dtype=np.float64)
+            resident = operator.index(self.resident_bytes)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidProblem(f"The profile has costs that are not numbers: {error}.") from None
+        bad = np.flatnonzero((workspace != np.rint(workspace)) | (np.abs(workspace) > MAX_BYTES))
+        if bad.size:
+            raise InvalidProblem(f"Op {bad[0]} needs {workspace[bad[0]]} workspace bytes; a size is a whole number.")
+        object.__setattr__(self, "seconds", seconds)
+        object.__setattr__(self, "workspace_bytes", workspace.astype(np.int64))
+        object.__setattr__(self, "resident_bytes", resident)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +120,8 @@ class Problem:
             values=tuple(Value(f"v{k}", _size(sizes[k], k), k) for k in range(n)),
             outputs=tuple(_index(k, n, "outputs") for k in outputs),
         )
-        return cls(graph, Profile(_floats(seconds), np.asarray(workspace or [0] * n), resident_bytes))
+        costs: Any = seconds, [0] * n if workspace is None else workspace, resident_bytes
+        return cls(graph, Profile(*costs))
 
     @property
     def seconds(self) -> np.ndarray:
@@ -204,7 +221,7 @@ class Problem:
         raw = path.read_bytes()
         try:
             document = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
-        except (ValueError, OSError, EOFError) as error:
+        except (ValueError, OSError, EOFError, zlib.error, RecursionError) as error:
             raise InvalidProblem(f"{path} is not JSON: {error}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise InvalidProblem(f"{path} is not a problem file: its 'format' is not {FORMAT!r}.")
@@ -219,14 +236,11 @@ class Problem:
                 values=tuple(Value(**value) for value in document["values"]),
                 outputs=tuple(document["outputs"]),
             )
-            profile = Profile(
-                np.array(document["seconds"], dtype=np.float64),
-                np.array(document["workspace_bytes"], dtype=np.int64),
-                document["resident_bytes"],
-                document["source"],
-            )
-            return cls(graph, profile)
-        except (KeyError, TypeError, ValueError) as error:
+            costs = (document[name] for name in ("seconds", "workspace_bytes", "resident_bytes", "source"))
+            return cls(graph, Profile(*costs))
+        except KeyError as error:
+            raise InvalidProblem(f"{path} describes no valid problem: {error} is missing") from None
+        except (TypeError, ValueError) as error:
             raise InvalidProblem(f"{path} describes no valid problem: {error}") from None
 
 
@@ -243,10 +257,3 @@ def _size(size: Any, k: int) -> int:
     except (TypeError, ValueError, OverflowError):
         pass
     raise InvalidProblem(f"sizes[{k}] is {size!r}; a size is a whole number of bytes.")
-
-
-def _floats(costs: Sequence[float]) -> np.ndarray:
-    try:
-        return np.asarray(costs, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise InvalidProblem(f"seconds are not numbers: {error}") from None

@@ -82,9 +82,9 @@ class Solution:
         lines = [f"{self.status.label} ({self.method}): {self.message or self.status.meaning}"]
         facts = [("budget", format_bytes(self.budget))]
         if self.plan is not None and self.schedule is not None and self.peak is not None:
-            again = self.schedule.recomputed
+            again, keep_all = self.schedule.recomputed, max(1, self.problem.keep_all_peak)
             facts += [
-                ("peak", f"{format_bytes(self.peak)} ({self.peak / self.problem.keep_all_peak:.1%} of keeping all)"),
+                ("peak", f"{format_bytes(self.peak)} ({self.peak / keep_all:.1%} of keeping all)"),
                 ("step", f"{format_seconds(self.cost)} ({self.overhead:+.2%} recomputation)"),
                 ("bound", f"{format_seconds(self.bound)} (gap {self.gap:.2%})"),
                 ("runs again", f"{(again > 0).sum()} of {len(again)} ops, {again.sum()} times in all"),

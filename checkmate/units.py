@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
+from decimal import Decimal
 
 from checkmate.errors import BudgetError
 
@@ -14,7 +15,7 @@ _UNITS = {
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES) if prefix},
     "": 1,
 }
-_BYTES = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
+_BYTES = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
 def parse_bytes(budget: int | float | str) -> int:
@@ -53,10 +54,10 @@ def _parse_text(text: str) -> int:
     scale = _UNITS.get(unit.lower())
     if scale is None:
         raise BudgetError(f"Unknown unit {unit!r} in the budget {text!r}. Use B, kB, MB, GB, TB or KiB, MiB, GiB, TiB.")
-    value = float(number) * scale
-    if not math.isfinite(value) or value < 1:
-        raise BudgetError(f"A budget is at least one byte, and finite: {text!r} is {value:g} bytes.")
-    return round(value)
+    value = Decimal(number) * scale
+    if value < 1:
+        raise BudgetError(f"A budget is at least one byte: {text!r} is {value:f} bytes.")
+    return int(value)
 
 
 def format_bytes(count: float) -> str:
