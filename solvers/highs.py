@@ -105,13 +105,18 @@ def _result(solver: highspy.Highs, model: Model, relax: bool, seconds: float) ->
     objective = float(model.cost @ x) if x is not None else float("inf")
     if outcome is Outcome.INFEASIBLE:
         bound = float("inf")
-    elif relax:
-        bound = objective if outcome is Outcome.OPTIMAL else float(np.minimum(model.cost * model.lower, model.cost * model.upper).sum())
+    elif relax or not model.integer.any():
+        bound = objective if outcome is Outcome.OPTIMAL else _least(model)
     else:
-        bound = float(info.mip_dual_bound) if model.integer.any() else objective
-    if not np.isfinite(bound) and outcome is not Outcome.INFEASIBLE:
-        bound = float(np.minimum(model.cost * model.lower, model.cost * model.upper).sum())
+        bound = max(float(info.mip_dual_bound), _least(model))
     return Result(outcome, x, objective, min(bound, objective), seconds)
+
+
+def _least(model: Model) -> float:
+    """The objective where each variable is at its cheaper bound."""
+    cost = model.cost
+    at = np.where(cost > 0, model.lower, model.upper)
+    return float(cost[cost != 0] @ at[cost != 0])
 
 
 def _to_highs(model: Model, relax: bool) -> highspy.HighsLp:
@@ -140,7 +145,7 @@ def _set_threads(solver: highspy.Highs, threads: int) -> None:
     _set(solver, "threads", threads)
 
 
-def _set(solver: highspy.Highs, option: str, value: object) -> None:
+def _set(solver: highspy.Highs, option: str, value: bool | int | float | str) -> None:
     _check(solver.setOptionValue(option, value), f"set {option} to {value!r}")
 
 

@@ -1,12 +1,13 @@
 """A linear model held as arrays: families of variables, families of constraints, each with a name.
 
-A family of variables is an integer array of column numbers in whatever shape the equation has (``R[t, k]``), with `NONE`
-where there is no variable, which stands for zero. A family of constraints is a set of rows of equal form, so that an
-equation of the paper is one call.
+A family of variables is an integer array of column numbers in whatever shape the equation has (``R[t, k]``), with
+`NONE` where there is no variable, which stands for zero. A family of constraints is a set of rows of equal form, so
+that an equation of the paper is one call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,9 @@ import scipy.sparse as sp
 
 NONE = -1  # in an array of columns: no variable here, zero
 INF = float("inf")
+
+Term = tuple[np.ndarray, np.ndarray | float]  # columns, coefficients
+Entry = tuple[np.ndarray, np.ndarray, np.ndarray | float]  # rows, columns, coefficients
 
 
 @dataclass
@@ -37,7 +41,7 @@ class Model:
     _integer: list[np.ndarray] = field(default_factory=list)
     _row_lower: list[np.ndarray] = field(default_factory=list)
     _row_upper: list[np.ndarray] = field(default_factory=list)
-    _entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)  # rows, columns, coefficients
+    _entries: list[Entry] = field(default_factory=list)
 
     def variables(
         self,
@@ -65,7 +69,7 @@ class Model:
     def constrain(
         self,
         name: str,
-        terms: list[tuple[np.ndarray, np.ndarray | float]],
+        terms: Sequence[Term],
         *,
         lower: np.ndarray | float = -INF,
         upper: np.ndarray | float = INF,
@@ -90,7 +94,7 @@ class Model:
         self,
         name: str,
         count: int,
-        entries: list[tuple[np.ndarray, np.ndarray, np.ndarray | float]],
+        entries: Sequence[Entry],
         *,
         lower: np.ndarray | float = -INF,
         upper: np.ndarray | float = INF,
