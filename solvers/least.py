@@ -1,0 +1,65 @@
+"""The smallest budget for which a plan is known, and that plan."""
+
+from __future__ import annotations
+
+import time
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from checkmate.plan import lower, simulate
+from checkmate.problem import Problem
+from checkmate.schedule import Schedule
+from checkmate.solvers.eviction import Stuck, Weights, run_pass
+from checkmate.solvers.next_use import GRID, as_matrix
+from checkmate.solvers.tables import Tables
+
+_known: WeakKeyDictionary[Problem, tuple[int, np.ndarray]] = WeakKeyDictionary()
+
+
+def min_budget(problem: Problem) -> int:
+    """The smallest budget in bytes for which a plan was found; `least_runs` has that plan."""
+    return least_runs(problem)[0]
+
+
+def least_runs(problem: Problem, *, time_limit: float = 4.0) -> tuple[int, np.ndarray]:
+    """The smallest peak that a plan was found to reach, and its R (T, T). Found once for each problem.
+
+    A bisection between what no schedule avoids and what keeping everything takes, each step a few eviction passes.
+    """
+    if problem not in _known:
+        _known[problem] = _bisect(problem, time.perf_counter() + time_limit)
+    return _known[problem]
+
+
+def _bisect(problem: Problem, deadline: float) -> tuple[int, np.ndarray]:
+    tables = Tables.of(problem)
+    low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak
+    best = np.eye(len(problem.graph.ops), dtype=bool)
+    grid, middle = list(GRID), low  # the smallest that could work often does
+    while low < high and time.perf_counter() < deadline:
+        stages = _first_fit(tables, middle, grid, deadline)
+        if stages is None:
+            low = middle + max(1, (high - middle) // 100)
+        else:
+            best = as_matrix(stages)
+            high = peak_of(problem, best)
+        middle = (low + high) // 2
+    return high, best
+
+
+def _first_fit(tables: Tables, budget: int, grid: list[Weights], deadline: float) -> list[list[int]] | None:
+    """The first pass that fits; its weights move to the front of the grid."""
+    for i, weights in enumerate(grid):
+        stages = run_pass(tables, budget, weights)
+        if not isinstance(stages, Stuck):
+            grid.insert(0, grid.pop(i))
+            return stages
+        if time.perf_counter() > deadline:
+            return None
+    return None
+
+
+def peak_of(problem: Problem, R: np.ndarray) -> int:
+    """Bytes that the plan of R reaches, simulated."""
+    return simulate(lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem).peak

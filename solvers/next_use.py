@@ -1,0 +1,98 @@
+"""Next use: evict what is cheap to bring back and far from its next use, over many weights, then improve the best.
+
+An upper bound that scales: one pass (`checkmate.solvers.eviction`) takes milliseconds, and a step of a thousand
+operations has its first plan in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from checkmate.problem import Problem
+from checkmate.solution import Solution, Status
+from checkmate.solvers.certify import certify
+from checkmate.solvers.eviction import Stuck, Weights, run_pass
+from checkmate.solvers.tables import Tables
+from checkmate.units import format_bytes
+
+METHOD = "next-use"
+GRID = tuple(Weights(a, b, c) for b, c, a in itertools.product((1.0, 0.5), (0.5, 0.0, 1.0, 2.0), (1.0, 0.5, 2.0)))
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What another method keeps: up to each stage, values outside its set go first."""
+
+    kept: tuple[tuple[int, np.ndarray], ...]  # (stage, (V,) bool), ascending
+
+
+def next_use(
+    problem: Problem, budget: int, *, time_limit: float = 10.0, seed: int = 0, guide: Guide | None = None
+) -> Solution:
+    """The best plan of many passes, improved. NOT_FOUND where no pass fits.
+
+    The same seed gives the same plan where the time limit does not bind.
+
+    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> next_use(problem, budget=2).status
+    Status.NOT_FOUND
+    """
+    began = time.perf_counter()
+    tables = Tables.of(problem)
+    plans = Passes(tables, budget)
+    for weights in _variants(guide):
+        plans.run(weights)
+        if time.perf_counter() - began > time_limit:
+            break
+    seconds = time.perf_counter() - began
+    if plans.best is None:
+        assert plans.stuck is not None
+        op = problem.graph.ops[plans.stuck.op].name
+        message = f"every pass was stuck; the last at {op}, {format_bytes(plans.stuck.missing_bytes)} short"
+        details = {"stuck": plans.stuck.op}
+        return Solution(Status.NOT_FOUND, problem, budget, METHOD, seconds=seconds, message=message, details=details)
+    solution = certify(problem, budget, as_matrix(plans.best), method=METHOD, details={"passes": plans.count})
+    return replace(solution, seconds=time.perf_counter() - began)
+
+
+@dataclass
+class Passes:
+    """The best of the passes so far."""
+
+    tables: Tables
+    budget: int
+    count: int = 0
+    cost: float = float("inf")
+    best: list[list[int]] | None = None  # per stage, the ops that run
+    stuck: Stuck | None = None
+
+    def run(self, weights: Weights) -> list[list[int]] | Stuck:
+        """One pass; its stages, or where it was stuck."""
+        self.count += 1
+        stages = run_pass(self.tables, self.budget, weights)
+        if isinstance(stages, Stuck):
+            self.stuck = stages
+            return stages
+        cost = sum(self.tables.seconds[k] for ops in stages for k in ops)
+        if cost < self.cost:
+            self.cost, self.best = cost, stages
+        return stages
+
+
+def as_matrix(stages: list[list[int]]) -> np.ndarray:
+    """R, (T, T) bool, of the ops that run in each stage."""
+    R = np.zeros((len(stages), len(stages)), dtype=bool)
+    for t, ops in enumerate(stages):
+        R[t, ops] = True
+    return R
+
+
+def _variants(guide: Guide | None) -> Iterator[Weights]:
+    """The grid of weights, with the guide where there is one."""
+    for weights in GRID:
+        yield weights if guide is None else replace(weights, outside=tuple((t, ~kept) for t, kept in guide.kept))
