@@ -18,23 +18,34 @@ from checkmate.profiling.measure import measure
 from checkmate.solution import Solution
 
 Planner = Callable[[Problem], Solution]
+Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
-@dataclass
+def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Run the generated code as it is."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []  # the code reuses no buffers, so the backward may run twice
+    return boxed(module)
+
+
+@dataclass(eq=False)
 class Backend:
     """Plans each training graph with ``planner`` and lowers it; graphs without gradients run as they are.
 
-    ``plans`` holds the `Solution` of each captured training graph, in the order of capture.
+    ``plans`` holds the `Solution` of each captured training graph, in the order of capture. ``lower`` makes of a module
+    and its inputs the function that runs.
     """
 
     planner: Planner
+    lower: Lower = run_generated_code
     plans: list[Solution] = field(default_factory=list)
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         compile_graph = aot_autograd(
-            fw_compiler=_compile,
-            bw_compiler=_compile,
-            inference_compiler=_compile,
+            fw_compiler=self.lower,
+            bw_compiler=self.lower,
+            inference_compiler=self.lower,
             partition_fn=self._partition,
             keep_inference_input_mutations=True,
         )
@@ -65,11 +76,3 @@ def problem_of(joint: Joint) -> Problem:
         return emit(joint, plan)
 
     return Problem(joint.graph, measure(joint), write)
-
-
-def _compile(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Run the generated code as it is."""
-    context = torch._guards.TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []  # the code reuses no buffers, so the backward may run twice
-    return boxed(module)

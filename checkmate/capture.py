@@ -306,7 +306,7 @@ class _Reader:
 
 def _obeys_layout(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether autograd takes a gradient as it is: the parameter's strides where that is dense, else contiguous."""
-    if torch._prims_common.is_non_overlapping_and_dense(parameter):
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         same = zip(grad.shape, grad.stride(), parameter.stride(), strict=True)
         return all(a == b for size, a, b in same if size != 1)
     return grad.is_contiguous()

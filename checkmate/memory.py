@@ -7,6 +7,7 @@ inside ops and what autograd saves included, repeatable to the byte. It does not
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ def record_allocations() -> Iterator[Recording]:
             "Memory is measured with torch.profiler, which is running already. Call the compiled step once before you "
             "start a profiler: it measures its ops at the first call."
         )
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each recording announces itself on the terminal
     recording = Recording()
     gc.collect()
     was_collecting = gc.isenabled()

@@ -34,16 +34,18 @@ def expose_dropout(graph: fx.Graph) -> None:
         outputs = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         with graph.inserting_before(node):
             like = x.meta["val"]
-            mask = _call(graph, node, draw_mask, (x, 1.0 - p), name=f"{node.name}_mask")
+            mask = _call(graph, node, draw_mask, (x, 1.0 - p), name=f"{node.name}_mask", stands_for=outputs.get(1))
             kept = _call(graph, node, aten._to_copy.default, (mask,), {"dtype": like.dtype})
             noise = _call(graph, node, aten.div.Scalar, (kept, 1.0 - p), name=f"{node.name}_noise")
-            product = _call(graph, node, aten.mul.Tensor, (x, noise), name=f"{node.name}_product")
+            product = _call(
+                graph, node, aten.mul.Tensor, (x, noise), name=f"{node.name}_product", stands_for=outputs.get(0)
+            )
         if 0 in outputs:
             outputs[0].replace_all_uses_with(product)
         for backward in list(outputs[1].users) if 1 in outputs else []:
             if backward.target is aten.native_dropout_backward.default and backward.args[1] is outputs[1]:
                 with graph.inserting_before(backward):
-                    grad = _call(graph, backward, aten.mul.Tensor, (backward.args[0], noise))
+                    grad = _call(graph, backward, aten.mul.Tensor, (backward.args[0], noise), stands_for=backward)
                 backward.replace_all_uses_with(grad)
                 graph.erase_node(backward)
         if 1 in outputs:
@@ -80,10 +82,14 @@ def _call(
     args: tuple,
     kwargs: dict | None = None,
     name: str | None = None,
+    stands_for: fx.Node | None = None,
 ) -> fx.Node:
-    """A node with the fake result and the provenance of the node it stands for."""
+    """A node with the provenance of another, and the fake result of the one it stands for: views of that share it."""
     node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
     node.meta = {key: what for key, what in origin.meta.items() if key not in ("val", "tensor_meta")}
+    if stands_for is not None:
+        node.meta["val"] = stands_for.meta["val"]
+        return node
     fake_args, fake_kwargs = fx.node.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
     with _fake_mode(args), torch.no_grad():
         node.meta["val"] = target(*fake_args, **fake_kwargs)

@@ -1,0 +1,251 @@
+"""The pipeline: model -> `Joint` -> `Problem` -> `Solution` -> `Plan` -> modules. What a user calls."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import types
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, TypeVar
+
+import torch
+import torch.fx as fx
+from torch import nn
+
+from checkmate.backend import Backend, Planner
+from checkmate.errors import InfeasibleBudget, Unsupported
+from checkmate.explain import explained
+from checkmate.problem import Problem
+from checkmate.solution import Solution
+from checkmate.solvers.solve import METHODS, solve
+from checkmate.units import format_bytes, parse_bytes
+from checkmate.verification import compare_with_plain
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+
+def compile(
+    fn: Fn,
+    *,
+    budget: int | float | str,
+    method: str = "auto",
+    time_limit: float = 60.0,
+    reserve: int | float | str = 0,
+    verify: bool = False,
+) -> Fn:
+    """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
+
+    Nothing happens until the first call, which captures the step, measures its ops, plans and generates code. Another
+    shape, or a change between training and evaluation, gets a plan of its own. Without gradients nothing is planned.
+
+    Args:
+        fn: a module, or any function of tensors; with the loss computed inside it the loss is within the plan too.
+        budget: bytes at any moment of forward and backward, parameters, buffers and inputs included; "8 GB" is 8e9.
+        method: how to plan; see `checkmate.solve`.
+        time_limit: seconds to plan one captured graph.
+        reserve: bytes of the budget to leave for what the graph does not know: optimizer state, gradients that are kept
+            from one step to the next, a loss outside ``fn``.
+        verify: run the first training call plainly as well, and compare results, gradients, buffers and random state
+            bitwise, and the measured peak with the budget. Needs the memory of a plain step, once.
+
+    Returns:
+        For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
+        with the one given, which is left as it was. For a function a function. Both have ``.plans``, the `Solution` of
+        each captured graph.
+
+    Raises:
+        BudgetError: at once, if the budget is no positive number of bytes.
+        InfeasibleBudget: at the first call, if no plan fits; it names the op in the way and the smallest budget.
+        Unsupported: at the first call, if the step cannot be captured as one graph.
+        VerificationError: at the first call, with ``verify``, if anything differs.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    >>> model = compile(model, budget="1 MB")
+    >>> model(torch.ones(8, 64)).sum().backward()
+    >>> print(model.plans[0].status)
+    Status.OPTIMAL
+    """
+    if not callable(fn):
+        raise TypeError(f"checkmate.compile takes a module or a function, not {type(fn).__name__}.")
+    if method not in METHODS:
+        raise ValueError(f"Unknown method {method!r}; the methods are {', '.join(METHODS)}.")
+    if not time_limit > 0:
+        raise ValueError(f"time_limit is a positive number of seconds, not {time_limit!r}.")
+    total = parse_bytes(budget)
+    set_aside = 0 if reserve == 0 else parse_bytes(reserve)
+
+    def plan(problem: Problem) -> Solution:
+        return _plan(problem, total, set_aside, method=method, time_limit=time_limit)
+
+    if isinstance(fn, nn.Module):
+        return _compile_module(fn, plan, verify)
+    return _CompiledStep(fn, plan, verify)  # type: ignore[return-value]
+
+
+def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
+    """Capture a step and measure its ops, without running it: no parameter, buffer or random state changes.
+
+    Args:
+        fn: a module or function; args, kwargs: an example batch for it.
+
+    Raises:
+        Unsupported: if the step cannot be captured as one graph, or needs no gradients.
+
+    >>> import torch
+    >>> problem = trace(torch.nn.Linear(8, 4), torch.ones(2, 8))
+    >>> [op.target for op in problem.graph.ops][0]
+    'aten.addmm.default'
+    """
+    problems: list[Problem] = []
+
+    def keep_all(problem: Problem) -> Solution:
+        problems.append(problem)
+        return solve(problem, max(1, problem.keep_all_peak), method="checkpoint-all")
+
+    try:
+        _capture(fn, Backend(keep_all, lower=_stop))(*args, **kwargs)
+    except _Captured:
+        pass
+    except Exception as error:
+        raise explained(error, fn) from error
+    if not problems:
+        raise Unsupported(
+            f"{_name(fn)} computes nothing that needs a gradient, so there is no backward to plan. "
+            "Is it called under torch.no_grad(), or are all its parameters frozen?"
+        )
+    return problems[0]
+
+
+class _Captured(Exception):
+    """Raised in place of running a captured graph."""
+
+
+def _stop(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def stop(inputs: list[Any]) -> Any:
+        raise _Captured
+
+    stop._boxed_call = True  # type: ignore[attr-defined]
+    return stop
+
+
+def _plan(problem: Problem, budget: int, reserve: int, **options: Any) -> Solution:
+    """Solve within what the reserve leaves of the budget.
+
+    Raises:
+        InfeasibleBudget: if no plan was found.
+    """
+    if budget <= reserve:
+        smallest = problem.min_budget() + reserve
+        raise InfeasibleBudget(
+            f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(budget)}. "
+            f"Smallest budget that works: {format_bytes(smallest)} ({smallest:_} bytes).",
+            budget=budget,
+            min_budget=smallest,
+            op="",
+        )
+    solution = solve(problem, budget - reserve, **options)
+    if solution.plan is None:
+        note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
+        smallest = solution.details["min_budget"] + reserve
+        raise InfeasibleBudget(
+            f"{solution.message}{note}", budget=budget, min_budget=smallest, op=solution.details["op"]
+        )
+    return solution
+
+
+def _capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """``fn`` compiled with a backend, in a cache of its own: Dynamo keeps compiled code with the code object."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    own = types.FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
+    own.__kwdefaults__ = step.__kwdefaults__
+    return torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+
+
+class _CompiledStep:
+    """A function with a plan for each graph that was captured of it."""
+
+    def __init__(self, fn: Callable[..., Any], planner: Planner, verify: bool) -> None:
+        self._fn = fn
+        self._backend = Backend(planner)
+        self._verify = verify
+        self._run = _capture(fn, self._backend)
+        functools.update_wrapper(self, fn, updated=())
+
+    @property
+    def plans(self) -> list[Solution]:
+        """The `Solution` of each captured graph, in the order of capture."""
+        return self._backend.plans
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._verify and torch.is_grad_enabled():
+            compare_with_plain(self._fn, self._guarded, self._backend, args, kwargs)
+            self._verify = False
+        return self._guarded(*args, **kwargs)
+
+    def _guarded(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = self._run(*args, **kwargs)
+        except Exception as error:
+            reason = explained(error, self._fn)
+            if reason is error:
+                raise
+            raise reason from None
+        _refuse_double_backward(result)
+        return result
+
+
+def _refuse_double_backward(result: Any) -> None:
+    """Have ``backward(create_graph=True)`` end in a clear error: the planned backward cannot be differentiated."""
+    tensors = [result] if isinstance(result, torch.Tensor) else torch.utils._pytree.tree_leaves(result)
+    functions = {t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None}
+    for function in functions:
+        function.register_prehook(_check_no_double_backward)
+
+
+def _check_no_double_backward(grads: Any) -> None:
+    if torch.is_grad_enabled():
+        raise Unsupported(
+            "create_graph=True: the backward of a compiled step cannot itself be differentiated. "
+            "Compute this loss with the plain model, which shares its parameters with the compiled one."
+        )
+
+
+def _compile_module(model: Any, planner: Planner, verify: bool) -> Any:
+    """The same module, in a class of its own whose forward is compiled: both objects have one ``__dict__``."""
+    if "forward" in vars(model):
+        raise Unsupported(
+            f"The forward of this {type(model).__name__} was replaced on the object. "
+            "Compile a function that calls it: checkmate.compile(lambda x: model(x), budget=...)."
+        )
+    plain = type(model)
+    step = _CompiledStep(plain.forward, planner, verify)
+
+    class Compiled(plain):  # type: ignore[misc, valid-type]
+        plans = property(lambda self: step.plans, doc=_CompiledStep.plans.__doc__)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return step(self, *args, **kwargs)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return copyreg.__newobj__, (plain,), self.__dict__  # type: ignore[attr-defined]  # saved as it was given
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            copy = plain.__new__(plain)
+            memo[id(self)] = copy
+            copy.__dict__ = deepcopy(self.__dict__, memo)
+            return _compile_module(copy, planner, verify)
+
+    functools.update_wrapper(Compiled.forward, plain.forward)
+    Compiled.__name__, Compiled.__qualname__, Compiled.__module__ = plain.__name__, plain.__qualname__, plain.__module__
+    compiled = Compiled.__new__(Compiled)
+    compiled.__dict__ = model.__dict__
+    return compiled
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", type(fn).__name__)

@@ -1,0 +1,59 @@
+"""Errors of the machinery below, said again for the person at the keyboard: what, where in their code, what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch._dynamo.exc as dynamo
+
+from checkmate.errors import CheckmateError, Unsupported
+
+_USER_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)')
+_HOOKS = "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...)."
+_ONE_GRAPH = (
+    "The whole step is planned at once, so it must be captured as one graph: move this out of the compiled function "
+    "(logging, .item(), branches on tensor values), or compile a part that does not need it."
+)
+
+
+def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
+    """The error to raise for one that came out of a compiled call; the same one where it explains itself."""
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, CheckmateError):
+            return cause
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    if isinstance(error, dynamo.FailOnRecompileLimitHit):
+        return Unsupported(
+            f"{name} was called with more kinds of input than are compiled (torch._dynamo.config.recompile_limit). "
+            "Pad the batches to fewer shapes, or raise the limit."
+        )
+    if isinstance(error, dynamo.Unsupported):
+        return Unsupported(f"Cannot capture {name}: {_reason(error)}{_place(error)}\n{_advice(error)}")
+    if isinstance(error, dynamo.BackendCompilerFailed):
+        inner = error.inner_exception
+        return Unsupported(f"Cannot compile {name}: {type(inner).__name__}: {inner}")
+    return error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what Dynamo says, and its explanation."""
+    text = str(error)
+    first = text.strip().splitlines()[0].strip()
+    explanation = re.search(r"Explanation: (.+)", text)
+    return f"{first}. {explanation.group(1).strip()}" if explanation else first
+
+
+def _place(error: Any) -> str:
+    frames = _USER_FRAME.findall(str(error))
+    if not frames:
+        return ""
+    file, line, function, code = frames[-1]
+    return f"\n  {file}:{line} in {function}: {code.strip()}"
+
+
+def _advice(error: Exception) -> str:
+    return _HOOKS if "hook" in str(error).lower() else _ONE_GRAPH
