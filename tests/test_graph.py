@@ -9,7 +9,7 @@ import pytest
 
 from checkmate.errors import InvalidProblem
 from checkmate.graph import MAX_BYTES, Graph, Op, Value
-from tests.dags import random_dag
+from tests.oracle import random_problem
 
 OPS = (
     Op("embed", "f", (0,), (1,)),
@@ -44,7 +44,7 @@ def test_networkx() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_networkx_agrees_on_the_order(seed: int) -> None:
-    graph = random_dag(seed, 8).graph
+    graph = random_problem(seed, most_ops=8).graph
     assert nx.is_directed_acyclic_graph(graph.to_networkx())
     assert all(dep < k for k, deps in enumerate(graph.deps) for dep in deps)
     users = [{k for k, op in enumerate(graph.ops) if v in op.inputs} for v in range(len(graph.values))]

@@ -16,7 +16,9 @@ from checkmate.errors import InvalidProblem
 from checkmate.graph import Graph, Op, Value
 from checkmate.problem import Problem, Profile
 from checkmate.schedule import Schedule
-from tests.dags import random_dag, unit_chain
+from tests.dags import unit_chain
+from tests.oracle import random_problem
+from tests.test_schedule import random_runs
 
 SEEDS = range(40)
 
@@ -33,7 +35,7 @@ def _same(a: Problem, b: Problem) -> bool:
 @pytest.mark.parametrize("name", ["p.json", "p.json.gz"])
 @pytest.mark.parametrize("seed", range(5))
 def test_json_round_trip(tmp_path: Path, name: str, seed: int) -> None:
-    problem = random_dag(seed, 7)
+    problem = random_problem(seed, most_ops=7)
     problem.to_json(tmp_path / name)
     assert _same(Problem.from_json(str(tmp_path / name)), problem)
 
@@ -118,7 +120,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["p.json", "p.json.gz"])
 def test_a_damaged_file_is_refused_or_still_a_problem(tmp_path: Path, name: str) -> None:
     path, rng = tmp_path / name, np.random.default_rng(0)
-    random_dag(1, 6).to_json(path)
+    random_problem(1, most_ops=6).to_json(path)
     raw, refused = path.read_bytes(), 0
     for _ in range(600):
         damaged = bytearray(raw)
@@ -167,9 +169,9 @@ def test_bad_lists_are_refused_by_name(change: dict[str, Any], says: str) -> Non
 
 
 def test_from_dag_takes_arrays() -> None:
-    problem = Problem.from_dag(
-        [np.array([], int), np.array([0])], np.ones(2), np.array([4, 8]), workspace=np.array([1, 2])
-    )
+    deps: Any = [np.array([], int), np.array([0])]
+    costs: Any = np.ones(2), np.array([4, 8]), None, np.array([1, 2])
+    problem = Problem.from_dag(deps, *costs)
     assert problem.graph.deps == ((), (0,))
     assert problem.workspace.tolist() == [1, 2]
     assert problem.keep_all_peak == 14
@@ -198,12 +200,12 @@ def test_keep_all_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_keep_all_is_what_the_simulator_sees(seed: int) -> None:
-    problem = random_dag(seed, 9)
-    once = Schedule.from_runs(problem.graph, np.eye(9, dtype=bool))
+    problem = random_problem(seed, most_ops=9)
+    once = Schedule.from_runs(problem.graph, np.eye(len(problem.graph.ops), dtype=bool))
     usage = plans.simulate(plans.lower(problem.graph, once), problem)
     assert usage.bytes_at == tuple(problem.live_bytes)
     assert usage.peak == problem.keep_all_peak
-    assert once.cost(problem) == problem.keep_all_cost
+    assert once.cost(problem) == pytest.approx(problem.keep_all_cost)
 
 
 def test_unavoidable_by_hand() -> None:
@@ -220,15 +222,13 @@ def test_unavoidable_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_schedule_uses_less_than_is_unavoidable(seed: int) -> None:
-    problem, rng = random_dag(seed, 7), np.random.default_rng(seed)
+    problem = random_problem(seed, most_ops=7)
     assert (problem.unavoidable_bytes <= problem.live_bytes).all()
-    for density in (0.1, 0.5, 0.9):
-        runs = np.tril(rng.random((7, 7)) < density) | np.eye(7, dtype=bool)
-        pinned = [k for k, op in enumerate(problem.graph.ops) if op.pinned]
-        runs[:, pinned] = np.eye(7, dtype=bool)[:, pinned]
-        usage = plans.simulate(plans.lower(problem.graph, Schedule.from_runs(problem.graph, runs)), problem)
-        for k in range(7):
-            assert usage.bytes_at[usage.ops.index(k)] >= problem.unavoidable_bytes[k]
+    for again in range(5):
+        schedule = Schedule.from_runs(problem.graph, random_runs(problem, 100 * seed + again))
+        usage = plans.simulate(plans.lower(problem.graph, schedule), problem)
+        first = np.array([usage.bytes_at[usage.ops.index(k)] for k in range(len(problem.graph.ops))])
+        assert (first >= problem.unavoidable_bytes).all()
 
 
 def test_profiles_are_checked() -> None:
