@@ -82,7 +82,7 @@ def _gpt2(name: str, attention: Literal["eager", "sdpa"], layers: int) -> Case:
 _CASES = (
     _classifier("mlp", lambda: MLP(64, 128, layers=6, classes=CLASSES), 512, 64),
     _classifier("vgg", lambda: VGG(((16, 1), (32, 2), (64, 2)), CLASSES), 8, 3, 64, 64),
-    _classifier("resnet18", lambda: resnet18(CLASSES, base=16), 8, 3, 64, 64),
+    _classifier("resnet18", lambda: resnet18(CLASSES, base=16), 32, 3, 64, 64),
     _classifier("resnet50", lambda: resnet50(CLASSES, base=16), 8, 3, 64, 64),
     Case("unet", _unet),
     _classifier("mobilenet", lambda: MobileNetV2(CLASSES, width=0.5), 8, 3, 64, 64),

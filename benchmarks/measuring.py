@@ -1,0 +1,73 @@
+"""What the demo and the benchmarks have in common: train, time in pairs, compare bits, write a table."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+Step = Callable[..., Tensor]
+Batch = tuple[Tensor, ...]
+
+
+def train(module: nn.Module, step: Step, batches: Sequence[Batch], seed: int = 0) -> list[Tensor]:
+    """Train with Adam, a step for each batch. All there is to compare: losses, gradients, state, random state."""
+    torch.manual_seed(seed)
+    optimizer = torch.optim.Adam(module.parameters(), lr=2e-3)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad(set_to_none=True)
+        loss = step(*batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    state = [tensor.clone() for tensor in module.state_dict().values()]
+    module.zero_grad(set_to_none=True)
+    return [torch.stack(losses), *grads, *state, torch.get_rng_state()]
+
+
+def same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """Whether two lists of tensors are equal, bit for bit: signs of zero and NaNs included."""
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and x.shape == y.shape and x.numpy().tobytes() == y.numpy().tobytes()
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def step_and_back(module: nn.Module, step: Step, batch: Batch) -> None:
+    """A forward and a backward, from no gradients."""
+    module.zero_grad(set_to_none=True)
+    step(*batch).backward()
+
+
+def paired_times(
+    module: nn.Module, plain: Step, compiled: Step, batch: Batch, pairs: int
+) -> tuple[float, float, float]:
+    """Median seconds of a plain and a compiled step, and the median of their ratios, pair by pair.
+
+    Both run within each pair, first one first, then the other, so that what else the machine does meets both.
+    """
+    times: dict[Step, list[float]] = {plain: [], compiled: []}
+    for pair in range(pairs + 1):
+        for step in (plain, compiled) if pair % 2 else (compiled, plain):
+            module.zero_grad(set_to_none=True)
+            began = time.perf_counter()
+            step(*batch).backward()
+            times[step].append(time.perf_counter() - began)
+    (_, *plain_times), (_, *compiled_times) = times.values()  # the first pair warms up
+    ratios = [b / a for a, b in zip(plain_times, compiled_times, strict=True)]
+    return statistics.median(plain_times), statistics.median(compiled_times), statistics.median(ratios)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as needed, the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in lines
+    )
