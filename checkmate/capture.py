@@ -8,6 +8,7 @@ tell what aliases what), tells views from ops, forward from backward, and which 
 from __future__ import annotations
 
 import operator
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -383,20 +384,31 @@ def _is_random(node: fx.Node) -> bool:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_OUR_OWN = re.compile(r"[/\\](?:torch|checkmate)[/\\]")  # frames that lead to the user's code and are not it
+_ROOTS = re.compile(r"^(?:fn|__closure__\.\d+|cell_contents|__wrapped__|__func__|args\.\d+|__import_\w+|self)(?:\.|$)")
 
 
 def _where(node: fx.Node) -> str:
-    """The module path and the source line that a node comes from, as far as tracing kept them."""
+    """The module that a node comes from and the line of the user's code, as far as tracing kept them.
+
+    For example ``layer1.0.conv2 (Conv2d, resnet.py:31)``.
+    """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    modules = [path for path, _ in stack.values()]
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    line = f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else ""
-    module = _module_path(modules[-1]) if modules else ""
-    return f"{module} ({line})" if module and line else module or line or "generated code"
+    path, kind = [*stack.values()][-1] if stack else ("", None)
+    frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if not _OUR_OWN.search(f[0])]
+    facts = [getattr(kind, "__name__", str(kind))] if kind is not None else []
+    facts += [f"{os.path.basename(file)}:{line}" for file, line in frames[-1:]]
+    name = _module_path(path)
+    if name and facts:
+        return f"{name} ({', '.join(facts)})"
+    return name or ", ".join(facts) or "generated code"
 
 
 def _module_path(path: str) -> str:
-    """``G['model'].layer1[0].conv`` or ``L['self']._modules['fc']`` as a person writes it: ``model.layer1.0.conv``."""
+    """``L['fn'].__closure__[0].cell_contents._modules['layer1'][0]`` as a person writes it: ``layer1.0``."""
     path = re.sub(r"\._modules\b|\._(?:orig|compiled)_mod\b", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
-    return re.sub(r"^[A-Z]\.|__class__|^self\.", "", path).strip(".")
+    path = re.sub(r"^[A-Z]\.", "", path)
+    while _ROOTS.match(path):
+        path = _ROOTS.sub("", path)
+    return path

@@ -25,6 +25,7 @@ from torch._functorch.partitioners import (
 from torch.fx.graph import CodeGen
 
 from checkmate.capture import Joint
+from checkmate.errors import SolverError
 from checkmate.plan import Plan, Run, Step
 
 AGAIN = "_again"  # in a node's name: an op that runs another time
@@ -124,6 +125,8 @@ class _Writer:
         self.copies: Counter[fx.Node] = Counter()  # how often each other node was written in this one
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
+        self.handed_over: dict[fx.Node, fx.Node] = {}  # gradients that autograd copies: free in the plan, yet returned
+        self.ops = {node for node in joint.nodes if node is not None}
         self.views: dict[int, list[fx.Node]] = {}  # for each value, the views of it in env
         for node in inputs:
             self.env[node] = self.graph.placeholder(node.name)
@@ -135,7 +138,9 @@ class _Writer:
                 self._run(step.op)
             else:
                 self._forget(step.value)
-        results = tuple(self._at_hand(n) if isinstance(n, fx.Node) else n for n in outputs)
+        results = tuple(
+            self.handed_over.get(n) or self._at_hand(n) if isinstance(n, fx.Node) else n for n in outputs
+        )
         self.graph.output(results).meta["desc"] = list(descs)
         for node in reversed(self.graph.nodes):
             if node.target is operator.getitem and not node.users:
@@ -147,6 +152,9 @@ class _Writer:
     def _run(self, op: int) -> None:
         node, outputs = self.joint.nodes[op], self.joint.graph.ops[op].outputs
         if node is None:
+            inputs = set(self.joint.graph.ops[op].inputs)
+            grads = [n for n in self.joint.backward_outputs if isinstance(n, fx.Node)]
+            self.handed_over |= {n: self._at_hand(n) for n in grads if inputs.intersection(self.joint.value_of[n])}
             return
         n = self.times[node]
         self.times[node] += 1
@@ -167,6 +175,8 @@ class _Writer:
     def _at_hand(self, node: fx.Node) -> fx.Node:
         """The latest copy of a node; a view, a getitem or a constant is written where it is first needed."""
         if node not in self.env:
+            if node in self.ops or node.op == "placeholder":
+                raise SolverError(f"The plan reads {node.name} where it is not at hand.")
             n = self.copies[node]
             self.copies[node] += 1
             self.env[node] = self._copy(node, f"{node.name}_copy{n}" if n else node.name)

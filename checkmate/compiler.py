@@ -109,7 +109,10 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
     except _Captured:
         pass
     except Exception as error:
-        raise explained(error, fn) from error
+        reason = explained(error, fn)
+        if reason is error:
+            raise
+        raise reason.with_traceback(None) from None
     if not problems:
         raise Unsupported(
             f"{_name(fn)} computes nothing that needs a gradient, so there is no backward to plan. "
@@ -194,7 +197,7 @@ class _CompiledStep:
             reason = explained(error, self._fn)
             if reason is error:
                 raise
-            raise reason from None
+            raise reason.with_traceback(None) from None
         _refuse_double_backward(result)
         return result
 
@@ -232,7 +235,7 @@ def _compile_module(model: Any, planner: Planner, verify: bool) -> Any:
             return step(self, *args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return copyreg.__newobj__, (plain,), self.__dict__  # type: ignore[attr-defined]  # saved as it was given
+            return copyreg._reconstructor, (plain, object, None), self.__dict__  # type: ignore[attr-defined]  # as given
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             copy = plain.__new__(plain)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import torch._dynamo.exc as dynamo
 
 from checkmate.errors import CheckmateError, Unsupported
 
 _USER_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)')
+_LIBRARY = re.compile(r"[/\\\\](?:torch|checkmate)[/\\\\]")
 _HOOKS = "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...)."
 _ONE_GRAPH = (
     "The whole step is planned at once, so it must be captured as one graph: move this out of the compiled function "
@@ -31,7 +31,9 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
             f"{name} was called with more kinds of input than are compiled (torch._dynamo.config.recompile_limit). "
             "Pad the batches to fewer shapes, or raise the limit."
         )
-    if isinstance(error, dynamo.Unsupported):
+    if isinstance(error, dynamo.TorchRuntimeError):  # plain PyTorch fails as well
+        return RuntimeError(f"{_message(error)}{_place(error)}")
+    if isinstance(error, (dynamo.Unsupported, dynamo.UserError)):
         return Unsupported(f"Cannot capture {name}: {_reason(error)}{_place(error)}\n{_advice(error)}")
     if isinstance(error, dynamo.BackendCompilerFailed):
         inner = error.inner_exception
@@ -47,8 +49,15 @@ def _reason(error: Exception) -> str:
     return f"{first}. {explanation.group(1).strip()}" if explanation else first
 
 
-def _place(error: Any) -> str:
-    frames = _USER_FRAME.findall(str(error))
+def _message(error: Exception) -> str:
+    """What PyTorch itself said of an op that fails on the shapes or types it was given."""
+    said = re.search(r"got \w+\((['\"])(.+?)\1\)", str(error), re.DOTALL)
+    return said.group(2) if said else str(error)
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of the user's own code."""
+    frames = [frame for frame in _USER_FRAME.findall(str(error)) if not _LIBRARY.search(frame[0])]
     if not frames:
         return ""
     file, line, function, code = frames[-1]

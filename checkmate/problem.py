@@ -53,7 +53,7 @@ class Profile:
         object.__setattr__(self, "resident_bytes", resident)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Problem:
     """What to schedule: the input of every solver.
 
@@ -122,6 +122,13 @@ class Problem:
         )
         costs: Any = seconds, [0] * n if workspace is None else workspace, resident_bytes
         return cls(graph, Profile(*costs))
+
+    def __repr__(self) -> str:
+        graph = self.graph
+        return (
+            f"Problem({len(graph.ops)} ops, {len(graph.values)} values, keep_all_peak={self.keep_all_peak}, "
+            f"keep_all_cost={self.keep_all_cost:g}, {self.profile.source})"
+        )
 
     @property
     def seconds(self) -> np.ndarray:

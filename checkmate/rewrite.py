@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -12,9 +13,10 @@ aten = torch.ops.aten
 
 
 def prepare(graph: fx.Graph) -> None:
-    """Rewrite a joint graph in place: expose dropout's mask, forget unread statistics, drop dead code."""
+    """Rewrite a joint graph in place, pass by pass."""
     expose_dropout(graph)
     forget_running_statistics(graph)
+    skip_idle_views(graph)
     graph.eliminate_dead_code()
     graph.lint()
 
@@ -33,10 +35,8 @@ def expose_dropout(graph: fx.Graph) -> None:
             continue
         outputs = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         with graph.inserting_before(node):
-            like = x.meta["val"]
             mask = _call(graph, node, draw_mask, (x, 1.0 - p), name=f"{node.name}_mask", stands_for=outputs.get(1))
-            kept = _call(graph, node, aten._to_copy.default, (mask,), {"dtype": like.dtype})
-            noise = _call(graph, node, aten.div.Scalar, (kept, 1.0 - p), name=f"{node.name}_noise")
+            noise = _call(graph, node, scale_mask, (mask, 1.0 - p, x.meta["val"].dtype), name=f"{node.name}_noise")
             product = _call(
                 graph, node, aten.mul.Tensor, (x, noise), name=f"{node.name}_product", stands_for=outputs.get(0)
             )
@@ -45,7 +45,14 @@ def expose_dropout(graph: fx.Graph) -> None:
         for backward in list(outputs[1].users) if 1 in outputs else []:
             if backward.target is aten.native_dropout_backward.default and backward.args[1] is outputs[1]:
                 with graph.inserting_before(backward):
-                    grad = _call(graph, backward, aten.mul.Tensor, (backward.args[0], noise), stands_for=backward)
+                    grad = _call(
+                        graph,
+                        backward,
+                        aten.mul.Tensor,
+                        (backward.args[0], noise),
+                        name=f"{node.name}_grad",
+                        stands_for=backward,
+                    )
                 backward.replace_all_uses_with(grad)
                 graph.erase_node(backward)
         if 1 in outputs:
@@ -64,6 +71,11 @@ def draw_mask(x: torch.Tensor, p: float) -> torch.Tensor:
     return torch.empty_like(x, dtype=torch.bool).bernoulli_(p)
 
 
+def scale_mask(mask: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
+    """The mask as numbers of a type, divided by p, in one allocation."""
+    return mask.to(dtype).div_(p)
+
+
 def forget_running_statistics(graph: fx.Graph) -> None:
     """In training mode batch norm's backward is handed the new running statistics and reads none of them.
 
@@ -75,26 +87,38 @@ def forget_running_statistics(graph: fx.Graph) -> None:
             node.update_arg(4, None)
 
 
+def skip_idle_views(graph: fx.Graph) -> None:
+    """Read through views that change nothing: ``detach``, ``alias``, and a transpose of a transpose.
+
+    The modules run without autograd, so that a detached tensor is the tensor; each view less is a call less. What the
+    step returns stays as it is.
+    """
+    for node in graph.nodes:
+        if node.target in (aten.detach.default, aten.alias.default):
+            source = node.args[0]
+        elif node.target is aten.t.default and node.args[0].target is aten.t.default:
+            source = node.args[0].args[0]
+        else:
+            continue
+        node.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
+
+
 def _call(
     graph: fx.Graph,
     origin: fx.Node,
     target: Callable[..., torch.Tensor],
-    args: tuple,
-    kwargs: dict | None = None,
-    name: str | None = None,
+    args: tuple[Any, ...],
+    *,
+    name: str,
     stands_for: fx.Node | None = None,
 ) -> fx.Node:
     """A node with the provenance of another, and the fake result of the one it stands for: views of that share it."""
-    node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
+    node = graph.create_node("call_function", target, args, name=name)
     node.meta = {key: what for key, what in origin.meta.items() if key not in ("val", "tensor_meta")}
     if stands_for is not None:
         node.meta["val"] = stands_for.meta["val"]
         return node
-    fake_args, fake_kwargs = fx.node.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
-    with _fake_mode(args), torch.no_grad():
-        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    fake_args = fx.node.map_arg(args, lambda n: n.meta["val"])
+    with fake_args[0].fake_mode, torch.no_grad():
+        node.meta["val"] = target(*fake_args)
     return node
-
-
-def _fake_mode(args: tuple) -> torch._subclasses.FakeTensorMode:
-    return next(a.meta["val"].fake_mode for a in args if isinstance(a, fx.Node))

@@ -31,7 +31,7 @@ class Status(Enum):
         return f"Status.{self.name}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Solution:
     """The answer to a `Problem` and a budget.
 
@@ -77,6 +77,10 @@ class Solution:
         if self.problem.emit is None:
             raise ValueError("This problem was not captured from PyTorch: it has a plan but no modules.")
         return self.problem.emit(self.plan)
+
+    def __repr__(self) -> str:
+        found = f"cost={self.cost:g}, bound={self.bound:g}, peak={self.peak}" if self.plan else self.message
+        return f"Solution({self.status!r}, budget={self.budget}, method={self.method!r}, {found})"
 
     def __str__(self) -> str:
         lines = [f"{self.status.label} ({self.method}): {self.message or self.status.meaning}"]

@@ -27,6 +27,9 @@ from checkmate.problem import Profile
 
 log = logging.getLogger("checkmate.profiling")
 
+Key = tuple[int, str]  # number of threads, and what two ops must share to cost the same
+_known: dict[Key, OpCost] = {}  # what this process measured before
+
 LEAST_REPEATS, MOST_REPEATS = 3, 50
 SECONDS_PER_OP = 0.02  # what timing one distinct op may take beyond the least repeats
 
@@ -42,25 +45,27 @@ class OpCost:
 def measure(joint: Joint) -> Profile:
     """Measure every distinct op of a captured step.
 
-    Ops are the same if target, shapes, strides, types and other arguments are. Neither the global random state nor any
-    tensor of the model is touched.
+    Ops are the same if target, shapes, strides, types and other arguments are; what this process has measured before it
+    does not measure again. Neither the global random state nor any tensor of the model is touched.
 
     Raises:
         Unsupported: if a tensor is not on the CPU.
     """
     _refuse_other_devices(joint)
-    keys = [None if node is None else _key(node) for node in joint.nodes]
+    threads = torch.get_num_threads()
+    keys = [None if node is None else (threads, _key(node)) for node in joint.nodes]
     distinct = {key: node for key, node in zip(keys, joint.nodes, strict=True) if key is not None and node is not None}
+    new = {key: node for key, node in distinct.items() if key not in _known}
     began = time.perf_counter()
     with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        peaks = _measure_memory(distinct)
-        costs = {key: OpCost(_time(distinct[key]), peak) for key, peak in peaks.items()}
-    failed = sorted({str(distinct[key].target) for key in distinct.keys() - costs.keys()})
-    source = f"measured on cpu, {torch.get_num_threads()} threads"
+        peaks = _measure_memory(new)
+        _known.update({key: OpCost(_time(new[key]), peak) for key, peak in peaks.items()})
+    log.info("Measured %d distinct ops of %d in %.1f s", len(peaks), len(keys), time.perf_counter() - began)
+    failed = sorted({str(distinct[key].target) for key in distinct.keys() - _known.keys()})
+    source = f"measured on cpu, {threads} thread{'s' if threads > 1 else ''}"
     if failed:
         log.warning("Could not run these ops on their own, so their cost is a guess: %s", ", ".join(failed))
         source += f"; guessed for {', '.join(failed)}"
-    log.info("Measured %d distinct ops of %d in %.1f s", len(costs), len(keys), time.perf_counter() - began)
     graph = joint.graph
     seconds, workspace = np.zeros(len(keys)), np.zeros(len(keys), dtype=np.int64)
     for k, (key, op) in enumerate(zip(keys, graph.ops, strict=True)):
@@ -68,7 +73,7 @@ def measure(joint: Joint) -> Profile:
             continue
         outputs = sum(graph.values[v].size_bytes for v in op.outputs)
         inputs = sum(graph.values[v].size_bytes for v in op.inputs)
-        cost = costs.get(key) or _guess(inputs, outputs)
+        cost = _known.get(key) or _guess(inputs, outputs)
         seconds[k] = cost.seconds
         workspace[k] = max(0, cost.allocated_bytes - outputs)
     return Profile(seconds, workspace, joint.resident_bytes, source)
@@ -125,9 +130,11 @@ def _make_up(leaf: Any) -> Any:
     return real
 
 
-def _measure_memory(distinct: dict[str, fx.Node]) -> dict[str, int]:
+def _measure_memory(distinct: dict[Key, fx.Node]) -> dict[Key, int]:
     """Bytes that each op allocates at its own peak, of those that can run on made-up inputs."""
     ran = []
+    if not distinct:
+        return {}
     with record_allocations() as recording:
         for i, (key, node) in enumerate(distinct.items()):
             try:

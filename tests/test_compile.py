@@ -1,0 +1,243 @@
+"""The promise: within the budget, and bit for bit the numbers of plain PyTorch."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from checkmate.codegen import AGAIN
+from checkmate.memory import measure_peak
+from tests.models import CASES
+from tests.stepping import Trained, assert_same, train
+
+LARGE = {"resnet50", "gpt2-4"}
+
+
+def _case(name: str) -> object:
+    return pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name
+
+
+@functools.cache
+def _expected(name: str) -> Trained:
+    return train(*CASES[name].make(0))
+
+
+@functools.cache
+def _problem(name: str) -> checkmate.Problem:
+    _, step, batch = CASES[name].make(0)
+    return checkmate.trace(step, *batch)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("name", [_case(name) for name in CASES])
+def test_same_numbers_within_the_budget(name: str, share: float) -> None:
+    """At the smallest budget, at one in between and at keep-all; the peak is predicted to the byte."""
+    problem = _problem(name)
+    smallest = problem.min_budget()
+    budget = int(smallest + share * (problem.keep_all_peak - smallest))
+    module, step, batch = CASES[name].make(0)
+    compiled = checkmate.compile(step, budget=budget, time_limit=5)
+
+    found = train(module, compiled, batch)
+
+    assert_same(found, _expected(name))
+    (plan,) = compiled.plans
+    assert plan.peak <= budget
+    assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
+    assert (len(plan.modules.again) > 0) == (share < 1.0)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "unet", "gpt2-sdpa"])
+def test_within_the_budget_on_two_threads(name: str) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        module, step, batch = CASES[name].make(0)
+        problem = checkmate.trace(step, *batch)
+        budget = (problem.min_budget() + problem.keep_all_peak) // 2
+        compiled = checkmate.compile(step, budget=budget, time_limit=5)
+        found = train(module, compiled, batch)
+        assert_same(found, train(*CASES[name].make(0)))
+        assert max(found.peaks) + compiled.plans[0].problem.resident <= budget
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _net() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5)
+    )
+    return net, torch.randn(48, 32), torch.randint(5, (48,))
+
+
+def _half_way(step: object, *batch: Tensor) -> int:
+    problem = checkmate.trace(step, *batch)  # type: ignore[arg-type]
+    return (problem.min_budget() + problem.keep_all_peak) // 2
+
+
+def test_emitted_modules_run_what_the_plan_says() -> None:
+    """Each op stands in the code as often as in the plan, repeats under names that tell."""
+    net, x, y = _net()
+    problem = checkmate.trace(lambda x, y: F.cross_entropy(net(x), y), x, y)
+    solution = checkmate.solve(problem, problem.min_budget())
+    assert solution.plan is not None
+    modules = solution.modules
+    nodes = [n for module in (modules.forward, modules.backward) for n in module.graph.nodes]
+    written = [n.name.split(AGAIN)[0] for n in nodes if n.op == "call_function"]
+    for k, op in enumerate(problem.graph.ops):
+        if op.target != "autograd":
+            assert written.count(op.name) == solution.plan.runs.count(k), op.name
+    assert len(modules.again) == len(solution.plan.runs) - len(problem.graph.ops)
+    assert "_again1" in modules.backward.print_readable(print_output=False)
+
+
+def test_trace_changes_nothing() -> None:
+    net, x, y = _net()
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    state = torch.get_rng_state()
+    checkmate.trace(lambda x, y: F.cross_entropy(net(x), y), x, y)
+    checkmate.trace(net, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_trace_often() -> None:
+    """More often than torch.compile allows one function to be compiled again."""
+    net, x, _ = _net()
+    peaks = {checkmate.trace(net, x[:n]).keep_all_peak for n in range(8, 20)}
+    assert len(peaks) == 12
+
+
+def test_loss_outside_the_compiled_function() -> None:
+    net, x, y = _net()
+    plain, _, _ = _net()
+    compiled = checkmate.compile(net, budget=_half_way(net, x))
+    assert_same(
+        train(net, lambda x, y: F.cross_entropy(compiled(x), y), (x, y)),
+        train(plain, lambda x, y: F.cross_entropy(plain(x), y), (x, y)),
+    )
+
+
+def test_another_batch_size_gets_its_own_plan() -> None:
+    net, x, y = _net()
+    compiled = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget="1 MB")
+    compiled(x, y)
+    compiled(x[:7], y[:7])
+    compiled(x, y)
+    assert len(compiled.plans) == 2
+    assert compiled.plans[0].peak > compiled.plans[1].peak
+
+
+def test_backward_twice_with_retain_graph() -> None:
+    net, x, y = _net()
+    loss = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget="1 MB")(x, y)
+    first = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(net.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_two_forwards_then_two_backwards_and_accumulation() -> None:
+    def run(wrap: bool) -> list[Tensor]:
+        net, x, y = _net()
+        step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+        if wrap:
+            step = checkmate.compile(step, budget=_half_way(step, x, y))
+        torch.manual_seed(1)
+        a, b = step(x, y), step(x.flip(0), y.flip(0))
+        b.backward()
+        a.backward()
+        return [p.grad for p in net.parameters()] + [t.clone() for t in net.buffers()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+def test_without_gradients_nothing_is_planned() -> None:
+    net, x, _ = _net()
+    compiled = checkmate.compile(net.eval(), budget=1)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), net(x))
+    assert compiled.plans == []
+
+
+def test_keyword_arguments_and_results_in_a_dict() -> None:
+    net, x, y = _net()
+
+    def step(x: Tensor, *, target: Tensor, scale: float = 1.0, extra: Tensor | None = None) -> dict[str, Tensor]:
+        logits = net(x)
+        return {"loss": scale * F.cross_entropy(logits, target), "logits": logits}
+
+    compiled = checkmate.compile(step, budget="1 MB")
+    torch.manual_seed(0)
+    found = compiled(x, target=y, scale=2.0)
+    torch.manual_seed(0)
+    expected = step(x, target=y, scale=2.0)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[k], expected[k]) for k in found)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_dropout_is_that_of_eager(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+    """Drawn in the same order, scaled with the same rounding, and replayed from its mask."""
+    x = torch.rand(2, 6, 5, 7, dtype=dtype).to(memory_format=memory_format).requires_grad_()
+
+    def step(x: Tensor) -> Tensor:
+        for p in (0.1, 0.37, 0.5):
+            x = F.dropout(x.sin(), p, training=True)
+        return (x * x).sum()
+
+    problem = checkmate.trace(step, x)
+    compiled = checkmate.compile(step, budget=problem.min_budget())
+    torch.manual_seed(3)
+    found = torch.autograd.grad(compiled(x), x)[0], torch.get_rng_state()
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(step(x), x)[0], torch.get_rng_state()
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def test_batch_norm_statistics_are_updated_once() -> None:
+    """Where batch norm runs again in the backward, its statistics do not."""
+    net, x, y = _net()
+    plain, _, _ = _net()
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    problem = checkmate.trace(step, x, y)
+    compiled = checkmate.compile(step, budget=problem.min_budget())
+    for _ in range(2):
+        compiled(x, y).backward()
+        F.cross_entropy(plain(x), y).backward()
+    assert net[1].num_batches_tracked == 2
+    assert all(torch.equal(a, b) for a, b in zip(net.buffers(), plain.buffers(), strict=True))
+
+
+def test_gradient_that_autograd_copies_is_counted() -> None:
+    """A gradient in a layout that autograd does not take over costs a copy."""
+    weight = nn.Parameter(torch.randn(300, 200))
+
+    def step() -> Tensor:
+        return weight.sum()  # its gradient is an expanded scalar
+
+    problem = checkmate.trace(step)
+    compiled = checkmate.compile(step, budget=problem.min_budget())
+    compiled().backward()
+    weight.grad = None
+    use = measure_peak(lambda: compiled().backward())
+    assert problem.resident + use.peak == compiled.plans[0].peak
+    assert use.peak >= weight.nbytes
+
+
+def test_reserve_is_left_free() -> None:
+    net, x, y = _net()
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    problem = checkmate.trace(step, x, y)
+    compiled = checkmate.compile(step, budget=problem.keep_all_peak, reserve=10_000)
+    compiled(x, y)
+    assert compiled.plans[0].peak <= problem.keep_all_peak - 10_000

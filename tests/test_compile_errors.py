@@ -1,0 +1,161 @@
+"""What a person does wrong, and what they read; and that nothing is lost by it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from tests.stepping import assert_same, train
+
+
+@pytest.fixture
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10))
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(128, 64), torch.randint(10, (128,))
+
+
+def test_infeasible_budget_names_the_way_out(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    problem = checkmate.trace(step, *batch)
+    with pytest.raises(checkmate.InfeasibleBudget, match="Smallest budget that works") as caught:
+        checkmate.compile(step, budget="100 kB")(*batch)
+    error = caught.value
+    assert error.budget == 100_000
+    assert error.op in {op.name for op in problem.graph.ops}
+    assert error.op in str(error)
+    assert "test_compile_errors.py" in str(error)  # the line of the user's code
+    assert error.__suppress_context__  # no traceback of the machinery below
+    compiled = checkmate.compile(step, budget=error.min_budget)
+    compiled(*batch).backward()
+    assert compiled.plans[0].peak <= error.min_budget
+
+
+def test_infeasible_with_a_reserve(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    smallest = checkmate.trace(step, *batch).min_budget()
+    with pytest.raises(checkmate.InfeasibleBudget, match="reserve") as caught:
+        checkmate.compile(step, budget=smallest, reserve=smallest)(*batch)
+    assert caught.value.min_budget == 2 * smallest
+    with pytest.raises(checkmate.InfeasibleBudget, match="reserved") as caught:
+        checkmate.compile(step, budget=smallest, reserve=1000)(*batch)
+    assert caught.value.min_budget == smallest + 1000
+
+
+def test_after_an_error_the_model_trains_as_before(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    import copy
+
+    twin = copy.deepcopy(net)
+    state = torch.get_rng_state()
+    with pytest.raises(checkmate.InfeasibleBudget):
+        checkmate.compile(net, budget="1 kB")(batch[0])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(
+        train(net, lambda x, y: F.cross_entropy(net(x), y), batch),
+        train(twin, lambda x, y: F.cross_entropy(twin(x), y), batch),
+    )
+
+
+@pytest.mark.parametrize("budget", ["8 GB?", "", "many", 0, -3, float("nan"), float("inf"), 0.5, True, None, [1]])
+def test_bad_budgets_fail_at_the_call(budget: object) -> None:
+    with pytest.raises(checkmate.BudgetError):
+        checkmate.compile(nn.Linear(2, 2), budget=budget)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"method": "magic"}, ValueError, "auto"),
+        ({"time_limit": 0}, ValueError, "time_limit"),
+        ({"time_limit": float("nan")}, ValueError, "time_limit"),
+        ({"reserve": -1}, checkmate.BudgetError, "positive"),
+    ],
+)
+def test_bad_options_fail_at_the_call(options: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        checkmate.compile(nn.Linear(2, 2), budget="1 GB", **options)
+
+
+def test_not_callable() -> None:
+    with pytest.raises(TypeError, match="module or a function"):
+        checkmate.compile(3, budget="1 GB")  # type: ignore[type-var]
+
+
+def test_graph_break_says_where_and_what_to_do(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    def printing(x: Tensor, y: Tensor) -> Tensor:
+        logits = net(x)
+        print("here")  # noqa: T201
+        return F.cross_entropy(logits, y) + float(torch.sum(logits).item())
+
+    with pytest.raises(checkmate.Unsupported, match="one graph") as caught:
+        checkmate.compile(printing, budget="1 GB")(*batch)
+    assert "test_compile_errors.py" in str(caught.value)
+    assert "printing" in str(caught.value)
+
+
+def test_branch_on_a_value(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    def branching(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(net(x), y)
+        return loss * 2 if loss > 3 else loss
+
+    with pytest.raises(checkmate.Unsupported, match="loss \\* 2 if loss > 3"):
+        checkmate.compile(branching, budget="1 GB")(*batch)
+
+
+def test_sizes_that_depend_on_data(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    def masking(x: Tensor, y: Tensor) -> Tensor:
+        chosen = x[:, 0] > 0
+        return F.cross_entropy(net(x[chosen]), y[chosen])
+
+    with pytest.raises(checkmate.Unsupported):
+        checkmate.compile(masking, budget="1 GB")(*batch)
+
+
+def test_backward_hook_of_a_submodule(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
+    net[0].register_full_backward_hook(lambda module, grads, outputs: None)
+    with pytest.raises(checkmate.Unsupported, match="without backward hooks"):
+        checkmate.compile(net, budget="1 GB")(batch[0])
+
+
+def test_double_backward(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    loss = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget="1 GB")(*batch)
+    with pytest.raises(checkmate.Unsupported, match="create_graph=True.*plain model"):
+        torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+
+
+def test_wrong_shapes_read_as_in_plain_pytorch(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    x, y = batch
+    with pytest.raises(RuntimeError, match=r"\[128, 3\] X \[64, 256\]"):
+        checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget="1 GB")(x[:, :3], y)
+
+
+def test_backward_that_reads_what_the_forward_overwrites(batch: tuple[Tensor, Tensor]) -> None:
+    scale, weight = torch.ones(64), torch.ones(64, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        loss = (weight * scale * x).sum()
+        scale.mul_(2)
+        return loss
+
+    with pytest.raises(checkmate.Unsupported, match="overwrites"):
+        checkmate.compile(step, budget="1 GB")(batch[0])
+
+
+def test_nothing_to_plan(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    with torch.no_grad(), pytest.raises(checkmate.Unsupported, match="no_grad"):
+        checkmate.trace(net, batch[0])
+
+
+def test_planning_under_a_profiler(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.raises(checkmate.Unsupported, match="profiler"),
+    ):
+        checkmate.compile(net, budget="1 GB")(torch.randn(131, 64))
