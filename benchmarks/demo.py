@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -128,7 +129,7 @@ def run(task: Task) -> list[str]:
     expected = measuring.train(module, step, task.batches)
     measuring.step_and_back(module, step, task.batches[0])
     module.zero_grad(set_to_none=True)
-    plain = measure_peak(lambda: measuring.step_and_back(module, step, task.batches[0])).peak + problem.resident
+    plain = measure_peak(partial(measuring.step_and_back, module, step, task.batches[0])).peak + problem.resident
     losses = expected[0]
     print(
         f"{len(problem.graph.ops)} operations; plain PyTorch peaks at {plain:,} bytes, "
@@ -146,7 +147,7 @@ def _row(task: Task, budget: int, expected: list[Tensor]) -> Row:
     compiled = checkmate.compile(plain, budget=budget, time_limit=TIME_LIMIT)
     found = measuring.train(module, compiled, task.batches)
     solution = compiled.plans[0]  # type: ignore[attr-defined]
-    use = measure_peak(lambda: measuring.step_and_back(module, compiled, task.batches[0]))
+    use = measure_peak(partial(measuring.step_and_back, module, compiled, task.batches[0]))
     _, seconds, ratio = measuring.paired_times(module, plain, compiled, task.batches[0], PAIRS)
     return Row(
         budget,

@@ -1,0 +1,87 @@
+"""The demo and the benchmark run, and the demo notices what it is there to notice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import data, measuring
+from benchmarks.demo import Row
+from tests.models import CASES
+
+ROOT = Path(__file__).parent.parent
+KEPT = Row(budget=100, predicted=90, measured=90, overhead=0.1, gap=0.05, seconds=1.0, ratio=1.1, bitwise=True)
+
+
+def _run(*arguments: str) -> str:
+    run = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.mark.slow
+def test_the_demo_keeps_its_promises() -> None:
+    printed = _run("benchmarks.demo", "--steps", "2")
+    assert printed.count("  bitwise\n") == 6
+    assert "every number is plain PyTorch's" in printed
+
+
+@pytest.mark.slow
+def test_the_benchmark_appends_a_row_for_each_budget(tmp_path: Path) -> None:
+    out = tmp_path / "results" / "step.jsonl"
+    for times in (1, 2):
+        _run("benchmarks.step", "mlp", "--quick", "--out", str(out))
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert len(rows) == 3 * times
+    assert all(row["bitwise"] for row in rows)
+    assert all(row["measured_peak"] == row["predicted_peak"] <= row["budget"] for row in rows)
+    assert rows[2]["overhead"] == 0.0
+
+
+def test_broken_promises_are_noticed() -> None:
+    assert KEPT.broken() == []
+    assert "exceeds the budget" in replace(KEPT, predicted=101, measured=101).broken()[0]
+    assert "is not the predicted" in replace(KEPT, measured=91).broken()[0]
+    assert "differ from plain PyTorch" in replace(KEPT, bitwise=False).broken()[0]
+
+
+def test_training_repeats_bitwise_and_another_seed_does_not(one_thread: None) -> None:
+    def trained(seed: int) -> list[torch.Tensor]:
+        module, step, batch = CASES["mlp"].make(0)
+        return measuring.train(module, step, [batch] * 2, seed)
+
+    assert measuring.same_bits(trained(0), trained(0))
+    assert not measuring.same_bits(trained(0), trained(1))
+
+
+def test_bits_are_compared_as_bits() -> None:
+    zero, nan = torch.zeros(1), torch.full((1,), float("nan"))
+    assert measuring.same_bits([nan], [nan.clone()])
+    assert not measuring.same_bits([zero], [-zero])
+    assert not measuring.same_bits([zero], [zero.double()])
+    assert not measuring.same_bits([zero], [zero, zero])
+
+
+def test_the_data_is_there() -> None:
+    text, alphabet = data.documentation()
+    assert int(text.max()) == len(alphabet) - 1
+    (passages,) = data.text_batches(text, count=1, size=3, length=8)[0]
+    assert passages.shape == (3, 9)
+    images, labels = data.letters(16)
+    assert len(images) == len(labels) == len(data.typefaces()) * 52
+    assert (images.flatten(1).amax(dim=1) > 0.5).all()
+
+
+def test_a_table_lines_up() -> None:
+    assert measuring.table(("name", "n"), [("a", "1"), ("longer", "23")]).splitlines() == [
+        "name     n",
+        "------  --",
+        "a        1",
+        "longer  23",
+    ]

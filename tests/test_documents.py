@@ -1,0 +1,35 @@
+"""What the README and CONTRIBUTING say is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+FOLDERS = ("checkmate", "solvers", "profiling")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_the_first_example_runs_and_prints_what_the_readme_shows() -> None:
+    """Times, and what follows from them, differ from machine to machine; the lines and the counts do not."""
+    code, shown = re.findall(r"```(?:python)?\n(.*?)```", README, flags=re.DOTALL)[:2]
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    printed = run.stdout.strip()
+    assert [line[:13] for line in printed.splitlines()[1:]] == [line[:13] for line in shown.strip().splitlines()[1:]]
+    for what in (r"budget .*", r"of \d+ ops"):
+        assert re.findall(what, printed) == re.findall(what, shown) != []
+
+
+def test_every_module_has_its_line() -> None:
+    sources = [source for folder in FOLDERS for source in ROOT.glob(f"{folder}/*.py") if source.stem != "__init__"]
+    lines = re.findall(rf"^\| `((?:{'|'.join(FOLDERS)})/.*\.py)` \|", CONTRIBUTING, flags=re.MULTILINE)
+    assert sorted(lines) == sorted(source.relative_to(ROOT).as_posix() for source in sources)
+
+
+def test_every_command_is_in_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"`make (\w+)", README + CONTRIBUTING)):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
