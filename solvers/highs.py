@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 import highspy
 import numpy as np
@@ -92,6 +94,24 @@ def run(
     return _result(solver, model, relax, time.perf_counter() - began)
 
 
+def export(model: Model, path: str | os.PathLike[str]) -> None:
+    """Write a model as ``.lp`` or ``.mps``, by the name of the file, with the names of its variables and rows.
+
+    Raises:
+        ValueError: if the name ends otherwise.
+        OSError: if the file cannot be written.
+    """
+    if Path(path).suffix not in (".lp", ".mps"):
+        raise ValueError(f"A model is written as .lp or .mps, not as {Path(path).name!r}.")
+    Path(path).touch()  # HiGHS does not say why it cannot write
+    lp = _to_highs(model, relax=False)
+    lp.col_names_, lp.row_names_ = model.column_names(), model.row_names()
+    solver = highspy.Highs()
+    _set(solver, "output_flag", False)
+    _check(solver.passModel(lp), "take the model")
+    _check(solver.writeModel(str(path)), f"write {path}")
+
+
 def _result(solver: highspy.Highs, model: Model, relax: bool, seconds: float) -> Result:
     status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kUnboundedOrInfeasible and np.isfinite(model.lower).all():
@@ -106,13 +126,13 @@ def _result(solver: highspy.Highs, model: Model, relax: bool, seconds: float) ->
     if outcome is Outcome.INFEASIBLE:
         bound = float("inf")
     elif relax or not model.integer.any():
-        bound = objective if outcome is Outcome.OPTIMAL else _least(model)
+        bound = objective if outcome is Outcome.OPTIMAL else least_objective(model)
     else:
-        bound = max(float(info.mip_dual_bound), _least(model))
+        bound = max(float(info.mip_dual_bound), least_objective(model))
     return Result(outcome, x, objective, min(bound, objective), seconds)
 
 
-def _least(model: Model) -> float:
+def least_objective(model: Model) -> float:
     """The objective where each variable is at its cheaper bound."""
     cost = model.cost
     at = np.where(cost > 0, model.lower, model.upper)

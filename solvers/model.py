@@ -42,6 +42,7 @@ class Model:
     _row_lower: list[np.ndarray] = field(default_factory=list)
     _row_upper: list[np.ndarray] = field(default_factory=list)
     _entries: list[Entry] = field(default_factory=list)
+    _named: list[tuple[str, np.ndarray]] = field(default_factory=list)  # each family of variables: name and mask
 
     def variables(
         self,
@@ -51,10 +52,11 @@ class Model:
         upper: float | np.ndarray = 1.0,
         cost: float | np.ndarray | list[float] = 0.0,
         integer: bool = False,
+        name: str = "x",
     ) -> np.ndarray:
         """New columns in the given shape, or one where a bool array is True and `NONE` elsewhere.
 
-        ``lower``, ``upper`` and ``cost`` broadcast to the shape.
+        ``lower``, ``upper`` and ``cost`` broadcast to the shape. ``name`` is for files that people read.
         """
         mask = shape if isinstance(shape, np.ndarray) else np.ones(shape, dtype=bool)
         count = int(mask.sum())
@@ -63,6 +65,7 @@ class Model:
         for store, what in ((self._lower, lower), (self._upper, upper), (self._cost, cost)):
             store.append(np.broadcast_to(np.asarray(what, dtype=np.float64), mask.shape)[mask])
         self._integer.append(np.full(count, integer))
+        self._named.append((name, mask))
         self.columns += count
         return family
 
@@ -129,6 +132,15 @@ class Model:
     integer = property(lambda self: _joined(self._integer).astype(bool), doc="(columns,) bool.")
     row_lower = property(lambda self: _joined(self._row_lower), doc="(rows,) float64.")
     row_upper = property(lambda self: _joined(self._row_upper), doc="(rows,) float64.")
+
+    def column_names(self) -> list[str]:
+        """The name of each column, such as R_3_1 for R[3, 1]."""
+        return ["_".join(map(str, (name, *at))) for name, mask in self._named for at in np.argwhere(mask)]
+
+    def row_names(self) -> list[str]:
+        """The name of each row: that of its family and its place within it."""
+        families = self.families.items()
+        return [f"{name.replace(' ', '_')}_{i}" for name, rows in families for i in range(rows.stop - rows.start)]
 
     def value(self, x: np.ndarray, family: np.ndarray) -> np.ndarray:
         """A family's values in a solution ``x``: the family's shape, zero where there is no variable."""

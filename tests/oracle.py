@@ -50,8 +50,10 @@ def interesting_budgets(outcomes: list[tuple[float, int]]) -> list[int]:
 
 
 def random_problem(seed: int, *, most_ops: int = 5) -> Problem:
-    """A small problem with all that the model knows: several outputs of an op, values that nobody reads, inputs that
-    no op makes, several results, results that are read, workspace, pinned ops, resident bytes, and sizes of zero.
+    """A small problem with all that the model knows.
+
+    Several outputs of an op, values that nobody reads, inputs that no op makes, several results, results that are read,
+    workspace, pinned ops, resident bytes, and sizes of zero.
     """
     rng = np.random.default_rng(seed)
     T = int(rng.integers(3, most_ops + 1))
