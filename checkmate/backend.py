@@ -49,7 +49,8 @@ class Backend:
             partition_fn=self._partition,
             keep_inference_input_mutations=True,
         )
-        return compile_graph(module, inputs)
+        with torch._inductor.config.patch(fallback_random=True):  # else random ops without a reader are dropped
+            return compile_graph(module, inputs)
 
     def _partition(
         self,

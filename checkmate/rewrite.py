@@ -17,7 +17,7 @@ def prepare(graph: fx.Graph) -> None:
     expose_dropout(graph)
     forget_running_statistics(graph)
     skip_idle_views(graph)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.target is draw_mask or node.is_impure())
     graph.lint()
 
 

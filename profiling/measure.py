@@ -132,21 +132,25 @@ def _make_up(leaf: Any) -> Any:
 
 def _measure_memory(distinct: dict[Key, fx.Node]) -> dict[Key, int]:
     """Bytes that each op allocates at its own peak, of those that can run on made-up inputs."""
-    ran = []
-    if not distinct:
-        return {}
+    spans: dict[Key, str] = {}
     with record_allocations() as recording:
         for i, (key, node) in enumerate(distinct.items()):
-            try:
-                run = _call(node)
-                run()  # the first run may fill caches
-            except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
-                log.debug("%s does not run on its own: %s", node.name, error)
-                continue
-            with torch.profiler.record_function(f"checkmate.op{i}"):
-                run()
-            ran.append((key, f"checkmate.op{i}"))
-    return {key: int(recording.within(span).max()) for key, span in ran}
+            if _runs_within(f"checkmate.op{i}", node):
+                spans[key] = f"checkmate.op{i}"
+    return {key: int(recording.within(span).max()) for key, span in spans.items()}
+
+
+def _runs_within(span: str, node: fx.Node) -> bool:
+    """Run an op within a span of the recording; False if it does not run on made-up inputs."""
+    try:
+        run = _call(node)
+        run()  # the first run may fill caches
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
+        log.debug("%s does not run on its own: %s", node.name, error)
+        return False
+    with torch.profiler.record_function(span):
+        run()
+    return True
 
 
 def _time(node: fx.Node) -> float:

@@ -1,0 +1,141 @@
+"""What is read from a joint graph: ops, values, views, phases, pins, and where it all comes from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from checkmate.capture import _module_path
+from checkmate.graph import Graph, Op
+
+
+def _graph(fn: object, *args: Tensor) -> Graph:
+    return checkmate.trace(fn, *args).graph  # type: ignore[arg-type]
+
+
+def _op(graph: Graph, target: str, phase: str = "forward") -> Op:
+    return next(op for op in graph.ops if target in op.target and op.phase == phase)
+
+
+def test_views_are_no_ops_and_share_the_value() -> None:
+    weight = torch.randn(8, 6, requires_grad=True)
+    graph = _graph(lambda x: (x @ weight.t()).view(4, 2, 4).transpose(1, 2).unsqueeze(0).sin().sum(), torch.randn(4, 6))
+    assert [op.target.split(".")[1] for op in graph.ops if op.phase == "forward" and "aten" in op.target] == [
+        "mm",
+        "sin",
+        "sum",
+    ]
+    product, sine = graph.ops[0], graph.ops[1]
+    assert sine.inputs == product.outputs
+    assert graph.values[product.outputs[0]].size_bytes == 4 * 8 * 4
+
+
+def test_multi_output_ops_have_a_value_for_each_output() -> None:
+    x = torch.randn(4, 10, requires_grad=True)
+    graph = _graph(lambda x: x.sort(dim=1).values.sum(), x)
+    sort = _op(graph, "sort")
+    sizes = [graph.values[v].size_bytes for v in sort.outputs]
+    assert sizes == [4 * 10 * 4, 4 * 10 * 8]
+    assert len(graph.users[sort.outputs[1]]) == 1  # the indices, by the backward
+    assert len(graph.users[sort.outputs[0]]) == 1  # the values, by the sum
+
+
+def test_roles_and_resident_bytes() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5))
+    x = torch.randn(7, 6)
+    problem = checkmate.trace(lambda x: net(x).square().sum(), x)
+    roles = {}
+    for value in problem.graph.values:
+        roles.setdefault(value.role, []).append(value.size_bytes)
+    assert sorted(roles["parameter"]) == [20, 20, 5 * 6 * 4]
+    assert sorted(roles["buffer"]) == [8, 20, 20]
+    assert roles["input"] == [7 * 6 * 4]
+    assert roles["tangent"] == [4]
+    assert problem.resident == sum(t.nbytes for t in [*net.parameters(), *net.buffers(), x])
+
+
+def test_tied_parameters_and_inputs_count_once() -> None:
+    weight = nn.Parameter(torch.randn(16, 16))
+    x = torch.randn(16, 16)
+    problem = checkmate.trace(lambda a, b: (a @ weight + b[:4].sum() * weight).sum(), x, x)
+    assert problem.resident == weight.nbytes + x.nbytes
+
+
+def test_pinned_ops_say_why() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.3))
+    scale = torch.ones(5)
+
+    def step(x: Tensor) -> Tensor:
+        y = net(x) + scale.exp()
+        scale.mul_(2)
+        return (y + torch.rand_like(y)).square().sum()
+
+    graph = _graph(step, torch.randn(7, 6))
+    assert _op(graph, "draw_mask").pinned == "draws random numbers"
+    assert _op(graph, "rand_like").pinned == "draws random numbers"
+    assert "overwrites" in (_op(graph, "exp").pinned or "")
+    assert (_op(graph, "copy_").pinned or "").startswith("overwrites")
+    assert _op(graph, "autograd").pinned == "is handed in by autograd"
+    assert _op(graph, "batch_norm").pinned is None  # its results do not depend on the running statistics
+    assert _op(graph, "addmm").pinned is None
+
+
+def test_attention_without_dropout_is_not_random() -> None:
+    q = torch.randn(2, 2, 8, 4, requires_grad=True)
+    graph = _graph(lambda q: F.scaled_dot_product_attention(q, q, q).sum(), q)
+    assert _op(graph, "attention").pinned is None
+
+
+def test_phases_and_the_place_of_what_only_the_backward_needs() -> None:
+    """A mask that only the backward reads stands next to its reader, not where the forward ended."""
+    x = torch.randn(5, 5, requires_grad=True)
+    graph = _graph(lambda x: F.hardtanh(F.hardtanh(x).sin() * 3).sum(), x)
+    phases = [op.phase for op in graph.ops]
+    assert phases == sorted(phases, reverse=True)  # forward, then backward
+    assert graph.ops[graph.forward_length - 1].name == "tangents"
+    assert {op.target.split(".")[1] for op in graph.ops if op.phase == "backward"} >= {"hardtanh_backward", "cos"}
+
+
+def test_results_are_outputs_tangents_and_gradients() -> None:
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    graph = _graph(lambda a, b: (a @ b).sum(), a, b)
+    sizes = sorted(graph.values[v].size_bytes for v in graph.outputs)
+    assert sizes == sorted([4, 4, a.nbytes, b.nbytes])
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def test_ops_name_their_module_and_line() -> None:
+    block = _Block()
+    for fn in (block, lambda x: block(x)):
+        where = [op.where or "" for op in _graph(fn, torch.randn(2, 4)).ops if "addmm" in op.target]
+        assert [w.split()[0].removeprefix("block.") for w in where] == ["layers.0", "layers.1"]
+        assert all("Linear, test_capture.py:" in w for w in where)
+
+
+@pytest.mark.parametrize(
+    ("traced", "read"),
+    [
+        ("L['fn'].__closure__[0].cell_contents._modules['layer1'][0].conv", "layer1.0.conv"),
+        ("L['args'][0]._modules['2']", "2"),
+        ("L['fn']", ""),
+        ("G['__import_train_dot_main'].model.head", "model.head"),
+        ("L['self'].encoder._orig_mod.layer[3]", "encoder.layer.3"),
+    ],
+)
+def test_module_paths_as_people_write_them(traced: str, read: str) -> None:
+    assert _module_path(traced) == read
