@@ -42,6 +42,7 @@ class Backend:
     plans: list[Solution] = field(default_factory=list)
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+        """What `torch.compile` calls for each captured graph."""
         compile_graph = aot_autograd(
             fw_compiler=self.lower,
             bw_compiler=self.lower,

@@ -8,8 +8,6 @@ tell what aliases what), tells views from ops, forward from backward, and which 
 from __future__ import annotations
 
 import operator
-import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +21,6 @@ from torch._functorch.partitioners import (
     _has_tag_is_backward,
     _is_backward_state,
     _is_bwd_seed_offset,
-    _is_fwd_seed_offset,
     _is_primal,
     _is_tangent,
     _must_be_in_backward,
@@ -32,6 +29,7 @@ from torch._functorch.partitioners import (
 
 from checkmate.errors import Unsupported
 from checkmate.graph import Graph, Op, Phase, Role, Value
+from checkmate.provenance import where
 from checkmate.rewrite import draw_mask, prepare
 
 _OUTSIDE_ITS_RUNNING_STATISTICS = {  # in training mode: what later ops read does not depend on the running statistics
@@ -95,7 +93,7 @@ class _Reader:
     def read(self) -> Joint:
         for node in self.nodes:
             if node.op != "output" and is_sym_node(node):
-                raise Unsupported(f"{_where(node)}: {node.name} is a size that depends on data; sizes must be fixed.")
+                raise Unsupported(f"{where(node)}: {node.name} is a size that depends on data; sizes must be fixed.")
         self.is_view = {n for n in self.nodes if _is_view(n)}
         self.after_tangent = self._after_tangent()
         self.overwritten = self._overwritten()
@@ -167,7 +165,7 @@ class _Reader:
 
         forward = _ancestors([*_nodes(self.fwd_outputs), *filter(must_run_in_forward, self.nodes)])
         if clash := next((n for n in self.nodes if n in forward and n in self.after_tangent), None):
-            raise Unsupported(f"{_where(clash)}: {clash.name} of the forward depends on a gradient.")
+            raise Unsupported(f"{where(clash)}: {clash.name} of the forward depends on a gradient.")
 
         backward: dict[fx.Node, None] = {}
 
@@ -192,7 +190,7 @@ class _Reader:
         for n in in_backward:
             if name := self._reads_overwritten(n):
                 raise Unsupported(
-                    f"{_where(n)}: the backward reads {name}, which the forward overwrites in place. "
+                    f"{where(n)}: the backward reads {name}, which the forward overwrites in place. "
                     "Plain PyTorch refuses this too; write to a copy of it instead."
                 )
         return in_forward, in_backward
@@ -245,11 +243,11 @@ class _Reader:
         aliased = [v for v in self._values_of(node) if v not in made]
         if aliased and not _is_mutating(node):
             raise Unsupported(
-                f"{_where(node)}: an output of {node.target} shares memory with {self.values[aliased[0]].name}, another "
-                "output does not. Clone the one that is a view."
+                f"{where(node)}: an output of {node.target} shares memory with {self.values[aliased[0]].name}, "
+                "another output does not. Clone the one that is a view."
             )
         pinned = self._pinned(node)
-        self.ops.append(Op(node.name, str(node.target), tuple(read), made, phase, pinned, _where(node)))
+        self.ops.append(Op(node.name, str(node.target), tuple(read), made, phase, pinned, where(node)))
         self.op_nodes.append(node)
 
     def _pinned(self, node: fx.Node) -> str | None:
@@ -298,7 +296,14 @@ class _Reader:
             self.values.append(Value(f"{grad.name}.grad", like.numel() * like.element_size(), k))
             self.faces.append([])
             self.ops.append(
-                Op(f"{grad.name}_accumulate", "autograd", self._values_of(grad), (v,), "backward", "is done by autograd")
+                Op(
+                    f"{grad.name}_accumulate",
+                    "autograd",
+                    self._values_of(grad),
+                    (v,),
+                    "backward",
+                    "is done by autograd",
+                )
             )
             self.op_nodes.append(None)
             results[v] = None
@@ -379,36 +384,5 @@ def _is_random(node: fx.Node) -> bool:
     for i, argument in enumerate(node.target._schema.arguments):
         if argument.name == "dropout_p":
             p = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return p != 0.0
+            return bool(p != 0.0)
     return True
-
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_OUR_OWN = re.compile(r"[/\\](?:torch|checkmate)[/\\]")  # frames that lead to the user's code and are not it
-_ROOTS = re.compile(r"^(?:fn|__closure__\.\d+|cell_contents|__wrapped__|__func__|args\.\d+|__import_\w+|self)(?:\.|$)")
-
-
-def _where(node: fx.Node) -> str:
-    """The module that a node comes from and the line of the user's code, as far as tracing kept them.
-
-    For example ``layer1.0.conv2 (Conv2d, resnet.py:31)``.
-    """
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path, kind = [*stack.values()][-1] if stack else ("", None)
-    frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if not _OUR_OWN.search(f[0])]
-    facts = [getattr(kind, "__name__", str(kind))] if kind is not None else []
-    facts += [f"{os.path.basename(file)}:{line}" for file, line in frames[-1:]]
-    name = _module_path(path)
-    if name and facts:
-        return f"{name} ({', '.join(facts)})"
-    return name or ", ".join(facts) or "generated code"
-
-
-def _module_path(path: str) -> str:
-    """``L['fn'].__closure__[0].cell_contents._modules['layer1'][0]`` as a person writes it: ``layer1.0``."""
-    path = re.sub(r"\._modules\b|\._(?:orig|compiled)_mod\b", "", path)
-    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
-    path = re.sub(r"^[A-Z]\.", "", path)
-    while _ROOTS.match(path):
-        path = _ROOTS.sub("", path)
-    return path

@@ -138,9 +138,7 @@ class _Writer:
                 self._run(step.op)
             else:
                 self._forget(step.value)
-        results = tuple(
-            self.handed_over.get(n) or self._at_hand(n) if isinstance(n, fx.Node) else n for n in outputs
-        )
+        results = tuple(self.handed_over.get(n) or self._at_hand(n) if isinstance(n, fx.Node) else n for n in outputs)
         self.graph.output(results).meta["desc"] = list(descs)
         for node in reversed(self.graph.nodes):
             if node.target is operator.getitem and not node.users:

@@ -7,11 +7,12 @@ import functools
 import types
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 import torch.fx as fx
 from torch import nn
+from typing_extensions import ParamSpec
 
 from checkmate.backend import Backend, Planner
 from checkmate.errors import InfeasibleBudget, Unsupported
@@ -22,18 +23,44 @@ from checkmate.solvers.solve import METHODS, solve
 from checkmate.units import format_bytes, parse_bytes
 from checkmate.verification import compare_with_plain
 
-Fn = TypeVar("Fn", bound=Callable[..., Any])
+M = TypeVar("M", bound=nn.Module)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def compile(  # type: ignore[overload-overlap]  # a module is callable too, and stays what it is
+    fn: M,
+    *,
+    budget: int | float | str,
+    method: str = ...,
+    time_limit: float = ...,
+    reserve: int | float | str = ...,
+    verify: bool = ...,
+) -> M: ...
+
+
+@overload
+def compile(
+    fn: Callable[P, R],
+    *,
+    budget: int | float | str,
+    method: str = ...,
+    time_limit: float = ...,
+    reserve: int | float | str = ...,
+    verify: bool = ...,
+) -> CompiledStep[P, R]: ...
 
 
 def compile(
-    fn: Fn,
+    fn: Any,
     *,
     budget: int | float | str,
     method: str = "auto",
     time_limit: float = 60.0,
     reserve: int | float | str = 0,
     verify: bool = False,
-) -> Fn:
+) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
     Nothing happens until the first call, which captures the step, measures its ops, plans and generates code. Another
@@ -81,7 +108,7 @@ def compile(
 
     if isinstance(fn, nn.Module):
         return _compile_module(fn, plan, verify)
-    return _CompiledStep(fn, plan, verify)  # type: ignore[return-value]
+    return CompiledStep(fn, plan, verify)
 
 
 def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
@@ -169,10 +196,10 @@ def _capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
     return torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
 
 
-class _CompiledStep:
-    """A function with a plan for each graph that was captured of it."""
+class CompiledStep(Generic[P, R]):
+    """A function with a plan for each graph that was captured of it. Made by `compile`."""
 
-    def __init__(self, fn: Callable[..., Any], planner: Planner, verify: bool) -> None:
+    def __init__(self, fn: Callable[P, R], planner: Planner, verify: bool) -> None:
         self._fn = fn
         self._backend = Backend(planner)
         self._verify = verify
@@ -184,13 +211,14 @@ class _CompiledStep:
         """The `Solution` of each captured graph, in the order of capture."""
         return self._backend.plans
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The step; the first call for a kind of input plans it."""
         if self._verify and torch.is_grad_enabled():
             compare_with_plain(self._fn, self._guarded, self._backend, args, kwargs)
             self._verify = False
         return self._guarded(*args, **kwargs)
 
-    def _guarded(self, *args: Any, **kwargs: Any) -> Any:
+    def _guarded(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             result = self._run(*args, **kwargs)
         except Exception as error:
@@ -225,11 +253,11 @@ def _compile_module(model: Any, planner: Planner, verify: bool) -> Any:
             f"The forward of this {type(model).__name__} was replaced on the object. "
             "Compile a function that calls it: checkmate.compile(lambda x: model(x), budget=...)."
         )
-    plain = type(model)
-    step = _CompiledStep(plain.forward, planner, verify)
+    plain: Any = type(model)
+    step = CompiledStep(plain.forward, planner, verify)
 
-    class Compiled(plain):  # type: ignore[misc, valid-type]
-        plans = property(lambda self: step.plans, doc=_CompiledStep.plans.__doc__)
+    class Compiled(plain):
+        plans = property(lambda self: step.plans, doc=CompiledStep.plans.__doc__)
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return step(self, *args, **kwargs)
@@ -238,14 +266,14 @@ def _compile_module(model: Any, planner: Planner, verify: bool) -> Any:
             return copyreg._reconstructor, (plain, object, None), self.__dict__  # type: ignore[attr-defined]  # as given
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            copy = plain.__new__(plain)
+            copy = object.__new__(plain)
             memo[id(self)] = copy
             copy.__dict__ = deepcopy(self.__dict__, memo)
             return _compile_module(copy, planner, verify)
 
     functools.update_wrapper(Compiled.forward, plain.forward)
     Compiled.__name__, Compiled.__qualname__, Compiled.__module__ = plain.__name__, plain.__qualname__, plain.__module__
-    compiled = Compiled.__new__(Compiled)
+    compiled = object.__new__(Compiled)
     compiled.__dict__ = model.__dict__
     return compiled
 

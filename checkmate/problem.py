@@ -108,9 +108,10 @@ class Problem:
         (1,)
         """
         n = len(deps)
-        for name, costs in (("seconds", seconds), ("sizes", sizes), ("workspace", workspace)):
-            if costs is not None and len(costs) != n:
-                raise InvalidProblem(f"{n} ops have dependencies, but there are {len(costs)} {name}.")
+        workspace = [0] * n if workspace is None else workspace
+        for name, given in (("seconds", seconds), ("sizes", sizes), ("workspace", workspace)):
+            if len(given) != n:
+                raise InvalidProblem(f"{n} ops have dependencies, but there are {len(given)} {name}.")
         inputs = [tuple(sorted({_index(d, n, f"deps[{k}]") for d in ds})) for k, ds in enumerate(deps)]
         if outputs is None:
             read = {d for ds in inputs for d in ds}
@@ -120,8 +121,8 @@ class Problem:
             values=tuple(Value(f"v{k}", _size(sizes[k], k), k) for k in range(n)),
             outputs=tuple(_index(k, n, "outputs") for k in outputs),
         )
-        costs: Any = seconds, [0] * n if workspace is None else workspace, resident_bytes
-        return cls(graph, Profile(*costs))
+        costs: Any = seconds, workspace  # Profile reads them, and says what is wrong with them
+        return cls(graph, Profile(*costs, resident_bytes))
 
     def __repr__(self) -> str:
         graph = self.graph

@@ -106,7 +106,9 @@ def _tensors_within(things: Any, depth: int = 3) -> Iterator[torch.Tensor]:
         elif depth and hasattr(leaf, "__code__"):
             cells = [cell.cell_contents for cell in leaf.__closure__ or ()]
             names = [leaf.__globals__[name] for name in leaf.__code__.co_names if name in leaf.__globals__]
-            modules = [x for x in [*cells, *names] if isinstance(x, (nn.Module, torch.Tensor)) or hasattr(x, "__code__")]
+            modules = [
+                x for x in [*cells, *names] if isinstance(x, (nn.Module, torch.Tensor)) or hasattr(x, "__code__")
+            ]
             yield from _tensors_within(modules, depth - 1)
         elif depth and hasattr(leaf, "__self__"):
             yield from _tensors_within(leaf.__self__, depth - 1)
@@ -127,8 +129,4 @@ def _restored(state: list[torch.Tensor]) -> Iterator[None]:
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.ndim else _same_scalar(a, b)
-
-
-def _same_scalar(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return _same_bits(a.reshape(1), b.reshape(1))
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

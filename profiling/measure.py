@@ -87,7 +87,7 @@ def _refuse_other_devices(joint: Joint) -> None:
 
 
 def _guess(inputs: int, outputs: int) -> OpCost:
-    """For an op that cannot run on made-up inputs: bound by memory at 5 GB/s, with a workspace as large as all it touches."""
+    """For an op that does not run on made-up inputs: 5 GB/s, and a workspace as large as all that it touches."""
     return OpCost((inputs + outputs) / 5e9, outputs + inputs + outputs)
 
 

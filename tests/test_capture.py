@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.capture import _module_path
 from checkmate.graph import Graph, Op
+from checkmate.provenance import module_path
 
 
 def _graph(fn: object, *args: Tensor) -> Graph:
-    return checkmate.trace(fn, *args).graph  # type: ignore[arg-type]
+    return checkmate.trace(fn, *args).graph
 
 
 def _op(graph: Graph, target: str, phase: str = "forward") -> Op:
@@ -138,4 +138,4 @@ def test_ops_name_their_module_and_line() -> None:
     ],
 )
 def test_module_paths_as_people_write_them(traced: str, read: str) -> None:
-    assert _module_path(traced) == read
+    assert module_path(traced) == read

@@ -72,13 +72,19 @@ def test_within_the_budget_on_two_threads(name: str) -> None:
 def _net() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(
-        nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5)
+        nn.Linear(32, 64),
+        nn.BatchNorm1d(64),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.Linear(64, 5),
     )
     return net, torch.randn(48, 32), torch.randint(5, (48,))
 
 
 def _half_way(step: object, *batch: Tensor) -> int:
-    problem = checkmate.trace(step, *batch)  # type: ignore[arg-type]
+    problem = checkmate.trace(step, *batch)
     return (problem.min_budget() + problem.keep_all_peak) // 2
 
 

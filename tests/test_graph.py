@@ -52,11 +52,11 @@ def test_networkx_agrees_on_the_order(seed: int) -> None:
 
 
 def _with_op(k: int, **change: object) -> tuple[Op, ...]:
-    return (*OPS[:k], replace(OPS[k], **change), *OPS[k + 1 :])  # type: ignore[arg-type]
+    return (*OPS[:k], replace(OPS[k], **change), *OPS[k + 1 :])
 
 
 def _with_value(v: int, **change: object) -> tuple[Value, ...]:
-    return (*VALUES[:v], replace(VALUES[v], **change), *VALUES[v + 1 :])  # type: ignore[arg-type]
+    return (*VALUES[:v], replace(VALUES[v], **change), *VALUES[v + 1 :])
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def _step(net: nn.Module) -> object:
 
 
 def test_every_op_has_a_time() -> None:
-    problem = checkmate.trace(_step(_net()), torch.randint(50, (8, 16)))  # type: ignore[arg-type]
+    problem = checkmate.trace(_step(_net()), torch.randint(50, (8, 16)))
     real = [k for k, op in enumerate(problem.graph.ops) if op.target != "autograd"]
     assert (problem.seconds[real] > 0).all()
     assert problem.seconds.sum() < 1

@@ -123,6 +123,6 @@ def test_frozen_parameters_have_no_gradient(net: Net, x: Tensor) -> None:
 
 
 def test_forward_replaced_on_the_object(net: Net) -> None:
-    net.forward = lambda x: x  # type: ignore[method-assign]
+    net.forward = lambda x: x
     with pytest.raises(checkmate.Unsupported, match="replaced on the object"):
         checkmate.compile(net, budget="1 MB")

@@ -65,7 +65,7 @@ def test_numbers(budget: float) -> None:
 )
 def test_refused(budget: object, says: str) -> None:
     with pytest.raises(BudgetError, match=says):
-        parse_bytes(budget)  # type: ignore[arg-type]
+        parse_bytes(budget)
 
 
 def test_a_budget_error_is_a_value_error_and_ours() -> None:

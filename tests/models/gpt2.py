@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel  # adds Logger.warning_once
 
 # A warning is a side effect, which stops the capture of a whole graph; this one may be left out of it.
-torch._dynamo.config.ignore_logging_functions.add(logging.Logger.warning_once)  # type: ignore[attr-defined]
+torch._dynamo.config.ignore_logging_functions.add(logging.Logger.warning_once)
 
 
 class GPT2(nn.Module):

@@ -1,0 +1,38 @@
+"""Where in the user's code an op comes from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch.fx as fx
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_OUR_OWN = re.compile(r"[/\\](?:torch|checkmate)[/\\]")  # frames that lead to the user's code and are not it
+_ROOTS = re.compile(r"^(?:fn|__closure__\.\d+|cell_contents|__wrapped__|__func__|args\.\d+|__import_\w+|self)(?:\.|$)")
+
+
+def where(node: fx.Node) -> str:
+    """The module that a node comes from and the line of the user's code, as far as tracing kept them.
+
+    For example ``layer1.0.conv2 (Conv2d, resnet.py:31)``.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path, kind = [*stack.values()][-1] if stack else ("", None)
+    frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if not _OUR_OWN.search(f[0])]
+    facts = [getattr(kind, "__name__", str(kind))] if kind is not None else []
+    facts += [f"{Path(file).name}:{line}" for file, line in frames[-1:]]
+    name = module_path(path)
+    if name and facts:
+        return f"{name} ({', '.join(facts)})"
+    return name or ", ".join(facts) or "generated code"
+
+
+def module_path(path: str) -> str:
+    """``L['fn'].__closure__[0].cell_contents._modules['layer1'][0]`` as a person writes it: ``layer1.0``."""
+    path = re.sub(r"\._modules\b|\._(?:orig|compiled)_mod\b", "", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
+    path = re.sub(r"^[A-Z]\.", "", path)
+    while _ROOTS.match(path):
+        path = _ROOTS.sub("", path)
+    return path
