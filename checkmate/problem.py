@@ -121,8 +121,7 @@ class Problem:
             values=tuple(Value(f"v{k}", _size(sizes[k], k), k) for k in range(n)),
             outputs=tuple(_index(k, n, "outputs") for k in outputs),
         )
-        costs: Any = seconds, workspace  # Profile reads them, and says what is wrong with them
-        return cls(graph, Profile(*costs, resident_bytes))
+        return cls(graph, Profile(seconds, workspace, resident_bytes))  # type: ignore[arg-type]  # it makes arrays of them
 
     def __repr__(self) -> str:
         graph = self.graph
