@@ -1,19 +1,18 @@
-"""What every test starts from: seeds, and helpers for tests that need PyTorch."""
+"""What every test starts from."""
 
 from __future__ import annotations
 
-import random
+import sys
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """The same random numbers in every test, whichever ran before it."""
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 - for libraries that draw from it
+    """The same random numbers in every test, whichever ran before it. Tests without PyTorch do not load it for this."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture
@@ -25,13 +24,3 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    """torch.compile as in a new process: nothing compiled before counts towards its limits."""
-    import torch
-
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
