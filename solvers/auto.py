@@ -1,19 +1,31 @@
-"""The portfolio: a usable plan almost at once, then a bound, then what closes the gap between them."""
+"""The portfolio: a usable plan almost at once, then a bound, then what closes the gap between them.
+
+    next use -> bound of few moments -> next use guided by it -> exact model on promising places
+             -> exact model, where the graph is small enough; else windows of the places
+
+Each stage starts from the best plan so far and ends once the gap asked for is proven or its share of time is spent.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+
+import numpy as np
 
 from checkmate.problem import Problem
-from checkmate.solution import Solution
+from checkmate.schedule import Schedule
+from checkmate.solution import Solution, Status
+from checkmate.solvers.bound import Bound, lift, moment_bound
 from checkmate.solvers.certify import certify
 from checkmate.solvers.checkpoint_all import checkpoint_all
-from checkmate.solvers.least import least_runs
-from checkmate.solvers.next_use import next_use
+from checkmate.solvers.least import least_runs, peak_of
+from checkmate.solvers.milp import milp
+from checkmate.solvers.next_use import Guide, next_use
+from checkmate.solvers.restricted import choose_places, restricted
 
 METHOD = "auto"
+MOST_OPS_EXACT = 150  # the exact model is of use up to here
 log = logging.getLogger("checkmate.solve")
 
 
@@ -24,15 +36,167 @@ def auto(
 
     Args:
         gap: stop once (cost - bound) / cost is at most this.
+        threads: of the solver.
+        seed: of what is drawn at random.
     """
-    began = time.perf_counter()
     if budget >= problem.keep_all_peak:
         return checkpoint_all(problem, budget)
-    found = next_use(problem, budget, time_limit=time_limit / 4, seed=seed)
-    if found.plan is None:
-        least, R = least_runs(problem)
-        if least > budget:
-            return replace(found, method=METHOD, seconds=time.perf_counter() - began)
-        found = certify(problem, budget, R, method=METHOD)
-    log.info("next-use: %+.2f %% in %.1f s", 100 * found.overhead, time.perf_counter() - began)
-    return replace(found, method=METHOD, seconds=time.perf_counter() - began)
+    search = Search(problem, budget, time_limit, gap, threads, seed)
+    for stage in (_next_use, _bound, _guided, _restricted, _exact, _windows):
+        if search.is_open:
+            stage(search)
+    return search.solution()
+
+
+class Search:
+    """The best plan and the best bound so far, and the time that is left."""
+
+    def __init__(self, problem: Problem, budget: int, time_limit: float, gap: float, threads: int, seed: int) -> None:
+        self.problem, self.budget = problem, budget
+        self.time_limit, self.gap, self.threads, self.seed = time_limit, gap, threads, seed
+        self.began = time.perf_counter()
+        self.R: np.ndarray | None = None
+        self.cost = float("inf")
+        self.bound = problem.keep_all_cost
+        self.relaxed: Bound | None = None
+        self.infeasible = False
+        self.stuck: int | None = None  # the op that no pass got beyond
+        self.found: dict[str, float] = {}  # cost after each stage
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self.time_limit - (time.perf_counter() - self.began)
+
+    @property
+    def is_open(self) -> bool:
+        """There is time, and something to gain."""
+        if self.infeasible or self.left <= 0.01 * self.time_limit:
+            return False
+        return self.R is None or self.cost - self.bound > self.gap * self.cost
+
+    def offer(self, R: np.ndarray | None, by: str) -> None:
+        """Take a schedule that fits the budget, if it is better."""
+        if R is None:
+            return
+        cost = float(R.sum(axis=0) @ self.problem.seconds)
+        if cost < self.cost:
+            self.R, self.cost = R, cost
+            self.found[by] = cost
+            base = self.problem.keep_all_cost or 1.0
+            log.info("%s: %+.3f %% after %.1f s", by, 100 * (cost / base - 1), self.time_limit - self.left)
+
+    def prove(self, bound: float) -> None:
+        """Take a lower bound, if it is better."""
+        self.bound = max(self.bound, bound)
+
+    def solution(self) -> Solution:
+        """What came of it."""
+        problem, budget = self.problem, self.budget
+        seconds = time.perf_counter() - self.began
+        if self.R is not None:
+            details = {"found": self.found}
+            bound = min(self.bound, self.cost)
+            return certify(problem, budget, self.R, method=METHOD, bound=bound, seconds=seconds, details=details)
+        status = Status.INFEASIBLE if self.infeasible else Status.NOT_FOUND
+        stuck = {} if self.stuck is None else {"stuck": self.stuck}
+        return Solution(status, problem, budget, METHOD, bound=self.bound, seconds=seconds, details=stuck)
+
+
+def _next_use(search: Search) -> None:
+    found = next_use(search.problem, search.budget, time_limit=0.2 * search.time_limit, seed=search.seed)
+    if found.schedule is not None:
+        search.offer(found.schedule.R, "next-use")
+        return
+    search.stuck = found.details.get("stuck")
+    least, R = least_runs(search.problem, time_limit=min(4.0, 0.5 * search.left))
+    if least <= search.budget:
+        search.offer(R, "least")
+
+
+def _bound(search: Search) -> None:
+    start = None if search.R is None else Schedule.from_runs(search.problem.graph, search.R)
+    limit = 0.4 * search.left
+    found = moment_bound(search.problem, search.budget, start=start, time_limit=limit, threads=search.threads)
+    search.prove(found.value)
+    search.infeasible = found.infeasible
+    search.relaxed = found
+    if found.moments and not found.infeasible:
+        R = lift(search.problem, found).R
+        if peak_of(search.problem, R) <= search.budget:
+            search.offer(R, "bound")
+
+
+def _guided(search: Search) -> None:
+    relaxed = search.relaxed
+    if relaxed is None or not relaxed.moments:
+        return
+    guide = Guide(tuple(zip(relaxed.moments, relaxed.kept, strict=True)))
+    limit = 0.2 * search.left
+    found = next_use(search.problem, search.budget, time_limit=limit, seed=search.seed, guide=guide)
+    if found.schedule is not None:
+        search.offer(found.schedule.R, "next-use, guided")
+
+
+def _candidates(search: Search) -> set[int]:
+    """Ops that run again in the best plan or in the bound's answer."""
+    again = set() if search.R is None else set(np.flatnonzero(search.R.sum(axis=0) > 1).tolist())
+    relaxed = search.relaxed
+    if relaxed is not None and relaxed.moments:
+        again |= set(np.flatnonzero(lift(search.problem, relaxed).recomputed).tolist())
+    return again
+
+
+def _restricted(search: Search) -> None:
+    """All candidates at once: closes the gap where few ops run again."""
+    if search.R is None:
+        return
+    _solve(
+        search, choose_places(search.problem, _candidates(search), also=search.R, most=5000), None, 0.3 * search.left
+    )
+
+
+def _solve(search: Search, places: np.ndarray, frozen: np.ndarray | None, limit: float) -> None:
+    answer = restricted(
+        search.problem,
+        search.budget,
+        places,
+        start=search.R,
+        frozen=frozen,
+        time_limit=limit,
+        gap=0.1 * search.gap,
+        threads=search.threads,
+        target=search.bound / (1 - 0.5 * search.gap),
+    )
+    search.offer(answer.R, "restricted" if frozen is None else "windows")
+
+
+def _exact(search: Search) -> None:
+    if len(search.problem.graph.ops) > MOST_OPS_EXACT:
+        return
+    start = None if search.R is None else Schedule.from_runs(search.problem.graph, search.R)
+    found = milp(
+        search.problem, search.budget, time_limit=search.left, gap=search.gap, threads=search.threads, start=start
+    )
+    search.prove(found.bound)
+    search.infeasible = found.status is Status.INFEASIBLE
+    if found.schedule is not None:
+        search.offer(found.schedule.R, "milp")
+
+
+def _windows(search: Search) -> None:
+    """Free some of the places at a time, drawn at random, and solve for these; more of them where nothing is found."""
+    rng = np.random.default_rng(search.seed)
+    share = 0.3
+    while search.is_open and search.R is not None:
+        places = choose_places(search.problem, _near(search.problem, _candidates(search)), also=search.R, most=8000)
+        ops = np.unique(places[:, 1])
+        free = np.isin(places[:, 1], rng.choice(ops, max(1, int(share * len(ops))), replace=False))
+        before = search.cost
+        _solve(search, places, ~free, min(search.left, max(1.0, 0.1 * search.time_limit)))
+        share = share if search.cost < before else min(0.9, 1.1 * share)
+
+
+def _near(problem: Problem, ops: set[int]) -> set[int]:
+    """These ops and those they read from."""
+    return ops.union(*(problem.graph.deps[k] for k in ops))

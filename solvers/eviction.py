@@ -65,6 +65,7 @@ class _State:
         self.shadow_first = np.full(V, NEVER, dtype=np.int64)  # first and last stage in which an evicted
         self.shadow_last = np.full(V, -1, dtype=np.int64)  # value needs this one to come back
         self.worth = np.full(V, np.inf)  # seconds-back**a / bytes**b, times the tilt
+        self.only_copy = [p >= 0 and tables.pinned[p] for p in tables.producer]
         self.stale: set[int] = set()  # values whose worth is out of date
         tilt = np.ones(V) if weights.tilt is None else weights.tilt
         self.scale = (tilt / np.maximum(1.0, np.array(tables.size)) ** weights.b).tolist()
@@ -149,12 +150,12 @@ class _State:
         goal = self.room + lacking
         free = np.flatnonzero(self.movable & (self.claims == 0))
         needed = self._needed_at(free)
-        for v in free[needed == NEVER].tolist():  # nobody needs these any more
-            if self.room >= goal:
-                return True
-            self._drop(v)
+        spared = self._drop_unneeded(free[needed == NEVER].tolist(), goal)
+        if self.room >= goal:
+            return True
         urgency = np.full(len(self.worth), np.inf)
-        urgency[free] = np.where(needed == NEVER, np.inf, (needed - self.now + 1.0) ** -self.weights.c)
+        alive = needed < NEVER
+        urgency[free[alive]] = (needed[alive] - self.now + 1.0) ** -self.weights.c
         for stage, outside in self.weights.outside:
             if self.now <= stage:
                 urgency[outside] *= 1e-9
@@ -165,15 +166,42 @@ class _State:
             scores = self.worth * urgency
             v = int(scores.argmin())
             if not np.isfinite(scores[v]):
-                return False
+                if not spared:
+                    return False
+                self._drop(spared.pop())
+                continue
             gone.append((float(scores[v]), v))
             urgency[v] = np.inf
             self._claim_ancestors(v)
             self._drop(v)
-        for _, v in sorted(gone[:-1], reverse=True):
+        for _, v in sorted(gone, reverse=True):
             if self.room - self.tables.size[v] >= goal:
                 self._arrive(v)
         return True
+
+    def _drop_unneeded(self, values: list[int], goal: int) -> list[int]:
+        """Let values go that no op needs any more, until there is room; those spared so that others can come back.
+
+        That is the only copy of a value, where larger ones that are still needed can be made from it: a mask of bits,
+        say, and the noise it stands for.
+        """
+        spared = []
+        for v in values:
+            if self.room >= goal:
+                break
+            if self.only_copy[v] and self._makes_bytes(v) > self.tables.size[v]:
+                spared.append(v)
+            else:
+                self._drop(v)
+        return spared
+
+    def _makes_bytes(self, v: int) -> int:
+        """Bytes at hand, and still needed, that were made from v."""
+        children = [w for j in self.tables.users[v] if j <= self.now for w in self.tables.outputs[j] if self.movable[w]]
+        if not children:
+            return 0
+        needed = self._needed_at(np.array(children)) < NEVER
+        return sum(self.tables.size[w] for w, is_needed in zip(children, needed, strict=True) if is_needed)
 
     def _needed_at(self, values: np.ndarray) -> np.ndarray:
         """The next stage that needs each value, for itself or to bring back another; NEVER without one."""

@@ -10,10 +10,13 @@ import numpy as np
 from checkmate.plan import lower, simulate
 from checkmate.problem import Problem
 from checkmate.schedule import Schedule
+from checkmate.solution import Status
 from checkmate.solvers.eviction import Stuck, Weights, run_pass
+from checkmate.solvers.milp import milp
 from checkmate.solvers.next_use import GRID, as_matrix
 from checkmate.solvers.tables import Tables
 
+MOST_OPS_EXACT = 24  # up to here the smallest budget is exact
 _known: WeakKeyDictionary[Problem, tuple[int, np.ndarray]] = WeakKeyDictionary()
 
 
@@ -25,10 +28,14 @@ def min_budget(problem: Problem) -> int:
 def least_runs(problem: Problem, *, time_limit: float = 4.0) -> tuple[int, np.ndarray]:
     """The smallest peak that a plan was found to reach, and its R (T, T). Found once for each problem.
 
-    A bisection between what no schedule avoids and what keeping everything takes, each step a few eviction passes.
+    A bisection between what no schedule avoids and what keeping everything takes, each step a few eviction passes; for
+    small graphs then the exact model.
     """
-    if problem not in _known:
-        _known[problem] = _bisect(problem, time.perf_counter() + time_limit)
+    if problem not in MOST_OPS_EXACT = 24  # up to here the smallest budget is exact
+_known:
+        deadline = time.perf_counter() + time_limit
+        found = _bisect(problem, deadline)
+        _known[problem] = found if len(problem.graph.ops) > MOST_OPS_EXACT else _bisect_exactly(problem, *found, deadline)
     return _known[problem]
 
 
@@ -45,6 +52,21 @@ def _bisect(problem: Problem, deadline: float) -> tuple[int, np.ndarray]:
             best = as_matrix(stages)
             high = peak_of(problem, best)
         middle = (low + high) // 2
+    return high, best
+
+
+def _bisect_exactly(problem: Problem, high: int, best: np.ndarray, deadline: float) -> tuple[int, np.ndarray]:
+    """The smallest peak there is, from a known one, while time remains."""
+    low = int(problem.unavoidable_bytes.max())
+    while low < high and (left := deadline - time.perf_counter()) > 0:
+        middle = (low + high) // 2
+        found = milp(problem, middle, gap=1.0, time_limit=left)
+        if found.schedule is not None and found.peak is not None:
+            high, best = found.peak, found.schedule.R
+        elif found.status is Status.INFEASIBLE:
+            low = middle + 1
+        else:
+            break
     return high, best
 
 
