@@ -31,11 +31,12 @@ def least_runs(problem: Problem, *, time_limit: float = 4.0) -> tuple[int, np.nd
     A bisection between what no schedule avoids and what keeping everything takes, each step a few eviction passes; for
     small graphs then the exact model.
     """
-    if problem not in MOST_OPS_EXACT = 24  # up to here the smallest budget is exact
-_known:
+    if problem not in _known:
         deadline = time.perf_counter() + time_limit
         found = _bisect(problem, deadline)
-        _known[problem] = found if len(problem.graph.ops) > MOST_OPS_EXACT else _bisect_exactly(problem, *found, deadline)
+        _known[problem] = (
+            found if len(problem.graph.ops) > MOST_OPS_EXACT else _bisect_exactly(problem, *found, deadline)
+        )
     return _known[problem]
 
 
