@@ -52,7 +52,7 @@ class Model:
         upper: float | np.ndarray = 1.0,
         cost: float | np.ndarray | list[float] = 0.0,
         integer: bool = False,
-        name: str = "x",
+        name: str | None = None,
     ) -> np.ndarray:
         """New columns in the given shape, or one where a bool array is True and `NONE` elsewhere.
 
@@ -65,7 +65,7 @@ class Model:
         for store, what in ((self._lower, lower), (self._upper, upper), (self._cost, cost)):
             store.append(np.broadcast_to(np.asarray(what, dtype=np.float64), mask.shape)[mask])
         self._integer.append(np.full(count, integer))
-        self._named.append((name, mask))
+        self._named.append((name or f"x{len(self._named)}", mask))
         self.columns += count
         return family
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pulp
@@ -13,6 +13,8 @@ from checkmate.errors import SolverError
 from checkmate.solvers import highs
 from checkmate.solvers.highs import Outcome, Result
 from checkmate.solvers.model import Model
+
+_UNSOLVED = {"varValue": None, "dj": None}
 
 
 def run(
@@ -55,12 +57,40 @@ def run(
 
 
 def _to_pulp(model: Model) -> tuple[pulp.LpProblem, dict[str, pulp.LpVariable]]:
-    """The problem and its variables by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.mps"
-        highs.export(model, path)
-        variables, problem = pulp.LpProblem.fromMPS(str(path), sense=pulp.LpMinimize)
-    return problem, variables
+    """The problem and its variables by name, through PuLP's exchange format."""
+    names = model.column_names()
+    finite = [(np.isfinite(b), b) for b in (model.lower, model.upper)]
+    lower, upper = ([float(x) if ok else None for ok, x in zip(*bounds, strict=True)] for bounds in finite)
+    variables = [
+        {"name": n, "lowBound": a, "upBound": b, "cat": pulp.LpInteger if i else pulp.LpContinuous, **_UNSOLVED}
+        for n, a, b, i in zip(names, lower, upper, model.integer, strict=True)
+    ]
+    costs = [{"name": names[j], "value": float(model.cost[j])} for j in np.flatnonzero(model.cost)]
+    problem = {
+        "parameters": {"name": "checkmate", "sense": pulp.LpMinimize, "status": 0, "sol_status": 0},
+        "objective": {"name": "cost", "coefficients": costs},
+        "constraints": list(_rows(model, names)),
+        "variables": variables,
+        "sos1": [],
+        "sos2": [],
+    }
+    by_name, built = pulp.LpProblem.fromDict(problem)
+    return built, by_name
+
+
+def _rows(model: Model, names: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows; one that lies between two numbers as two."""
+    matrix = model.matrix().tocsr()
+    for i, name in enumerate(model.row_names()):
+        entries = slice(matrix.indptr[i], matrix.indptr[i + 1])
+        terms = zip(matrix.indices[entries], matrix.data[entries], strict=True)
+        coefficients = [{"name": names[j], "value": float(a)} for j, a in terms]
+        low, high = float(model.row_lower[i]), float(model.row_upper[i])
+        sides = [(0, low, "")] if low == high else [(1, low, "_low"), (-1, high, "_high")]
+        for sense, bound, side in sides:
+            if np.isfinite(bound):
+                row = {"sense": sense, "constant": -bound, "name": name + side, "pi": None}
+                yield {**row, "coefficients": coefficients}
 
 
 def _solver(name: str, time_limit: float, gap: float, threads: int) -> pulp.LpSolver:

@@ -1,0 +1,149 @@
+"""Running HiGHS: every way in which a run can end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import highspy
+import numpy as np
+import pytest
+
+from checkmate.errors import SolverError
+from checkmate.solvers import highs
+from checkmate.solvers.highs import Outcome
+from checkmate.solvers.milp import build
+from checkmate.solvers.model import Model
+from tests import dags
+
+
+def knapsack(seed: int = 0, n: int = 12) -> Model:
+    """Choose things of the least worth to reach a weight."""
+    rng = np.random.default_rng(seed)
+    model = Model()
+    x = model.variables((n,), cost=rng.integers(5, 50, n), integer=True, name="take")
+    weight = rng.integers(5, 50, n)
+    model.constrain("reach", [(x[None, :], weight)], lower=float(weight.sum() // 2))
+    return model
+
+
+def by_hand(model: Model) -> float:
+    """The optimum of a model of few binaries, by trying all."""
+    points = (np.arange(2**model.columns)[:, None] >> np.arange(model.columns)) & 1
+    fits = (model.matrix() @ points.T >= model.row_lower[:, None]).all(axis=0)
+    return float((points[fits] @ model.cost).min())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_integers_are_solved_exactly(seed: int) -> None:
+    model = knapsack(seed)
+    result = highs.run(model)
+    assert result.outcome is Outcome.OPTIMAL
+    assert result.objective == pytest.approx(by_hand(model))
+    assert result.bound == pytest.approx(result.objective)
+    assert result.x is not None
+    assert model.broken(result.x) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_relaxation_bounds_from_below(seed: int) -> None:
+    model = knapsack(seed)
+    result = highs.run(model, relax=True)
+    assert result.outcome is Outcome.OPTIMAL
+    assert result.bound <= by_hand(model) + 1e-9
+
+
+@pytest.mark.parametrize("relax", [True, False])
+def test_the_impossible_is_proven(relax: bool) -> None:
+    model = knapsack()
+    model.constrain("none", [(np.arange(12)[None, :], 1.0)], upper=1.0)
+    result = highs.run(model, relax=relax)
+    assert (result.outcome, result.x, result.objective, result.bound) == (Outcome.INFEASIBLE, None, np.inf, np.inf)
+
+
+def test_without_time_the_bound_is_still_true() -> None:
+    model = knapsack()
+    result = highs.run(model, time_limit=0.0)
+    assert result.bound <= by_hand(model)
+
+
+def test_without_time_the_relaxation_still_bounds() -> None:
+    problem = dags.vgg()
+    model, _ = build(problem, int(0.7 * problem.keep_all_peak))
+    result = highs.run(model, relax=True, time_limit=0.0)
+    assert result.outcome is Outcome.STOPPED
+    assert result.bound == pytest.approx(len(problem.graph.ops))  # each op once, in units of the mean cost
+
+
+def test_a_start_on_some_columns_is_completed_and_returned_without_time() -> None:
+    model, x = build(dags.unit_chain(8), 20)
+    there = x.R != -1
+    result = highs.run(model, start=(x.R[there], np.eye(17)[there]), time_limit=10)
+    assert result.objective == pytest.approx(17)
+
+
+def test_a_target_stops_the_search() -> None:
+    model, _ = build(dags.unit_chain(8), 4)
+    result = highs.run(model, target=1e9)
+    assert result.outcome in (Outcome.STOPPED, Outcome.OPTIMAL)
+    assert result.x is not None
+    assert result.bound <= 26 + 1e-6
+
+
+def test_incumbents_are_reported_in_falling_order() -> None:
+    model, _ = build(dags.unit_chain(8), 4)
+    seen: list[float] = []
+    result = highs.run(model, on_incumbent=lambda x: seen.append(float(model.cost @ x)))
+    assert seen == sorted(seen, reverse=True)
+    assert seen[-1] == pytest.approx(result.objective)
+
+
+def test_the_number_of_threads_may_change_between_runs() -> None:
+    """HiGHS keeps one scheduler a process, and a run with another number would end at once without a result."""
+    model = knapsack()
+    best = by_hand(model)
+    for threads in (1, 2, 1):
+        assert highs.run(model, threads=threads).objective == pytest.approx(best)
+
+
+def test_the_gap_is_a_gap_between_cost_and_bound() -> None:
+    model, _ = build(dags.unit_chain(8), 4)
+    result = highs.run(model, gap=0.2)
+    assert (result.objective - result.bound) / result.objective <= 0.2 + 1e-9
+    assert result.x is not None
+    assert model.broken(result.x) == []
+
+
+def test_a_model_without_integers_has_its_objective_as_bound() -> None:
+    model = Model()
+    x = model.variables((2,), cost=[1.0, 2.0])
+    model.constrain("cover", [(x[None, :], 1.0)], lower=1.5)
+    result = highs.run(model)
+    assert result.objective == pytest.approx(2.0)
+    assert result.bound == pytest.approx(2.0)
+
+
+def test_a_model_that_makes_no_sense_is_an_error() -> None:
+    model = Model()
+    model.variables((1,), lower=0.0, upper=np.inf, cost=-1.0)
+    with pytest.raises(SolverError, match="solves nothing"):
+        highs.run(model)
+
+
+@pytest.mark.parametrize("suffix", [".lp", ".mps"])
+def test_a_written_model_read_again_has_the_same_optimum(tmp_path: Path, suffix: str) -> None:
+    model = knapsack()
+    path = tmp_path / f"knapsack{suffix}"
+    highs.export(model, path)
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.readModel(str(path))
+    solver.run()
+    assert solver.getInfo().objective_function_value == pytest.approx(by_hand(model))
+    assert "take_3" in path.read_text()
+
+
+def test_a_file_is_lp_or_mps(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\.lp or \.mps"):
+        highs.export(knapsack(), tmp_path / "model.txt")
+    with pytest.raises(OSError, match="No such file"):
+        highs.export(knapsack(), tmp_path / "nowhere" / "model.lp")

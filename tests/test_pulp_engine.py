@@ -1,0 +1,77 @@
+"""The same model solved by CBC through PuLP."""
+
+from __future__ import annotations
+
+import numpy as np
+import pulp
+import pytest
+
+from checkmate.errors import SolverError
+from checkmate.solution import Status
+from checkmate.solvers import pulp_engine
+from checkmate.solvers.highs import Outcome
+from checkmate.solvers.milp import FORMULATIONS, build, milp
+from checkmate.solvers.model import Model
+from tests import dags
+from tests.oracle import interesting_budgets, optimum, outcomes, random_problem
+
+has_cbc = bool({"COIN_CMD", "PULP_CBC_CMD"} & set(pulp.listSolvers(onlyAvailable=True)))
+pytestmark = [
+    pytest.mark.skipif(not has_cbc, reason="PuLP brings no CBC for this platform"),
+    pytest.mark.filterwarnings("ignore:PULP_CBC_CMD is deprecated"),  # COIN_CMD is taken where it is there
+]
+
+
+@pytest.mark.parametrize("formulation", FORMULATIONS)
+@pytest.mark.parametrize("seed", range(8))
+def test_cbc_equals_brute_force(seed: int, formulation: str) -> None:
+    problem = random_problem(seed)
+    every = outcomes(problem)
+    for budget in interesting_budgets(every)[-3:]:
+        best = optimum(every, budget)
+        solution = milp(problem, budget, formulation=formulation, engine="pulp:CBC")
+        if np.isinf(best):
+            assert solution.status is Status.INFEASIBLE
+        else:
+            assert solution.cost == pytest.approx(best, rel=1e-6)
+            assert solution.status is Status.OPTIMAL
+
+
+@pytest.mark.parametrize(("budget", "cost"), [(5, 22), (6, 21), (8, 19)])
+def test_golden_chain_of_8(budget: int, cost: float) -> None:
+    assert milp(dags.unit_chain(8), budget, engine="pulp:CBC").cost == cost
+
+
+@pytest.mark.parametrize("formulation", FORMULATIONS)
+def test_the_impossible_is_proven_by_the_engine(formulation: str) -> None:
+    model, _ = build(dags.unit_chain(4), 2, formulation=formulation)
+    assert pulp_engine.run(model, "CBC").outcome is Outcome.INFEASIBLE
+
+
+def test_without_time_nothing_false_is_said() -> None:
+    model, _ = build(dags.unit_chain(8), 4)
+    result = pulp_engine.run(model, "CBC", time_limit=0.01)
+    assert result.bound <= 26 + 1e-6
+    assert result.x is None or model.broken(result.x) == []
+
+
+def test_bounds_of_all_kinds_are_passed_on() -> None:
+    model = Model()
+    x = model.variables((2,), lower=-3.0, upper=np.inf, cost=[1.0, 1.0])
+    y = model.variables((1,), lower=2.0, upper=2.0, cost=1.0, integer=True)
+    model.variables((1,), lower=0.0, upper=7.0, cost=-1.0, integer=True)
+    model.constrain("at least", [(np.array([[x[0], x[1], y[0]]]), 1.0)], lower=1.5)
+    assert pulp_engine.run(model, "CBC").objective == pytest.approx(1.5 - 7)
+
+
+def test_rows_between_two_numbers_hold_on_both_sides() -> None:
+    for sign, expected in ((1.0, 0.5), (-1.0, -1.5)):
+        model = Model()
+        x = model.variables((2,), cost=sign)
+        model.constrain("between", [(x[None, :], 1.0)], lower=0.5, upper=1.5)
+        assert pulp_engine.run(model, "CBC").objective == pytest.approx(expected)
+
+
+def test_an_engine_that_is_not_there_is_named() -> None:
+    with pytest.raises(SolverError, match="is no solver that PuLP knows"):
+        milp(dags.unit_chain(2), 4, engine="pulp:NOTHING")
