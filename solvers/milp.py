@@ -14,7 +14,7 @@ Two forms with the same integer optima:
     FREE[t, v, k] <= R[t, k] and S[t, v] + R[t, prod(v)] <= 1. The linear relaxation is at least as tight as that of
     the paper, and only R need be integer: for binary R the least S and the earliest FREE are integral by themselves.
     S is declared integer all the same, for the cover inequalities of `fit_first_runs`: a training step of 80 ops at
-    0.7 of its peak is proven optimal in 10 s, and without either of the two not in 60 s.
+    0.7 of its peak is proven optimal in 10 to 30 s, from a good start in 5 s; without either of the two not in 60 s.
 
 We differ from the paper in that values, not ops, are kept and freed, in that a result of the step is at hand from its
 first execution to the end, and in that an op has a workspace. A value that is a result or that nobody reads has no
