@@ -121,7 +121,7 @@ def milp(
     method = "milp" if formulation == "strengthened" else f"milp ({formulation})"
     if (needed := problem.unavoidable_bytes).max() > budget:
         worst = problem.graph.ops[int(needed.argmax())].name
-        message = f"{worst} alone needs {needed.max()} bytes, more than the budget of {budget}"
+        message = f"at least {needed.max()} bytes are at hand while {worst} runs, and the budget is {budget}"
         return Solution(Status.INFEASIBLE, problem, budget, method, bound=float("inf"), message=message)
     incumbent = start.R if start is not None and _excess(problem, budget, start.R) <= 0 else None
     bound, margin = 0.0, 0

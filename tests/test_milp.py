@@ -110,7 +110,15 @@ def test_the_strengthened_relaxation_alone_proves_the_chain_of_16(budget: int, c
 def test_below_the_smallest_budget_of_the_chain_nothing_fits() -> None:
     solution = milp(dags.unit_chain(8), 2)
     assert solution.status is Status.INFEASIBLE
-    assert "alone needs 3 bytes" in solution.message
+    assert "at least 3 bytes are at hand while op9 runs" in solution.message
+
+
+@pytest.mark.parametrize("formulation", FORMULATIONS)
+def test_a_budget_below_what_is_resident_makes_a_model_without_solutions(formulation: str) -> None:
+    problem = Problem.from_dag([[], [0]], [1, 1], [5, 7], workspace=[1, 1], resident_bytes=100)
+    model, _ = build(problem, 50, formulation=formulation)
+    assert highs.run(model).outcome is Outcome.INFEASIBLE
+    assert relax(problem, 50, formulation=formulation).outcome is Outcome.INFEASIBLE
 
 
 # The three statements of memory.
