@@ -11,10 +11,11 @@ import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
 
 from checkmate.capture import Joint, read_joint
-from checkmate.codegen import boxed, emit
+from checkmate.codegen import emit
 from checkmate.plan import Plan
 from checkmate.problem import Problem
 from checkmate.profiling.measure import measure
+from checkmate.runtime import boxed
 from checkmate.solution import Solution
 
 Planner = Callable[[Problem], Solution]

@@ -22,11 +22,11 @@ from torch._functorch.partitioners import (
     _is_primal,
     _is_tangent,
 )
-from torch.fx.graph import CodeGen
 
 from checkmate.capture import Joint
 from checkmate.errors import SolverError
 from checkmate.plan import Plan, Run, Step
+from checkmate.runtime import Boxed
 
 AGAIN = "_again"  # in a node's name: an op that runs another time
 
@@ -66,23 +66,6 @@ def emit(joint: Joint, plan: Plan) -> Modules:
         if node.op in ("call_function", "get_attr"):
             node.meta["autograd_backward"] = True
     return Modules(forward, backward, tuple(node.name for node in saved))
-
-
-def boxed(module: fx.GraphModule) -> Any:
-    """The function of a module that takes and clears one list, marked as such for AOTAutograd.
-
-    A module that is not written by `emit` (one of inference) is made to clear its list as well.
-    """
-    if not isinstance(module.graph._codegen, _Boxed):
-        module.graph.set_codegen(_Boxed())
-        module.recompile()
-    forward = module.forward
-
-    def run(inputs: list[Any]) -> Any:
-        return forward(inputs)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
 
 
 def _placeholders(joint: Joint, *kinds: Any) -> list[fx.Node]:
@@ -144,7 +127,7 @@ class _Writer:
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)
         self.graph.lint()
-        self.graph.set_codegen(_Boxed())
+        self.graph.set_codegen(Boxed())
         return fx.GraphModule(self.joint.module, self.graph)
 
     def _run(self, op: int) -> None:
@@ -187,12 +170,3 @@ class _Writer:
         copy = self.graph.create_node(node.op, node.target, args, kwargs, name, node.type)
         copy.meta = dict(node.meta)
         return copy
-
-
-class _Boxed(CodeGen):
-    """Code that takes one list and clears it: the caller then holds nothing of what the code frees."""
-
-    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *args: Any, **kwargs: Any) -> str:
-        names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
-        unpack = f"\n    {', '.join(names)}, = inputs" if names else ""
-        return f"def forward(self, inputs){maybe_return_annotation}:{unpack}\n    inputs.clear()"

@@ -72,8 +72,8 @@ def draw_mask(x: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def scale_mask(mask: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
-    """The mask as numbers of a type, divided by p, in one allocation."""
-    return mask.to(dtype).div_(p)
+    """1 / p where the mask is true and 0 elsewhere, rounded as dividing a tensor of the type by p rounds."""
+    return torch.where(mask, torch.ones((), dtype=dtype).div_(p), torch.zeros((), dtype=dtype))
 
 
 def forget_running_statistics(graph: fx.Graph) -> None:

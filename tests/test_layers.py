@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors"},
-    {"units", "memory", "explain", "provenance", "rewrite"},
+    {"units", "memory", "explain", "provenance", "rewrite", "runtime"},
     {"graph"},
     {"problem"},
     {"schedule"},

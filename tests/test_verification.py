@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate import codegen, rewrite
+from checkmate import rewrite, runtime
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_wrong_gradient_is_caught(
         wrong._boxed_call = True
         return wrong
 
-    boxed = codegen.boxed
+    boxed = runtime.boxed
     monkeypatch.setattr("checkmate.backend.boxed", off_by_a_bit)
     step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
     with pytest.raises(checkmate.VerificationError, match="gradient"):
@@ -96,7 +96,7 @@ def test_a_peak_above_the_budget_is_caught(
         hoard._boxed_call = True
         return hoard
 
-    boxed = codegen.boxed
+    boxed = runtime.boxed
     monkeypatch.setattr("checkmate.backend.boxed", hoarding)
     step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
     with pytest.raises(checkmate.VerificationError, match="peak"):

