@@ -15,7 +15,7 @@ import numpy as np
 
 from checkmate.problem import Problem
 from checkmate.schedule import Schedule
-from checkmate.solution import Solution, Status
+from checkmate.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.solvers.bound import Bound, lift, moment_bound
 from checkmate.solvers.certify import certify
 from checkmate.solvers.checkpoint_all import checkpoint_all
@@ -53,7 +53,7 @@ class Search:
 
     def __init__(self, problem: Problem, budget: int, time_limit: float, gap: float, threads: int, seed: int) -> None:
         self.problem, self.budget = problem, budget
-        self.time_limit, self.gap, self.threads, self.seed = time_limit, gap, threads, seed
+        self.time_limit, self.gap, self.threads, self.seed = time_limit, max(gap, OPTIMAL_GAP), threads, seed
         self.began = time.perf_counter()
         self.R: np.ndarray | None = None
         self.cost = float("inf")
@@ -109,7 +109,7 @@ def _next_use(search: Search) -> None:
         search.offer(found.schedule.R, "next-use")
         return
     search.stuck = found.details.get("stuck")
-    least, R = least_runs(search.problem, time_limit=min(4.0, 0.5 * search.left))
+    least, R = least_runs(search.problem, time_limit=max(1.0, min(4.0, search.left)))
     if least <= search.budget:
         search.offer(R, "least")
 
@@ -117,7 +117,14 @@ def _next_use(search: Search) -> None:
 def _bound(search: Search) -> None:
     start = None if search.R is None else Schedule.from_runs(search.problem.graph, search.R)
     limit = 0.4 * search.left
-    found = moment_bound(search.problem, search.budget, start=start, time_limit=limit, threads=search.threads)
+    found = moment_bound(
+        search.problem,
+        search.budget,
+        start=start,
+        gap=0.2 * search.gap,
+        time_limit=limit,
+        threads=search.threads,
+    )
     search.prove(found.value)
     search.infeasible = found.infeasible
     search.relaxed = found

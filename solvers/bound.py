@@ -32,7 +32,7 @@ from checkmate.solvers.milp import cost_unit, size_unit
 from checkmate.solvers.model import NONE, Model
 
 log = logging.getLogger("checkmate.solve")
-GAP = 1e-6  # asked of each solve
+EXACT = 1e-6  # a smaller gap than this is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +64,7 @@ def moment_bound(
     *,
     moments: Sequence[int] | None = None,
     start: Schedule | None = None,
+    gap: float = EXACT,
     time_limit: float = 10.0,
     threads: int = 1,
     most: int = 12,
@@ -75,6 +76,7 @@ def moment_bound(
         budget: bytes.
         moments: ops to begin with; by default where keeping everything peaks and where most is unavoidable.
         start: a known schedule within the budget, for the solver to start from.
+        gap: to solve each model to; a larger one leaves time for more moments.
         time_limit: seconds.
         threads: of the solver.
         most: moments at most.
@@ -88,7 +90,7 @@ def moment_bound(
     best = Bound(problem.keep_all_cost)
     while True:
         left = time_limit - (time.perf_counter() - began)
-        best = _round(problem, budget, at, best, start, left, threads)
+        best = _round(problem, budget, at, best, start=start, gap=gap, time_limit=left, threads=threads)
         left = time_limit - (time.perf_counter() - began)
         if best.infeasible or best.schedule is not None or left <= 0.02 * time_limit or best.moments != tuple(at):
             break
@@ -100,11 +102,19 @@ def moment_bound(
 
 
 def _round(
-    problem: Problem, budget: int, at: list[int], best: Bound, start: Schedule | None, time_limit: float, threads: int
+    problem: Problem,
+    budget: int,
+    at: list[int],
+    best: Bound,
+    *,
+    start: Schedule | None,
+    gap: float,
+    time_limit: float,
+    threads: int,
 ) -> Bound:
     """Solve the model of these moments; the better bound of it and what was known, and its answer if it has one."""
     x = build(problem, budget, at)
-    result = highs.run(x.model, gap=GAP, time_limit=time_limit, threads=threads, start=_start(x, at, start))
+    result = highs.run(x.model, gap=gap, time_limit=time_limit, threads=threads, start=_start(x, at, start))
     value = max(best.value, result.bound * cost_unit(problem))
     log.info("bound: %.6g s with %d moments, %s", value, len(at), result.outcome.value)
     if result.outcome is Outcome.INFEASIBLE:
@@ -115,7 +125,7 @@ def _round(
     found = Bound(value, tuple(at), kept, R, rounds=best.rounds + 1)
     schedule = lift(problem, found)
     fits = plans.simulate(plans.lower(problem.graph, schedule), problem).peak <= budget
-    proven = schedule.cost(problem) <= value * (1 + GAP)
+    proven = schedule.cost(problem) <= value * (1 + EXACT)
     return replace(found, schedule=schedule if fits and proven else None)
 
 

@@ -45,7 +45,7 @@ def _bisect(problem: Problem, deadline: float) -> tuple[int, np.ndarray]:
     low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak
     best = np.eye(len(problem.graph.ops), dtype=bool)
     grid, middle = list(GRID), low  # the smallest that could work often does
-    while low < high and time.perf_counter() < deadline:
+    while high - low > high // 1000 and time.perf_counter() < deadline:
         stages = _first_fit(tables, middle, grid, deadline)
         if stages is None:
             low = middle + max(1, (high - middle) // 100)

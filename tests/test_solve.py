@@ -1,0 +1,217 @@
+"""The front door: names, budgets, refusals, the portfolio, and the time it takes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+
+import numpy as np
+import pytest
+
+from checkmate import plan as plans
+from checkmate.errors import BudgetError
+from checkmate.graph import Graph, Op, Value
+from checkmate.problem import Problem, Profile
+from checkmate.solution import Solution, Status
+from checkmate.solvers.checkpoint_all import checkpoint_all
+from checkmate.solvers.solve import METHODS, min_budget, solve
+from tests import dags
+from tests.oracle import interesting_budgets, optimum, outcomes, random_problem
+
+STEPS = {"vgg": dags.vgg(8), "resnet": dags.resnet((1, 1, 1, 1)), "unet": dags.unet(2), "gpt": dags.gpt(2)}
+
+
+def check(solution: Solution) -> None:
+    """The plan verifies and the figures belong to it."""
+    assert solution.plan is not None
+    assert plans.verify(solution.plan, solution.problem, solution.budget) == []
+    assert solution.cost == pytest.approx(plans.cost(solution.plan, solution.problem))
+    assert solution.bound <= solution.cost
+    assert solution.seconds > 0
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_auto_finds_and_proves_the_optimum_of_small_problems(block: int) -> None:
+    for seed in range(15 * block, 15 * block + 15):
+        problem = random_problem(seed, most_ops=5 if seed % 3 == 0 else 4)
+        known = outcomes(problem)
+        for budget in interesting_budgets(known):
+            best = optimum(known, budget)
+            solution = solve(problem, max(1, budget), gap=0.0)
+            if math.isinf(best):
+                assert solution.status is Status.INFEASIBLE
+                assert solution.details["min_budget"] == budget + 1
+            else:
+                check(solution)
+                assert solution.cost == pytest.approx(best)
+                assert solution.bound == pytest.approx(best)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_answers_to_its_name(method: str) -> None:
+    problem = dags.unit_chain(5)
+    solution = solve(problem, 9, method=method, time_limit=20)
+    check(solution)
+    assert solution.cost == 11.0
+    assert solution.method in (method, "checkpoint-all")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("seed", range(0, 30, 3))
+def test_every_method_is_verified_and_never_below_the_optimum(method: str, seed: int) -> None:
+    problem = random_problem(seed, most_ops=4)
+    known = outcomes(problem)
+    for budget in interesting_budgets(known):
+        solution = solve(problem, max(1, budget), method=method)
+        assert solution.cost >= optimum(known, budget) - 1e-6
+        assert solution.bound <= optimum(known, budget) + 1e-6
+        if solution.plan is not None:
+            check(solution)
+
+
+def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"no method 'magic'.*auto, checkpoint-all"):
+        solve(dags.unit_chain(3), 5, method="magic")
+
+
+@pytest.mark.parametrize("budget", ["5 B", 5, 5.0, np.int64(5), "0.005 kB"])
+def test_budgets_as_people_write_them(budget: int | float | str) -> None:
+    assert solve(dags.unit_chain(3), budget).budget == 5
+
+
+@pytest.mark.parametrize("budget", [0, -1, 0.5, "much", "5 GBB", float("nan"), float("inf"), True])
+def test_budgets_that_are_none(budget: float | str) -> None:
+    with pytest.raises(BudgetError):
+        solve(dags.unit_chain(3), budget)
+
+
+def test_a_budget_that_keeps_everything_is_met_at_once_and_optimal() -> None:
+    for problem in STEPS.values():
+        solution = solve(problem, problem.keep_all_peak)
+        assert solution.status is Status.OPTIMAL
+        assert solution.gap == 0.0
+        assert solution.cost == pytest.approx(problem.keep_all_cost)
+        assert solution.peak == problem.keep_all_peak
+
+
+def test_checkpoint_all_finds_nothing_below_its_peak() -> None:
+    problem = STEPS["vgg"]
+    assert checkpoint_all(problem, problem.keep_all_peak - 1).status is Status.NOT_FOUND
+    below = solve(problem, problem.keep_all_peak - 1, method="checkpoint-all")
+    assert below.status is Status.NOT_FOUND
+    assert "'auto'" in below.message
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_refusal_names_the_op_and_a_budget_that_works(name: str) -> None:
+    problem = STEPS[name]
+    floor = int(problem.unavoidable_bytes.max())
+    refused = solve(problem, floor - 1)
+    assert refused.status is Status.INFEASIBLE
+    assert refused.plan is None
+    assert refused.gap == math.inf
+    op = problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name
+    least = refused.details["min_budget"]
+    assert refused.details["op"] == op
+    assert op in refused.message
+    assert f"{least:,} bytes" in refused.message
+    assert least == min_budget(problem) == problem.min_budget() >= floor
+    accepted = solve(problem, least, time_limit=5)
+    check(accepted)
+    assert accepted.peak == least or (accepted.peak is not None and accepted.peak <= least)
+
+
+def test_a_refusal_names_the_line_of_the_users_code() -> None:
+    ops = (Op("load", "f", (), (0,)), Op("mix", "f", (0,), (1,), where="model.py:12 in forward"))
+    graph = Graph(ops, (Value("x", 10, 0), Value("y", 10, 1)), (1,))
+    problem = Problem(graph, Profile(np.ones(2), np.zeros(2)))
+    assert "mix (model.py:12 in forward) alone needs 20 B" in solve(problem, 19).message
+
+
+def test_what_is_proven_to_have_no_schedule_is_refused_as_such() -> None:
+    hidden = next(
+        (problem, budget)
+        for problem in map(random_problem, range(400))
+        if (budget := interesting_budgets(outcomes(problem))[-1]) >= problem.unavoidable_bytes.max()
+    )
+    solution = solve(*hidden)
+    assert solution.status is Status.INFEASIBLE
+    assert solution.details["min_budget"] == hidden[1] + 1
+
+
+def test_cost_and_bound_never_rise_with_the_budget() -> None:
+    for seed in range(500, 520):
+        problem = random_problem(seed, most_ops=7)
+        low = min_budget(problem)
+        budgets = np.unique(np.linspace(max(1, low), problem.keep_all_peak, 8).astype(int))
+        costs = [solve(problem, int(budget), gap=0.0).cost for budget in budgets]
+        assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(costs))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_gap_asked_for_is_reached_on_training_steps(name: str) -> None:
+    problem = STEPS[name]
+    floor = int(problem.unavoidable_bytes.max())
+    budget = (2 * floor + 3 * problem.keep_all_peak) // 5
+    solution = solve(problem, budget, time_limit=20, gap=0.01)
+    check(solution)
+    assert solution.gap <= 0.01
+
+
+def test_it_stops_at_the_gap_asked_for() -> None:
+    problem = STEPS["gpt"]
+    solution = solve(problem, int(0.7 * problem.keep_all_peak), gap=0.5)
+    assert solution.seconds < 5
+    assert list(solution.details["found"]) == ["next-use"]
+
+
+def test_the_time_limit_holds() -> None:
+    problem = dags.resnet((3, 4, 6, 3))
+    budget = int(0.6 * problem.keep_all_peak)
+    began = time.perf_counter()
+    solution = solve(problem, budget, time_limit=4, gap=0.0)
+    taken = time.perf_counter() - began
+    check(solution)
+    assert taken < 5.5
+    assert solution.seconds == pytest.approx(taken, abs=0.2)
+
+
+def test_the_same_seed_gives_the_same_answer() -> None:
+    problem = STEPS["unet"]
+    budget = int(0.8 * problem.keep_all_peak)
+    first, second = (solve(problem, budget, seed=1) for _ in range(2))
+    assert first.schedule is not None
+    assert second.schedule is not None
+    assert np.array_equal(first.schedule.R, second.schedule.R)
+
+
+def test_progress_is_logged_and_nothing_printed(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO, logger="checkmate.solve"):
+        solve(STEPS["gpt"], int(0.7 * STEPS["gpt"].keep_all_peak), time_limit=5)
+    assert any("next-use" in record.getMessage() for record in caplog.records)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_one_op_is_a_problem_too() -> None:
+    problem = Problem.from_dag([[]], seconds=[1.0], sizes=[4])
+    assert solve(problem, 4).cost == 1.0
+    assert solve(problem, 3).details == {"min_budget": 4, "op": "op0"}
+
+
+def test_a_step_of_no_time_and_no_bytes() -> None:
+    problem = Problem.from_dag([[], [0], [0, 1]], seconds=[0.0] * 3, sizes=[0] * 3)
+    assert solve(problem, 1).gap == 0.0
+    assert min_budget(problem) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "share", "gap"), [("vgg", 0.6, 1e-3), ("mobilenet", 0.5, 1e-3), ("gpt", 0.5, 1e-3)])
+def test_the_full_size_steps_are_closed(name: str, share: float, gap: float) -> None:
+    problem = dags.SHAPES[name]()
+    solution = solve(problem, int(share * problem.keep_all_peak), time_limit=60, gap=gap)
+    check(solution)
+    assert solution.gap <= gap
