@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
 import torch.fx as fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_OUR_OWN = re.compile(r"[/\\](?:torch|checkmate)[/\\]")  # frames that lead to the user's code and are not it
+_OUR_OWN = tuple(str(Path(f).parent) for f in (torch.__file__, __file__))  # frames there are not the user's code
 _ROOTS = re.compile(r"^(?:fn|__closure__\.\d+|cell_contents|__wrapped__|__func__|args\.\d+|__import_\w+|self)(?:\.|$)")
 
 
@@ -19,7 +20,7 @@ def where(node: fx.Node) -> str:
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path, kind = [*stack.values()][-1] if stack else ("", None)
-    frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if not _OUR_OWN.search(f[0])]
+    frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if not f[0].startswith(_OUR_OWN)]
     facts = [getattr(kind, "__name__", str(kind))] if kind is not None else []
     facts += [f"{Path(file).name}:{line}" for file, line in frames[-1:]]
     name = module_path(path)

@@ -17,6 +17,7 @@ def prepare(graph: fx.Graph) -> None:
     expose_dropout(graph)
     forget_running_statistics(graph)
     skip_idle_views(graph)
+    gather_copies(graph)
     graph.eliminate_dead_code(lambda node: node.target is draw_mask or node.is_impure())
     graph.lint()
 
@@ -101,6 +102,34 @@ def skip_idle_views(graph: fx.Graph) -> None:
         else:
             continue
         node.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
+
+
+def gather_copies(graph: fx.Graph) -> None:
+    """Write all buffers in one call: the ``copy_`` at the end of the joint graph become one ``_foreach_copy_``.
+
+    A network with fifty batch norms has 150 of them, each an op to plan and a call to make.
+    """
+    copies = [n for n in graph.find_nodes(op="call_function", target=aten.copy_.default) if _is_plain_copy(n)]
+    for in_backward in (False, True):
+        group = [n for n in copies if ("backward" in n.meta.get("partitioner_tag", "")) == in_backward]
+        if len(group) < 2:
+            continue
+        with graph.inserting_after(group[-1]):
+            together = graph.create_node(
+                "call_function",
+                aten._foreach_copy_.default,
+                ([n.args[0] for n in group], [n.args[1] for n in group]),
+                name=f"{group[0].name}_all",
+            )
+        together.meta = {**group[-1].meta, "val": None}
+        for n in group:
+            graph.erase_node(n)
+
+
+def _is_plain_copy(node: fx.Node) -> bool:
+    """An input overwritten by a tensor of its own type, with nothing reading the result."""
+    target, source = node.args[:2]
+    return not node.users and target.op == "placeholder" and target.meta["val"].dtype == source.meta["val"].dtype
 
 
 def _call(

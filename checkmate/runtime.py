@@ -44,8 +44,8 @@ class Boxed(CodeGen):
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The function of a module that takes and clears one list, marked as such for AOTAutograd.
 
-    It runs the module's code, with one change: where that looks up ``torch.ops.aten.mm.default`` at every call, this has
-    the op itself. On small tensors this takes a third to a half off what a call costs.
+    It runs the module's code, with one change: where that looks up ``torch.ops.aten.mm.default`` at every call, this
+    has the op itself. On small tensors this takes a third to a half off what a call costs.
     """
     module.graph.set_codegen(Boxed())
     code = module.graph.python_code("self")

@@ -72,3 +72,11 @@ def test_statistics_of_batch_norm_are_not_saved() -> None:
     statistics = {f"{op.name}[{i}]" for op in problem.graph.ops if "batch_norm_legit" in op.target for i in (3, 4)}
     assert statistics
     assert not names & statistics
+
+
+def test_buffers_are_written_in_one_call() -> None:
+    net = torch.nn.Sequential(*(torch.nn.BatchNorm1d(6) for _ in range(3)))
+    graph = checkmate.trace(lambda x: net(x).square().sum(), torch.randn(4, 6)).graph
+    (copy,) = [op for op in graph.ops if "copy_" in op.target]
+    assert len(copy.inputs) == 2 * 9  # of each layer: mean, variance and the count of batches, old and new
+    assert (copy.pinned or "").count(",") == 8
