@@ -9,9 +9,9 @@ from typing import Any
 import torch._dynamo.exc as dynamo
 
 from checkmate.errors import CheckmateError, Unsupported
+from checkmate.provenance import is_users
 
 _USER_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)')
-_LIBRARY = re.compile(r"[/\\\\](?:torch|checkmate)[/\\\\]")
 _HOOKS = "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...)."
 _ONE_GRAPH = (
     "The whole step is planned at once, so it must be captured as one graph: move this out of the compiled function "
@@ -58,7 +58,7 @@ def _message(error: Exception) -> str:
 
 def _place(error: Exception) -> str:
     """The innermost line of the user's own code."""
-    frames = [frame for frame in _USER_FRAME.findall(str(error)) if not _LIBRARY.search(frame[0])]
+    frames = [frame for frame in _USER_FRAME.findall(str(error)) if is_users(frame[0])]
     if not frames:
         return ""
     file, line, function, code = frames[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -9,8 +10,13 @@ import torch
 import torch.fx as fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_OUR_OWN = tuple(str(Path(f).parent) for f in (torch.__file__, __file__))  # frames there are not the user's code
+_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 _ROOTS = re.compile(r"^(?:fn|__closure__\.\d+|cell_contents|__wrapped__|__func__|args\.\d+|__import_\w+|self)(?:\.|$)")
+
+
+def is_users(file: str) -> bool:
+    """Whether a frame in this file is the user's code, and not PyTorch or ours on the way to it."""
+    return not file.startswith(_LIBRARIES)
 
 
 def where(node: fx.Node) -> str:
@@ -20,7 +26,7 @@ def where(node: fx.Node) -> str:
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path, kind = [*stack.values()][-1] if stack else ("", None)
-    frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if not f[0].startswith(_OUR_OWN)]
+    frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if is_users(f[0])]
     facts = [getattr(kind, "__name__", str(kind))] if kind is not None else []
     facts += [f"{Path(file).name}:{line}" for file, line in frames[-1:]]
     name = module_path(path)

@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors"},
-    {"units", "memory", "explain", "provenance", "rewrite", "runtime"},
-    {"graph"},
+    {"units", "memory", "provenance", "rewrite", "runtime"},
+    {"graph", "explain"},
     {"problem"},
     {"schedule"},
     {"plan"},

@@ -1,0 +1,40 @@
+"""Whose code a frame is, and how a module's path is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkmate
+from checkmate.provenance import is_users, module_path
+
+
+def test_a_users_folder_may_have_any_name() -> None:
+    """A checkout in a folder named checkmate once hid every line of the user's code."""
+    for file in (
+        "/home/ann/checkmate/train.py",
+        "/home/ann/torch/train.py",
+        "train.py",
+        f"{checkmate.__path__[0]}_x/a.py",
+    ):
+        assert is_users(file)
+
+
+def test_pytorch_and_this_library_are_not_the_users() -> None:
+    assert not is_users(torch.nn.functional.__file__)
+    assert not is_users(str(Path(checkmate.__file__).parent / "compiler.py"))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("L['fn'].__closure__[0].cell_contents._modules['layer1'][0]", "layer1.0"),
+        ("L['self']._modules['head']", "head"),
+        ("L['self']", ""),
+        ("", ""),
+    ],
+)
+def test_module_paths(path: str, name: str) -> None:
+    assert module_path(path).strip(".") == name
