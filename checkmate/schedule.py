@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import scipy.sparse as sp
 
 from checkmate.graph import Graph
 from checkmate.problem import Problem
@@ -43,7 +44,7 @@ class Schedule:
         R = np.asarray(R, dtype=bool)
         reads, made_by = _reads(graph), _producers(graph)
         made = made_by >= 0
-        used = (R.astype(np.float32) @ reads) > 0  # (T, V): some user of v runs in stage t
+        used = (sp.csr_array(R, dtype=np.float32) @ reads).toarray() > 0  # (T, V): some user of v runs in stage t
         remade = R[:, made_by] & made  # (T, V): the producer of v runs in stage t
         older = np.arange(len(graph.ops))[:, None] > made_by  # (T, V): v was made in a stage before t
         S = np.zeros_like(used)
@@ -129,12 +130,11 @@ class Schedule:
         return self.R.sum(axis=0) - 1
 
 
-def _reads(graph: Graph) -> np.ndarray:
-    """(T, V) float32: 1 where op reads value."""
-    reads = np.zeros((len(graph.ops), len(graph.values)), dtype=np.float32)
-    for k, op in enumerate(graph.ops):
-        reads[k, list(op.inputs)] = 1
-    return reads
+def _reads(graph: Graph) -> sp.csr_array:
+    """(T, V) float32, sparse: 1 where op reads value."""
+    k = [k for k, op in enumerate(graph.ops) for _ in op.inputs]
+    v = [v for op in graph.ops for v in op.inputs]
+    return sp.csr_array((np.ones(len(k), dtype=np.float32), (k, v)), shape=(len(graph.ops), len(graph.values)))
 
 
 def _producers(graph: Graph) -> np.ndarray:

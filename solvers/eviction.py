@@ -66,7 +66,7 @@ class _State:
         self.shadow_last = np.full(V, -1, dtype=np.int64)  # value needs this one to come back
         self.worth = np.full(V, np.inf)  # seconds-back**a / bytes**b, times the tilt
         self.only_copy = [p >= 0 and tables.pinned[p] for p in tables.producer]
-        self.stale: set[int] = set()  # values whose worth is out of date
+        self.changed: set[int] = set()  # values that came or went since worth was right
         tilt = np.ones(V) if weights.tilt is None else weights.tilt
         self.scale = (tilt / np.maximum(1.0, np.array(tables.size)) ** weights.b).tolist()
 
@@ -122,17 +122,18 @@ class _State:
         self.at_hand[v] = True
         self.room -= self.tables.size[v]
         self.movable[v] = self.tables.size[v] > 0 and not self.tables.result[v]
-        self.stale.add(v)
-        self._touch_descendants(v)
+        self.changed.add(v)
 
     def _drop(self, v: int) -> None:
         self.at_hand[v] = self.movable[v] = False
         self.room += self.tables.size[v]
-        self._touch_descendants(v)
+        self.changed.add(v)
 
-    def _touch_descendants(self, v: int) -> None:
-        """What it takes to bring back depends on v: the worth of everything at hand that does is stale."""
-        tables, seen, todo = self.tables, {v}, [v]
+    def _stale(self) -> list[int]:
+        """Values at hand that came, or are made of what came or went, through what is not at hand: worth is stale."""
+        tables, at_hand = self.tables, self.at_hand
+        seen, todo = set(self.changed), list(self.changed)
+        stale = [v for v in todo if at_hand[v]]
         while todo:
             for j in tables.users[todo.pop()]:
                 if j > self.now:
@@ -140,10 +141,8 @@ class _State:
                 for w in tables.outputs[j]:
                     if w not in seen:
                         seen.add(w)
-                        if self.at_hand[w]:
-                            self.stale.add(w)
-                        else:
-                            todo.append(w)
+                        (stale if at_hand[w] else todo).append(w)
+        return stale
 
     def _evict(self, lacking: int) -> bool:
         """Make room for so many bytes more, and put back what need not have gone."""
@@ -229,10 +228,10 @@ class _State:
     def _refresh(self) -> None:
         """Bring `worth` up to date."""
         a = self.weights.a
-        for v in self.stale:
+        for v in self._stale():
             if self.movable[v]:
                 self.worth[v] = max(self._seconds_back(v), 1e-30) ** a * self.scale[v]
-        self.stale.clear()
+        self.changed.clear()
 
     def _seconds_back(self, v: int) -> float:
         """Seconds to make v again from what is at hand: its op and the missing ancestors; infinite if one is pinned."""
