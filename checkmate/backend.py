@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from checkmate.codegen import emit
 from checkmate.plan import Plan
 from checkmate.problem import Problem
 from checkmate.profiling.measure import measure
+from checkmate.provenance import input_names
 from checkmate.runtime import boxed
 from checkmate.solution import Solution
 
@@ -48,7 +50,7 @@ class Backend:
             fw_compiler=self.lower,
             bw_compiler=self.lower,
             inference_compiler=self.lower,
-            partition_fn=self._partition,
+            partition_fn=partial(self._partition, input_names(module)),
             keep_inference_input_mutations=True,
         )
         with torch._inductor.config.patch(fallback_random=True):  # else random ops without a reader are dropped
@@ -56,6 +58,7 @@ class Backend:
 
     def _partition(
         self,
+        names: list[str],
         joint_module: fx.GraphModule,
         joint_inputs: Any,
         *,
@@ -64,7 +67,10 @@ class Backend:
         **options: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint = read_joint(
-            joint_module, num_fwd_outputs=num_fwd_outputs, static_inputs=static_lifetime_input_indices or ()
+            joint_module,
+            num_fwd_outputs=num_fwd_outputs,
+            static_inputs=static_lifetime_input_indices or (),
+            input_names=names,
         )
         solution = self.planner(problem_of(joint))
         modules = solution.modules

@@ -58,32 +58,42 @@ class Joint:
         return sum(value.size_bytes for value in self.graph.values if value.producer is None)
 
 
-def read_joint(module: fx.GraphModule, *, num_fwd_outputs: int, static_inputs: Iterable[int] = ()) -> Joint:
+def read_joint(
+    module: fx.GraphModule,
+    *,
+    num_fwd_outputs: int,
+    static_inputs: Iterable[int] = (),
+    input_names: Sequence[str] = (),
+) -> Joint:
     """Read a joint graph of AOTAutograd.
 
     Args:
         module: the joint graph; dropout is rewritten in it so that its mask can be kept and the rest recomputed.
         num_fwd_outputs: how many of its outputs belong to the forward.
         static_inputs: positions of the inputs that are parameters and buffers.
+        input_names: what to call the inputs, by position in what was traced.
 
     Raises:
         Unsupported: for sizes that depend on data, ops whose outputs alias only in part, and backward ops that read
             what the forward has overwritten.
     """
     prepare(module.graph)
-    return _Reader(module, num_fwd_outputs, frozenset(static_inputs)).read()
+    return _Reader(module, num_fwd_outputs, frozenset(static_inputs), input_names).read()
 
 
 class _Reader:
     """The passes over a joint graph, in order; each fills what the next needs."""
 
-    def __init__(self, module: fx.GraphModule, num_fwd_outputs: int, static_inputs: frozenset[int]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, num_fwd_outputs: int, static_inputs: frozenset[int], input_names: Sequence[str]
+    ) -> None:
         self.module = module
         self.nodes = list(module.graph.nodes)
         outputs = _extract_fwd_bwd_outputs(module, num_fwd_outputs=num_fwd_outputs)
         self.fwd_outputs, self.bwd_outputs, self.fwd_descs, self.bwd_descs = (tuple(part) for part in outputs)
         self.placeholders = [n for n in self.nodes if n.op == "placeholder"]
         self.static_inputs = static_inputs
+        self.input_names = input_names
         self.value_by_storage: dict[int, int] = {}
         self.values: list[Value] = []
         self.faces: list[list[fx.Node]] = []
@@ -133,7 +143,7 @@ class _Reader:
         for n in self.nodes:
             for target in _written(n):
                 for tensor in _tensors(target.meta.get("val")):
-                    written[_storage(tensor)] = target.name
+                    written[_storage(tensor)] = self._name(target)
         return written
 
     def _reads_overwritten(self, node: fx.Node) -> str | None:
@@ -221,7 +231,7 @@ class _Reader:
             key = _storage(tensor)
             if key not in self.value_by_storage:
                 v = self.value_by_storage[key] = len(self.values)
-                name = node.name if isinstance(node.meta["val"], torch.Tensor) else f"{node.name}[{i}]"
+                name = self._name(node) if isinstance(node.meta["val"], torch.Tensor) else f"{node.name}[{i}]"
                 self.values.append(Value(name, tensor.untyped_storage().nbytes(), producer, role))
                 self.faces.append([])
                 made.append(v)
@@ -231,6 +241,13 @@ class _Reader:
                 if producer is None or v in made:
                     self.faces[v].append(face)
         return tuple(made)
+
+    def _name(self, node: fx.Node) -> str:
+        """What to call a node's value: an input as the user knows it, else as in the graph."""
+        position = (
+            getattr(node.meta.get("desc"), "idx", None) if node.op == "placeholder" and _is_primal(node) else None
+        )
+        return node.name if position is None or position >= len(self.input_names) else self.input_names[position]
 
     def _values_of(self, node: fx.Node) -> tuple[int, ...]:
         keys = dict.fromkeys(_storage(t) for t in _tensors(node.meta.get("val")))
@@ -253,7 +270,7 @@ class _Reader:
     def _pinned(self, node: fx.Node) -> str | None:
         """Why an op must run exactly once, in words."""
         if _is_mutating(node):
-            return "overwrites " + ", ".join(n.name for n in _written(node))
+            return "overwrites " + ", ".join(map(self._name, _written(node)))
         if is_with_effects(node):
             return "has a side effect"
         if _is_random(node):

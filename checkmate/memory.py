@@ -80,7 +80,7 @@ def record_allocations() -> Iterator[Recording]:
     finally:
         if was_collecting:
             gc.enable()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     memory = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
     memory.sort(key=lambda event: event[0])  # stable: equal times stay in the order of recording
     recording.nanoseconds = np.array([time for time, _ in memory], dtype=np.int64)

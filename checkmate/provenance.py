@@ -37,9 +37,19 @@ def where(node: fx.Node) -> str:
 
 def module_path(path: str) -> str:
     """``L['fn'].__closure__[0].cell_contents._modules['layer1'][0]`` as a person writes it: ``layer1.0``."""
-    path = re.sub(r"\._modules\b|\._(?:orig|compiled)_mod\b", "", path)
+    path = re.sub(r"\._(?:modules|parameters|buffers|orig_mod|compiled_mod)\b", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
     path = re.sub(r"^[A-Z]\.", "", path)
     while _ROOTS.match(path):
         path = _ROOTS.sub("", path)
     return path
+
+
+def input_names(module: fx.GraphModule) -> list[str]:
+    """For each tensor that Dynamo found outside a step, how a person calls it: ``layer1.0.weight``, ``args.0``."""
+    names = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        source = getattr(node, "_dynamo_source", None)
+        traced = node.name if source is None else source.name
+        names.append(module_path(traced) or re.sub(r"\W+", ".", traced).strip(".").removeprefix("L."))
+    return names

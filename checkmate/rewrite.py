@@ -128,7 +128,8 @@ def gather_copies(graph: fx.Graph) -> None:
 
 def _is_plain_copy(node: fx.Node) -> bool:
     """An input overwritten by a tensor of its own type, with nothing reading the result."""
-    target, source = node.args[:2]
+    target: Any = node.args[0]
+    source: Any = node.args[1]
     return not node.users and target.op == "placeholder" and target.meta["val"].dtype == source.meta["val"].dtype
 
 

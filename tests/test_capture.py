@@ -48,6 +48,7 @@ def test_roles_and_resident_bytes() -> None:
     net = nn.Sequential(nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5))
     x = torch.randn(7, 6)
     problem = checkmate.trace(lambda x: net(x).square().sum(), x)
+    assert {"0.weight", "1.running_var", "args.0"} <= {value.name for value in problem.graph.values}
     roles = {}
     for value in problem.graph.values:
         roles.setdefault(value.role, []).append(value.size_bytes)
@@ -80,6 +81,7 @@ def test_pinned_ops_say_why() -> None:
     assert _op(graph, "rand_like").pinned == "draws random numbers"
     assert "overwrites" in (_op(graph, "exp").pinned or "")
     assert (_op(graph, "copy_").pinned or "").startswith("overwrites")
+    assert "1.running_mean" in (_op(graph, "copy_").pinned or "")
     assert _op(graph, "autograd").pinned == "is handed in by autograd"
     assert _op(graph, "batch_norm").pinned is None  # its results do not depend on the running statistics
     assert _op(graph, "addmm").pinned is None
@@ -134,6 +136,7 @@ def test_ops_name_their_module_and_line() -> None:
         ("L['args'][0]._modules['2']", "2"),
         ("L['fn']", ""),
         ("G['__import_train_dot_main'].model.head", "model.head"),
+        ("G['net']._modules['1']._buffers['running_mean']", "net.1.running_mean"),
         ("L['self'].encoder._orig_mod.layer[3]", "encoder.layer.3"),
     ],
 )
