@@ -27,8 +27,8 @@ from checkmate import plan as plans
 from checkmate.problem import Problem
 from checkmate.schedule import Schedule
 from checkmate.solvers import highs
+from checkmate.solvers.formulation import cost_unit, size_unit
 from checkmate.solvers.highs import Outcome
-from checkmate.solvers.milp import cost_unit, size_unit
 from checkmate.solvers.model import NONE, Model
 
 log = logging.getLogger("checkmate.solve")

@@ -25,7 +25,7 @@ from checkmate.problem import Problem
 from checkmate.solvers import highs
 from checkmate.solvers.highs import Outcome
 from checkmate.solvers.least import peak_of
-from checkmate.solvers.milp import cost_unit, size_unit
+from checkmate.solvers.formulation import cost_unit, size_unit
 from checkmate.solvers.model import NONE, Model
 
 MOST_PLACES = 20_000

@@ -10,8 +10,8 @@ import pytest
 
 from checkmate.errors import SolverError
 from checkmate.solvers import highs
+from checkmate.solvers.formulation import build
 from checkmate.solvers.highs import Outcome
-from checkmate.solvers.milp import build
 from checkmate.solvers.model import Model
 from tests import dags
 

@@ -17,8 +17,9 @@ from checkmate.problem import Problem, Profile
 from checkmate.schedule import Schedule
 from checkmate.solution import Status
 from checkmate.solvers import highs
+from checkmate.solvers.formulation import FORMULATIONS, build
 from checkmate.solvers.highs import Outcome, Result
-from checkmate.solvers.milp import FORMULATIONS, build, export, milp, relax
+from checkmate.solvers.milp import export, milp, relax
 from checkmate.solvers.model import NONE, Model
 from checkmate.solvers.rounding import without_useless
 from tests import dags, oracle

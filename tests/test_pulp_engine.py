@@ -9,8 +9,9 @@ import pytest
 from checkmate.errors import SolverError
 from checkmate.solution import Status
 from checkmate.solvers import pulp_engine
+from checkmate.solvers.formulation import FORMULATIONS, build
 from checkmate.solvers.highs import Outcome
-from checkmate.solvers.milp import FORMULATIONS, build, milp
+from checkmate.solvers.milp import milp
 from checkmate.solvers.model import Model
 from tests import dags
 from tests.oracle import interesting_budgets, optimum, outcomes, random_problem
