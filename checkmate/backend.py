@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from checkmate.capture import Joint, read_joint
 from checkmate.codegen import emit
+from checkmate.kernels import eager_kernels
 from checkmate.plan import Plan
 from checkmate.problem import Problem
 from checkmate.profiling.measure import measure
@@ -53,7 +54,8 @@ class Backend:
             partition_fn=partial(self._partition, input_names(module)),
             keep_inference_input_mutations=True,
         )
-        with torch._inductor.config.patch(fallback_random=True):  # else random ops without a reader are dropped
+        keep_random_ops = torch._inductor.config.patch(fallback_random=True)  # those that nobody reads as well
+        with eager_kernels(), keep_random_ops:
             return compile_graph(module, inputs)
 
     def _partition(

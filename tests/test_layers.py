@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors"},
-    {"units", "memory", "provenance", "rewrite", "runtime"},
+    {"units", "kernels", "memory", "provenance", "rewrite", "runtime"},
     {"graph", "explain"},
     {"problem"},
     {"schedule"},
