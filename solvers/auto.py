@@ -17,14 +17,15 @@ from checkmate.problem import Problem
 from checkmate.schedule import Schedule
 from checkmate.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.solvers.bound import Bound, lift, moment_bound
-from checkmate.solvers.certify import certify
+from checkmate.solvers.certify import certify, peak_of
 from checkmate.solvers.checkpoint_all import checkpoint_all
-from checkmate.solvers.least import least_runs, peak_of
+from checkmate.solvers.least import least_runs
 from checkmate.solvers.milp import milp
 from checkmate.solvers.next_use import Guide, next_use
 from checkmate.solvers.restricted import choose_places, restricted
 
 METHOD = "auto"
+MOST_PLACES = 5000  # of the exact model on chosen places
 MOST_OPS_EXACT = 150  # the exact model is of use up to here
 log = logging.getLogger("checkmate.solve")
 
@@ -104,7 +105,7 @@ class Search:
 
 
 def _next_use(search: Search) -> None:
-    found = next_use(search.problem, search.budget, time_limit=0.2 * search.time_limit, seed=search.seed)
+    found = next_use(search.problem, search.budget, time_limit=0.05 * search.time_limit, seed=search.seed)
     if found.schedule is not None:
         search.offer(found.schedule.R, "next-use")
         return
@@ -139,7 +140,7 @@ def _guided(search: Search) -> None:
     if relaxed is None or not relaxed.moments:
         return
     guide = Guide(tuple(zip(relaxed.moments, relaxed.kept, strict=True)))
-    limit = 0.2 * search.left
+    limit = 0.1 * search.left
     found = next_use(search.problem, search.budget, time_limit=limit, seed=search.seed, guide=guide)
     if found.schedule is not None:
         search.offer(found.schedule.R, "next-use, guided")
@@ -192,18 +193,19 @@ def _exact(search: Search) -> None:
 
 
 def _windows(search: Search) -> None:
-    """Free some of the places at a time, drawn at random, and solve for these; more of them where nothing is found."""
-    rng = np.random.default_rng(search.seed)
-    share = 0.3
+    """Free the places of some stages at a time, window after window; wider ones after a sweep that finds nothing."""
+    share = 0.15
     while search.is_open and search.R is not None:
-        places = choose_places(search.problem, _near(search.problem, _candidates(search)), also=search.R, most=8000)
-        ops = np.unique(places[:, 1])
-        free = np.isin(places[:, 1], rng.choice(ops, max(1, int(share * len(ops))), replace=False))
         before = search.cost
-        _solve(search, places, ~free, min(search.left, max(1.0, 0.1 * search.time_limit)))
-        share = share if search.cost < before else min(0.9, 1.1 * share)
-
-
-def _near(problem: Problem, ops: set[int]) -> set[int]:
-    """These ops and those they read from."""
-    return ops.union(*(problem.graph.deps[k] for k in ops))
+        places = choose_places(search.problem, _candidates(search), also=search.R, most=MOST_PLACES)
+        stages = np.unique(places[places[:, 0] != places[:, 1], 0])
+        width = max(2, int(share * len(stages)))
+        for begin in range(0, len(stages), max(1, width // 2)):
+            if not search.is_open:
+                return
+            frozen = ~np.isin(places[:, 0], stages[begin : begin + width])
+            _solve(search, places, frozen, min(search.left, max(0.5, 0.04 * search.time_limit)))
+        if search.cost >= before * (1 - 1e-9):
+            if share >= 1.0:
+                return
+            share = min(1.0, 1.6 * share)

@@ -33,3 +33,9 @@ def certify(
     status = Status.OPTIMAL if cost - bound <= OPTIMAL_GAP * cost else Status.FEASIBLE
     peak = plans.simulate(plan, problem).peak
     return Solution(status, problem, budget, method, schedule, plan, cost, bound, peak, **fields)  # type: ignore[arg-type]
+
+
+def peak_of(problem: Problem, R: np.ndarray) -> int:
+    """Bytes that the plan of R (T, T) reaches, simulated."""
+    schedule = Schedule.from_runs(problem.graph, R)
+    return plans.simulate(plans.lower(problem.graph, schedule), problem).peak

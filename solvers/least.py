@@ -7,10 +7,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from checkmate.plan import lower, simulate
 from checkmate.problem import Problem
-from checkmate.schedule import Schedule
 from checkmate.solution import Status
+from checkmate.solvers.certify import peak_of
 from checkmate.solvers.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.milp import milp
 from checkmate.solvers.next_use import GRID, as_matrix
@@ -81,8 +80,3 @@ def _first_fit(tables: Tables, budget: int, grid: list[Weights], deadline: float
         if time.perf_counter() > deadline:
             return None
     return None
-
-
-def peak_of(problem: Problem, R: np.ndarray) -> int:
-    """Bytes that the plan of R reaches, simulated."""
-    return simulate(lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem).peak

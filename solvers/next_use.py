@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,10 +17,12 @@ from checkmate.problem import Problem
 from checkmate.solution import Solution, Status
 from checkmate.solvers.certify import certify
 from checkmate.solvers.eviction import Stuck, Weights, run_pass
+from checkmate.solvers.exchange import exchange
 from checkmate.solvers.tables import Tables
 from checkmate.units import format_bytes
 
 METHOD = "next-use"
+MOST_IMPROVED = 3  # plans that local search starts from
 GRID = tuple(Weights(a, b, c) for b, c, a in itertools.product((1.0, 0.5), (0.5, 0.0, 1.0, 2.0), (1.0, 0.5, 2.0)))
 
 
@@ -34,7 +36,14 @@ class Guide:
 def next_use(
     problem: Problem, budget: int, *, time_limit: float = 10.0, seed: int = 0, guide: Guide | None = None
 ) -> Solution:
-    """The best plan of many passes, improved. NOT_FOUND where no pass fits.
+    """The best plan of many passes, improved by local search. NOT_FOUND where no pass fits.
+
+    Args:
+        problem: what to schedule.
+        budget: bytes.
+        time_limit: seconds, half of them at most for passes.
+        seed: of the local search.
+        guide: what to keep up to some stages.
 
     The same seed gives the same plan where the time limit does not bind.
 
@@ -47,28 +56,51 @@ def next_use(
     plans = Passes(tables, budget)
     for weights in _variants(guide):
         plans.run(weights)
-        if time.perf_counter() - began > time_limit:
+        if time.perf_counter() - began > 0.5 * time_limit:
             break
     seconds = time.perf_counter() - began
-    if plans.best is None:
+    if not plans.best:
         assert plans.stuck is not None
         op = problem.graph.ops[plans.stuck.op].name
         message = f"every pass was stuck; the last at {op}, {format_bytes(plans.stuck.missing_bytes)} short"
-        details = {"stuck": plans.stuck.op}
-        return Solution(Status.NOT_FOUND, problem, budget, METHOD, seconds=seconds, message=message, details=details)
-    solution = certify(problem, budget, as_matrix(plans.best), method=METHOD, details={"passes": plans.count})
-    return replace(solution, seconds=time.perf_counter() - began)
+        stuck = {"stuck": plans.stuck.op}
+        return Solution(Status.NOT_FOUND, problem, budget, METHOD, seconds=seconds, message=message, details=stuck)
+    R = _improve(problem, plans, began + time_limit, seed)
+    details: dict[str, float] = {"passes": plans.count, "best pass": plans.best[0][0]}
+    return replace(certify(problem, budget, R, method=METHOD, details=details), seconds=time.perf_counter() - began)
+
+
+def _improve(problem: Problem, passes: Passes, deadline: float, seed: int) -> np.ndarray:
+    """The best of the best passes after local search, searched once more."""
+    cost, stages = passes.best[0]
+    R = as_matrix(stages)
+    if cost <= problem.keep_all_cost * (1 + 1e-12):
+        return R
+    for patience, start in [(4, as_matrix(stages)) for _, stages in passes.best] + [(20, None)]:
+        if time.perf_counter() > deadline:
+            break
+        found = exchange(
+            problem,
+            passes.tables,
+            passes.budget,
+            R if start is None else start,
+            deadline=deadline,
+            seed=seed,
+            quiet=patience,
+        )
+        if (found.sum(axis=0) - R.sum(axis=0)) @ problem.seconds < 0:
+            R = found
+    return R
 
 
 @dataclass
 class Passes:
-    """The best of the passes so far."""
+    """The best of the passes so far, the very best first."""
 
     tables: Tables
     budget: int
     count: int = 0
-    cost: float = float("inf")
-    best: list[list[int]] | None = None  # per stage, the ops that run
+    best: list[tuple[float, list[list[int]]]] = field(default_factory=list)  # cost, and per stage the ops that run
     stuck: Stuck | None = None
 
     def run(self, weights: Weights) -> list[list[int]] | Stuck:
@@ -79,8 +111,8 @@ class Passes:
             self.stuck = stages
             return stages
         cost = sum(self.tables.seconds[k] for ops in stages for k in ops)
-        if cost < self.cost:
-            self.cost, self.best = cost, stages
+        if all(abs(cost - known) > 1e-9 * known for known, _ in self.best):
+            self.best = sorted([*self.best, (cost, stages)], key=lambda plan: plan[0])[:MOST_IMPROVED]
         return stages
 
 

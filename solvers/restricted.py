@@ -23,9 +23,9 @@ import numpy as np
 
 from checkmate.problem import Problem
 from checkmate.solvers import highs
-from checkmate.solvers.highs import Outcome
-from checkmate.solvers.least import peak_of
+from checkmate.solvers.certify import peak_of
 from checkmate.solvers.formulation import cost_unit, size_unit
+from checkmate.solvers.highs import Outcome
 from checkmate.solvers.model import NONE, Model
 
 MOST_PLACES = 20_000

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from checkmate.solvers.bound import Bound, default_moments, lift, moment_bound
-from checkmate.solvers.least import peak_of
+from checkmate.solvers.certify import peak_of
 from checkmate.solvers.next_use import next_use
 from tests import dags
 from tests.oracle import interesting_budgets, optimum, outcomes, random_problem

@@ -12,8 +12,9 @@ from checkmate.graph import Graph, Op, Value
 from checkmate.problem import Problem, Profile
 from checkmate.schedule import Schedule
 from checkmate.solution import Solution, Status
+from checkmate.solvers.certify import peak_of
 from checkmate.solvers.eviction import Stuck, Weights, run_pass
-from checkmate.solvers.least import least_runs, min_budget, peak_of
+from checkmate.solvers.least import least_runs, min_budget
 from checkmate.solvers.next_use import GRID, Guide, as_matrix, next_use
 from checkmate.solvers.tables import Tables
 from tests import dags

@@ -7,8 +7,8 @@ import pytest
 
 from checkmate.problem import Problem
 from checkmate.schedule import Schedule
+from checkmate.solvers.certify import peak_of
 from checkmate.solvers.highs import Outcome
-from checkmate.solvers.least import peak_of
 from checkmate.solvers.next_use import next_use
 from checkmate.solvers.restricted import choose_places, restricted
 from tests import dags
