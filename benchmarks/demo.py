@@ -146,12 +146,12 @@ def _row(task: Task, budget: int, expected: list[Tensor]) -> Row:
     module, plain = task.make()
     compiled = checkmate.compile(plain, budget=budget, time_limit=TIME_LIMIT)
     found = measuring.train(module, compiled, task.batches)
-    solution = compiled.plans[0]  # type: ignore[attr-defined]
+    solution = compiled.plans[0]
     use = measure_peak(partial(measuring.step_and_back, module, compiled, task.batches[0]))
     _, seconds, ratio = measuring.paired_times(module, plain, compiled, task.batches[0], PAIRS)
     return Row(
         budget,
-        solution.peak,
+        solution.peak or 0,
         solution.problem.resident + use.peak,
         solution.overhead,
         solution.gap,

@@ -52,7 +52,7 @@ def rows(case: Case, threads: int, shares: list[float], pairs: int, time_limit: 
         began = time.perf_counter()
         found = measuring.train(module, compiled, [batch] * 3)
         first_steps = time.perf_counter() - began
-        solution = compiled.plans[0]  # type: ignore[attr-defined]
+        solution = compiled.plans[0]
         use = measure_peak(partial(measuring.step_and_back, module, compiled, batch))
         plain_seconds, compiled_seconds, ratio = measuring.paired_times(module, plain, compiled, batch, pairs)
         yield {
