@@ -15,6 +15,7 @@ from checkmate.solvers.milp import milp
 from checkmate.solvers.next_use import GRID, as_matrix
 from checkmate.solvers.tables import Tables
 
+FIRST = 2  # weights of the first bisection, which comes close; all of them only refine it
 MOST_OPS_EXACT = 24  # up to here the smallest budget is exact
 _known: WeakKeyDictionary[Problem, tuple[int, np.ndarray]] = WeakKeyDictionary()
 
@@ -32,22 +33,25 @@ def least_runs(problem: Problem, *, time_limit: float = 4.0) -> tuple[int, np.nd
     """
     if problem not in _known:
         deadline = time.perf_counter() + time_limit
-        found = _bisect(problem, deadline)
-        _known[problem] = (
-            found if len(problem.graph.ops) > MOST_OPS_EXACT else _bisect_exactly(problem, *found, deadline)
-        )
+        tables = Tables.of(problem)
+        least = problem.keep_all_peak, np.eye(len(problem.graph.ops), dtype=bool)
+        least = _bisect(problem, tables, *least, list(GRID[:FIRST]), deadline)
+        least = _bisect(problem, tables, *least, list(GRID), deadline)
+        if len(problem.graph.ops) <= MOST_OPS_EXACT:
+            least = _bisect_exactly(problem, *least, deadline)
+        _known[problem] = least
     return _known[problem]
 
 
-def _bisect(problem: Problem, deadline: float) -> tuple[int, np.ndarray]:
-    tables = Tables.of(problem)
-    low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak
-    best = np.eye(len(problem.graph.ops), dtype=bool)
-    grid, middle = list(GRID), low  # the smallest that could work often does
+def _bisect(
+    problem: Problem, tables: Tables, high: int, best: np.ndarray, grid: list[Weights], deadline: float
+) -> tuple[int, np.ndarray]:
+    """From a known peak to the smallest budget that some pass with these weights fits, within a thousandth."""
+    low = middle = int(problem.unavoidable_bytes.max())  # the smallest that could work often does
     while high - low > high // 1000 and time.perf_counter() < deadline:
         stages = _first_fit(tables, middle, grid, deadline)
         if stages is None:
-            low = middle + max(1, (high - middle) // 100)
+            low = middle + 1
         else:
             best = as_matrix(stages)
             high = peak_of(problem, best)

@@ -170,3 +170,12 @@ def test_the_smallest_budget_comes_with_its_plan(name: str) -> None:
     least, R = least_runs(problem)
     assert problem.unavoidable_bytes.max() <= least == peak_of(problem, R) <= problem.keep_all_peak
     assert least < 0.9 * problem.keep_all_peak
+
+
+@pytest.mark.slow
+def test_the_smallest_budget_of_a_long_step_is_found_in_seconds() -> None:
+    problem = dags.gpt(24)
+    began = time.perf_counter()
+    least = min_budget(problem)
+    assert time.perf_counter() - began < 8
+    assert least < 0.45 * problem.keep_all_peak
