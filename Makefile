@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
