@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd.utils import is_with_effects
 from torch._functorch.partitioners import (
     _extract_fwd_bwd_outputs,
@@ -29,8 +28,9 @@ from torch._functorch.partitioners import (
 
 from checkmate.errors import Unsupported
 from checkmate.graph import Graph, Op, Phase, Role, Value
+from checkmate.nodes import ancestors, getitems, is_mutating, is_random, is_view, leaf_nodes, storage, tensors, written
 from checkmate.provenance import where
-from checkmate.rewrite import draw_mask, prepare
+from checkmate.rewrite import prepare
 
 _OUTSIDE_ITS_RUNNING_STATISTICS = {  # in training mode: what later ops read does not depend on the running statistics
     torch.ops.aten._native_batch_norm_legit_functional.default,
@@ -104,7 +104,7 @@ class _Reader:
         for node in self.nodes:
             if node.op != "output" and is_sym_node(node):
                 raise Unsupported(f"{where(node)}: {node.name} is a size that depends on data; sizes must be fixed.")
-        self.is_view = {n for n in self.nodes if _is_view(n)}
+        self.is_view = {n for n in self.nodes if is_view(n)}
         self.after_tangent = self._after_tangent()
         self.overwritten = self._overwritten()
         self._add_external_values()
@@ -139,23 +139,23 @@ class _Reader:
 
     def _overwritten(self) -> dict[int, str]:
         """Storages of inputs that the step overwrites, with their names."""
-        written: dict[int, str] = {}
+        names: dict[int, str] = {}
         for n in self.nodes:
-            for target in _written(n):
-                for tensor in _tensors(target.meta.get("val")):
-                    written[_storage(tensor)] = self._name(target)
-        return written
+            for target in written(n):
+                for tensor in tensors(target.meta.get("val")):
+                    names[storage(tensor)] = self._name(target)
+        return names
 
     def _reads_overwritten(self, node: fx.Node) -> str | None:
         """The name of the overwritten input that this op reads and depends on."""
-        if _is_mutating(node):
+        if is_mutating(node):
             return None
         if node.target in _OUTSIDE_ITS_RUNNING_STATISTICS and node.args[5]:
             return None
         for a in node.all_input_nodes:
-            for tensor in _tensors(a.meta.get("val")):
-                if _storage(tensor) in self.overwritten:
-                    return self.overwritten[_storage(tensor)]
+            for tensor in tensors(a.meta.get("val")):
+                if storage(tensor) in self.overwritten:
+                    return self.overwritten[storage(tensor)]
         return None
 
     def _phases(self) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -173,7 +173,7 @@ class _Reader:
                 return False
             return bool(self._pinned(n)) and not _has_tag_is_backward(n)
 
-        forward = _ancestors([*_nodes(self.fwd_outputs), *filter(must_run_in_forward, self.nodes)])
+        forward = ancestors([*leaf_nodes(self.fwd_outputs), *filter(must_run_in_forward, self.nodes)])
         if clash := next((n for n in self.nodes if n in forward and n in self.after_tangent), None):
             raise Unsupported(f"{where(clash)}: {clash.name} of the forward depends on a gradient.")
 
@@ -189,11 +189,11 @@ class _Reader:
                 else:
                     backward.setdefault(stack.pop())
 
-        needed = _ancestors([*_nodes(self.bwd_outputs), *(n for n in self.nodes if self._has_effect_in_backward(n))])
+        needed = ancestors([*leaf_nodes(self.bwd_outputs), *(n for n in self.nodes if self._has_effect_in_backward(n))])
         for n in self.nodes:
             if n in needed and n in self.after_tangent:
                 demand(n)
-        for n in _nodes(self.bwd_outputs):
+        for n in leaf_nodes(self.bwd_outputs):
             demand(n)
         in_forward = [n for n in self.nodes if n in forward and is_op(n)]
         in_backward = [n for n in backward if n not in forward and is_op(n)]
@@ -206,7 +206,7 @@ class _Reader:
         return in_forward, in_backward
 
     def _has_effect_in_backward(self, n: fx.Node) -> bool:
-        return n.op == "call_function" and n in self.after_tangent and (_is_mutating(n) or is_with_effects(n))
+        return n.op == "call_function" and n in self.after_tangent and (is_mutating(n) or is_with_effects(n))
 
     def _add_external_values(self) -> None:
         """Parameters, buffers and inputs, once for each storage."""
@@ -227,15 +227,15 @@ class _Reader:
     def _add_values(self, node: fx.Node, producer: int | None, role: Role) -> tuple[int, ...]:
         """A value for each storage that the node makes; its faces are the node itself or its getitems."""
         made: list[int] = []
-        for i, tensor in enumerate(_tensors(node.meta.get("val"))):
-            key = _storage(tensor)
+        for i, tensor in enumerate(tensors(node.meta.get("val"))):
+            key = storage(tensor)
             if key not in self.value_by_storage:
                 v = self.value_by_storage[key] = len(self.values)
                 name = self._name(node) if isinstance(node.meta["val"], torch.Tensor) else f"{node.name}[{i}]"
                 self.values.append(Value(name, tensor.untyped_storage().nbytes(), producer, role))
                 self.faces.append([])
                 made.append(v)
-        faces = [node] if isinstance(node.meta.get("val"), torch.Tensor) else _getitems(node)
+        faces = [node] if isinstance(node.meta.get("val"), torch.Tensor) else getitems(node)
         for face in faces:
             for v in self._values_of(face):
                 if producer is None or v in made:
@@ -250,15 +250,15 @@ class _Reader:
         return node.name if position is None or position >= len(self.input_names) else self.input_names[position]
 
     def _values_of(self, node: fx.Node) -> tuple[int, ...]:
-        keys = dict.fromkeys(_storage(t) for t in _tensors(node.meta.get("val")))
+        keys = dict.fromkeys(storage(t) for t in tensors(node.meta.get("val")))
         return tuple(self.value_by_storage[key] for key in keys if key in self.value_by_storage)
 
     def _add_op(self, node: fx.Node, phase: Phase) -> None:
         k = len(self.ops)
         read = dict.fromkeys(v for a in node.all_input_nodes for v in self._values_of(a))
-        made = () if _is_mutating(node) else self._add_values(node, k, "intermediate")
+        made = () if is_mutating(node) else self._add_values(node, k, "intermediate")
         aliased = [v for v in self._values_of(node) if v not in made]
-        if aliased and not _is_mutating(node):
+        if aliased and not is_mutating(node):
             raise Unsupported(
                 f"{where(node)}: an output of {node.target} shares memory with {self.values[aliased[0]].name}, "
                 "another output does not. Clone the one that is a view."
@@ -269,11 +269,11 @@ class _Reader:
 
     def _pinned(self, node: fx.Node) -> str | None:
         """Why an op must run exactly once, in words."""
-        if _is_mutating(node):
-            return "overwrites " + ", ".join(map(self._name, _written(node)))
+        if is_mutating(node):
+            return "overwrites " + ", ".join(map(self._name, written(node)))
         if is_with_effects(node):
             return "has a side effect"
-        if _is_random(node):
+        if is_random(node):
             return "draws random numbers"
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return "runs a subgraph"
@@ -297,7 +297,7 @@ class _Reader:
         A gradient whose layout autograd does not accept for the parameter (`AccumulateGrad`) is copied; the copy is an
         op here, and the gradient is free after it.
         """
-        results = dict.fromkeys(v for n in _nodes(self.fwd_outputs) for v in self._values_of(n))
+        results = dict.fromkeys(v for n in leaf_nodes(self.fwd_outputs) for v in self._values_of(n))
         results.update(dict.fromkeys(self.tangents))
         primals = [n for n in self.placeholders if _is_primal(n)]
         copied: list[tuple[fx.Node, torch.Tensor]] = []
@@ -333,73 +333,3 @@ def _obeys_layout(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
         same = zip(grad.shape, grad.stride(), parameter.stride(), strict=True)
         return all(a == b for size, a, b in same if size != 1)
     return grad.is_contiguous()
-
-
-def _ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        n = stack.pop()
-        if n not in found:
-            found.add(n)
-            stack += n.all_input_nodes
-    return found
-
-
-def _nodes(leaves: Sequence[Any]) -> list[fx.Node]:
-    return [n for n in leaves if isinstance(n, fx.Node)]
-
-
-def _tensors(val: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(val) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _getitems(node: fx.Node) -> list[fx.Node]:
-    """The nodes that name one output tensor of a node, through nested getitems."""
-    found = []
-    for user in node.users:
-        if user.target is operator.getitem:
-            found += [user] if isinstance(user.meta.get("val"), torch.Tensor) else _getitems(user)
-    return found
-
-
-def _is_view(node: fx.Node) -> bool:
-    """All its tensors live in storages of its inputs, and it writes nothing; getitems are views of their source."""
-    if node.op != "call_function" or _is_mutating(node):
-        return False
-    if node.target is operator.getitem:
-        return _is_view(node.args[0])  # type: ignore[arg-type]
-    inputs = {_storage(t) for a in node.all_input_nodes for t in _tensors(a.meta.get("val"))}
-    outputs = _tensors(node.meta.get("val"))
-    return bool(outputs) and all(_storage(t) in inputs for t in outputs)
-
-
-def _is_mutating(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The argument nodes that an op writes to."""
-    if node.op != "call_function" or not _is_mutating(node):
-        return []
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = [*zip((a.name for a in arguments), node.args, strict=False), *node.kwargs.items()]
-    writes = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-    return [n for name, arg in given if name in writes for n in _nodes(pytree.tree_leaves(arg))]
-
-
-def _is_random(node: fx.Node) -> bool:
-    """Draws from a generator. Attention ops carry the tag even where their dropout probability is zero."""
-    if node.target is draw_mask:
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.name == "dropout_p":
-            p = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return bool(p != 0.0)
-    return True

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors"},
     {"units", "kernels", "memory", "provenance", "rewrite", "runtime"},
-    {"graph", "explain"},
+    {"graph", "explain", "nodes"},
     {"problem"},
     {"schedule"},
     {"plan"},

@@ -1,0 +1,88 @@
+"""What a node of a joint graph is, told from its fake tensors and its schema: a view, a write, a random draw."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+
+from checkmate.rewrite import draw_mask
+
+
+def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        n = stack.pop()
+        if n not in found:
+            found.add(n)
+            stack += n.all_input_nodes
+    return found
+
+
+def leaf_nodes(leaves: Sequence[Any]) -> list[fx.Node]:
+    """Those that are nodes, of arguments or outputs that may be constants."""
+    return [n for n in leaves if isinstance(n, fx.Node)]
+
+
+def tensors(val: Any) -> list[torch.Tensor]:
+    """The tensors in a fake result, however nested."""
+    return [leaf for leaf in pytree.tree_leaves(val) if isinstance(leaf, torch.Tensor)]
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """What tells a tensor's storage from others."""
+    return tensor.untyped_storage()._cdata
+
+
+def getitems(node: fx.Node) -> list[fx.Node]:
+    """The nodes that name one output tensor of a node, through nested getitems."""
+    found = []
+    for user in node.users:
+        if user.target is operator.getitem:
+            found += [user] if isinstance(user.meta.get("val"), torch.Tensor) else getitems(user)
+    return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """All its tensors live in storages of its inputs, and it writes nothing; getitems are views of their source."""
+    if node.op != "call_function" or is_mutating(node):
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    inputs = {storage(t) for a in node.all_input_nodes for t in tensors(a.meta.get("val"))}
+    outputs = tensors(node.meta.get("val"))
+    return bool(outputs) and all(storage(t) in inputs for t in outputs)
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """It writes to an argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The argument nodes that an op writes to."""
+    if node.op != "call_function" or not is_mutating(node):
+        return []
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = [*zip((a.name for a in arguments), node.args, strict=False), *node.kwargs.items()]
+    writes = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    return [n for name, arg in given if name in writes for n in leaf_nodes(pytree.tree_leaves(arg))]
+
+
+def is_random(node: fx.Node) -> bool:
+    """Draws from a generator. Attention ops carry the tag even where their dropout probability is zero."""
+    if node.target is draw_mask:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            p = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return bool(p != 0.0)
+    return True
