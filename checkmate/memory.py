@@ -51,7 +51,7 @@ def measure_peak(fn: Callable[[], Any]) -> MemoryUse:
         Unsupported: if a profiler is running already.
 
     >>> import torch
-    >>> measure_peak(lambda: torch.ones(1000).neg()).peak
+    >>> measure_peak(lambda: torch.empty(1000).clone()).peak
     8000
     """
     with record_allocations() as recording:

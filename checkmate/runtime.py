@@ -13,21 +13,32 @@ from torch.fx.graph import CodeGen
 aten = torch.ops.aten
 _OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
-# The same ops through PyTorch's generated Python bindings, which read their arguments two to five times as fast.
-_FAST: dict[Any, Callable[..., Any]] = {
+# Ops that PyTorch's generated Python bindings have under these names: the same ops, read two to five times as fast.
+_BINDINGS = {
+    aten._log_softmax.default: torch._log_softmax,
+    aten._softmax.default: torch._softmax,
+    aten._softmax_backward_data.default: torch._softmax_backward_data,
     aten.add.Tensor: torch.add,
     aten.addmm.default: torch.addmm,
     aten.bmm.default: torch.bmm,
     aten.cat.default: torch.cat,
+    aten.clone.default: torch.clone,
     aten.convolution.default: torch.convolution,
+    aten.embedding.default: torch.embedding,
     aten.expand.default: torch.Tensor.expand,
     aten.mm.default: torch.mm,
     aten.mul.Tensor: torch.mul,
+    aten.native_layer_norm.default: torch.native_layer_norm,
     aten.permute.default: torch.permute,
     aten.relu.default: torch.relu,
+    aten.sub.Tensor: torch.sub,
+    aten.sum.dim_IntList: torch.sum,
     aten.t.default: torch.t,
+    aten.tanh.default: torch.tanh,
     aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze,
     aten.view.default: torch.Tensor.view,
+    aten.where.self: torch.where,
 }
 
 
@@ -55,7 +66,7 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
         namespace, name, overload = match.groups()
         op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
         short = f"_{namespace}_{name}_{overload}"
-        bound[short] = _FAST.get(op, op._op)
+        bound[short] = _BINDINGS.get(op, op._op)
         return f"{short}("
 
     exec(compile(_OP_CALL.sub(bind, code.src), f"<checkmate {id(module):x}>", "exec"), bound)

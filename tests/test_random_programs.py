@@ -11,7 +11,7 @@ import checkmate
 from tests.programs import ROWS, WIDTH, Program
 from tests.stepping import assert_same, train
 
-FEW, MORE = range(12), range(12, 60)
+FEW, MORE = range(8), range(8, 60)
 
 
 @pytest.mark.usefixtures("one_thread")
