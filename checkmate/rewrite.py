@@ -73,8 +73,8 @@ def draw_mask(x: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def scale_mask(mask: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
-    """1 / p where the mask is true and 0 elsewhere, rounded as dividing a tensor of the type by p rounds."""
-    return torch.where(mask, torch.ones((), dtype=dtype).div_(p), torch.zeros((), dtype=dtype))
+    """The mask as numbers of a type, divided by p. From bytes, since converting bools takes six times as long."""
+    return mask.view(torch.uint8).to(dtype).div_(p)
 
 
 def forget_running_statistics(graph: fx.Graph) -> None:
