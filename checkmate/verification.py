@@ -41,8 +41,8 @@ def compare_with_plain(
         expected = _outcome(plain, args, kwargs, state)
     with _restored(state):
         found = _outcome(compiled, args, kwargs, state)
-    for name, tensor in expected.results.items():
-        if not _same_bits(tensor, found.results[name]):
+    for name in [*expected.results, *(found.results.keys() - expected.results.keys())]:
+        if not _same_bits(expected.results.get(name), found.results.get(name)):
             raise VerificationError(f"{name} of the compiled step differs from plain PyTorch. Please report this.")
     if not torch.equal(expected.random_state, found.random_state):
         raise VerificationError("The compiled step draws other random numbers than plain PyTorch. Please report this.")
@@ -74,7 +74,7 @@ def _outcome(fn: Callable[..., Any], args: Any, kwargs: Any, state: list[torch.T
     position = {id(t): i for i, t in enumerate(state)}
     results = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     results |= {
-        f"the gradient of tensor {position.get(id(leaf), '?')} of shape {tuple(leaf.shape)}": grad
+        f"the gradient of tensor {position.get(id(leaf), hex(id(leaf)))} of shape {tuple(leaf.shape)}": grad
         for leaf, grad in zip(leaves, grads, strict=True)
         if grad is not None
     }
@@ -118,15 +118,17 @@ def _tensors_within(things: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 def _restored(state: list[torch.Tensor]) -> Iterator[None]:
     """Put tensors and the random state back as they were."""
     saved = [t.detach().clone() for t in state]
-    with torch.random.fork_rng(devices=[]):
-        yield
-    with torch.no_grad():
-        for tensor, value in zip(state, saved, strict=True):
-            if not _same_bits(tensor.detach(), value):
-                tensor.copy_(value)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(state, saved, strict=True):
+                if not _same_bits(tensor.detach(), value):
+                    tensor.copy_(value)
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
+def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

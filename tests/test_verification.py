@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -59,23 +61,35 @@ def test_redrawn_dropout_is_caught(
         checkmate.compile(step, budget="1 MB", verify=True)(*batch)
 
 
-def test_a_wrong_gradient_is_caught(
-    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def off_by_a_bit(module: torch.fx.GraphModule) -> object:
-        run = boxed(module)
-
-        def wrong(inputs: list) -> object:
-            results = list(run(inputs))
-            if any(n.meta.get("autograd_backward") for n in module.graph.nodes):
-                results = [r if r is None else torch.nextafter(r, torch.full_like(r, 9.0)) for r in results]
-            return tuple(results)
-
-        wrong._boxed_call = True
-        return wrong
-
+def _run_instead(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
+    """Have each module run as ``change(run, inputs, is_backward)``."""
     boxed = runtime.boxed
-    monkeypatch.setattr("checkmate.backend.boxed", off_by_a_bit)
+
+    def changed(module: torch.fx.GraphModule) -> Callable[..., Any]:
+        run = boxed(module)
+        is_backward = any(node.meta.get("autograd_backward") for node in module.graph.nodes)
+
+        def instead(inputs: list[Any]) -> Any:
+            return change(run, inputs, is_backward)
+
+        instead._boxed_call = True
+        return instead
+
+    monkeypatch.setattr("checkmate.backend.boxed", changed)
+
+
+def _next_bit(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else torch.nextafter(grad, torch.full_like(grad, 9.0))
+
+
+@pytest.mark.parametrize("wrong", [_next_bit, lambda grad: None], ids=["one bit off", "missing"])
+def test_a_wrong_gradient_is_caught(
+    wrong: Callable[..., Any], net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
+        return tuple(map(wrong, run(inputs))) if is_backward else run(inputs)
+
+    _run_instead(monkeypatch, spoil)
     step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
     with pytest.raises(checkmate.VerificationError, match="gradient"):
         checkmate.compile(step, budget="1 MB", verify=True)(*batch)
@@ -86,18 +100,26 @@ def test_a_peak_above_the_budget_is_caught(
 ) -> None:
     held = []
 
-    def hoarding(module: torch.fx.GraphModule) -> object:
-        run = boxed(module)
+    def hoard(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
+        held.append(torch.zeros(200_000))
+        return run(inputs)
 
-        def hoard(inputs: list) -> object:
-            held.append(torch.zeros(200_000))
-            return run(inputs)
-
-        hoard._boxed_call = True
-        return hoard
-
-    boxed = runtime.boxed
-    monkeypatch.setattr("checkmate.backend.boxed", hoarding)
+    _run_instead(monkeypatch, hoard)
     step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
     with pytest.raises(checkmate.VerificationError, match="peak"):
         checkmate.compile(step, budget="500 kB", verify=True)(*batch)
+
+
+def test_state_comes_back_where_the_plain_step_fails(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """A plain step that stops half way has changed the statistics of batch norm: they are put back."""
+    before = [tensor.clone() for tensor in net.buffers()]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(net(x), y)
+        if not torch.compiler.is_compiling():
+            raise RuntimeError("half way")
+        return loss
+
+    with pytest.raises(RuntimeError, match="half way"):
+        checkmate.compile(step, budget="1 MB", verify=True)(*batch)
+    assert all(torch.equal(a, b) for a, b in zip(net.buffers(), before, strict=True))
