@@ -19,7 +19,8 @@ from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.explain import explained
 from checkmate.problem import Problem
 from checkmate.solution import Solution
-from checkmate.solvers.solve import METHODS, solve
+from checkmate.solvers.methods import METHODS
+from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes, parse_bytes
 from checkmate.verification import compare_with_plain
 

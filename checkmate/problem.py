@@ -90,6 +90,7 @@ class Problem:
         outputs: Sequence[int] | None = None,
         workspace: Sequence[int] | None = None,
         resident_bytes: int = 0,
+        forward: int | None = None,
     ) -> Problem:
         """A problem from plain lists, one value per op, for experiments without PyTorch.
 
@@ -100,6 +101,7 @@ class Problem:
             outputs: ops whose values are results of the step; by default those that no op reads.
             workspace: for each op, bytes needed only while it runs; by default none.
             resident_bytes: bytes there all the time.
+            forward: how many of the ops, the first ones, are of the forward; by default all.
 
         Raises:
             InvalidProblem: naming the op with a bad dependency, cost or size.
@@ -109,6 +111,7 @@ class Problem:
         """
         n = len(deps)
         workspace = [0] * n if workspace is None else workspace
+        forward = n if forward is None else forward
         for name, given in (("seconds", seconds), ("sizes", sizes), ("workspace", workspace)):
             if len(given) != n:
                 raise InvalidProblem(f"{n} ops have dependencies, but there are {len(given)} {name}.")
@@ -117,7 +120,7 @@ class Problem:
             read = {d for ds in inputs for d in ds}
             outputs = [k for k in range(n) if k not in read]
         graph = Graph(
-            ops=tuple(Op(f"op{k}", "op", inputs[k], (k,)) for k in range(n)),
+            ops=tuple(Op(f"op{k}", "op", inputs[k], (k,), "forward" if k < forward else "backward") for k in range(n)),
             values=tuple(Value(f"v{k}", _size(sizes[k], k), k) for k in range(n)),
             outputs=tuple(_index(k, n, "outputs") for k in outputs),
         )

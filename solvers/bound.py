@@ -29,6 +29,7 @@ from checkmate.schedule import Schedule
 from checkmate.solvers import highs
 from checkmate.solvers.formulation import cost_unit, size_unit
 from checkmate.solvers.highs import Outcome
+from checkmate.solvers.kept import on_demand
 from checkmate.solvers.model import NONE, Model
 
 log = logging.getLogger("checkmate.solve")
@@ -215,23 +216,8 @@ def lift(problem: Problem, bound: Bound) -> Schedule:
 
     Its cost is at most the model's; its peak may exceed the budget between the moments.
     """
-    graph = problem.graph
-    always = {v for v, value in enumerate(graph.values) if value.producer is None} | set(graph.outputs)
-    R = np.eye(len(graph.ops), dtype=bool)
-    at_hand = set(always)
-    kept_at = dict(zip(bound.moments, bound.kept, strict=True))
-    for t in range(len(graph.ops)):
-        todo = [v for v in graph.ops[t].inputs if v not in at_hand]
-        while todo:
-            k = graph.values[todo.pop()].producer
-            if k is not None and not R[t, k]:
-                R[t, k] = True
-                at_hand.update(graph.ops[k].outputs)
-                todo += [v for v in graph.ops[k].inputs if v not in at_hand]
-        at_hand.update(graph.ops[t].outputs)
-        if t in kept_at:
-            at_hand &= always | set(np.flatnonzero(kept_at[t]).tolist())
-    return Schedule.from_runs(graph, R)
+    kept = {t: np.flatnonzero(at).tolist() for t, at in zip(bound.moments, bound.kept, strict=True)}
+    return Schedule.from_runs(problem.graph, on_demand(problem, kept))
 
 
 def _breaks(problem: Problem, budget: int, bound: Bound) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,45 +11,13 @@ import numpy as np
 
 from checkmate.problem import Problem
 from checkmate.solution import Solution, Status
-from checkmate.solvers.auto import auto
-from checkmate.solvers.checkpoint_all import checkpoint_all
 from checkmate.solvers.least import min_budget
-from checkmate.solvers.next_use import next_use
+from checkmate.solvers.methods import METHODS
 from checkmate.units import format_bytes, parse_bytes
 
-__all__ = ["METHODS", "min_budget", "solve"]
+__all__ = ["min_budget", "solve"]
 
 log = logging.getLogger("checkmate.solve")
-Method = Callable[..., Solution]
-
-
-def _milp(problem: Problem, budget: int, **options: Any) -> Solution:
-    from checkmate.solvers.milp import milp
-
-    return milp(problem, budget, **options)
-
-
-def _lp_rounding(problem: Problem, budget: int, *, gap: float, **options: Any) -> Solution:
-    from checkmate.solvers.rounding import lp_rounding
-
-    return lp_rounding(problem, budget, **options)
-
-
-def _next_use(problem: Problem, budget: int, *, gap: float, **options: Any) -> Solution:
-    return next_use(problem, budget, **options)
-
-
-def _checkpoint_all(problem: Problem, budget: int, *, time_limit: float, gap: float) -> Solution:
-    return checkpoint_all(problem, budget)
-
-
-METHODS: dict[str, Method] = {  # each called with (problem, budget, *, time_limit, gap, **options)
-    "auto": auto,
-    "checkpoint-all": _checkpoint_all,
-    "next-use": _next_use,
-    "milp": _milp,
-    "lp-rounding": _lp_rounding,
-}
 
 
 def solve(
@@ -66,7 +33,7 @@ def solve(
 
     Args:
         budget: bytes, or text such as ``"8 GB"``.
-        method: one of `METHODS`.
+        method: one of `checkmate.solvers.methods.METHODS`.
         time_limit: seconds.
         gap: stop once (cost - bound) / cost is at most this.
         options: of the method.
@@ -84,12 +51,15 @@ def solve(
     """
     began = time.perf_counter()
     if method not in METHODS:
-        raise ValueError(f"There is no method {method!r}. The methods are {', '.join(sorted(METHODS))}.")
+        raise ValueError(f"There is no method {method!r}. The methods are {', '.join(METHODS)}.")
     budget = parse_bytes(budget)
     if budget < problem.unavoidable_bytes.max():
         solution = _infeasible(problem, budget, method)
     else:
-        solution = METHODS[method](problem, budget, time_limit=time_limit, gap=gap, **options)
+        chosen = METHODS[method]
+        limits = {"time_limit": time_limit, "gap": gap}
+        taken = {name: limit for name, limit in limits.items() if name in chosen.options}
+        solution = chosen.run(problem, budget, **taken, **options)
         if solution.plan is None:
             solution = _explain(solution)
     solution = replace(solution, seconds=time.perf_counter() - began)

@@ -26,7 +26,7 @@ def unit_chain(layers: int) -> Problem:
     for i in range(layers):
         if 2 * layers - i - 1 != i:
             deps[2 * layers - i].append(i)
-    return Problem.from_dag(deps, [1.0] * n, [1] * n, outputs=[n - 1])
+    return Problem.from_dag(deps, [1.0] * n, [1] * n, outputs=[n - 1], forward=layers + 1)
 
 
 @dataclass

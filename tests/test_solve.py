@@ -16,7 +16,8 @@ from checkmate.graph import Graph, Op, Value
 from checkmate.problem import Problem, Profile
 from checkmate.solution import Solution, Status
 from checkmate.solvers.checkpoint_all import checkpoint_all
-from checkmate.solvers.solve import METHODS, min_budget, solve
+from checkmate.solvers.methods import METHODS
+from checkmate.solvers.solve import min_budget, solve
 from tests import dags
 from tests.oracle import interesting_budgets, optimum, outcomes, random_problem
 

@@ -1,0 +1,45 @@
+"""The table of methods: what `solve` can be asked for by name, in one line each, and where it comes from."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from checkmate.solution import Solution
+from checkmate.solvers.auto import auto
+from checkmate.solvers.checkpoint_all import checkpoint_all
+from checkmate.solvers.milp import milp
+from checkmate.solvers.next_use import next_use
+from checkmate.solvers.rounding import lp_rounding
+
+JAIN = "Jain et al., MLSys 2020"
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to solve a problem.
+
+    ``run`` is called with the problem, the budget in bytes and the options of the caller, and with ``time_limit`` and
+    ``gap`` where it takes them.
+    """
+
+    name: str
+    summary: str
+    source: str
+    run: Callable[..., Solution] = field(repr=False)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of the options that the method takes."""
+        return tuple(name for name in inspect.signature(self.run).parameters if name not in ("problem", "budget"))
+
+
+_TABLE = (
+    Method("auto", "several methods in turn: a plan at once, a bound, then closing the gap between them", JAIN, auto),
+    Method("checkpoint-all", "keep everything, run nothing twice", "what PyTorch does", checkpoint_all),
+    Method("next-use", "evict what is cheap to bring back and far from its next use", "Belady 1966, offline", next_use),
+    Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp),
+    Method("lp-rounding", "its linear relaxation, rounded in two phases", f"{JAIN}, Section 5", lp_rounding),
+)
+METHODS = {method.name: method for method in _TABLE}
