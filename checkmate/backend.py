@@ -13,15 +13,18 @@ from torch._dynamo.backends.common import aot_autograd
 
 from checkmate.capture import Joint, read_joint
 from checkmate.codegen import emit
+from checkmate.errors import Unsupported
+from checkmate.fake import is_fake
 from checkmate.kernels import eager_kernels
 from checkmate.plan import Plan
-from checkmate.problem import Problem
+from checkmate.problem import Problem, Profile
 from checkmate.profiling.measure import measure
 from checkmate.provenance import input_names
 from checkmate.runtime import boxed
 from checkmate.solution import Solution
 
 Planner = Callable[[Problem], Solution]
+Profiler = Callable[[Joint], Profile]
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
@@ -38,15 +41,24 @@ class Backend:
     """Plans each training graph with ``planner`` and lowers it; graphs without gradients run as they are.
 
     ``plans`` holds the `Solution` of each captured training graph, in the order of capture. ``lower`` makes of a module
-    and its inputs the function that runs.
+    and its inputs the function that runs. ``profile`` finds the costs of the ops, and ``block_bytes`` are what sizes are
+    rounded up to a multiple of.
     """
 
     planner: Planner
     lower: Lower = run_generated_code
+    profile: Profiler = measure
+    block_bytes: int = 1
     plans: list[Solution] = field(default_factory=list)
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
-        """What `torch.compile` calls for each captured graph."""
+        """What `torch.compile` calls for each captured graph.
+
+        Raises:
+            Unsupported: if ops are to be measured on tensors without data.
+        """
+        if self.profile is measure:
+            _refuse_fakes(input_names(module), inputs)
         compile_graph = aot_autograd(
             fw_compiler=self.lower,
             bw_compiler=self.lower,
@@ -73,17 +85,27 @@ class Backend:
             num_fwd_outputs=num_fwd_outputs,
             static_inputs=static_lifetime_input_indices or (),
             input_names=names,
+            block_bytes=self.block_bytes,
         )
-        solution = self.planner(problem_of(joint))
+        solution = self.planner(problem_of(joint, self.profile))
         modules = solution.modules
         self.plans.append(solution)
         return modules.forward, modules.backward
 
 
-def problem_of(joint: Joint) -> Problem:
-    """The problem that a captured step poses, its ops measured."""
+def problem_of(joint: Joint, profile: Profiler = measure) -> Problem:
+    """The problem that a captured step poses, its ops measured or estimated."""
 
     def write(plan: Plan) -> Any:
         return emit(joint, plan)
 
-    return Problem(joint.graph, measure(joint), write)
+    return Problem(joint.graph, profile(joint), write)
+
+
+def _refuse_fakes(names: list[str], inputs: list[Any]) -> None:
+    for name, tensor in zip(names, inputs, strict=True):
+        if is_fake(tensor):
+            raise Unsupported(
+                f"{name} is a fake tensor or on the meta device: with no data, nothing can run and be measured. "
+                'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
+            )

@@ -28,7 +28,18 @@ from torch._functorch.partitioners import (
 
 from checkmate.errors import Unsupported
 from checkmate.graph import Graph, Op, Phase, Role, Value
-from checkmate.nodes import ancestors, getitems, is_mutating, is_random, is_view, leaf_nodes, storage, tensors, written
+from checkmate.nodes import (
+    ancestors,
+    getitems,
+    is_mutating,
+    is_random,
+    is_view,
+    leaf_nodes,
+    storage,
+    target_name,
+    tensors,
+    written,
+)
 from checkmate.provenance import where
 from checkmate.rewrite import prepare
 
@@ -64,6 +75,7 @@ def read_joint(
     num_fwd_outputs: int,
     static_inputs: Iterable[int] = (),
     input_names: Sequence[str] = (),
+    block_bytes: int = 1,
 ) -> Joint:
     """Read a joint graph of AOTAutograd.
 
@@ -72,22 +84,29 @@ def read_joint(
         num_fwd_outputs: how many of its outputs belong to the forward.
         static_inputs: positions of the inputs that are parameters and buffers.
         input_names: what to call the inputs, by position in what was traced.
+        block_bytes: the allocator rounds every size up to a multiple of these.
 
     Raises:
         Unsupported: for sizes that depend on data, ops whose outputs alias only in part, and backward ops that read
             what the forward has overwritten.
     """
     prepare(module.graph)
-    return _Reader(module, num_fwd_outputs, frozenset(static_inputs), input_names).read()
+    return _Reader(module, num_fwd_outputs, frozenset(static_inputs), input_names, block_bytes).read()
 
 
 class _Reader:
     """The passes over a joint graph, in order; each fills what the next needs."""
 
     def __init__(
-        self, module: fx.GraphModule, num_fwd_outputs: int, static_inputs: frozenset[int], input_names: Sequence[str]
+        self,
+        module: fx.GraphModule,
+        num_fwd_outputs: int,
+        static_inputs: frozenset[int],
+        input_names: Sequence[str],
+        block_bytes: int,
     ) -> None:
         self.module = module
+        self.block_bytes = block_bytes
         self.nodes = list(module.graph.nodes)
         outputs = _extract_fwd_bwd_outputs(module, num_fwd_outputs=num_fwd_outputs)
         self.fwd_outputs, self.bwd_outputs, self.fwd_descs, self.bwd_descs = (tuple(part) for part in outputs)
@@ -232,7 +251,7 @@ class _Reader:
             if key not in self.value_by_storage:
                 v = self.value_by_storage[key] = len(self.values)
                 name = self._name(node) if isinstance(node.meta["val"], torch.Tensor) else f"{node.name}[{i}]"
-                self.values.append(Value(name, tensor.untyped_storage().nbytes(), producer, role))
+                self.values.append(Value(name, self._as_allocated(tensor.untyped_storage().nbytes()), producer, role))
                 self.faces.append([])
                 made.append(v)
         faces = [node] if isinstance(node.meta.get("val"), torch.Tensor) else getitems(node)
@@ -241,6 +260,9 @@ class _Reader:
                 if producer is None or v in made:
                     self.faces[v].append(face)
         return tuple(made)
+
+    def _as_allocated(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.block_bytes) * self.block_bytes
 
     def _name(self, node: fx.Node) -> str:
         """What to call a node's value: an input as the user knows it, else as in the graph."""
@@ -264,7 +286,7 @@ class _Reader:
                 "another output does not. Clone the one that is a view."
             )
         pinned = self._pinned(node)
-        self.ops.append(Op(node.name, str(node.target), tuple(read), made, phase, pinned, where(node)))
+        self.ops.append(Op(node.name, target_name(node), tuple(read), made, phase, pinned, where(node)))
         self.op_nodes.append(node)
 
     def _pinned(self, node: fx.Node) -> str | None:
@@ -310,7 +332,8 @@ class _Reader:
                 copied.append((grad, primal.meta["val"]))
         for grad, like in copied:
             k, v = len(self.ops), len(self.values)
-            self.values.append(Value(f"{grad.name}.grad", like.numel() * like.element_size(), k))
+            size = self._as_allocated(like.numel() * like.element_size())
+            self.values.append(Value(f"{grad.name}.grad", size, k))
             self.faces.append([])
             self.ops.append(
                 Op(

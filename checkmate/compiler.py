@@ -6,6 +6,7 @@ import copyreg
 import functools
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, Generic, TypeVar, overload
 
@@ -14,10 +15,13 @@ import torch.fx as fx
 from torch import nn
 from typing_extensions import ParamSpec
 
-from checkmate.backend import Backend, Planner
+from checkmate.backend import Backend, Planner, Profiler
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.explain import explained
+from checkmate.fake import meta_as_cpu
 from checkmate.problem import Problem
+from checkmate.profiling.measure import measure
+from checkmate.profiling.roofline import DEVICES, roofline
 from checkmate.solution import Solution
 from checkmate.solvers.methods import METHODS
 from checkmate.solvers.solve import solve
@@ -112,20 +116,30 @@ def compile(
     return CompiledStep(fn, plan, verify)
 
 
-def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
-    """Capture a step and measure its ops, without running it: no parameter, buffer or random state changes.
+def trace(fn: Callable[..., Any], *args: Any, profile: str = "measure", **kwargs: Any) -> Problem:
+    """Capture a step and find the costs of its ops, without running it: no parameter, buffer or random state changes.
 
     Args:
         fn: a module or function; args, kwargs: an example batch for it.
+        profile: ``"measure"`` runs each distinct op on its own, on this machine. ``"roofline:NAME"`` runs nothing and
+            estimates for a device of `checkmate.profiling.roofline.DEVICES`, for example ``"roofline:h100"``. The model
+            and the batch may then be on the meta device, or fake tensors, so that a model which fits no memory here can
+            be planned; what is on the meta device is taken to be on the CPU, and its ops are those that run there.
 
     Raises:
         Unsupported: if the step cannot be captured as one graph, or needs no gradients.
+        ValueError: if there is no such profile or device.
 
     >>> import torch
     >>> problem = trace(torch.nn.Linear(8, 4), torch.ones(2, 8))
     >>> [op.target for op in problem.graph.ops][0]
     'aten.addmm.default'
+    >>> with torch.device("meta"):
+    ...     huge, batch = torch.nn.Linear(50_000, 50_000), torch.ones(2, 50_000)
+    >>> trace(huge, batch, profile="roofline:h100").resident  # bytes, none of them allocated
+    10000600064
     """
+    profiler, block_bytes = _profiler(profile)
     problems: list[Problem] = []
 
     def keep_all(problem: Problem) -> Solution:
@@ -133,7 +147,8 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
         return solve(problem, max(1, problem.keep_all_peak), method="checkpoint-all")
 
     try:
-        _capture(fn, Backend(keep_all, lower=_stop))(*args, **kwargs)
+        with nullcontext() if profiler is measure else meta_as_cpu():
+            _capture(fn, Backend(keep_all, _stop, profiler, block_bytes))(*args, **kwargs)
     except _Captured:
         pass
     except Exception as error:
@@ -147,6 +162,17 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
             "Is it called under torch.no_grad(), or are all its parameters frozen?"
         )
     return problems[0]
+
+
+def _profiler(profile: str) -> tuple[Profiler, int]:
+    """What finds the costs of ops, and what sizes are rounded up to a multiple of."""
+    if profile == "measure":
+        return measure, 1
+    kind, _, name = profile.partition(":")
+    if kind != "roofline" or name not in DEVICES:
+        choices = ", ".join(['"measure"', *(f'"roofline:{name}"' for name in DEVICES)])
+        raise ValueError(f"There is no profile {profile!r}; there are {choices}.")
+    return functools.partial(roofline, device=DEVICES[name]), DEVICES[name].block_bytes
 
 
 class _Captured(Exception):

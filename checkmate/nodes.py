@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,6 +39,13 @@ def tensors(val: Any) -> list[torch.Tensor]:
 def storage(tensor: torch.Tensor) -> int:
     """What tells a tensor's storage from others."""
     return tensor.untyped_storage()._cdata
+
+
+def target_name(node: fx.Node) -> str:
+    """What a node calls, the same in every process: ``aten.mm.default``, ``checkmate.draw_mask``."""
+    if isinstance(node.target, types.FunctionType):
+        return f"{node.target.__module__.partition('.')[0]}.{node.target.__qualname__}"
+    return str(node.target)
 
 
 def getitems(node: fx.Node) -> list[fx.Node]:

@@ -1,0 +1,146 @@
+"""Training steps at the sizes people train, traced without running them, as one problem file each.
+
+    python -m benchmarks.graphs [GRAPH ...] [--device h100] [--out benchmarks/problems]
+
+Nothing is allocated: models and batches are on the meta device. Ops are those that PyTorch runs on the CPU, in float32;
+their costs are the roofline's for the device, and sizes are as its allocator rounds them. The loss is within the step;
+optimizer state is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import checkmate
+from benchmarks.measuring import table
+from benchmarks.networks import VGG16, DenseNet121
+from checkmate.profiling.roofline import DEVICES
+from checkmate.units import format_bytes, format_seconds
+from tests.models.mobilenet import MobileNetV2
+from tests.models.resnet import resnet18, resnet50
+from tests.models.unet import UNet
+from tests.models.vit import ViT
+
+PROBLEMS = Path(__file__).parent / "problems"
+DEVICE = "h100"
+CLASSES = 1000
+BATCH, LENGTH = 8, 512  # of text
+
+Step = Callable[..., Tensor]
+Make = Callable[[], tuple[Step, tuple[Tensor, ...]]]
+
+
+def _images(build: Callable[[], nn.Module], batch: int = 64) -> Make:
+    """A classifier of images of 224 x 224."""
+
+    def make() -> tuple[Step, tuple[Tensor, ...]]:
+        model = build()
+        return _cross_entropy(model), (torch.zeros(batch, 3, 224, 224), _integers(batch))
+
+    return make
+
+
+def _unet() -> tuple[Step, tuple[Tensor, ...]]:
+    model = UNet(2, depth=4, base=64)
+    return _cross_entropy(model), (torch.zeros(8, 3, 416, 608), _integers(8, 416, 608))
+
+
+def _cross_entropy(model: nn.Module) -> Step:
+    def step(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), target)
+
+    return step
+
+
+def _text(build: Callable[[], nn.Module]) -> Make:
+    """A model of the transformers library, which takes tokens and labels and returns its loss."""
+
+    def make() -> tuple[Step, tuple[Tensor, ...]]:
+        model = build().train()
+
+        def step(tokens: Tensor, labels: Tensor) -> Tensor:
+            return model(input_ids=tokens, labels=labels).loss
+
+        return step, (_integers(BATCH, LENGTH), _integers(BATCH, LENGTH))
+
+    return make
+
+
+def _integers(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.long)
+
+
+def _gpt2(layers: int, width: int, heads: int) -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=width, n_head=heads, use_cache=False))
+
+
+def _t5() -> nn.Module:
+    config = T5Config(d_model=768, d_ff=3072, num_layers=12, num_heads=12, use_cache=False, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config)
+
+
+GRAPHS: dict[str, Make] = {
+    "vgg16": _images(lambda: VGG16(CLASSES)),
+    "resnet18": _images(lambda: resnet18(CLASSES)),
+    "resnet50": _images(lambda: resnet50(CLASSES)),
+    "mobilenetv2": _images(lambda: MobileNetV2(CLASSES)),
+    "densenet121": _images(lambda: DenseNet121(CLASSES)),
+    "unet": _unet,
+    "vit-b16": _images(lambda: ViT(224, 16, width=768, layers=12, heads=12, classes=CLASSES)),
+    "bert-base": _text(lambda: BertForMaskedLM(BertConfig())),
+    "gpt2-12": _text(lambda: _gpt2(12, 768, 12)),
+    "gpt2-48": _text(lambda: _gpt2(48, 1600, 25)),
+    "t5-base": _text(_t5),
+}
+
+
+def problem_of(name: str, device: str = DEVICE) -> checkmate.Problem:
+    """Trace a graph by name."""
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        step, batch = GRAPHS[name]()
+    return checkmate.trace(step, *batch, profile=f"roofline:{device}")
+
+
+def main() -> None:
+    """Trace what was asked for, write the files, and print what is in them."""
+    parser = argparse.ArgumentParser(description="Trace training steps at full size and write problem files.")
+    parser.add_argument("graphs", nargs="*", metavar="GRAPH", help=f"of {', '.join(GRAPHS)}; by default all")
+    parser.add_argument("--device", default=DEVICE, choices=DEVICES)
+    parser.add_argument("--out", type=Path, default=PROBLEMS)
+    args = parser.parse_args()
+    if unknown := set(args.graphs) - set(GRAPHS):
+        parser.error(f"unknown graphs: {', '.join(sorted(unknown))}; there are {', '.join(GRAPHS)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for name in args.graphs or GRAPHS:
+        began = time.perf_counter()
+        problem = problem_of(name, args.device)
+        path = args.out / f"{name}.json.gz"
+        problem.to_json(path)
+        facts = (len(problem.graph.ops), len(problem.graph.values))
+        peaks = (problem.resident, problem.keep_all_peak, problem.unavoidable_bytes.max())
+        rows.append(
+            [name, *map(str, facts), *map(format_bytes, peaks), format_seconds(problem.keep_all_cost)]
+            + [format_bytes(path.stat().st_size), format_seconds(time.perf_counter() - began)]
+        )
+    print(table(("graph", "ops", "values", "resident", "keep all", "least op", "step", "file", "traced in"), rows))
+
+
+if __name__ == "__main__":
+    main()
