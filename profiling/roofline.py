@@ -144,11 +144,17 @@ def roofline(joint: Joint, device: Device) -> Profile:
 def flop_of(node: fx.Node) -> int:
     """Floating-point operations of a matrix product, a convolution or attention, two for each product; else 0."""
     packet = _packet(node)
-    formula = flop_registry.get(_SAME_FLOP.get(packet, packet))
-    if formula is None:
-        return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    if packet is aten.convolution_backward:
+        return _flop_of_convolution_backward(*args)
+    formula = flop_registry.get(_SAME_FLOP.get(packet, packet))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _flop_of_convolution_backward(grad: Any, x: Any, weight: Any, bias_sizes: Any, *options: Any) -> int:
+    """As many for each of the two gradients as for the forward; PyTorch's formula forgets the groups."""
+    *geometry, wanted = options
+    return sum(wanted[:2]) * int(flop_registry[aten.convolution](x, weight, None, *geometry, out_val=grad))
 
 
 def moved_bytes_of(node: fx.Node) -> int:
