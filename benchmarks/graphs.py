@@ -133,11 +133,18 @@ def main() -> None:
         problem = problem_of(name, args.device)
         path = args.out / f"{name}.json.gz"
         problem.to_json(path)
-        facts = (len(problem.graph.ops), len(problem.graph.values))
-        peaks = (problem.resident, problem.keep_all_peak, problem.unavoidable_bytes.max())
         rows.append(
-            [name, *map(str, facts), *map(format_bytes, peaks), format_seconds(problem.keep_all_cost)]
-            + [format_bytes(path.stat().st_size), format_seconds(time.perf_counter() - began)]
+            [
+                name,
+                str(len(problem.graph.ops)),
+                str(len(problem.graph.values)),
+                format_bytes(problem.resident),
+                format_bytes(problem.keep_all_peak),
+                format_bytes(problem.unavoidable_bytes.max()),
+                format_seconds(problem.keep_all_cost),
+                format_bytes(path.stat().st_size),
+                format_seconds(time.perf_counter() - began),
+            ]
         )
     print(table(("graph", "ops", "values", "resident", "keep all", "least op", "step", "file", "traced in"), rows))
 

@@ -31,6 +31,7 @@ class VGG16(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Logits of images."""
         return self.classifier(self.features(x).flatten(1))
 
 
@@ -51,6 +52,7 @@ class DenseLayer(nn.Module):
         self.filter = _norm_relu_conv(4 * growth, growth, 3)
 
     def forward(self, features: list[Tensor]) -> Tensor:
+        """The new channels."""
         return self.filter(self.narrow(torch.cat(features, dim=1)))
 
 
@@ -62,6 +64,7 @@ class DenseBlock(nn.Module):
         self.layers = nn.ModuleList(DenseLayer(before + i * growth, growth) for i in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
+        """What came in and what every layer added."""
         features = [x]
         for layer in self.layers:
             features.append(layer(features))
@@ -90,4 +93,5 @@ class DenseNet121(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Logits of images."""
         return self.head(F.adaptive_avg_pool2d(self.features(x), 1).flatten(1))

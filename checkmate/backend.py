@@ -41,8 +41,8 @@ class Backend:
     """Plans each training graph with ``planner`` and lowers it; graphs without gradients run as they are.
 
     ``plans`` holds the `Solution` of each captured training graph, in the order of capture. ``lower`` makes of a module
-    and its inputs the function that runs. ``profile`` finds the costs of the ops, and ``block_bytes`` are what sizes are
-    rounded up to a multiple of.
+    and its inputs the function that runs. ``profile`` finds the costs of the ops; sizes are rounded up to a multiple of
+    ``block_bytes``.
     """
 
     planner: Planner

@@ -137,7 +137,7 @@ def trace(fn: Callable[..., Any], *args: Any, profile: str = "measure", **kwargs
     >>> with torch.device("meta"):
     ...     huge, batch = torch.nn.Linear(50_000, 50_000), torch.ones(2, 50_000)
     >>> trace(huge, batch, profile="roofline:h100").resident  # bytes, none of them allocated
-    10000600064
+    10000600576
     """
     profiler, block_bytes = _profiler(profile)
     problems: list[Problem] = []

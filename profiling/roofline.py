@@ -1,4 +1,4 @@
-"""Costs of ops estimated for a named device, from what they compute and what they move: no op runs, no device is needed.
+"""Costs of ops estimated for a named device, from what they compute and what they move: nothing runs.
 
     seconds = latency + max(FLOP / (efficiency · peak rate), bytes / (efficiency · bandwidth))
 
@@ -109,7 +109,7 @@ DEVICES: dict[str, Device] = {
     ),
 }
 
-_PICK = {  # read from their first argument what their result needs, not all of it
+_PICK = {  # read from their first argument at most as much as they read and write elsewhere
     aten.embedding,
     aten.index,
     aten.gather,

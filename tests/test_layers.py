@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors"},
-    {"units", "kernels", "memory", "provenance", "rewrite", "runtime"},
+    {"units", "fake", "kernels", "memory", "provenance", "rewrite", "runtime"},
     {"graph", "explain", "nodes"},
     {"problem"},
     {"schedule"},

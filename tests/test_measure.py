@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
 from checkmate.memory import measure_peak
@@ -124,6 +127,25 @@ def test_an_op_that_does_not_run_alone_is_guessed_and_named(
     assert problem.workspace[k] > 0
 
 
+def test_tensors_without_data_are_refused() -> None:
+    layer, x = nn.Linear(3, 3, device="meta"), torch.randn(2, 3, device="meta")
+    with pytest.raises(
+        checkmate.Unsupported, match=r'weight is a fake tensor or on the meta .* profile="roofline:h100"'
+    ):
+        checkmate.trace(layer, x)
+    with pytest.raises(checkmate.Unsupported, match=r'profile="roofline:h100"'):
+        checkmate.compile(layer, budget="1 MB")(x)
+    with FakeTensorMode():
+        layer, x = nn.Linear(3, 3), torch.randn(2, 3)
+    with pytest.raises(checkmate.Unsupported, match=r'profile="roofline:h100"'):
+        checkmate.trace(layer, x)
+
+
 def test_other_devices_are_refused() -> None:
-    with pytest.raises(checkmate.Unsupported, match="so far only steps on the CPU"):
-        checkmate.trace(nn.Linear(3, 3, device="meta"), torch.randn(2, 3, device="meta"))
+    graph = torch.fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["val"] = torch.ones(2, device="meta")
+    graph.output(node)
+    joint = SimpleNamespace(module=torch.fx.GraphModule({}, graph))
+    with pytest.raises(checkmate.Unsupported, match="x is on meta: so far only steps on the CPU"):
+        measuring.measure(joint)

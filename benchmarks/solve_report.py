@@ -1,0 +1,119 @@
+"""The rows of `benchmarks.solve` as a table in Markdown and a picture of gap against time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HEADER = (
+    "graph", "ops", "budget", "method", "cost", "bound", "gap", "to best", "first plan", "seconds", "memory", "status",
+)  # fmt: skip
+LEFT = ("graph", "method", "status")
+LEAST_GAP = 1e-6  # what is drawn for less: a logarithm has no zero
+Row = dict[str, Any]
+
+
+def render(rows_file: Path) -> tuple[Path, Path]:
+    """Write the table and the picture next to a file of rows, with its name; returns their paths."""
+    rows = latest([json.loads(line) for line in rows_file.read_text().splitlines()])
+    table, picture = rows_file.with_suffix(".md"), rows_file.with_suffix(".png")
+    table.write_text(markdown(rows))
+    draw(rows, picture)
+    return table, picture
+
+
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """The last row of each graph, budget, method and time limit; small graphs and large budgets first."""
+    last = {(row["graph"], row["share"], row["method"], row["time_limit"]): row for row in rows}
+    ops = {row["graph"]: row["ops"] for row in rows if "ops" in row}
+    return sorted(
+        last.values(),
+        key=lambda row: (ops.get(row["graph"], 0), row["graph"], -row["share"], row["method"], row["time_limit"]),
+    )
+
+
+def best_bounds(rows: Sequence[Row]) -> dict[tuple[str, float], float]:
+    """For each graph and share, the best bound of any method, relative to running each op once."""
+    best: dict[tuple[str, float], float] = {}
+    for row in rows:
+        if row.get("bound_ratio") is not None:
+            key = row["graph"], row["share"]
+            best[key] = max(best.get(key, 1.0), row["bound_ratio"])
+    return best
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table with a line that says where the rows are from."""
+    commits = sorted({row["commit"] for row in rows})
+    machines = sorted({row["cpu"] for row in rows})
+    profiles = sorted({row["profile"] for row in rows if "profile" in row})
+    lines = [
+        "# Solvers on training steps",
+        "",
+        f"Made by `python -m benchmarks.solve` at {', '.join(commits)} on {', '.join(machines)}, one thread; costs of "
+        f"ops: {', '.join(profiles)}. Budgets are shares of the peak of keeping everything; cost and bound are "
+        "relative to running each op once. The gap is to the method's own bound, then to the best bound of any method "
+        "here; memory is what the process takes beyond the loaded problem.",
+        "",
+        "| " + " | ".join(HEADER) + " |",
+        "|" + "|".join("---" if name in LEFT else "--:" for name in HEADER) + "|",
+    ]
+    best = best_bounds(rows)
+    return "\n".join([*lines, *("| " + " | ".join(_cells(row, best)) + " |" for row in rows), ""])
+
+
+def _cells(row: Row, best: dict[tuple[str, float], float]) -> list[str]:
+    cost = row.get("cost_ratio")
+    to_best = None if cost is None else _gap(cost, best[row["graph"], row["share"]])
+    memory = (row["peak_rss"] - row["loaded_rss"]) / 1e6 if "peak_rss" in row else None
+    return [
+        row["graph"],
+        _text(row.get("ops"), "d"),
+        f"{row['share']:.2f}",
+        row["method"],
+        _text(row.get("cost_ratio"), ".4f"),
+        _text(row.get("bound_ratio"), ".4f"),
+        _text(row.get("gap"), ".2%"),
+        _text(to_best, ".2%"),
+        _text(row.get("first_plan_seconds"), ".1f", " s"),
+        _text(row.get("seconds"), ".1f", " s"),
+        _text(memory, ".0f", " MB"),
+        row["status"],
+    ]
+
+
+def _text(figure: float | None, form: str, unit: str = "") -> str:
+    return "–" if figure is None else f"{figure:{form}}{unit}"
+
+
+def _gap(cost: float, bound: float) -> float:
+    return max(0.0, (cost - bound) / cost)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Gap to the best bound of any method against time, a colour for each method.
+
+    A dot where a solve ended, and a line to it where the method tells its progress.
+    """
+    from matplotlib.figure import Figure
+
+    best = best_bounds(rows)
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="seconds", ylabel="gap to the best proven bound")
+    for i, method in enumerate(sorted({row["method"] for row in rows})):
+        ended = [row for row in rows if row["method"] == method and row.get("cost_ratio") is not None]
+        ends = []
+        for row in ended:
+            bound = best[row["graph"], row["share"]]
+            found = [(seconds, cost) for seconds, cost, _ in row["trajectory"] if cost is not None]
+            points = [(s, max(LEAST_GAP, _gap(c, bound))) for s, c in [*found, (row["seconds"], row["cost_ratio"])]]
+            axes.step(*zip(*points, strict=True), where="post", color=f"C{i}", alpha=0.4, linewidth=0.8)
+            ends.append(points[-1])
+        if ends:
+            axes.plot(*zip(*ends, strict=True), "o", markersize=4, color=f"C{i}", label=method)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    axes.set_title("One dot for each graph and budget")
+    figure.savefig(path, dpi=110, metadata={"Software": None})
