@@ -34,13 +34,20 @@ def latest(rows: Sequence[Row]) -> list[Row]:
     )
 
 
-def best_bounds(rows: Sequence[Row]) -> dict[tuple[str, float], float]:
-    """For each graph and share, the best bound of any method, relative to running each op once."""
-    best: dict[tuple[str, float], float] = {}
+Instance = tuple[Any, ...]
+
+
+def _instance(row: Row) -> Instance:
+    """What two rows must share for the bound of one to hold for the other."""
+    return tuple(row.get(key) for key in ("graph", "budget", "keep_all_peak", "keep_all_seconds"))
+
+
+def best_bounds(rows: Sequence[Row]) -> dict[Instance, float]:
+    """For each problem and budget, the best bound of any method, relative to running each op once."""
+    best: dict[Instance, float] = {}
     for row in rows:
         if row.get("bound_ratio") is not None:
-            key = row["graph"], row["share"]
-            best[key] = max(best.get(key, 1.0), row["bound_ratio"])
+            best[_instance(row)] = max(best.get(_instance(row), 1.0), row["bound_ratio"])
     return best
 
 
@@ -64,9 +71,9 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(_cells(row, best)) + " |" for row in rows), ""])
 
 
-def _cells(row: Row, best: dict[tuple[str, float], float]) -> list[str]:
+def _cells(row: Row, best: dict[Instance, float]) -> list[str]:
     cost = row.get("cost_ratio")
-    to_best = None if cost is None else _gap(cost, best[row["graph"], row["share"]])
+    to_best = None if cost is None else _gap(cost, best[_instance(row)])
     memory = (row["peak_rss"] - row["loaded_rss"]) / 1e6 if "peak_rss" in row else None
     return [
         row["graph"],
@@ -106,7 +113,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         ended = [row for row in rows if row["method"] == method and row.get("cost_ratio") is not None]
         ends = []
         for row in ended:
-            bound = best[row["graph"], row["share"]]
+            bound = best[_instance(row)]
             found = [(seconds, cost) for seconds, cost, _ in row["trajectory"] if cost is not None]
             points = [(s, max(LEAST_GAP, _gap(c, bound))) for s, c in [*found, (row["seconds"], row["cost_ratio"])]]
             axes.step(*zip(*points, strict=True), where="post", color=f"C{i}", alpha=0.4, linewidth=0.8)

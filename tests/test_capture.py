@@ -78,6 +78,7 @@ def test_pinned_ops_say_why() -> None:
 
     graph = _graph(step, torch.randn(7, 6))
     assert _op(graph, "draw_mask").pinned == "draws random numbers"
+    assert _op(graph, "draw_mask").target == "checkmate.draw_mask"  # without an address in memory
     assert _op(graph, "rand_like").pinned == "draws random numbers"
     assert "overwrites" in (_op(graph, "exp").pinned or "")
     assert (_op(graph, "copy_").pinned or "").startswith("overwrites")

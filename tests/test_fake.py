@@ -59,7 +59,7 @@ def test_what_the_model_asks_of_its_device_works() -> None:
 
 
 def test_a_model_larger_than_the_machine_is_planned_without_allocating_it() -> None:
-    """512 GB of activations; what is allocated are saved states of the random generator."""
+    """300 GB of parameters and activations; what is allocated are saved states of the random generator."""
     with torch.device("meta"):
         layers = nn.ModuleList(nn.Linear(20_000, 20_000) for _ in range(8))
         x = torch.ones(400_000, 20_000)
@@ -72,7 +72,7 @@ def test_a_model_larger_than_the_machine_is_planned_without_allocating_it() -> N
     with record_allocations() as recording:
         problem = checkmate.trace(step, x, profile="roofline:h200")
     assert problem.resident == pytest.approx(8 * 1.6e9 + 32e9, rel=1e-4)
-    assert problem.keep_all_peak > 512e9
+    assert problem.keep_all_peak > 300e9
     assert recording.bytes.cumsum().max(initial=0) < 1e5
     assert checkmate.solve(problem, int(0.8 * problem.keep_all_peak), method="next-use").plan is not None
 
