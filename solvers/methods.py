@@ -9,11 +9,23 @@ from dataclasses import dataclass, field
 from checkmate.solution import Solution
 from checkmate.solvers.auto import auto
 from checkmate.solvers.checkpoint_all import checkpoint_all
+from checkmate.solvers.chen import (
+    ap_greedy,
+    ap_sqrt,
+    chen_greedy,
+    chen_sqrt,
+    linearized_greedy,
+    linearized_sqrt,
+)
+from checkmate.solvers.griewank import griewank
+from checkmate.solvers.last_node import last_node
 from checkmate.solvers.milp import milp
 from checkmate.solvers.next_use import next_use
 from checkmate.solvers.rounding import lp_rounding
 
 JAIN = "Jain et al., MLSys 2020"
+CHEN = "Chen et al., 2016"
+GRIEWANK = "Griewank and Walther, 2000"
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,14 @@ class Method:
 _TABLE = (
     Method("auto", "several methods in turn: a plan at once, a bound, then closing the gap between them", JAIN, auto),
     Method("checkpoint-all", "keep everything, run nothing twice", "what PyTorch does", checkpoint_all),
+    Method("last-node", "keep only what the op before made: the most recomputation", JAIN, last_node),
+    Method("chen-sqrt", "on a chain of n ops, a checkpoint at every √n-th", CHEN, chen_sqrt),
+    Method("chen-greedy", "on a chain, a checkpoint wherever the bytes since the last exceed b", CHEN, chen_greedy),
+    Method("ap-sqrt", "of n articulation points, a checkpoint at every √n-th", JAIN, ap_sqrt),
+    Method("ap-greedy", "the same where the bytes since the last exceed b", JAIN, ap_greedy),
+    Method("linearized-sqrt", "of n forward ops, a checkpoint at every √n-th", JAIN, linearized_sqrt),
+    Method("linearized-greedy", "the same where the bytes since the last exceed b", JAIN, linearized_greedy),
+    Method("griewank", "on a chain, binomial checkpoints in as many slots as fit", GRIEWANK, griewank),
     Method("next-use", "evict what is cheap to bring back and far from its next use", "Belady 1966, offline", next_use),
     Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp),
     Method("lp-rounding", "its linear relaxation, rounded in two phases", f"{JAIN}, Section 5", lp_rounding),

@@ -84,7 +84,8 @@ def _explain(solution: Solution) -> Solution:
     least = min_budget(problem)
     proven = solution.status is Status.INFEASIBLE
     claim = "No schedule fits" if proven else f"{solution.method} found no schedule within"
-    message = f"{claim} {format_bytes(solution.budget)}: {_name(problem, k)} stands in the way. "
+    reason = f"{_name(problem, k)} stands in the way" if proven or not solution.message else solution.message
+    message = f"{claim} {format_bytes(solution.budget)}: {reason}. "
     message += _way_out(problem) if least > solution.budget else "Method 'auto' has one."
     return _without_plan(replace(solution, message=message), k)
 
