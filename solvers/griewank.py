@@ -15,8 +15,8 @@ number of steps is least, not their seconds, and a slot is as large as what lies
 
 We differ from the paper in that the slots are not given: of all numbers of slots, the cheapest schedule that fits is
 taken. On graphs that are no chains the method does not apply as it stands, and says so; asked to, it takes articulation
-points, or all forward ops in a row, for the chain. A backward op that misses anything else makes it again, with
-whatever that takes, so that t no longer holds.
+points, or all forward ops in a row, for the chain. Then t no longer holds: a backward op makes what it misses again,
+with whatever that takes, and what lies between two articulation points runs again even where everything would fit.
 """
 
 from __future__ import annotations
