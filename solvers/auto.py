@@ -13,11 +13,13 @@ import time
 
 import numpy as np
 
+from checkmate.errors import SolverError
 from checkmate.problem import Problem
 from checkmate.schedule import Schedule
 from checkmate.solution import OPTIMAL_GAP, Solution, Status
+from checkmate.solvers import progress
 from checkmate.solvers.bound import Bound, lift, moment_bound
-from checkmate.solvers.certify import certify, peak_of
+from checkmate.solvers.certify import certify, faults, peak_of
 from checkmate.solvers.checkpoint_all import checkpoint_all
 from checkmate.solvers.least import least_runs
 from checkmate.solvers.milp import milp
@@ -45,7 +47,11 @@ def auto(
     search = Search(problem, budget, time_limit, gap, threads, seed)
     for stage in (_next_use, _bound, _guided, _restricted, _exact, _windows):
         if search.is_open:
-            stage(search)
+            try:
+                stage(search)
+            except SolverError as error:  # the other stages and the best plan so far are as good as before
+                log.warning("%s failed: %s", stage.__name__.strip("_"), error)
+                search.failed.append(str(error))
     return search.solution()
 
 
@@ -63,6 +69,7 @@ class Search:
         self.infeasible = False
         self.stuck: int | None = None  # the op that no pass got beyond
         self.found: dict[str, float] = {}  # cost after each stage
+        self.failed: list[str] = []  # what went wrong in a stage
 
     @property
     def left(self) -> float:
@@ -82,26 +89,41 @@ class Search:
             return
         cost = float(R.sum(axis=0) @ self.problem.seconds)
         if cost < self.cost:
+            if wrong := faults(self.problem, self.budget, R):
+                raise SolverError(f"The schedule of {by} is wrong: {wrong[0]}.")
+            if progress.contradicts(self.bound, cost):
+                log.warning("a bound of %.6g s was wrong: a verified schedule takes %.6g s", self.bound, cost)
+                self.bound = self.problem.keep_all_cost
             self.R, self.cost = R, cost
             self.found[by] = cost
-            base = self.problem.keep_all_cost or 1.0
-            log.info("%s: %+.3f %% after %.1f s", by, 100 * (cost / base - 1), self.time_limit - self.left)
+            progress.found(self.problem, R, by)
 
     def prove(self, bound: float) -> None:
-        """Take a lower bound, if it is better."""
+        """Take a lower bound, if it is better.
+
+        Raises:
+            SolverError: if a schedule that is known contradicts it.
+        """
+        if progress.contradicts(bound, self.cost):
+            raise SolverError(f"A bound of {bound:.6g} s is wrong: a verified schedule takes {self.cost:.6g} s.")
         self.bound = max(self.bound, bound)
+        progress.proved(self.problem, self.budget, bound)
 
     def solution(self) -> Solution:
         """What came of it."""
         problem, budget = self.problem, self.budget
         seconds = time.perf_counter() - self.began
         if self.R is not None:
-            details = {"found": self.found}
+            details: dict[str, object] = {"found": self.found}
+            if self.failed:
+                details["failed"] = self.failed
             bound = min(self.bound, self.cost)
             return certify(problem, budget, self.R, method=METHOD, bound=bound, seconds=seconds, details=details)
         status = Status.INFEASIBLE if self.infeasible else Status.NOT_FOUND
-        stuck = {} if self.stuck is None else {"stuck": self.stuck}
-        return Solution(status, problem, budget, METHOD, bound=self.bound, seconds=seconds, details=stuck)
+        why: dict[str, object] = {} if self.stuck is None else {"stuck": self.stuck}
+        if self.failed:
+            why["failed"] = self.failed
+        return Solution(status, problem, budget, METHOD, bound=self.bound, seconds=seconds, details=why)
 
 
 def _next_use(search: Search) -> None:

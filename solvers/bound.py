@@ -26,7 +26,7 @@ import numpy as np
 from checkmate import plan as plans
 from checkmate.problem import Problem
 from checkmate.schedule import Schedule
-from checkmate.solvers import highs
+from checkmate.solvers import highs, progress
 from checkmate.solvers.formulation import cost_unit, size_unit
 from checkmate.solvers.highs import Outcome
 from checkmate.solvers.kept import on_demand
@@ -115,8 +115,16 @@ def _round(
 ) -> Bound:
     """Solve the model of these moments; the better bound of it and what was known, and its answer if it has one."""
     x = build(problem, budget, at)
-    result = highs.run(x.model, gap=gap, time_limit=time_limit, threads=threads, start=_start(x, at, start))
-    value = max(best.value, result.bound * cost_unit(problem))
+    unit = cost_unit(problem)
+    result = highs.run(
+        x.model,
+        gap=gap,
+        time_limit=time_limit,
+        threads=threads,
+        start=_start(x, at, start),
+        on_bound=lambda bound: progress.proved(problem, budget, bound * unit),
+    )
+    value = max(best.value, result.bound * unit)
     log.info("bound: %.6g s with %d moments, %s", value, len(at), result.outcome.value)
     if result.outcome is Outcome.INFEASIBLE:
         return replace(best, value=float("inf"), infeasible=True, rounds=best.rounds + 1)

@@ -24,18 +24,29 @@ def certify(
     """
     schedule = Schedule.from_runs(problem.graph, R)
     plan = plans.lower(problem.graph, schedule)
-    faults = plans.verify(plan, problem, budget)
-    if faults:
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise SolverError(f"The schedule of {method} is wrong: {faults[0]}{more}.")
+    if wrong := plans.verify(plan, problem, budget):
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise SolverError(f"The schedule of {method} is wrong: {wrong[0]}{more}.")
     cost = plans.cost(plan, problem)
-    bound = min(max(bound, problem.keep_all_cost), cost)
+    bound = min(max(problem.keep_all_cost, bound), cost)  # in this order, what is no number is no bound
     status = Status.OPTIMAL if cost - bound <= OPTIMAL_GAP * cost else Status.FEASIBLE
     peak = plans.simulate(plan, problem).peak
     return Solution(status, problem, budget, method, schedule, plan, cost, bound, peak, **fields)  # type: ignore[arg-type]
 
 
+def faults(problem: Problem, budget: int, R: np.ndarray) -> list[str]:
+    """All that the verifier has against R (T, T) within the budget, in words; empty when nothing."""
+    return plans.verify(plans.lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem, budget)
+
+
 def peak_of(problem: Problem, R: np.ndarray) -> int:
-    """Bytes that the plan of R (T, T) reaches, simulated."""
+    """Bytes that the plan of R (T, T) reaches, simulated.
+
+    Raises:
+        SolverError: if some op does not run in its own stage: no such R comes from a working solver.
+    """
+    if not R.diagonal().all():
+        k = int(np.argmin(R.diagonal()))
+        raise SolverError(f"An answer of the solver never runs {problem.graph.ops[k].name}.")
     schedule = Schedule.from_runs(problem.graph, R)
     return plans.simulate(plans.lower(problem.graph, schedule), problem).peak

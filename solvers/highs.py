@@ -1,19 +1,29 @@
-"""Run HiGHS on a `Model`, as a linear program or with integers, and say plainly how it ended."""
+"""Run HiGHS on a `Model`, as a linear program or with integers, and say plainly how it ended.
+
+HiGHS runs in a thread of its own while the caller waits, so that Ctrl-C is noticed at once: Python handles signals
+between its own instructions only, and one call of HiGHS may take a minute. HiGHS also keeps one scheduler a thread, and
+a run with another number of threads than the scheduler was made for would end at once with 'Not Set'.
+"""
 
 from __future__ import annotations
 
+import contextvars
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import highspy
 import numpy as np
 
 from checkmate.errors import SolverError
 from checkmate.solvers.model import Model
+
+PATIENCE = 0.7  # seconds that HiGHS has to end once Ctrl-C was pressed; after that it is left to end by itself
 
 
 class Outcome(Enum):
@@ -58,6 +68,7 @@ def run(
     start: tuple[np.ndarray, np.ndarray] | None = None,
     target: float | None = None,
     on_incumbent: Callable[[np.ndarray], None] | None = None,
+    on_bound: Callable[[float], None] | None = None,
 ) -> Result:
     """Solve a model.
 
@@ -66,18 +77,22 @@ def run(
         relax: drop integrality and solve the linear program.
         time_limit: seconds.
         gap: stop once (objective - bound) / objective is at most this.
-        threads: of HiGHS. Its scheduler is global, so it is reset when the number changes.
+        threads: of HiGHS.
         start: columns and their values of a known solution; HiGHS completes the rest.
         target: stop at a solution with an objective at most this.
         on_incumbent: called with the (columns,) values of each better solution as it is found.
+        on_bound: called with each better lower bound of the objective, with integers only.
+
+    The two are called from another thread, with the caller's context variables.
 
     Raises:
         SolverError: if HiGHS refuses the model or ends in a state that says nothing about it.
+        KeyboardInterrupt: within a second or so of Ctrl-C, also where HiGHS itself takes longer to notice.
     """
     began = time.perf_counter()
     solver = highspy.Highs()
     _set(solver, "output_flag", False)
-    _set_threads(solver, threads)
+    _set(solver, "threads", threads)
     _set(solver, "mip_rel_gap", float(gap))
     _set(solver, "mip_abs_gap", 0.0 if gap == 0 else 1e-9)
     if np.isfinite(time_limit):
@@ -88,10 +103,76 @@ def run(
     if start is not None and not relax:
         columns, values = start
         _check(solver.setSolution(len(columns), columns.astype(np.int32), values.astype(np.float64)), "take the start")
-    if on_incumbent is not None and not relax:
-        solver.cbMipImprovingSolution.subscribe(lambda event: on_incumbent(np.array(event.data_out.mip_solution)))
-    _check(solver.run(), "run")
+    _check(_Run(solver, on_incumbent, on_bound).wait(), "run")
     return _result(solver, model, relax, time.perf_counter() - began)
+
+
+class _Run:
+    """One run of HiGHS in its own thread: it can be left alone, and hears of Ctrl-C where HiGHS asks."""
+
+    def __init__(
+        self,
+        solver: highspy.Highs,
+        on_incumbent: Callable[[np.ndarray], None] | None,
+        on_bound: Callable[[float], None] | None,
+    ) -> None:
+        self._solver, self._on_incumbent, self._on_bound = solver, on_incumbent, on_bound
+        self._bound = -float("inf")
+        self._stop = False
+        self._over = threading.Event()
+        self._status = highspy.HighsStatus.kError
+        self._error: Exception | None = None
+        for asks in (solver.cbSimplexInterrupt, solver.cbIpmInterrupt, solver.cbMipInterrupt):
+            asks.subscribe(self._answer)
+        if on_incumbent is not None:
+            solver.cbMipImprovingSolution.subscribe(self._improve)
+        context = contextvars.copy_context()
+        # no daemon: a thread that Python ends by force inside HiGHS takes the whole process down
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="checkmate-highs")
+        self._thread.start()
+
+    def wait(self) -> highspy.HighsStatus:
+        """How the run ended; what a callback raised, raised here."""
+        try:
+            while not self._over.wait(0.1):  # with a timeout, for on Windows a wait without one hears no Ctrl-C
+                pass
+        except BaseException:
+            self._stop = True
+            self._over.wait(PATIENCE)
+            raise
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._status
+
+    def _run(self) -> None:
+        try:
+            self._status = self._solver.run()
+        except Exception as error:  # noqa: BLE001  # raised again by `wait`
+            self._error = SolverError(f"HiGHS failed: {error}")
+            self._error.__cause__ = error
+        finally:
+            self._over.set()
+
+    def _answer(self, event: highspy.HighsCallbackEvent) -> None:
+        """HiGHS asks whether to stop. Nothing may be raised through its code, so errors are kept for later."""
+        bound = float(event.data_out.mip_dual_bound)
+        if self._on_bound is not None and np.isfinite(bound) and bound > self._bound:
+            self._bound = bound
+            self._keep_error(self._on_bound, bound)
+        if self._stop:
+            event.interrupt()
+
+    def _improve(self, event: highspy.HighsCallbackEvent) -> None:
+        assert self._on_incumbent is not None
+        if not self._stop:
+            self._keep_error(self._on_incumbent, np.array(event.data_out.mip_solution))
+
+    def _keep_error(self, call: Callable[[Any], None], value: Any) -> None:
+        try:
+            call(value)
+        except Exception as error:  # noqa: BLE001  # raised again by `wait`
+            self._error, self._stop = error, True
 
 
 def export(model: Model, path: str | os.PathLike[str]) -> None:
@@ -151,18 +232,6 @@ def _to_highs(model: Model, relax: bool) -> highspy.HighsLp:
         kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
         lp.integrality_ = [kinds[bool(i)] for i in model.integer]
     return lp
-
-
-_threads_in_use: int | None = None
-
-
-def _set_threads(solver: highspy.Highs, threads: int) -> None:
-    """HiGHS keeps one scheduler a process; a run with another number of threads would end at once with 'Not Set'."""
-    global _threads_in_use
-    if _threads_in_use is not None and _threads_in_use != threads:
-        highspy.Highs.resetGlobalScheduler(True)
-    _threads_in_use = threads
-    _set(solver, "threads", threads)
 
 
 def _set(solver: highspy.Highs, option: str, value: bool | int | float | str) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from checkmate import plan as plans
 from checkmate.problem import Problem
 from checkmate.schedule import Schedule
 from checkmate.solution import Solution, Status
-from checkmate.solvers import highs, pulp_engine
-from checkmate.solvers.certify import certify
+from checkmate.solvers import highs, progress, pulp_engine
+from checkmate.solvers.certify import certify, peak_of
 from checkmate.solvers.formulation import Variables, build, cost_unit
 from checkmate.solvers.highs import Outcome, Result
 from checkmate.solvers.model import NONE, Model
@@ -79,7 +78,16 @@ def milp(
         left = max(0.0, time_limit - (time.perf_counter() - began))
         goal = None if target is None else target / cost_unit(problem)
         known = _columns(x, incumbent)
-        result = _run(model, engine, time_limit=left, gap=gap, threads=threads, start=known, target=goal)
+        result = _run(
+            model,
+            engine,
+            time_limit=left,
+            gap=gap,
+            threads=threads,
+            start=known,
+            target=goal,
+            **(_reports(problem, budget, model, x, margin) if engine == "highs" else {}),
+        )
         if not margin:  # only the model of the whole budget proves anything
             bound, outcome = result.bound * cost_unit(problem), result.outcome
         found = None if result.x is None else model.value(result.x, x.R).round().astype(bool)
@@ -141,6 +149,18 @@ def _run(model: Model, engine: str, **options: Any) -> Result:
     raise ValueError(f"Unknown engine {engine!r}: it is 'highs', or 'pulp:' and a solver's name, e.g. 'pulp:CBC'.")
 
 
+def _reports(problem: Problem, budget: int, model: Model, x: Variables, margin: int) -> dict[str, Any]:
+    """What HiGHS calls as it goes; its bound holds for the model of the whole budget only."""
+
+    def on_incumbent(values: np.ndarray) -> None:
+        progress.found(problem, model.value(values, x.R).round().astype(bool), "milp")
+
+    def on_bound(bound: float) -> None:
+        progress.proved(problem, budget - margin, bound * cost_unit(problem))
+
+    return {"on_incumbent": on_incumbent, "on_bound": on_bound}
+
+
 def _columns(x: Variables, R: np.ndarray | None) -> tuple[np.ndarray, np.ndarray] | None:
     """A schedule as columns and values; the solver finds the rest. Runs without a variable are of no use."""
     there = x.R != NONE
@@ -148,6 +168,5 @@ def _columns(x: Variables, R: np.ndarray | None) -> tuple[np.ndarray, np.ndarray
 
 
 def _excess(problem: Problem, budget: int, R: np.ndarray) -> int:
-    """Bytes by which a schedule exceeds the budget."""
-    plan = plans.lower(problem.graph, Schedule.from_runs(problem.graph, R))
-    return plans.simulate(plan, problem).peak - budget
+    """Bytes by which a schedule exceeds the budget; none for what is no schedule, so that `certify` refuses it."""
+    return peak_of(problem, R) - budget if R.diagonal().all() else 0

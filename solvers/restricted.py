@@ -18,11 +18,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from checkmate.problem import Problem
-from checkmate.solvers import highs
+from checkmate.solvers import highs, progress
 from checkmate.solvers.certify import peak_of
 from checkmate.solvers.formulation import cost_unit, size_unit
 from checkmate.solvers.highs import Outcome
@@ -75,7 +76,10 @@ def restricted(
         model, r = build(problem, budget - 2 * excess, places, start=start, frozen=frozen)
         known = None if start is None else (r, start[places[:, 0], places[:, 1]].astype(np.float64))
         left = max(0.1, time_limit - (time.perf_counter() - began))
-        result = highs.run(model, time_limit=left, gap=gap, threads=threads, start=known, target=goal)
+        report = partial(_report, problem, places, model, r)
+        result = highs.run(
+            model, time_limit=left, gap=gap, threads=threads, start=known, target=goal, on_incumbent=report
+        )
         R = None if result.x is None else _as_runs(problem, places, model.value(result.x, r) > 0.5)
         excess = 0 if R is None else peak_of(problem, R) - budget
         if excess <= 0:
@@ -85,6 +89,10 @@ def restricted(
     cost = float("inf") if R is None else float(R.sum(axis=0) @ problem.seconds)
     bound = result.bound * cost_unit(problem)
     return Answer(R, cost, bound, result.outcome, len(places), time.perf_counter() - began)
+
+
+def _report(problem: Problem, places: np.ndarray, model: Model, r: np.ndarray, x: np.ndarray) -> None:
+    progress.found(problem, _as_runs(problem, places, model.value(x, r) > 0.5), "restricted")
 
 
 def _as_runs(problem: Problem, places: np.ndarray, runs: np.ndarray) -> np.ndarray:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-import time
+import numbers
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from checkmate.errors import SolverError
 from checkmate.problem import Problem
 from checkmate.solution import Solution, Status
 from checkmate.solvers.least import min_budget
-from checkmate.solvers.methods import METHODS
-from checkmate.units import format_bytes, parse_bytes
+from checkmate.solvers.methods import METHODS, Method
+from checkmate.solvers.progress import Progress
+from checkmate.units import format_bytes, format_seconds, parse_bytes
 
 __all__ = ["min_budget", "solve"]
 
@@ -27,44 +29,98 @@ def solve(
     method: str = "auto",
     time_limit: float = 60.0,
     gap: float = 1e-4,
+    progress: bool | None = None,
     **options: Any,
 ) -> Solution:
     """A plan for the problem within the budget, at the least recomputation that the method finds.
 
+    Ctrl-C ends it with the best plan so far, which is valid, and a message that says so; a second Ctrl-C, or one before
+    there is a plan, is raised as usual. A solver that fails ends no solve that has a plan.
+
     Args:
         budget: bytes, or text such as ``"8 GB"``.
-        method: one of `checkmate.solvers.methods.METHODS`.
+        method: one of `checkmate.methods()`.
         time_limit: seconds.
         gap: stop once (cost - bound) / cost is at most this.
+        progress: show a line on standard error with the incumbent, the bound and the time; None: on a terminal, after
+            two seconds. The logger "checkmate.solve" has the same, at INFO.
         options: of the method.
 
     Returns:
-        A Solution of any status; ``details["min_budget"]`` and ``details["op"]`` where there is no plan.
+        A Solution of any status. Where there is a plan, ``details["trajectory"]`` lists (seconds, cost, bound) at each
+        improvement; where there is none, ``details["min_budget"]`` and ``details["op"]`` say what would work.
 
     Raises:
         BudgetError: if the budget is not a positive number of bytes.
-        ValueError: if no method has this name.
+        ValueError: if no method has this name, it has no such option, or a limit is out of range.
+        KeyboardInterrupt: on Ctrl-C before there is a plan.
 
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> solve(problem, "3 B").cost
     4.0
     """
-    began = time.perf_counter()
-    if method not in METHODS:
-        raise ValueError(f"There is no method {method!r}. The methods are {', '.join(METHODS)}.")
+    chosen = _method(method, options)
     budget = parse_bytes(budget)
-    if budget < problem.unavoidable_bytes.max():
-        solution = _infeasible(problem, budget, method)
-    else:
-        chosen = METHODS[method]
-        limits = {"time_limit": time_limit, "gap": gap}
-        taken = {name: limit for name, limit in limits.items() if name in chosen.options}
-        solution = chosen.run(problem, budget, **taken, **options)
-        if solution.plan is None:
-            solution = _explain(solution)
-    solution = replace(solution, seconds=time.perf_counter() - began)
+    _check_limits(time_limit, gap)
+    with Progress(problem, budget, time_limit, shown=progress) as known:
+        if budget < problem.unavoidable_bytes.max():
+            solution = _infeasible(problem, budget, method)
+        else:
+            limits = {"time_limit": time_limit, "gap": gap}
+            taken = {name: limit for name, limit in limits.items() if name in chosen.options}
+            solution = _run(chosen, known, {**taken, **options})
+            solution = _explain(solution) if solution.plan is None else _with_trajectory(solution, known)
+    solution = replace(solution, seconds=known.elapsed)
     log.info("%s", solution)
     return solution
+
+
+def _method(name: str, options: dict[str, Any]) -> Method:
+    """The method of this name, if it takes these options."""
+    if name not in METHODS:
+        raise ValueError(f"There is no method {name!r}. The methods are {', '.join(METHODS)}.")
+    method = METHODS[name]
+    unknown = [option for option in options if option not in method.options]
+    if unknown:
+        raise ValueError(
+            f"Method {name!r} has no option {unknown[0]!r}. Its options are {', '.join(method.options) or 'none'}."
+        )
+    return method
+
+
+def _check_limits(time_limit: float, gap: float) -> None:
+    for name, value in (("time_limit", time_limit), ("gap", gap)):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise ValueError(f"{name} is a number, not {value!r}.")
+    if not 0 < time_limit < float("inf"):
+        raise ValueError(f"time_limit is a positive, finite number of seconds, not {time_limit!r}.")
+    if not 0 <= gap <= 1:
+        raise ValueError(f"gap is a share between 0 and 1, such as 0.01, not {gap!r}.")
+
+
+def _run(method: Method, known: Progress, options: dict[str, Any]) -> Solution:
+    """What the method answers; where it is interrupted or fails, the best plan that it had reported."""
+    details: dict[str, Any] = {}
+    try:
+        return method.run(known.problem, known.budget, **options)
+    except KeyboardInterrupt:
+        if known.R is None:
+            raise
+        message = f"interrupted after {format_seconds(known.elapsed)}"
+    except SolverError as error:
+        log.warning("%s failed: %s", method.name, error)
+        message, details = f"{method.name} failed", {"failed": [str(error)]}
+    if known.R is not None:
+        return known.solution(method=method.name, message=message, details=details)
+    return Solution(
+        Status.NOT_FOUND, known.problem, known.budget, method.name, bound=known.bound, message=message, details=details
+    )
+
+
+def _with_trajectory(solution: Solution, known: Progress) -> Solution:
+    """Add how the plan came about, with its own figures at the end."""
+    path = [*known.trajectory, (known.elapsed, solution.cost, solution.bound)]
+    return replace(solution, details={**solution.details, "trajectory": path})
 
 
 def _infeasible(problem: Problem, budget: int, method: str) -> Solution:
@@ -84,8 +140,9 @@ def _explain(solution: Solution) -> Solution:
     least = min_budget(problem)
     proven = solution.status is Status.INFEASIBLE
     claim = "No schedule fits" if proven else f"{solution.method} found no schedule within"
+    failures = "".join(f"{solution.method} failed: {why} " for why in solution.details.get("failed", ()))
     reason = f"{_name(problem, k)} stands in the way" if proven or not solution.message else solution.message
-    message = f"{claim} {format_bytes(solution.budget)}: {reason}. "
+    message = f"{failures}{claim} {format_bytes(solution.budget)}: {reason}. "
     message += _way_out(problem) if least > solution.budget else "Method 'auto' has one."
     return _without_plan(replace(solution, message=message), k)
 
