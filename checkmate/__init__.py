@@ -26,6 +26,8 @@ from checkmate.units import parse_bytes
 
 if TYPE_CHECKING:
     from checkmate.compiler import compile, trace
+    from checkmate.solvers.catalogue import methods
+    from checkmate.solvers.frontier import Frontier, frontier
     from checkmate.solvers.solve import solve
 
 __version__ = "0.1.0"
@@ -33,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "CheckmateError",
+    "Frontier",
     "Graph",
     "InfeasibleBudget",
     "InvalidProblem",
@@ -48,12 +51,21 @@ __all__ = [
     "Value",
     "VerificationError",
     "compile",
+    "frontier",
+    "methods",
     "parse_bytes",
     "solve",
     "trace",
 ]
 
-_LAZY = {"compile": "checkmate.compiler", "trace": "checkmate.compiler", "solve": "checkmate.solvers.solve"}
+_LAZY = {
+    "Frontier": "checkmate.solvers.frontier",
+    "compile": "checkmate.compiler",
+    "frontier": "checkmate.solvers.frontier",
+    "methods": "checkmate.solvers.catalogue",
+    "solve": "checkmate.solvers.solve",
+    "trace": "checkmate.compiler",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ from checkmate.errors import SolverError
 from checkmate.solvers.model import Model
 
 PATIENCE = 0.7  # seconds that HiGHS has to end once Ctrl-C was pressed; after that it is left to end by itself
+OVERTIME = 0.04  # of the time limit; a run that takes more, in HiGHS's presolve say, is left to end by itself as well
 
 
 class Outcome(Enum):
@@ -95,15 +96,18 @@ def run(
     _set(solver, "threads", threads)
     _set(solver, "mip_rel_gap", float(gap))
     _set(solver, "mip_abs_gap", 0.0 if gap == 0 else 1e-9)
-    if np.isfinite(time_limit):
-        _set(solver, "time_limit", max(0.0, float(time_limit)))
     if target is not None:
         _set(solver, "objective_target", float(target))
     _check(solver.passModel(_to_highs(model, relax)), "take the model")
     if start is not None and not relax:
         columns, values = start
         _check(solver.setSolution(len(columns), columns.astype(np.int32), values.astype(np.float64)), "take the start")
-    _check(_Run(solver, on_incumbent, on_bound).wait(), "run")
+    left = max(0.0, float(time_limit) - (time.perf_counter() - began))
+    if np.isfinite(left):
+        _set(solver, "time_limit", left)
+    going = _Run(solver, on_incumbent, on_bound)
+    if not going.wait(left + 0.05 + OVERTIME * time_limit):
+        return _unfinished(going, model, time.perf_counter() - began)
     return _result(solver, model, relax, time.perf_counter() - began)
 
 
@@ -117,33 +121,42 @@ class _Run:
         on_bound: Callable[[float], None] | None,
     ) -> None:
         self._solver, self._on_incumbent, self._on_bound = solver, on_incumbent, on_bound
-        self._bound = -float("inf")
+        self.x: np.ndarray | None = None  # the best solution that was reported
+        self.bound = -float("inf")  # the best bound that was reported
         self._stop = False
         self._over = threading.Event()
         self._status = highspy.HighsStatus.kError
         self._error: Exception | None = None
         for asks in (solver.cbSimplexInterrupt, solver.cbIpmInterrupt, solver.cbMipInterrupt):
             asks.subscribe(self._answer)
-        if on_incumbent is not None:
-            solver.cbMipImprovingSolution.subscribe(self._improve)
+        solver.cbMipImprovingSolution.subscribe(self._improve)
         context = contextvars.copy_context()
         # no daemon: a thread that Python ends by force inside HiGHS takes the whole process down
         self._thread = threading.Thread(target=context.run, args=(self._run,), name="checkmate-highs")
         self._thread.start()
 
-    def wait(self) -> highspy.HighsStatus:
-        """How the run ended; what a callback raised, raised here."""
+    def wait(self, seconds: float) -> bool:
+        """Whether the run ended in time. What a callback raised is raised here."""
         try:
-            while not self._over.wait(0.1):  # with a timeout, for on Windows a wait without one hears no Ctrl-C
-                pass
+            over = self._wait(seconds)
         except BaseException:
             self._stop = True
             self._over.wait(PATIENCE)
             raise
-        self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._status
+        if over:
+            self._thread.join()
+            _check(self._status, "run")
+        self._stop = not over
+        return over
+
+    def _wait(self, seconds: float) -> bool:
+        until = time.perf_counter() + seconds
+        while (left := until - time.perf_counter()) > 0:  # in turns, for on Windows a long wait hears no Ctrl-C
+            if self._over.wait(min(0.1, left)):
+                return True
+        return self._over.is_set()
 
     def _run(self) -> None:
         try:
@@ -157,20 +170,21 @@ class _Run:
     def _answer(self, event: highspy.HighsCallbackEvent) -> None:
         """HiGHS asks whether to stop. Nothing may be raised through its code, so errors are kept for later."""
         bound = float(event.data_out.mip_dual_bound)
-        if self._on_bound is not None and np.isfinite(bound) and bound > self._bound:
-            self._bound = bound
+        if np.isfinite(bound) and bound > self.bound and not self._stop:
+            self.bound = bound
             self._keep_error(self._on_bound, bound)
         if self._stop:
             event.interrupt()
 
     def _improve(self, event: highspy.HighsCallbackEvent) -> None:
-        assert self._on_incumbent is not None
         if not self._stop:
-            self._keep_error(self._on_incumbent, np.array(event.data_out.mip_solution))
+            self.x = np.array(event.data_out.mip_solution)
+            self._keep_error(self._on_incumbent, self.x)
 
-    def _keep_error(self, call: Callable[[Any], None], value: Any) -> None:
+    def _keep_error(self, call: Callable[[Any], None] | None, value: Any) -> None:
         try:
-            call(value)
+            if call is not None:
+                call(value)
         except Exception as error:  # noqa: BLE001  # raised again by `wait`
             self._error, self._stop = error, True
 
@@ -211,6 +225,13 @@ def _result(solver: highspy.Highs, model: Model, relax: bool, seconds: float) ->
     else:
         bound = max(float(info.mip_dual_bound), least_objective(model))
     return Result(outcome, x, objective, min(bound, objective), seconds)
+
+
+def _unfinished(going: _Run, model: Model, seconds: float) -> Result:
+    """What a run had reported that did not end in time."""
+    objective = float(model.cost @ going.x) if going.x is not None else float("inf")
+    bound = max(going.bound, least_objective(model))
+    return Result(Outcome.STOPPED, going.x, objective, min(bound, objective), seconds)
 
 
 def least_objective(model: Model) -> float:

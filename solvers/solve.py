@@ -59,9 +59,9 @@ def solve(
     >>> solve(problem, "3 B").cost
     4.0
     """
-    chosen = _method(method, options)
+    chosen = check_method(method, options)
     budget = parse_bytes(budget)
-    _check_limits(time_limit, gap)
+    check_limits(time_limit, gap)
     with Progress(problem, budget, time_limit, shown=progress) as known:
         if budget < problem.unavoidable_bytes.max():
             solution = _infeasible(problem, budget, method)
@@ -75,8 +75,8 @@ def solve(
     return solution
 
 
-def _method(name: str, options: dict[str, Any]) -> Method:
-    """The method of this name, if it takes these options."""
+def check_method(name: str, options: dict[str, Any]) -> Method:
+    """The method of this name, if it takes these options; a ValueError names those that there are."""
     if name not in METHODS:
         raise ValueError(f"There is no method {name!r}. The methods are {', '.join(METHODS)}.")
     method = METHODS[name]
@@ -88,7 +88,8 @@ def _method(name: str, options: dict[str, Any]) -> Method:
     return method
 
 
-def _check_limits(time_limit: float, gap: float) -> None:
+def check_limits(time_limit: float, gap: float) -> None:
+    """Raise a ValueError for a limit that is no number or out of range."""
     for name, value in (("time_limit", time_limit), ("gap", gap)):
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ValueError(f"{name} is a number, not {value!r}.")
@@ -106,7 +107,7 @@ def _run(method: Method, known: Progress, options: dict[str, Any]) -> Solution:
     except KeyboardInterrupt:
         if known.R is None:
             raise
-        message = f"interrupted after {format_seconds(known.elapsed)}"
+        message, details = f"interrupted after {format_seconds(known.elapsed)}", {"interrupted": True}
     except SolverError as error:
         log.warning("%s failed: %s", method.name, error)
         message, details = f"{method.name} failed", {"failed": [str(error)]}

@@ -1,0 +1,318 @@
+"""Cost against peak: one problem solved for many budgets, by one or several methods.
+
+Each pair of a method and a budget is solved by itself, in parallel. What one finds then serves the others: a plan for
+a budget is one for every larger budget, so that a method's cost never rises with the budget; a bound, proven for a
+budget by whichever method, holds for every smaller one.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from checkmate.errors import CheckmateError, SolverError
+from checkmate.problem import Problem
+from checkmate.solution import Solution, Status
+from checkmate.solvers.certify import certify
+from checkmate.solvers.methods import METHODS
+from checkmate.solvers.processes import Processes
+from checkmate.solvers.progress import contradicts
+from checkmate.solvers.solve import check_limits, check_method, min_budget, solve
+from checkmate.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+BUDGETS = 8  # where none are given
+log = logging.getLogger("checkmate.solve")
+
+
+class Client(Protocol):
+    """Whatever runs calls elsewhere: an executor of `concurrent.futures`, Dask's ``distributed.Client``, ..."""
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any) -> Any:
+        """Run a call; the answer has ``.result()``."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one method found for one budget."""
+
+    method: str
+    budget: int  # bytes
+    status: Status
+    cost: float  # seconds of the step, infinite without a plan
+    overhead: float  # the cost relative to running each op once, minus one
+    bound: float  # seconds that every schedule within the budget takes, proven in this row or another
+    gap: float  # (cost - bound) / cost, infinite without a plan
+    peak: int | None  # bytes
+    seconds: float  # spent solving
+    from_budget: int | None  # the smaller budget that this plan was found for; None: for this one
+    message: str
+    solution: Solution = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, method: str, solution: Solution, from_budget: int | None = None) -> Row:
+        """The row of a solution."""
+        s = solution
+        figures = (s.budget, s.status, s.cost, s.overhead, s.bound, s.gap, s.peak, s.seconds)
+        return cls(method, *figures, from_budget, s.message, s)
+
+
+@dataclass(frozen=True, repr=False)
+class Frontier:
+    """The rows: by method in the order asked for, then by budget, ascending. Prints as a table."""
+
+    rows: tuple[Row, ...]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Row:
+        return self.rows[i]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Each row as a dict of numbers and text, the status as its label; solutions are left out."""
+        names = [f.name for f in fields(Row) if f.name != "solution"]
+        return [{**{name: getattr(row, name) for name in names}, "status": row.status.label} for row in self.rows]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The `records` as a ``pandas.DataFrame``.
+
+        Raises:
+            ImportError: if pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas() needs pandas: pip install pandas. Without it there is records().") from error
+        return pandas.DataFrame(self.records())
+
+    def __repr__(self) -> str:
+        lines = [_HEADS, *map(_cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        align = [str.rjust if head in _NUMBERS else str.ljust for head in _HEADS]
+        aligned = ([pad(c, w) for pad, c, w in zip(align, line, widths, strict=True)] for line in lines)
+        return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+
+    def _repr_html_(self) -> str:
+        heads = "".join(f"<th>{head}</th>" for head in _HEADS)
+        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) for row in self.rows)
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+_HEADS = ("method", "budget", "peak", "step", "recomputed", "bound", "gap", "solved in", "status")
+_NUMBERS = set(_HEADS) - {"method", "status"}
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """A row as text, in the order of the heads."""
+    known = row.peak is not None
+    status = (
+        row.status.label if row.from_budget is None else f"{row.status.label}, from {format_bytes(row.from_budget)}"
+    )
+    return (
+        row.method,
+        format_bytes(row.budget),
+        format_bytes(row.peak) if row.peak is not None else "-",
+        format_seconds(row.cost) if known else "-",
+        f"{row.overhead:.2%}" if known else "-",
+        format_seconds(row.bound) if np.isfinite(row.bound) else "-",
+        f"{row.gap:.2%}" if known else "-",
+        format_seconds(row.seconds),
+        status,
+    )
+
+
+def frontier(
+    problem: Problem,
+    budgets: Iterable[int | float | str] | None = None,
+    *,
+    methods: Sequence[str] = ("auto",),
+    time_limit: float = 60.0,
+    gap: float = 1e-4,
+    jobs: int | None = None,
+    client: Client | None = None,
+    **options: Any,
+) -> Frontier:
+    """The cost of a step for many budgets, by one or several methods.
+
+    Ctrl-C ends it with what has been found, if anything.
+
+    Args:
+        budgets: bytes, or text such as ``"8 GB"``; by default a few from the smallest that works to keeping everything.
+        methods: of `checkmate.methods()`.
+        time_limit: seconds for each pair of a method and a budget.
+        gap: stop each once (cost - bound) / cost is at most this.
+        jobs: processes at a time; by default as many as the machine has cores. 1 solves within this process.
+        client: run the solves there instead: anything with ``submit(call, *arguments)`` that gives a future with
+            ``result()``, such as an executor of `concurrent.futures` or Dask's ``distributed.Client``. For Ray it is an
+            object whose ``submit`` returns ``ray.remote(call).remote(*arguments).future()``.
+        options: of the methods; each goes to those that take it.
+
+    Returns:
+        A Frontier with a row for each pair. One whose solve failed is NOT_FOUND, with a message; or has the plan of a
+        smaller budget.
+
+    Raises:
+        BudgetError: if a budget is no positive number of bytes.
+        ValueError: if a method or an option is unknown, or a limit is out of range.
+
+    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> [(row.budget, row.cost, row.status) for row in frontier(problem, ["3 B", 2], jobs=1)]
+    [(2, inf, Status.INFEASIBLE), (3, 4.0, Status.OPTIMAL)]
+    """
+    taken = _options_by_method(methods, options)
+    check_limits(time_limit, gap)
+    if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
+        raise ValueError(f"jobs is a number of processes, at least 1, not {jobs!r}.")
+    at = _default_budgets(problem) if budgets is None else sorted({parse_bytes(budget) for budget in budgets})
+    pairs = [(method, budget) for method in taken for budget in at]
+    limits = {"time_limit": time_limit, "gap": gap}
+    calls = [(method, budget, {**limits, **taken[method]}) for method, budget in pairs]
+    jobs = min(len(pairs) or 1, jobs or os.cpu_count() or 1)
+    if client is None and jobs == 1:
+        solutions = _solve_here(problem, calls)
+    else:
+        with Processes(jobs) if client is None else nullcontext(client) as there:
+            solutions = _solve_there(problem, calls, there)
+    return Frontier(_shared([Row.of(method, s) for (method, _), s in zip(pairs, solutions, strict=True)]))
+
+
+def _options_by_method(methods: Sequence[str], options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """For each method the options that it takes; one that none takes is refused."""
+    if isinstance(methods, str):
+        methods = (methods,)
+    for method in methods:
+        check_method(method, {})
+    for option in options:
+        if not any(option in METHODS[method].options for method in methods):
+            check_method(methods[0], {option: None})
+    return {
+        method: {name: value for name, value in options.items() if name in METHODS[method].options}
+        for method in methods
+    }
+
+
+def _default_budgets(problem: Problem) -> list[int]:
+    low, high = max(1, min_budget(problem)), max(1, problem.keep_all_peak)
+    return np.unique(np.linspace(low, high, BUDGETS).astype(np.int64)).tolist()
+
+
+Call = tuple[str, int, dict[str, Any]]  # method, budget, options
+
+
+def _solve_here(problem: Problem, calls: list[Call]) -> list[Solution]:
+    solutions: list[Solution] = []
+    for method, budget, options in calls:
+        try:
+            solutions.append(solve(problem, budget, method=method, **options))
+        except CheckmateError as error:
+            solutions.append(_failed(problem, method, budget, str(error)))
+        except KeyboardInterrupt:
+            if not solutions:
+                raise
+            break
+        if solutions[-1].details.get("interrupted"):
+            break
+    rest = calls[len(solutions) :]
+    return solutions + [
+        _failed(problem, method, budget, "interrupted before it was solved") for method, budget, _ in rest
+    ]
+
+
+def _solve_there(problem: Problem, calls: list[Call], client: Any) -> list[Solution]:
+    bare = replace(problem, emit=None)  # which writes modules and cannot travel
+    futures = [client.submit(_answer, bare, *call) for call in calls]
+    solutions: list[Solution] = []
+    interrupted = False
+    for (method, budget, _), future in zip(calls, futures, strict=True):
+        try:
+            if interrupted and not future.done():
+                raise SolverError("interrupted before it was solved")
+            solutions.append(_certified(problem, budget, method, future.result()))
+            log.info("frontier: %d of %d solved", len(solutions), len(calls))
+        except KeyboardInterrupt:
+            interrupted = True
+            solutions.append(_failed(problem, method, budget, "interrupted before it was solved"))
+        except Exception as error:  # noqa: BLE001  # whatever happened there, the other rows are as good as before
+            log.warning("frontier: %s within %s failed: %s", method, format_bytes(budget), error)
+            solutions.append(_failed(problem, method, budget, str(error)))
+    if interrupted and all(solution.plan is None for solution in solutions):
+        raise KeyboardInterrupt
+    return solutions
+
+
+def _answer(problem: Problem, method: str, budget: int, options: dict[str, Any]) -> Solution:
+    """What a process elsewhere sends back: the runs and the figures, without what the parent has anyway."""
+    solution = solve(problem, budget, method=method, progress=False, **options)
+    return replace(solution, problem=None, plan=None)  # type: ignore[arg-type]
+
+
+def _certified(problem: Problem, budget: int, method: str, answer: Solution) -> Solution:
+    """An answer from elsewhere, verified here, with this problem."""
+    s = answer
+    if s.schedule is None:
+        return replace(s, problem=problem)
+    about = {"seconds": s.seconds, "message": s.message, "details": s.details}
+    return certify(problem, budget, s.schedule.R, method=s.method, bound=s.bound, **about)
+
+
+def _failed(problem: Problem, method: str, budget: int, message: str) -> Solution:
+    return Solution(Status.NOT_FOUND, problem, budget, method, bound=problem.keep_all_cost, message=message)
+
+
+def _shared(rows: list[Row]) -> tuple[Row, ...]:
+    """The rows with what they learn from each other: plans from smaller budgets, bounds from larger ones."""
+    best: dict[str, Row] = {}  # by method, of the budgets so far
+    plans: list[Row] = []
+    for row in rows:
+        known = best.get(row.method)
+        if known is not None and known.cost < row.cost:
+            plans.append(_adopted(row, known))
+        else:
+            plans.append(row)
+            if row.solution.plan is not None:
+                best[row.method] = row
+    shared = []
+    for row in plans:
+        bounds = [other.bound for other in rows if other.budget >= row.budget]
+        bound = max(b for b in [row.solution.problem.keep_all_cost, *bounds] if not contradicts(b, row.cost))
+        shared.append(_with_bound(row, bound))
+    return tuple(shared)
+
+
+def _adopted(row: Row, known: Row) -> Row:
+    """The row with the plan of a smaller budget."""
+    assert known.solution.schedule is not None
+    about = {"seconds": row.seconds, "details": row.solution.details}
+    message = row.message or f"the plan found for {format_bytes(known.budget)}"
+    bound = 0.0 if contradicts(row.bound, known.cost) else row.bound
+    R, problem = known.solution.schedule.R, row.solution.problem
+    solution = certify(problem, row.budget, R, method=row.solution.method, bound=bound, message=message, **about)
+    return Row.of(row.method, solution, known.budget)
+
+
+def _with_bound(row: Row, bound: float) -> Row:
+    """The row with a better bound; infinite where it is proven that no plan fits."""
+    if bound <= row.bound:
+        return row
+    s = row.solution
+    if s.schedule is None:
+        status = Status.INFEASIBLE if bound == float("inf") else s.status
+        return Row.of(row.method, replace(s, bound=bound, status=status))
+    about = {"seconds": s.seconds, "message": s.message, "details": s.details}
+    return Row.of(
+        row.method, certify(s.problem, s.budget, s.schedule.R, method=s.method, bound=bound, **about), row.from_budget
+    )
