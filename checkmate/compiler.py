@@ -75,7 +75,7 @@ def compile(
         fn: a module, or any function of tensors; with the loss computed inside it the loss is within the plan too.
         budget: bytes at any moment of forward and backward, parameters, buffers and inputs included; "8 GB" is 8e9.
         method: how to plan; see `checkmate.solve`.
-        time_limit: seconds to plan one captured graph.
+        time_limit: seconds to plan one captured graph; Ctrl-C ends planning earlier, with the best plan so far.
         reserve: bytes of the budget to leave for what the graph does not know: optimizer state, gradients that are kept
             from one step to the next, a loss outside ``fn``.
         verify: run the first training call plainly as well, and compare results, gradients, buffers and random state

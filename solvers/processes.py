@@ -18,12 +18,13 @@ from checkmate.errors import SolverError
 
 T = TypeVar("T")
 _CHILD = """
-import pickle, sys
+import os, pickle, sys
+answers = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)  # what a call prints must not stand among the answers
 sys.path[:] = pickle.load(sys.stdin.buffer)  # first: what follows is found there
 call, arguments = pickle.load(sys.stdin.buffer)
-answer = pickle.dumps(call(*arguments))
-sys.stdout.flush()
-sys.stdout.buffer.write(answer)
+pickle.dump(call(*arguments), answers)
+answers.close()
 """
 
 

@@ -11,10 +11,11 @@ import numpy as np
 
 from checkmate.errors import SolverError
 from checkmate.problem import Problem
-from checkmate.solution import Solution, Status
+from checkmate.solution import OPTIMAL_GAP, Solution, Status
+from checkmate.solvers.certify import certify
 from checkmate.solvers.least import min_budget
 from checkmate.solvers.methods import METHODS, Method
-from checkmate.solvers.progress import Progress
+from checkmate.solvers.progress import Progress, contradicts
 from checkmate.units import format_bytes, format_seconds, parse_bytes
 
 __all__ = ["min_budget", "solve"]
@@ -68,7 +69,7 @@ def solve(
         else:
             limits = {"time_limit": time_limit, "gap": gap}
             taken = {name: limit for name, limit in limits.items() if name in chosen.options}
-            solution = _run(chosen, known, {**taken, **options})
+            solution = _best(_run(chosen, known, {**taken, **options}), known)
             solution = _explain(solution) if solution.plan is None else _with_trajectory(solution, known)
     solution = replace(solution, seconds=known.elapsed)
     log.info("%s", solution)
@@ -118,9 +119,21 @@ def _run(method: Method, known: Progress, options: dict[str, Any]) -> Solution:
     )
 
 
+def _best(solution: Solution, known: Progress) -> Solution:
+    """The answer, with the plan and the bound that were reported where they are better: a stage may have failed."""
+    better = 1 - OPTIMAL_GAP
+    if known.R is None or (known.cost >= better * solution.cost and solution.bound >= better * known.bound):
+        return solution
+    R = known.R if solution.schedule is None or known.cost < solution.cost else solution.schedule.R
+    bound = known.bound if contradicts(solution.bound, known.cost) else max(known.bound, solution.bound)
+    about: dict[str, Any] = {"method": solution.method, "message": solution.message, "details": solution.details}
+    return certify(solution.problem, solution.budget, R, bound=bound, **about)
+
+
 def _with_trajectory(solution: Solution, known: Progress) -> Solution:
     """Add how the plan came about, with its own figures at the end."""
-    path = [*known.trajectory, (known.elapsed, solution.cost, solution.bound)]
+    path = [(seconds, cost, min(bound, solution.bound)) for seconds, cost, bound in known.trajectory]
+    path.append((known.elapsed, solution.cost, solution.bound))
     return replace(solution, details={**solution.details, "trajectory": path})
 
 

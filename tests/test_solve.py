@@ -5,18 +5,24 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import re
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from checkmate import plan as plans
-from checkmate.errors import BudgetError
+from checkmate.errors import BudgetError, SolverError
 from checkmate.graph import Graph, Op, Value
 from checkmate.problem import Problem, Profile
 from checkmate.solution import Solution, Status
+from checkmate.solvers import highs
 from checkmate.solvers.checkpoint_all import checkpoint_all
+from checkmate.solvers.highs import Outcome, Result
 from checkmate.solvers.methods import METHODS
+from checkmate.solvers.model import Model
 from checkmate.solvers.solve import min_budget, solve
 from tests import dags
 from tests.oracle import interesting_budgets, optimum, outcomes, random_problem
@@ -78,6 +84,25 @@ def test_every_method_is_verified_and_never_below_the_optimum(method: str, seed:
 def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"no method 'magic'.*auto, checkpoint-all"):
         solve(dags.unit_chain(3), 5, method="magic")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_unknown_option_is_refused_with_the_known_ones(method: str) -> None:
+    options = ", ".join(METHODS[method].options) or "none"
+    with pytest.raises(ValueError, match=re.escape(f"{method!r} has no option 'foo'. Its options are {options}.")):
+        solve(dags.unit_chain(3), 5, method=method, foo=1)
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf"), "10", None, True])
+def test_a_time_limit_out_of_range_is_refused(limit: Any) -> None:
+    with pytest.raises(ValueError, match=r"time_limit is a .*number"):
+        solve(dags.unit_chain(3), 5, time_limit=limit)
+
+
+@pytest.mark.parametrize("gap", [-1e-9, 1.1, float("nan"), float("inf"), "1%", None, True])
+def test_a_gap_out_of_range_is_refused(gap: Any) -> None:
+    with pytest.raises(ValueError, match=r"gap is a (share|number)"):
+        solve(dags.unit_chain(3), 5, gap=gap)
 
 
 @pytest.mark.parametrize("budget", ["5 B", 5, 5.0, np.int64(5), "0.005 kB"])
@@ -199,6 +224,16 @@ def test_the_same_seed_gives_the_same_answer() -> None:
     assert np.array_equal(first.schedule.R, second.schedule.R)
 
 
+@pytest.mark.parametrize("method", ["auto", "next-use", "milp", "lp-rounding"])
+def test_the_same_seed_gives_the_same_plan_where_time_does_not_bind(method: str) -> None:
+    problem = dags.unit_chain(7)
+    seeded = {"seed": 3} if "seed" in METHODS[method].options else {}
+    first, second = (solve(problem, 5, method=method, time_limit=100, **seeded) for _ in range(2))
+    assert first.plan == second.plan is not None
+    assert first.bound == second.bound
+    assert first.seconds + second.seconds < 60  # so the limit did not bind
+
+
 def test_progress_is_logged_and_nothing_printed(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +241,91 @@ def test_progress_is_logged_and_nothing_printed(
         solve(STEPS["gpt"], int(0.7 * STEPS["gpt"].keep_all_peak), time_limit=5)
     assert any("next-use" in record.getMessage() for record in caplog.records)
     assert capfd.readouterr() == ("", "")
+
+
+# A solver that fails, answers rubbish or runs out of time.
+
+
+def _fails(model: Model, **options: Any) -> Result:
+    raise SolverError("HiGHS failed to run.")
+
+
+def _runs_out_of_time(model: Model, **options: Any) -> Result:
+    return Result(Outcome.STOPPED, None, math.inf, highs.least_objective(model), 0.0)
+
+
+def _answers(value: float | None, outcome: Outcome, bound: float) -> Callable[..., Result]:
+    """Every variable has one value; None: noise."""
+
+    def run(model: Model, **options: Any) -> Result:
+        x = np.random.default_rng(0).random(model.columns) if value is None else np.full(model.columns, value)
+        return Result(outcome, x, 0.0, bound, 0.0)
+
+    return run
+
+
+RUBBISH = {
+    "fails": _fails,
+    "runs out of time": _runs_out_of_time,
+    "zeros": _answers(0.0, Outcome.OPTIMAL, 0.0),
+    "ones": _answers(1.0, Outcome.OPTIMAL, 0.0),
+    "huge": _answers(1e300, Outcome.OPTIMAL, 1e300),
+    "nan": _answers(math.nan, Outcome.STOPPED, math.nan),
+    "noise": _answers(None, Outcome.OPTIMAL, -math.inf),
+    "a bound too high": _answers(1.0, Outcome.STOPPED, 1e9),
+}
+
+
+@pytest.mark.parametrize("method", ["auto", "milp", "lp-rounding"])
+@pytest.mark.parametrize("name", RUBBISH)
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
+def test_what_a_solver_gets_wrong_never_becomes_a_plan(monkeypatch: pytest.MonkeyPatch, method: str, name: str) -> None:
+    monkeypatch.setattr(highs, "run", RUBBISH[name])
+    problem = dags.unit_chain(8)
+    solution = solve(problem, 6, method=method, time_limit=5)  # its optimum takes 21 s
+    if solution.plan is None:
+        assert method != "auto"
+        assert solution.status is Status.NOT_FOUND
+        assert f"{method} f" in solution.message  # found nothing, or failed
+        assert solution.details["min_budget"] <= 6
+    else:
+        check(solution)
+        assert solution.cost >= 21
+        assert solution.status is Status.FEASIBLE or solution.cost == 21
+    if method == "auto":
+        assert solution.cost <= 22  # by next use
+
+
+def test_auto_keeps_its_plan_where_a_stage_fails_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(highs, "run", _fails)
+    solution = solve(dags.unit_chain(8), 6, time_limit=5)
+    assert solution.status is Status.FEASIBLE
+    assert "HiGHS failed to run." in solution.details["failed"]
+    assert any("HiGHS failed to run." in record.getMessage() for record in caplog.records)
+
+
+def test_a_failure_without_a_plan_is_told() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(highs, "run", _fails)
+        solution = solve(dags.unit_chain(8), 6, method="milp")
+    assert solution.status is Status.NOT_FOUND
+    assert solution.message.startswith("milp failed: HiGHS failed to run. milp found no schedule within 6 B")
+
+
+def test_a_plan_that_was_reported_survives_the_failure_of_its_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = highs.run
+
+    def fail_late(model: Model, **options: Any) -> Result:
+        run(model, **options)
+        raise SolverError("lost the result")
+
+    monkeypatch.setattr(highs, "run", fail_late)
+    solution = solve(dags.unit_chain(8), 6, method="milp")
+    check(solution)
+    assert solution.cost == 21
+    assert solution.details["failed"] == ["lost the result"]
 
 
 def test_one_op_is_a_problem_too() -> None:
