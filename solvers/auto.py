@@ -96,7 +96,7 @@ class Search:
                 self.bound = self.problem.keep_all_cost
             self.R, self.cost = R, cost
             self.found[by] = cost
-            progress.found(self.problem, R, by)
+            progress.found(self.problem, self.budget, R, by, verified=True)
 
     def prove(self, bound: float) -> None:
         """Take a lower bound, if it is better.

@@ -153,7 +153,7 @@ def _reports(problem: Problem, budget: int, model: Model, x: Variables, margin: 
     """What HiGHS calls as it goes; its bound holds for the model of the whole budget only."""
 
     def on_incumbent(values: np.ndarray) -> None:
-        progress.found(problem, model.value(values, x.R).round().astype(bool), "milp")
+        progress.found(problem, budget, model.value(values, x.R).round().astype(bool), "milp")
 
     def on_bound(bound: float) -> None:
         progress.proved(problem, budget - margin, bound * cost_unit(problem))

@@ -75,7 +75,7 @@ def _improve(problem: Problem, passes: Passes, deadline: float, seed: int) -> np
     """The best of the best passes after local search, searched once more."""
     cost, stages = passes.best[0]
     R = as_matrix(stages)
-    progress.found(problem, R, METHOD)
+    progress.found(problem, passes.budget, R, METHOD, verified=True)
     if cost <= problem.keep_all_cost * (1 + 1e-12):
         return R
     for patience, start in [(4, as_matrix(stages)) for _, stages in passes.best] + [(20, None)]:
@@ -92,7 +92,7 @@ def _improve(problem: Problem, passes: Passes, deadline: float, seed: int) -> np
         )
         if (found.sum(axis=0) - R.sum(axis=0)) @ problem.seconds < 0:
             R = found
-            progress.found(problem, R, METHOD)
+            progress.found(problem, passes.budget, R, METHOD, verified=True)
     return R
 
 

@@ -23,6 +23,7 @@ from checkmate.units import format_seconds
 
 QUIET_SECONDS = 2.0  # a shorter solve shows nothing unless it is asked to
 REFRESH_SECONDS = 0.2
+NOTABLE = 1e-4  # a bound that rises by a smaller share is not worth a line: solvers report hundreds of them
 ROUNDING = 1e-4  # a bound may exceed a cost by this share of it, from the tolerances of solvers
 log = logging.getLogger("checkmate.solve")
 _current: ContextVar[Progress | None] = ContextVar("checkmate_progress", default=None)
@@ -39,7 +40,7 @@ class Progress:
 
     >>> problem = Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[4, 4])
     >>> with Progress(problem, budget=8, time_limit=1.0) as progress:
-    ...     found(problem, np.eye(2, dtype=bool), "by hand")
+    ...     found(problem, 8, np.eye(2, dtype=bool), "by hand")
     >>> progress.cost, progress.bound
     (2.0, 2.0)
     """
@@ -51,7 +52,7 @@ class Progress:
         self.R: np.ndarray | None = None
         self.cost = float("inf")
         self.bound = problem.keep_all_cost
-        self.trajectory: list[tuple[float, float, float]] = []  # (seconds, cost, bound) at each change
+        self.trajectory: list[tuple[float, float, float]] = []  # (seconds, cost, bound) at each notable change
         self._lock = threading.Lock()  # solvers report from threads of their own
         self._line: _Line | None = None
 
@@ -71,10 +72,10 @@ class Progress:
         if self._line is not None:
             self._line.close()
 
-    def take(self, R: np.ndarray, by: str) -> None:
+    def take(self, R: np.ndarray, by: str, verified: bool = False) -> None:
         """Keep a schedule (T, T) if it is cheaper than the best so far and the verifier has nothing against it."""
         cost = float(R.sum(axis=0) @ self.problem.seconds)
-        if cost >= self.cost or faults(self.problem, self.budget, R):
+        if cost >= self.cost or (not verified and faults(self.problem, self.budget, R)):
             return
         with self._lock:
             if cost < self.cost:
@@ -88,7 +89,9 @@ class Progress:
         with self._lock:
             if bound > self.bound and not contradicts(bound, self.cost):
                 self.bound = bound
-                self._record("bound")
+                last = self.trajectory[-1][2] if self.trajectory else 0.0
+                if bound > last * (1 + NOTABLE):
+                    self._record("bound")
 
     def solution(self, **fields: Any) -> Solution:
         """The best plan so far as a certified Solution."""
@@ -114,11 +117,14 @@ def contradicts(bound: float, cost: float) -> bool:
     return bound > cost * (1 + ROUNDING)
 
 
-def found(problem: Problem, R: np.ndarray, by: str) -> None:
-    """Report a schedule (T, T); it counts only where this problem is being solved and it fits that solve's budget."""
+def found(problem: Problem, budget: int, R: np.ndarray, by: str, *, verified: bool = False) -> None:
+    """Report a schedule (T, T) within a budget; it counts where this problem is solved for this budget or a larger one.
+
+    It is verified, which takes tens of milliseconds for a thousand ops, unless it is said to be so by construction.
+    """
     progress = _current.get()
-    if progress is not None and progress.problem is problem:
-        progress.take(R, by)
+    if progress is not None and progress.problem is problem and budget <= progress.budget:
+        progress.take(R, by, verified)
 
 
 def proved(problem: Problem, budget: int, bound: float) -> None:

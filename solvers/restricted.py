@@ -76,7 +76,7 @@ def restricted(
         model, r = build(problem, budget - 2 * excess, places, start=start, frozen=frozen)
         known = None if start is None else (r, start[places[:, 0], places[:, 1]].astype(np.float64))
         left = max(0.1, time_limit - (time.perf_counter() - began))
-        report = partial(_report, problem, places, model, r)
+        report = partial(_report, problem, budget, places, model, r)
         result = highs.run(
             model, time_limit=left, gap=gap, threads=threads, start=known, target=goal, on_incumbent=report
         )
@@ -91,8 +91,8 @@ def restricted(
     return Answer(R, cost, bound, result.outcome, len(places), time.perf_counter() - began)
 
 
-def _report(problem: Problem, places: np.ndarray, model: Model, r: np.ndarray, x: np.ndarray) -> None:
-    progress.found(problem, _as_runs(problem, places, model.value(x, r) > 0.5), "restricted")
+def _report(problem: Problem, budget: int, places: np.ndarray, model: Model, r: np.ndarray, x: np.ndarray) -> None:
+    progress.found(problem, budget, _as_runs(problem, places, model.value(x, r) > 0.5), "restricted")
 
 
 def _as_runs(problem: Problem, places: np.ndarray, runs: np.ndarray) -> np.ndarray:

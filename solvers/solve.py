@@ -132,7 +132,8 @@ def _best(solution: Solution, known: Progress) -> Solution:
 
 def _with_trajectory(solution: Solution, known: Progress) -> Solution:
     """Add how the plan came about, with its own figures at the end."""
-    path = [(seconds, cost, min(bound, solution.bound)) for seconds, cost, bound in known.trajectory]
+    low, high = solution.bound, solution.cost  # what differs from them does in the last digit of a sum
+    path = [(seconds, max(cost, high), min(bound, low)) for seconds, cost, bound in known.trajectory]
     path.append((known.elapsed, solution.cost, solution.bound))
     return replace(solution, details={**solution.details, "trajectory": path})
 

@@ -144,6 +144,21 @@ def test_another_batch_size_gets_its_own_plan() -> None:
     assert compiled.plans[0].peak > compiled.plans[1].peak
 
 
+def test_ctrl_c_while_planning_trains_with_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())]
+    model, x = nn.Sequential(*layers), torch.randn(256, 32)
+    problem = checkmate.trace(lambda x: model(x).sum(), x)
+    budget = (problem.min_budget() + problem.keep_all_peak) // 2
+    monkeypatch.setattr("checkmate.solvers.highs.run", interrupted)
+    step = checkmate.compile(lambda x: model(x).sum(), budget=budget)
+    assert step(x).item() == model(x).sum().item()
+    (plan,) = step.plans
+    assert plan.message.startswith("interrupted after")
+
+
 def test_backward_twice_with_retain_graph() -> None:
     net, x, y = _net()
     loss = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget="1 MB")(x, y)

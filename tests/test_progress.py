@@ -34,9 +34,9 @@ AGAIN[3, 0] = True
 
 def test_the_best_of_what_is_found_and_proved() -> None:
     with Progress(CHAIN, 10, 1.0) as known:
-        found(CHAIN, AGAIN, "dear")
+        found(CHAIN, 10, AGAIN, "dear")
         proved(CHAIN, 10, 5.5)
-        found(CHAIN, AGAIN, "no better")
+        found(CHAIN, 10, AGAIN, "no better")
         proved(CHAIN, 10, 5.2)
     assert (known.cost, known.bound) == (6.0, 5.5)
     assert [point[1:] for point in known.trajectory] == [(6.0, 5.0), (6.0, 5.5)]
@@ -45,10 +45,11 @@ def test_the_best_of_what_is_found_and_proved() -> None:
 
 def test_a_schedule_that_breaks_a_rule_or_the_budget_is_not_taken() -> None:
     none = np.zeros((5, 5), dtype=bool)
-    with Progress(CHAIN, CHAIN.keep_all_peak - 1, 1.0) as known:
-        found(CHAIN, ONCE, "too large")
-        found(CHAIN, none, "nothing runs")
-        found(CHAIN, np.tril(np.ones((5, 5), dtype=bool), -1), "ops are left out")
+    budget = CHAIN.keep_all_peak - 1
+    with Progress(CHAIN, budget, 1.0) as known:
+        found(CHAIN, budget, ONCE, "too large")
+        found(CHAIN, budget, none, "nothing runs")
+        found(CHAIN, budget, np.tril(np.ones((5, 5), dtype=bool), -1), "ops are left out")
     assert known.R is None
     assert known.trajectory == []
 
@@ -56,7 +57,8 @@ def test_a_schedule_that_breaks_a_rule_or_the_budget_is_not_taken() -> None:
 def test_only_what_is_about_this_problem_and_holds_for_this_budget_counts() -> None:
     other = dags.unit_chain(2)
     with Progress(CHAIN, 3, 1.0) as known:
-        found(other, ONCE, "another problem")
+        found(other, 3, ONCE, "another problem")
+        found(CHAIN, 4, ONCE, "a larger budget", verified=True)
         proved(other, 3, 5.5)
         proved(CHAIN, 2, 5.5)  # a smaller budget may take more
         assert known.bound == 5.0
@@ -68,7 +70,7 @@ def test_only_what_is_about_this_problem_and_holds_for_this_budget_counts() -> N
 def test_outside_a_solve_reports_go_nowhere() -> None:
     with Progress(CHAIN, 10, 1.0) as known:
         pass
-    found(CHAIN, ONCE, "late")
+    found(CHAIN, 10, ONCE, "late")
     proved(CHAIN, 10, 5.5)
     assert known.trajectory == []
 
@@ -76,7 +78,7 @@ def test_outside_a_solve_reports_go_nowhere() -> None:
 def test_a_bound_that_a_schedule_contradicts_is_none() -> None:
     with Progress(CHAIN, 10, 1.0) as known:
         proved(CHAIN, 10, 7.0)  # wrong, but who knows
-        found(CHAIN, AGAIN, "cheaper than the bound")
+        found(CHAIN, 10, AGAIN, "cheaper than the bound")
         assert known.bound == 5.0
         proved(CHAIN, 10, 6.5)
         proved(CHAIN, 10, float("inf"))
@@ -91,7 +93,7 @@ def test_reports_from_the_thread_of_a_solver_arrive() -> None:
 
     def on_incumbent(values: np.ndarray) -> None:
         threads.add(threading.current_thread())
-        found(chain, model.value(values, x.R) > 0.5, "milp")
+        found(chain, 5, model.value(values, x.R) > 0.5, "milp")
 
     with Progress(chain, 5, 10.0) as known:
         highs.run(model, on_incumbent=on_incumbent)
@@ -122,7 +124,7 @@ class Terminal(io.StringIO):
 
 def _slow(problem: Problem, budget: int, **options: Any) -> None:
     with Progress(problem, budget, 10.0, **options):
-        found(problem, AGAIN, "test")
+        found(problem, budget, AGAIN, "test")
         time.sleep(0.5)
 
 
