@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import highspy
@@ -95,6 +96,45 @@ def test_incumbents_are_reported_in_falling_order() -> None:
     result = highs.run(model, on_incumbent=lambda x: seen.append(float(model.cost @ x)))
     assert seen == sorted(seen, reverse=True)
     assert seen[-1] == pytest.approx(result.objective)
+
+
+def test_bounds_are_reported_in_rising_order_and_end_at_the_result() -> None:
+    model, _ = build(dags.unit_chain(8), 4)
+    seen: list[float] = []
+    result = highs.run(model, on_bound=seen.append)
+    assert seen == sorted(seen)
+    assert len(seen) > 1
+    assert seen[-1] <= result.bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("callback", ["on_incumbent", "on_bound"])
+def test_what_a_callback_raises_is_raised_to_the_caller(callback: str) -> None:
+    def fail(value: object) -> None:
+        raise LookupError("a callback's own trouble")
+
+    model, _ = build(dags.unit_chain(8), 4)
+    with pytest.raises(LookupError, match="own trouble"):
+        highs.run(model, **{callback: fail})
+
+
+def test_a_run_that_does_not_end_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS looks at the clock only now and then: its presolve of a large model takes seconds beyond the limit."""
+    monkeypatch.setattr(highspy.Highs, "run", lambda solver: time.sleep(3.0))
+    model = knapsack()
+    began = time.perf_counter()
+    result = highs.run(model, time_limit=0.1)
+    assert time.perf_counter() - began < 2.0
+    assert (result.outcome, result.x, result.objective) == (Outcome.STOPPED, None, np.inf)
+    assert result.bound == highs.least_objective(model)
+
+
+def test_a_crash_of_highs_is_a_solver_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(solver: highspy.Highs) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(highspy.Highs, "run", crash)
+    with pytest.raises(SolverError, match="HiGHS failed: out of memory"):
+        highs.run(knapsack())
 
 
 def test_the_number_of_threads_may_change_between_runs() -> None:
