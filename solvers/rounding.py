@@ -160,10 +160,8 @@ def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:
     R = R.copy()
     needed: set[int] = set()
     for t in reversed(range(len(R))):
-        for k in reversed(range(t + 1)):
+        for k in reversed(np.flatnonzero(R[t]).tolist()):
             op = graph.ops[k]
-            if not R[t, k]:
-                continue
             if k < t and needed.isdisjoint(op.outputs):
                 R[t, k] = False
                 continue
