@@ -26,7 +26,7 @@ from checkmate.solvers.tables import Tables
 from checkmate.units import format_bytes
 
 METHOD = "dtr"
-TRIES = 8  # budgets that the runtime is told, for each heuristic
+TRIES = 5  # budgets that the runtime is told, for each heuristic
 
 
 def dtr(
@@ -69,7 +69,10 @@ def dtr(
         search.run()
         searches[name] = search
     best = min(searches.values(), key=lambda search: search.cost)
-    details = {"heuristic": best.name, "costs": {name: search.cost for name, search in searches.items()}}
+    details: dict[str, object] = {
+        "heuristic": best.name,
+        "costs": {name: search.cost for name, search in searches.items()},
+    }
     seconds = time.perf_counter() - began
     if best.R is not None:
         details["told"] = best.told

@@ -17,10 +17,13 @@ from checkmate.solvers.chen import (
     linearized_greedy,
     linearized_sqrt,
 )
+from checkmate.solvers.dtr import dtr
 from checkmate.solvers.griewank import griewank
 from checkmate.solvers.last_node import last_node
 from checkmate.solvers.milp import milp
+from checkmate.solvers.min_cut import min_cut
 from checkmate.solvers.next_use import next_use
+from checkmate.solvers.rotor import rotor
 from checkmate.solvers.rounding import lp_rounding
 
 JAIN = "Jain et al., MLSys 2020"
@@ -59,6 +62,11 @@ _TABLE = (
     Method("linearized-greedy", "the same where the bytes since the last exceed b", JAIN, linearized_greedy),
     Method("griewank", "on a chain, binomial checkpoints in as many slots as fit", GRIEWANK, griewank),
     Method("next-use", "evict what is cheap to bring back and far from its next use", "Belady 1966, offline", next_use),
+    Method(
+        "dtr", "evict at run time by one of six scores, and plan what that would run", "Kirisame et al., ICLR 2021", dtr
+    ),
+    Method("rotor", "the optimal persistent checkpoints of a chain of segments", "Beaumont et al., 2019", rotor),
+    Method("min-cut", "save a minimum cut between forward and backward", "He, AOTAutograd, 2022", min_cut),
     Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp),
     Method("lp-rounding", "its linear relaxation, rounded in two phases", f"{JAIN}, Section 5", lp_rounding),
 )

@@ -1,9 +1,10 @@
 """Save a minimum cut between forward and backward, in the manner of PyTorch's AOTAutograd partitioner.
 
-Some ops of the forward are not to run again: those of the pinned, and those that a knapsack picks. Of all ways to save
+Some ops of the forward are not to run again: the pinned ones, and those that a knapsack picks. Of all ways to save
 values so that the backward gets what it reads while only the other ops run again, a minimum cut saves the fewest bytes
-(H. He, "Min-cut optimal(*) recomputation with AOTAutograd", PyTorch developers' forum, 2022). The knapsack gets an allowance of bytes: it picks the ops of most seconds whose outputs fit into it together, so that the
-cut saves at most the allowance beyond what pinned ops force (`activation_memory_budget` in PyTorch).
+(H. He, "Min-cut optimal(*) recomputation with AOTAutograd", PyTorch developers' forum, 2022). The knapsack gets an
+allowance of bytes: it picks the ops of most seconds whose outputs fit into it together, so that the cut saves at most
+the allowance beyond what pinned ops force (`activation_memory_budget` in PyTorch).
 
 Where we differ: the budget is one of bytes at the peak, not a share of what is saved, so the allowance is searched for,
 each plan simulated; an op's seconds decide what is dear to run again, not a list of names; what is there before the
@@ -129,6 +130,8 @@ def most_seconds(seconds: Mapping[int, float], weight: Mapping[int, int], allowa
     """
     ops = [k for k in seconds if 0 < weight[k] <= allowance]
     picked = [k for k in seconds if weight[k] == 0]
+    if sum(weight[k] for k in ops) <= allowance:
+        return sorted(picked + ops)
     unit = -(-allowance // SLOTS) or 1
     left = allowance // unit
     best = np.zeros(left + 1)  # seconds, by slots that may be filled
