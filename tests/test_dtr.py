@@ -32,7 +32,7 @@ def check(solution: Solution) -> None:
 @pytest.mark.parametrize("heuristic", ["h_full", "h_eq"])
 @pytest.mark.parametrize("layers", [64, 256])
 def test_with_memory_of_the_root_of_the_length_a_chain_costs_a_constant_factor(heuristic: str, layers: int) -> None:
-    """Theorem 3.1 of the paper: O(N) ops in Ω(√N) memory."""
+    """What the paper proves for such scores: O(N) ops in Ω(√N) memory."""
     solution = dtr(dags.unit_chain(layers), 2 * math.isqrt(layers), heuristic=heuristic)
     check(solution)
     assert solution.cost <= 1.5 * solution.problem.keep_all_cost
