@@ -1,7 +1,9 @@
 """The portfolio: a usable plan almost at once, then a bound, then what closes the gap between them.
 
-    next use -> bound of few moments -> next use guided by it -> exact model on promising places
-             -> exact model, where the graph is small enough; else windows of the places
+    next use -> exact model, where the graph is tiny
+             -> bound of few moments -> next use guided by it -> bound of more moments -> guided again
+             -> tilted passes -> exact model on promising places -> exact model, where the graph is small
+             -> windows of the places and tilted passes in turn
 
 Each stage starts from the best plan so far and ends once the gap asked for is proven or its share of time is spent.
 """
@@ -18,17 +20,21 @@ from checkmate.problem import Problem
 from checkmate.schedule import Schedule
 from checkmate.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.solvers import progress
-from checkmate.solvers.bound import Bound, lift, moment_bound
+from checkmate.solvers.bound import Bound, lift, moment_bound, next_moments
 from checkmate.solvers.certify import certify, faults, peak_of
 from checkmate.solvers.checkpoint_all import checkpoint_all
+from checkmate.solvers.exchange import exchange
 from checkmate.solvers.least import least_runs
 from checkmate.solvers.milp import milp
 from checkmate.solvers.next_use import Guide, next_use
 from checkmate.solvers.restricted import choose_places, restricted
+from checkmate.solvers.tables import Tables
+from checkmate.solvers.tilting import tilted
 
 METHOD = "auto"
 MOST_PLACES = 5000  # of the exact model on chosen places
 MOST_OPS_EXACT = 150  # the exact model is of use up to here
+MOST_OPS_AT_ONCE = 50  # and up to here proves more than any other bound in the same time
 log = logging.getLogger("checkmate.solve")
 
 
@@ -45,7 +51,7 @@ def auto(
     if budget >= problem.keep_all_peak:
         return checkpoint_all(problem, budget)
     search = Search(problem, budget, time_limit, gap, threads, seed)
-    for stage in (_next_use, _bound, _guided, _restricted, _exact, _windows):
+    for stage in STAGES:
         if search.is_open:
             try:
                 stage(search)
@@ -68,6 +74,7 @@ class Search:
         self.relaxed: Bound | None = None
         self.infeasible = False
         self.stuck: int | None = None  # the op that no pass got beyond
+        self.tilts = 0  # searches over tilts so far
         self.found: dict[str, float] = {}  # cost after each stage
         self.failed: list[str] = []  # what went wrong in a stage
 
@@ -137,12 +144,27 @@ def _next_use(search: Search) -> None:
         search.offer(R, "least")
 
 
-def _bound(search: Search) -> None:
+def _exact_at_once(search: Search) -> None:
+    if len(search.problem.graph.ops) <= MOST_OPS_AT_ONCE:
+        _exact(search)
+
+
+def _first_bound(search: Search) -> None:
+    _bound(search, 0.1 * search.left)
+
+
+def _better_bound(search: Search) -> None:
+    _bound(search, 0.4 * search.left)
+
+
+def _bound(search: Search, limit: float) -> None:
+    """More and more moments, from those of the last bound on."""
     start = None if search.R is None else Schedule.from_runs(search.problem.graph, search.R)
-    limit = 0.4 * search.left
+    known = search.relaxed
     found = moment_bound(
         search.problem,
         search.budget,
+        moments=None if known is None or not known.moments else next_moments(search.problem, search.budget, known),
         start=start,
         gap=0.2 * search.gap,
         time_limit=limit,
@@ -150,20 +172,26 @@ def _bound(search: Search) -> None:
     )
     search.prove(found.value)
     search.infeasible = found.infeasible
-    search.relaxed = found
+    search.relaxed = found if found.moments or known is None else known
     if found.moments and not found.infeasible:
         R = lift(search.problem, found).R
         if peak_of(search.problem, R) <= search.budget:
             search.offer(R, "bound")
 
 
-def _guided(search: Search) -> None:
+def _guide(search: Search) -> Guide | None:
+    """What the bound's answer keeps."""
     relaxed = search.relaxed
     if relaxed is None or not relaxed.moments:
+        return None
+    return Guide(tuple(zip(relaxed.moments, relaxed.kept, strict=True)))
+
+
+def _guided(search: Search) -> None:
+    guide = _guide(search)
+    if guide is None:
         return
-    guide = Guide(tuple(zip(relaxed.moments, relaxed.kept, strict=True)))
-    limit = 0.1 * search.left
-    found = next_use(search.problem, search.budget, time_limit=limit, seed=search.seed, guide=guide)
+    found = next_use(search.problem, search.budget, time_limit=0.08 * search.left, seed=search.seed, guide=guide)
     if found.schedule is not None:
         search.offer(found.schedule.R, "next-use, guided")
 
@@ -177,13 +205,14 @@ def _candidates(search: Search) -> set[int]:
     return again
 
 
+def _places(search: Search) -> np.ndarray:
+    return choose_places(search.problem, _candidates(search), also=search.R, most=MOST_PLACES)
+
+
 def _restricted(search: Search) -> None:
     """All candidates at once: closes the gap where few ops run again."""
-    if search.R is None:
-        return
-    _solve(
-        search, choose_places(search.problem, _candidates(search), also=search.R, most=5000), None, 0.3 * search.left
-    )
+    if search.R is not None:
+        _solve(search, _places(search), None, 0.2 * search.left)
 
 
 def _solve(search: Search, places: np.ndarray, frozen: np.ndarray | None, limit: float) -> None:
@@ -214,20 +243,58 @@ def _exact(search: Search) -> None:
         search.offer(found.schedule.R, "milp")
 
 
-def _windows(search: Search) -> None:
-    """Free the places of some stages at a time, window after window; wider ones after a sweep that finds nothing."""
-    share = 0.15
-    while search.is_open and search.R is not None:
-        before = search.cost
-        places = choose_places(search.problem, _candidates(search), also=search.R, most=MOST_PLACES)
-        stages = np.unique(places[places[:, 0] != places[:, 1], 0])
-        width = max(2, int(share * len(stages)))
-        for begin in range(0, len(stages), max(1, width // 2)):
-            if not search.is_open:
-                return
-            frozen = ~np.isin(places[:, 0], stages[begin : begin + width])
-            _solve(search, places, frozen, min(search.left, max(0.5, 0.04 * search.time_limit)))
-        if search.cost >= before * (1 - 1e-9):
-            if share >= 1.0:
-                return
-            share = min(1.0, 1.6 * share)
+def _tilted(search: Search, seconds: float) -> None:
+    """Another search over tilts, from another seed each time."""
+    search.tilts += 1
+    tables, seed, began = Tables.of(search.problem), search.seed + search.tilts, time.perf_counter()
+    R = tilted(tables, search.budget, deadline=began + 0.8 * seconds, seed=seed, guide=_guide(search))
+    if R is not None:
+        until = began + seconds
+        search.offer(exchange(search.problem, tables, search.budget, R, deadline=until, seed=seed), "tilted")
+
+
+def _first_tilted(search: Search) -> None:
+    _tilted(search, 0.2 * search.left)
+
+
+def _in_turn(search: Search) -> None:
+    """Windows and tilted passes in turn, until the windows are as wide as can be and find nothing."""
+    share: float | None = 0.15
+    while search.is_open and share is not None:
+        share = _windows(search, share)
+        if search.is_open:
+            _tilted(search, min(search.left, 0.15 * search.time_limit))
+
+
+def _windows(search: Search, share: float) -> float | None:
+    """Free the places of some stages at a time, window after window; the share for the next sweep, None at the end.
+
+    That is a wider one after a sweep that found nothing.
+    """
+    if search.R is None:
+        return None
+    before, places = search.cost, _places(search)
+    stages = np.unique(places[places[:, 0] != places[:, 1], 0])
+    width = max(2, int(share * len(stages)))
+    for begin in range(0, len(stages), max(1, width // 2)):
+        if not search.is_open:
+            return share
+        frozen = ~np.isin(places[:, 0], stages[begin : begin + width])
+        _solve(search, places, frozen, min(search.left, max(0.5, 0.04 * search.time_limit)))
+    if search.cost < before * (1 - 1e-9):
+        return share
+    return None if share >= 1.0 else min(1.0, 1.6 * share)
+
+
+STAGES = (
+    _next_use,
+    _exact_at_once,
+    _first_bound,
+    _guided,
+    _better_bound,
+    _guided,
+    _first_tilted,
+    _restricted,
+    _exact,
+    _in_turn,
+)

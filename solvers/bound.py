@@ -46,6 +46,7 @@ class Bound:
     R: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))  # (m + 1, T) bool, runs between moments
     schedule: Schedule | None = None  # of the least cost, where the model's answer fits the budget: it is optimal
     infeasible: bool = False  # proven: no schedule fits the budget
+    cut: bool = False  # the last model ran out of time
     seconds: float = 0.0  # spent
     rounds: int = 0
 
@@ -95,10 +96,9 @@ def moment_bound(
         left = time_limit - (time.perf_counter() - began)
         if best.infeasible or best.schedule is not None or left <= 0.02 * time_limit or best.moments != tuple(at):
             break
-        more = _breaks(problem, budget, best)
-        if not more or len(at) >= most:
+        at = next_moments(problem, budget, best)
+        if at == list(best.moments) or len(at) > most:
             break
-        at = sorted({*at, *more})
     return replace(best, seconds=time.perf_counter() - began)
 
 
@@ -131,7 +131,7 @@ def _round(
     if result.x is None:
         return replace(best, value=value, rounds=best.rounds + 1)
     kept, R = (x.model.value(result.x, family) > 0.5 for family in (x.X, x.R))
-    found = Bound(value, tuple(at), kept, R, rounds=best.rounds + 1)
+    found = Bound(value, tuple(at), kept, R, cut=result.outcome is Outcome.STOPPED, rounds=best.rounds + 1)
     schedule = lift(problem, found)
     fits = plans.simulate(plans.lower(problem.graph, schedule), problem).peak <= budget
     proven = schedule.cost(problem) <= value * (1 + EXACT)
@@ -228,8 +228,13 @@ def lift(problem: Problem, bound: Bound) -> Schedule:
     return Schedule.from_runs(problem.graph, on_demand(problem, kept))
 
 
-def _breaks(problem: Problem, budget: int, bound: Bound) -> list[int]:
-    """The stage, not yet a moment, in which the lifted answer exceeds the budget by most; empty if none does."""
+def next_moments(problem: Problem, budget: int, bound: Bound) -> list[int]:
+    """The moments of the next model: those of a bound, and the stage in which its lifted answer breaks the budget most.
+
+    Those of the bound alone if its model ran out of time, or the answer breaks the budget nowhere else.
+    """
+    if bound.cut:
+        return list(bound.moments)
     usage = plans.simulate(plans.lower(problem.graph, lift(problem, bound)), problem)
     excess: dict[int, int] = {}
     stage = 0
@@ -239,4 +244,4 @@ def _breaks(problem: Problem, budget: int, bound: Bound) -> list[int]:
     for t in bound.moments:
         excess.pop(t, None)
     worst = max(excess, key=lambda t: excess[t], default=-1)
-    return [worst] if excess.get(worst, 0) > 0 else []
+    return sorted({*bound.moments, *([worst] if excess.get(worst, 0) > 0 else [])})

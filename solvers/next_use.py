@@ -55,7 +55,7 @@ def next_use(
     began = time.perf_counter()
     tables = Tables.of(problem)
     plans = Passes(tables, budget)
-    for weights in _variants(guide):
+    for weights in variants(guide):
         plans.run(weights)
         if time.perf_counter() - began > 0.5 * time_limit:
             break
@@ -127,7 +127,7 @@ def as_matrix(stages: list[list[int]]) -> np.ndarray:
     return R
 
 
-def _variants(guide: Guide | None) -> Iterator[Weights]:
+def variants(guide: Guide | None) -> Iterator[Weights]:
     """The grid of weights, with the guide where there is one."""
     for weights in GRID:
         yield weights if guide is None else replace(weights, outside=tuple((t, ~kept) for t, kept in guide.kept))
