@@ -194,7 +194,7 @@ def _plan(problem: Problem, budget: int, reserve: int, **options: Any) -> Soluti
         InfeasibleBudget: if no plan was found.
     """
     if budget <= reserve:
-        smallest = problem.min_budget() + reserve
+        smallest = problem.min_budget().peak + reserve
         raise InfeasibleBudget(
             f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(budget)}. "
             f"Smallest budget that works: {format_bytes(smallest)} ({smallest:_} bytes).",

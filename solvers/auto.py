@@ -24,10 +24,11 @@ from checkmate.solvers.bound import Bound, lift, moment_bound, next_moments
 from checkmate.solvers.certify import certify, faults, peak_of
 from checkmate.solvers.checkpoint_all import checkpoint_all
 from checkmate.solvers.exchange import exchange
-from checkmate.solvers.least import least_runs
+from checkmate.solvers.least import TIME_LIMIT, least_runs, min_budget
 from checkmate.solvers.milp import milp
 from checkmate.solvers.next_use import Guide, next_use
 from checkmate.solvers.restricted import choose_places, restricted
+from checkmate.solvers.slim import slim
 from checkmate.solvers.tables import Tables
 from checkmate.solvers.tilting import tilted
 
@@ -139,9 +140,10 @@ def _next_use(search: Search) -> None:
         search.offer(found.schedule.R, "next-use")
         return
     search.stuck = found.details.get("stuck")
-    least, R = least_runs(search.problem, time_limit=max(1.0, min(4.0, search.left)))
-    if least <= search.budget:
-        search.offer(R, "least")
+    ends = min_budget(search.problem, time_limit=max(1.0, min(TIME_LIMIT, 0.3 * search.left)))
+    search.infeasible = search.budget < ends.bound
+    if ends.peak <= search.budget:
+        search.offer(slim(search.problem, search.budget, least_runs(search.problem)[1]), "least")
 
 
 def _exact_at_once(search: Search) -> None:

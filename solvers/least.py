@@ -1,86 +1,230 @@
-"""The smallest budget for which a plan is known, and that plan."""
+"""The smallest budget: the smallest peak that a known plan reaches, and what no schedule stays below.
+
+    eviction passes -> search backwards: plans from above, refutations from below, wider and wider until they meet
+                    -> what the plan need not run again is dropped
+
+The two ends mostly meet exactly, or within the grain: values so small that all of them together do not matter are left
+out of the search, and counted as if they were always at hand once made.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from checkmate.problem import Problem
-from checkmate.solution import Status
+from checkmate.solvers.backwards import OutOfTime, find_plan, refute
 from checkmate.solvers.certify import peak_of
-from checkmate.solvers.eviction import Stuck, Weights, run_pass
-from checkmate.solvers.milp import milp
+from checkmate.solvers.eviction import Stuck, run_pass
+from checkmate.solvers.needs import Needs
 from checkmate.solvers.next_use import GRID, as_matrix
+from checkmate.solvers.slim import slim
 from checkmate.solvers.tables import Tables
+from checkmate.units import format_bytes
 
-FIRST = 2  # weights of the first bisection, which comes close; all of them only refine it
-MOST_OPS_EXACT = 24  # up to here the smallest budget is exact
-_known: WeakKeyDictionary[Problem, tuple[int, np.ndarray]] = WeakKeyDictionary()
+log = logging.getLogger("checkmate.solve")
+
+TIME_LIMIT = 10.0  # seconds
+MOST_OPS_EXACT = 24  # up to here the two ends meet
+SHARE = 0.85  # of the time to search in; the rest is for what makes the plan slim
+GRAIN = 5e-4  # of the smallest budget: what all values below the grain have together
+CLOSE = 1e-3  # a smaller gap is not worth more time
+WIDTHS = (4, 16, 64, 256)  # states that a search pursues at most; wider ones find more, and take longer
+WIDE_ENOUGH = 100_000  # for the smallest problems, where nothing is to be dropped
 
 
-def min_budget(problem: Problem) -> int:
-    """The smallest budget in bytes for which a plan was found; `least_runs` has that plan."""
-    return least_runs(problem)[0]
+@dataclass(frozen=True)
+class MinBudget:
+    """The smallest budget of a problem, from both sides.
 
-
-def least_runs(problem: Problem, *, time_limit: float = 4.0) -> tuple[int, np.ndarray]:
-    """The smallest peak that a plan was found to reach, and its R (T, T). Found once for each problem.
-
-    A bisection between what no schedule avoids and what keeping everything takes, each step a few eviction passes; for
-    small graphs then the exact model.
+    >>> print(MinBudget(peak=2000, bound=1500))
+    2.00 kB (no schedule fits below 1.50 kB)
     """
-    if problem not in _known:
-        deadline = time.perf_counter() + time_limit
-        tables = Tables.of(problem)
-        least = problem.keep_all_peak, np.eye(len(problem.graph.ops), dtype=bool)
-        least = _bisect(problem, tables, *least, list(GRID[:FIRST]), deadline)
-        least = _bisect(problem, tables, *least, list(GRID), deadline)
-        if len(problem.graph.ops) <= MOST_OPS_EXACT:
-            least = _bisect_exactly(problem, *least, deadline)
-        _known[problem] = least
-    return _known[problem]
+
+    peak: int  # bytes: a plan is known that reaches no more
+    bound: int  # bytes: no schedule at all reaches less
+
+    @property
+    def gap(self) -> float:
+        """(peak - bound) / peak: at most by this share could the smallest budget be smaller."""
+        return (self.peak - self.bound) / self.peak if self.peak else 0.0
+
+    @property
+    def proven(self) -> bool:
+        """No smaller budget works."""
+        return self.peak == self.bound
+
+    def __str__(self) -> str:
+        below = "no schedule fits less" if self.proven else f"no schedule fits below {format_bytes(self.bound)}"
+        return f"{format_bytes(self.peak)} ({below})"
 
 
-def _bisect(
-    problem: Problem, tables: Tables, high: int, best: np.ndarray, grid: list[Weights], deadline: float
-) -> tuple[int, np.ndarray]:
-    """From a known peak to the smallest budget that some pass with these weights fits, within a thousandth."""
-    low = middle = int(problem.unavoidable_bytes.max())  # the smallest that could work often does
-    while high - low > high // 1000 and time.perf_counter() < deadline:
-        stages = _first_fit(tables, middle, grid, deadline)
-        if stages is None:
-            low = middle + 1
-        else:
-            best = as_matrix(stages)
-            high = peak_of(problem, best)
-        middle = (low + high) // 2
-    return high, best
+@dataclass
+class _Known:
+    """What is known of a problem."""
+
+    peak: int
+    R: np.ndarray  # (T, T) bool, a schedule of that peak
+    bound: int
+    op: int  # it stands in the way of less than the bound
+    time_limit: float = 0.0  # seconds that were granted for it
+
+    @property
+    def is_close(self) -> bool:
+        return self.peak - self.bound <= CLOSE * self.peak
 
 
-def _bisect_exactly(problem: Problem, high: int, best: np.ndarray, deadline: float) -> tuple[int, np.ndarray]:
-    """The smallest peak there is, from a known one, while time remains."""
-    low = int(problem.unavoidable_bytes.max())
-    while low < high and (left := deadline - time.perf_counter()) > 0:
-        middle = (low + high) // 2
-        found = milp(problem, middle, gap=1.0, time_limit=left)
-        if found.schedule is not None and found.peak is not None:
-            high, best = found.peak, found.schedule.R
-        elif found.status is Status.INFEASIBLE:
-            low = middle + 1
-        else:
-            break
-    return high, best
+_known: WeakKeyDictionary[Problem, _Known] = WeakKeyDictionary()
 
 
-def _first_fit(tables: Tables, budget: int, grid: list[Weights], deadline: float) -> list[list[int]] | None:
-    """The first pass that fits; its weights move to the front of the grid."""
-    for i, weights in enumerate(grid):
-        stages = run_pass(tables, budget, weights)
-        if not isinstance(stages, Stuck):
-            grid.insert(0, grid.pop(i))
-            return stages
-        if time.perf_counter() > deadline:
-            return None
-    return None
+def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
+    """The smallest peak of a plan that is found, and a proven lower bound of it; `least_runs` has that plan.
+
+    Both are exact for problems of up to `MOST_OPS_EXACT` ops, unless time runs out. What is found is remembered; it is
+    looked for again only with more time than before, where that may help.
+
+    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> min_budget(chain)
+    MinBudget(peak=3, bound=3)
+    """
+    known = _find(problem, time_limit)
+    return MinBudget(known.peak, known.bound)
+
+
+def least_runs(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple[int, np.ndarray]:
+    """The smallest peak that a plan was found to reach, and its R (T, T)."""
+    known = _find(problem, time_limit)
+    return known.peak, known.R
+
+
+def bottleneck(problem: Problem) -> int:
+    """The op that stands in the way of a smaller budget, as far as it is known."""
+    return _find(problem, 0.0).op
+
+
+def _find(problem: Problem, time_limit: float) -> _Known:
+    known = _known.get(problem)
+    if known is None:
+        once, op = np.eye(len(problem.graph.ops), dtype=bool), int(problem.unavoidable_bytes.argmax())
+        known = _Known(problem.keep_all_peak, once, int(problem.unavoidable_bytes[op]), op)
+        _known[problem] = known
+    exact = len(problem.graph.ops) <= MOST_OPS_EXACT
+    done = known.peak == known.bound if exact else known.is_close
+    if not done and time_limit > known.time_limit:
+        known.time_limit = time_limit
+        began = time.perf_counter()
+        ends = _Ends(problem, known, began + SHARE * time_limit, exact=exact)
+        with contextlib.suppress(OutOfTime):
+            ends.close()
+        ends.slim()
+        log.info("smallest budget: %s, after %.1f s", MinBudget(known.peak, known.bound), time.perf_counter() - began)
+    return known
+
+
+class _Ends:
+    """The two ends, drawn together until they meet or time runs out."""
+
+    def __init__(self, problem: Problem, known: _Known, deadline: float, *, exact: bool) -> None:
+        self.problem, self.known, self.deadline, self.exact = problem, known, deadline, exact
+        grain = -1 if exact else _grain(problem, int(GRAIN * known.bound))
+        self.needs = Needs(problem, grain=max(0, grain))
+        self.small = int(problem.sizes[problem.sizes <= grain].sum())
+        self.fat = False  # the plan makes more again than it needs to
+
+    def close(self) -> None:
+        """Plans and refutations, wider and wider."""
+        if self.exact:
+            while self.known.bound < self.known.peak and self._plan(self.known.bound, WIDE_ENOUGH):
+                pass
+            return
+        if self._plan(self.known.bound, WIDTHS[0]) and self._is_open:
+            self._evict()
+        for width in WIDTHS:
+            if self._is_open:
+                self._refute(width)
+            if self._is_open:
+                self._descend(width)
+
+    @property
+    def _is_open(self) -> bool:
+        return not self.known.is_close
+
+    def _plan(self, budget: int, width: int) -> bool:
+        """Look for a plan within a budget, small values aside; True if there is more to look for."""
+        R, search = find_plan(self.needs, budget, width=width, deadline=self.deadline, exact=self.exact)
+        if R is None:
+            if search.complete:
+                self.known.bound = max(self.known.bound, min(search.least, self.known.peak))
+            return True
+        self._offer(R, budget + self.small)
+        return False
+
+    def _offer(self, R: np.ndarray, budget: int) -> None:
+        """Take a schedule that fits a budget, if it is better; its peak is simulated once it is slim."""
+        if budget < self.known.peak:
+            self.known.R, self.known.peak, self.fat = R, max(budget, self.known.bound), True
+
+    def slim(self) -> None:
+        """Drop what the plan need not run again, and see what its peak is."""
+        if self.fat:
+            self.known.R = slim(self.problem, self.known.peak, self.known.R)
+            self.known.peak = peak_of(self.problem, self.known.R)
+
+    def _evict(self) -> None:
+        """A peak that is easily reached: a bisection with eviction passes."""
+        tables, low, started = Tables.of(self.problem), self.known.bound, time.perf_counter()
+        while self.known.peak - low > 0.01 * low:
+            middle = (low + self.known.peak) // 2
+            stages = run_pass(tables, middle, GRID[0])
+            if isinstance(stages, Stuck):
+                low = middle
+            else:
+                self.known.R = as_matrix(stages)
+                self.known.peak = max(peak_of(self.problem, self.known.R), self.known.bound)
+            if time.perf_counter() - started > 0.2 * (self.deadline - started):
+                return
+
+    def _refute(self, width: int) -> None:
+        """Raise the bound, stage by stage, those first in which most is needed."""
+        needs, known = self.needs, self.known
+        share = time.perf_counter() + 0.4 * (self.deadline - time.perf_counter())
+        for t in sorted(range(needs.T), key=lambda t: -needs.at(t, t, 0)):
+            high = known.peak
+            budget = known.bound
+            while budget < high and self._is_open:
+                try:
+                    proven = refute(needs, budget, t, width=width, deadline=share)
+                except OutOfTime:
+                    return
+                if proven is None and budget == known.bound:
+                    break
+                if proven is None:
+                    high = budget
+                else:
+                    known.bound, known.op = min(proven, known.peak), t
+                budget = known.bound if high - known.bound <= 0.1 * CLOSE * high else (known.bound + high) // 2
+
+    def _descend(self, width: int) -> None:
+        """Lower the peak: the bound itself first, then by bisection."""
+        low = budget = self.known.bound
+        while self._is_open and budget + self.small < self.known.peak:
+            if self._plan(budget, width):
+                low = budget
+            if self.known.peak - self.small - low <= CLOSE * low:
+                break
+            budget = (low + self.known.peak - self.small) // 2
+
+
+def _grain(problem: Problem, most: int) -> int:
+    """The largest size such that all values of up to that size have no more than ``most`` bytes together."""
+    sizes = np.sort(problem.sizes)
+    fits = np.flatnonzero(sizes.cumsum() <= most)
+    if not len(fits):
+        return 0
+    grain = int(sizes[fits[-1]])
+    return grain if sizes[sizes <= grain].sum() <= most else max(0, grain - 1)

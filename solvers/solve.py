@@ -13,7 +13,7 @@ from checkmate.errors import SolverError
 from checkmate.problem import Problem
 from checkmate.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.solvers.certify import certify
-from checkmate.solvers.least import min_budget
+from checkmate.solvers.least import TIME_LIMIT, MinBudget, bottleneck, min_budget
 from checkmate.solvers.methods import METHODS, Method
 from checkmate.solvers.progress import Progress, contradicts
 from checkmate.units import format_bytes, format_seconds, parse_bytes
@@ -65,12 +65,12 @@ def solve(
     check_limits(time_limit, gap)
     with Progress(problem, budget, time_limit, shown=progress) as known:
         if budget < problem.unavoidable_bytes.max():
-            solution = _infeasible(problem, budget, method)
+            solution = _infeasible(problem, budget, method, time_limit)
         else:
             limits = {"time_limit": time_limit, "gap": gap}
             taken = {name: limit for name, limit in limits.items() if name in chosen.options}
             solution = _best(_run(chosen, known, {**taken, **options}), known)
-            solution = _explain(solution) if solution.plan is None else _with_trajectory(solution, known)
+            solution = _explain(solution, time_limit) if solution.plan is None else _with_trajectory(solution, known)
     solution = replace(solution, seconds=known.elapsed)
     log.info("%s", solution)
     return solution
@@ -138,38 +138,51 @@ def _with_trajectory(solution: Solution, known: Progress) -> Solution:
     return replace(solution, details={**solution.details, "trajectory": path})
 
 
-def _infeasible(problem: Problem, budget: int, method: str) -> Solution:
+def _infeasible(problem: Problem, budget: int, method: str, time_limit: float) -> Solution:
     """No schedule fits because one op alone needs more, with what every schedule holds while it runs."""
-    k = int(np.argmax(problem.unavoidable_bytes))
+    k, ends = int(np.argmax(problem.unavoidable_bytes)), _ends(problem, time_limit)
     message = (
         f"No schedule fits {format_bytes(budget)}: {_name(problem, k)} alone needs "
-        f"{format_bytes(problem.unavoidable_bytes[k])}. {_way_out(problem)}"
+        f"{format_bytes(problem.unavoidable_bytes[k])}. {_way_out(ends)}"
     )
-    return _without_plan(Solution(Status.INFEASIBLE, problem, budget, method, bound=float("inf"), message=message), k)
+    solution = Solution(Status.INFEASIBLE, problem, budget, method, bound=float("inf"), message=message)
+    return _without_plan(solution, ends, k)
 
 
-def _explain(solution: Solution) -> Solution:
-    """Add to an answer without a plan what would work."""
-    problem = solution.problem
-    k = int(solution.details.get("stuck", np.argmax(problem.unavoidable_bytes)))
-    least = min_budget(problem)
+def _explain(solution: Solution, time_limit: float) -> Solution:
+    """Add to an answer without a plan what would work; and that nothing does, where that is proven."""
+    problem, ends = solution.problem, _ends(solution.problem, time_limit)
+    if solution.budget < ends.bound:
+        solution = replace(solution, status=Status.INFEASIBLE, bound=float("inf"))
+        k = bottleneck(problem)
+        reason = f"{_name(problem, k)} with what it is made from takes {format_bytes(ends.bound)}."
+    else:
+        k = int(solution.details.get("stuck", bottleneck(problem)))
+        says_why = solution.message and solution.status is not Status.INFEASIBLE
+        reason = f"{solution.message}." if says_why else f"{_name(problem, k)} stands in the way."
     proven = solution.status is Status.INFEASIBLE
     claim = "No schedule fits" if proven else f"{solution.method} found no schedule within"
     failures = "".join(f"{solution.method} failed: {why} " for why in solution.details.get("failed", ()))
-    reason = f"{_name(problem, k)} stands in the way" if proven or not solution.message else solution.message
-    message = f"{failures}{claim} {format_bytes(solution.budget)}: {reason}. "
-    message += _way_out(problem) if least > solution.budget else "Method 'auto' has one."
-    return _without_plan(replace(solution, message=message), k)
+    way_out = _way_out(ends) if ends.peak > solution.budget else "Method 'auto' has one."
+    message = f"{failures}{claim} {format_bytes(solution.budget)}: {reason} {way_out}"
+    return _without_plan(replace(solution, message=message), ends, k)
 
 
-def _without_plan(solution: Solution, k: int) -> Solution:
-    details = {**solution.details, "min_budget": min_budget(solution.problem), "op": solution.problem.graph.ops[k].name}
+def _ends(problem: Problem, time_limit: float) -> MinBudget:
+    return min_budget(problem, time_limit=max(1.0, min(TIME_LIMIT, time_limit)))
+
+
+def _without_plan(solution: Solution, ends: MinBudget, k: int) -> Solution:
+    details = {**solution.details, "min_budget": ends.peak, "op": solution.problem.graph.ops[k].name}
     return replace(solution, details=details)
 
 
-def _way_out(problem: Problem) -> str:
-    least = min_budget(problem)
-    return f"Smallest budget that works: {format_bytes(least)} ({least:,} bytes)."
+def _way_out(ends: MinBudget) -> str:
+    below = "it" if ends.proven else f"{format_bytes(ends.bound)} ({ends.bound:,} bytes)"
+    return (
+        f"Smallest budget that works: {format_bytes(ends.peak)} ({ends.peak:,} bytes). "
+        f"No schedule at all fits below {below}."
+    )
 
 
 def _name(problem: Problem, k: int) -> str:

@@ -39,7 +39,7 @@ def _problem(name: str) -> checkmate.Problem:
 def test_same_numbers_within_the_budget(name: str, share: float) -> None:
     """At the smallest budget, at one in between and at keep-all; the peak is predicted to the byte."""
     problem = _problem(name)
-    smallest = problem.min_budget()
+    smallest = problem.min_budget().peak
     budget = int(smallest + share * (problem.keep_all_peak - smallest))
     module, step, batch = CASES[name].make(0)
     compiled = checkmate.compile(step, budget=budget, time_limit=5)
@@ -61,7 +61,7 @@ def test_within_the_budget_on_two_threads(name: str) -> None:
     try:
         module, step, batch = CASES[name].make(0)
         problem = checkmate.trace(step, *batch)
-        budget = (problem.min_budget() + problem.keep_all_peak) // 2
+        budget = (problem.min_budget().peak + problem.keep_all_peak) // 2
         compiled = checkmate.compile(step, budget=budget, time_limit=5)
         found = train(module, compiled, batch)
         assert_same(found, train(*CASES[name].make(0)))
@@ -86,14 +86,14 @@ def _net() -> tuple[nn.Module, Tensor, Tensor]:
 
 def _half_way(step: object, *batch: Tensor) -> int:
     problem = checkmate.trace(step, *batch)
-    return (problem.min_budget() + problem.keep_all_peak) // 2
+    return (problem.min_budget().peak + problem.keep_all_peak) // 2
 
 
 def test_emitted_modules_run_what_the_plan_says() -> None:
     """Each op stands in the code as often as in the plan, repeats under names that tell."""
     net, x, y = _net()
     problem = checkmate.trace(lambda x, y: F.cross_entropy(net(x), y), x, y)
-    solution = checkmate.solve(problem, problem.min_budget())
+    solution = checkmate.solve(problem, problem.min_budget().peak)
     assert solution.plan is not None
     modules = solution.modules
     nodes = [n for module in (modules.forward, modules.backward) for n in module.graph.nodes]
@@ -218,7 +218,7 @@ def test_dropout_is_that_of_eager(dtype: torch.dtype, memory_format: torch.memor
         return (x * x).sum()
 
     problem = checkmate.trace(step, x)
-    compiled = checkmate.compile(step, budget=problem.min_budget())
+    compiled = checkmate.compile(step, budget=problem.min_budget().peak)
     torch.manual_seed(3)
     found = torch.autograd.grad(compiled(x), x)[0], torch.get_rng_state()
     torch.manual_seed(3)
@@ -233,7 +233,7 @@ def test_batch_norm_statistics_are_updated_once() -> None:
     plain, _, _ = _net()
     step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
     problem = checkmate.trace(step, x, y)
-    compiled = checkmate.compile(step, budget=problem.min_budget())
+    compiled = checkmate.compile(step, budget=problem.min_budget().peak)
     for _ in range(2):
         compiled(x, y).backward()
         F.cross_entropy(plain(x), y).backward()
@@ -249,7 +249,7 @@ def test_gradient_that_autograd_copies_is_counted() -> None:
         return weight.sum()  # its gradient is an expanded scalar
 
     problem = checkmate.trace(step)
-    compiled = checkmate.compile(step, budget=problem.min_budget())
+    compiled = checkmate.compile(step, budget=problem.min_budget().peak)
     compiled().backward()
     weight.grad = None
     use = measure_peak(lambda: compiled().backward())

@@ -20,7 +20,7 @@ def test_random_program(seed: int) -> None:
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
     plain, program = Program(seed), Program(seed)
     problem = checkmate.trace(program, x)
-    smallest = problem.min_budget()
+    smallest = problem.min_budget().peak
     budget = int(smallest + random.Random(seed).random() ** 2 * (problem.keep_all_peak - smallest))
     compiled = checkmate.compile(program, budget=budget, time_limit=2)
 

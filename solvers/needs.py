@@ -1,0 +1,174 @@
+"""What must be at hand, as sets of bits: the tables of the search backwards (`checkmate.solvers.backwards`).
+
+A set of values is one Python int, a bit for each value, in the order of their producers: set operations on hundreds of
+values take a fraction of a microsecond. Only values that may come and go have a bit: those that an op makes and an op
+reads, that are no results of the step, and that are larger than a grain. Results are at hand from their first run on;
+what nobody reads counts as workspace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from checkmate.problem import Problem
+from checkmate.solvers.tables import Tables
+
+MOST_SUMS = 300_000  # sums of bytes that are remembered
+DEPTH = 3  # ops between a pinned op and the value that stands for what it made
+
+
+class Debt(NamedTuple):
+    """From stage ``begin`` to stage ``end``, one of ``values`` is always at hand: ``least`` bytes or more."""
+
+    begin: int
+    end: int
+    values: int
+    least: int
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Making a set of values from nothing: bytes at the peak, pinned values aside, and the pinned values it reads."""
+
+    peak: int
+    pinned: int
+
+
+class Needs:
+    """Sets of values, their bytes, and what every schedule holds at a stage whatever else it does.
+
+    >>> needs = Needs(Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1, 2, 4, 8]))
+    >>> needs.bytes_of(needs.inputs[3]), needs.from_scratch(needs.inputs[3]).peak
+    (5, 7)
+    """
+
+    def __init__(self, problem: Problem, *, grain: int = 0) -> None:
+        tables = Tables.of(problem)
+        self.tables, self.T, self.forward_length = tables, len(tables.inputs), problem.graph.forward_length
+        moving = [
+            v
+            for v, k in enumerate(tables.producer)
+            if k >= 0 and tables.size[v] > grain and tables.users[v] and not tables.result[v]
+        ]
+        self.values = sorted(moving, key=lambda v: tables.producer[v])
+        self.bit = {v: 1 << i for i, v in enumerate(self.values)}
+        self.size = [tables.size[v] for v in self.values]
+        self.producer = [tables.producer[v] for v in self.values]
+        self.inputs = [self._set(vs) for vs in tables.inputs]
+        self.outputs = [self._set(vs) for vs in tables.outputs]
+        self.working = [  # per op: workspace, and what it makes that is a result or that nobody reads
+            sum(tables.size[v] for v in vs if tables.result[v] or not tables.users[v]) + workspace
+            for vs, workspace in zip(tables.outputs, tables.workspace, strict=True)
+        ]
+        self.below = [0] * (self.T + 1)  # per op, the values made before it
+        for k, made in enumerate(self.outputs):
+            self.below[k + 1] = self.below[k] | made
+        self.free = self._set([v for v in self.values if not tables.pinned[tables.producer[v]]])
+        self.base = self._base()  # per stage: bytes that are resident or results made before it
+        self._sums: dict[int, int] = {0: 0}
+        self._scratch: dict[int, Scratch] = {0: Scratch(0, 0)}
+        self._debts, self._owing = _by_stage(list(_debts(self)), self.T)
+        self._owed: list[dict[int, int]] = [{} for _ in range(self.T)]
+
+    def _set(self, values: list[int] | tuple[int, ...]) -> int:
+        return sum(self.bit.get(v, 0) for v in values)
+
+    def _base(self) -> list[int]:
+        made = [sum(self.tables.size[v] for v in vs if self.tables.result[v]) for vs in self.tables.outputs]
+        return (self.tables.resident + np.cumsum([0, *made[:-1]])).tolist()
+
+    def bytes_of(self, values: int) -> int:
+        """Bytes of a set of values."""
+        known = self._sums.get(values)
+        if known is None:
+            known, rest = 0, values
+            while rest:
+                last = rest & -rest
+                known += self.size[last.bit_length() - 1]
+                rest ^= last
+            if len(self._sums) > MOST_SUMS:
+                self._sums.clear()
+            self._sums[values] = known
+        return known
+
+    def at(self, t: int, k: int, needed: int) -> int:
+        """Bytes at least while op k runs in stage t, if the set ``needed`` is at hand when it is done."""
+        held = needed | self.inputs[k] | self.outputs[k]
+        return self.base[t] + self.bytes_of(held) + self.working[k] + self.owed(t, held)
+
+    def owed(self, t: int, held: int) -> int:
+        """Bytes that every schedule has at hand in stage t beside the set ``held``."""
+        touched = held & self._owing[t]
+        owed = self._owed[t].get(touched)
+        if owed is None:
+            owed = sum(debt.least for debt in self._debts[t] if not debt.values & touched)
+            self._owed[t][touched] = owed
+        return owed
+
+    def from_scratch(self, values: int) -> Scratch:
+        """Make free values in one stage from nothing but pinned ones, running every op for them again."""
+        chain: list[tuple[int, int, int]] = []
+        while values not in self._scratch:
+            k = self.producer[values.bit_length() - 1]
+            peak = self.bytes_of(values | (self.inputs[k] & self.free) | self.outputs[k]) + self.working[k]
+            chain.append((values, peak, self.inputs[k] & ~self.free))
+            values = self.before(k, values) & self.free
+        scratch = self._scratch[values]
+        for values, peak, pinned in reversed(chain):
+            scratch = Scratch(max(scratch.peak, peak), scratch.pinned | pinned)
+            self._scratch[values] = scratch
+        return scratch
+
+    def before(self, k: int, needed: int) -> int:
+        """What must be at hand before op k runs, where ``needed`` must be after it."""
+        return (needed & ~self.outputs[k]) | self.inputs[k]
+
+
+def _debts(needs: Needs) -> list[Debt]:
+    """What pinned ops leave behind: their values cannot be made again, so something made from them stays.
+
+    Let a pinned op make v_1, let free ops make v_2 from v_1, v_3 from v_2 and so on, and let op j read the last of
+    these. At any moment after the pinned op and before j first runs, one of v_1, v_2, ... is at hand: if none were,
+    then the last one would have to be made again from the one before it, and that one too, back to v_1, which nothing
+    makes again. Paths that share no value owe their least sizes together. Up to the last op that reads v_1 itself the
+    path is v_1 alone, which is larger.
+    """
+    found, taken = [], 0
+    tables = needs.tables
+    for v, one in needs.bit.items():
+        if one & needs.free:
+            continue
+        begin, size = tables.producer[v] + 1, tables.size[v]
+        alone = Debt(begin, tables.users[v][-1], one, size)
+        best, border = alone, [(v, one, size)]
+        for _ in range(DEPTH):
+            border = [longer for path in border for longer in _longer(needs, path, taken)][:50]
+            options = [Debt(begin, tables.users[w][-1], path, least) for w, path, least in border]
+            best = max([best, *options], key=lambda debt: (debt.end, debt.least, -debt.values.bit_count()))
+        taken |= best.values
+        found.append(alone)
+        if best.end > alone.end:
+            found.append(best._replace(begin=alone.end + 1))
+    return found
+
+
+def _longer(needs: Needs, path: tuple[int, int, int], taken: int) -> list[tuple[int, int, int]]:
+    """A path to v, followed by what free ops make of v."""
+    v, values, least = path
+    tables = needs.tables
+    made = [w for k in tables.users[v] for w in tables.outputs[k] if needs.bit.get(w, 0) & needs.free & ~taken]
+    return [(w, values | needs.bit[w], min(least, tables.size[w])) for w in made]
+
+
+def _by_stage(debts: list[Debt], T: int) -> tuple[list[list[Debt]], list[int]]:
+    """For each stage the debts that hold in it, and the values that they speak of."""
+    at: list[list[Debt]] = [[] for _ in range(T)]
+    owing = [0] * T
+    for debt in debts:
+        for t in range(debt.begin, debt.end + 1):
+            at[t].append(debt)
+            owing[t] |= debt.values
+    return at, owing
