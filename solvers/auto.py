@@ -143,7 +143,11 @@ def _next_use(search: Search) -> None:
     ends = min_budget(search.problem, time_limit=max(1.0, min(TIME_LIMIT, 0.3 * search.left)))
     search.infeasible = search.budget < ends.bound
     if ends.peak <= search.budget:
-        search.offer(slim(search.problem, search.budget, least_runs(search.problem)[1]), "least")
+        deadline = time.perf_counter() + 0.3 * search.left
+        search.offer(
+            slim(search.problem, search.budget, least_runs(search.problem, time_limit=0.0)[1], deadline=deadline),
+            "least",
+        )
 
 
 def _exact_at_once(search: Search) -> None:

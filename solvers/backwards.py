@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from checkmate.solvers.needs import Needs
 Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and the runs in it: of op k, or -1 - a set
 States = dict[int, Trail | None]  # what must be at hand -> what runs afterwards
 SCRATCH = -1
+FAR = 60  # stages: a gradient that has been let go for so long would take the whole backward to make again
 
 
 class OutOfTime(Exception):
@@ -43,6 +44,7 @@ class Search:
         width: states that go on at most.
         complete: no state was dropped so far: without a state left, no schedule fits the budget.
         least: the smallest number of bytes by which a state was refused; a budget below it changes nothing.
+        reached: the last stage that was looked at.
     """
 
     needs: Needs
@@ -50,14 +52,17 @@ class Search:
     width: int
     deadline: float
     exact: bool = False  # pursue also what seems worse
+    far: int = 2**31  # ops of the backward run again no more than so many stages later
     loose: bool = False  # ask only for what a proof needs: pinned values that come in on the way are left to `owed`
     complete: bool = True
-    least: int = field(default=2**62)
+    least: int = 2**62
+    reached: int = -1
 
     def stage(self, t: int, states: States) -> States:
         """What must be at hand when stage t begins, for each state at its end; empty if nothing fits."""
         needs = self.needs
         begun: States = {}
+        self.reached = t
         if time.perf_counter() > self.deadline:
             raise OutOfTime
         for needed, trail in states.items():
@@ -94,7 +99,7 @@ class Search:
             for needed, trail in now.items():
                 for state, path in self._decide(t, k, needed, trail, done):
                     count += wait(state, path, k)
-            if count > self.width:
+            if count > 2 * self.width:
                 waiting, count = self._thin_waiting(waiting)
             if time.perf_counter() > self.deadline:
                 raise OutOfTime
@@ -115,7 +120,12 @@ class Search:
                 if with_pinned == others or self.loose or not self.exact:
                     self.complete &= with_pinned == others or self.loose
                     return []
-        if self._fits(t, k, needed):
+        if k >= needs.forward_length and t - k > self.far:
+            if self.loose:  # as if all that is missing were to be had for nothing
+                done.setdefault(needed & ~(needs.free & needs.below[k + 1]), trail)
+                return []
+            self.complete = False
+        elif self._fits(t, k, needed):
             found.append((needs.before(k, needed), (trail, t, k)))
         kept = needed & ~(needs.below[k] & needs.free)  # for sure, in the last moment of the stage before
         if self._fits(t - 1, t - 1, kept):
@@ -183,7 +193,7 @@ def find_plan(
     Raises:
         OutOfTime: where the deadline passes first.
     """
-    search = Search(needs, budget, width, deadline, exact)
+    search = Search(needs, budget, width, deadline, exact, far=2**31 if exact else FAR if width > 1 else 0)
     states: States = {0: None}
     for t in reversed(range(needs.T)):
         states = search.stage(t, states)
@@ -202,7 +212,7 @@ def refute(needs: Needs, budget: int, t: int, *, width: int, deadline: float) ->
     Raises:
         OutOfTime: where the deadline passes first.
     """
-    search = Search(needs, budget, width, deadline, loose=True)
+    search = Search(needs, budget, width, deadline, loose=True, far=FAR)
     states: States = {0: None}
     try:
         for stage in range(t, -1, -1):

@@ -31,10 +31,23 @@ log = logging.getLogger("checkmate.solve")
 
 TIME_LIMIT = 10.0  # seconds
 MOST_OPS_EXACT = 24  # up to here the two ends meet
+SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of the way from the bound to the peak, to look for a plan at
 SHARE = 0.85  # of the time to search in; the rest is for what makes the plan slim
 GRAIN = 5e-4  # of the smallest budget: what all values below the grain have together
 CLOSE = 1e-3  # a smaller gap is not worth more time
-WIDTHS = (4, 16, 64, 256)  # states that a search pursues at most; wider ones find more, and take longer
+WIDTHS = (
+    1,
+    4,
+    8,
+    16,
+    24,
+    32,
+    64,
+    128,
+    256,
+)  # states that a search pursues at most; wider ones find more, and take longer
+NEAR_WIDER = 16  # times as many states are pursued there
+NEAR = 10  # stages after one that a search did not get beyond, to look for a proof in first
 WIDE_ENOUGH = 100_000  # for the smallest problems, where nothing is to be dropped
 
 
@@ -121,7 +134,7 @@ def _find(problem: Problem, time_limit: float) -> _Known:
         ends = _Ends(problem, known, began + SHARE * time_limit, exact=exact)
         with contextlib.suppress(OutOfTime):
             ends.close()
-        ends.slim()
+        ends.slim(began + time_limit)
         log.info("smallest budget: %s, after %.1f s", MinBudget(known.peak, known.bound), time.perf_counter() - began)
     return known
 
@@ -134,6 +147,7 @@ class _Ends:
         grain = -1 if exact else _grain(problem, int(GRAIN * known.bound))
         self.needs = Needs(problem, grain=max(0, grain))
         self.small = int(problem.sizes[problem.sizes <= grain].sum())
+        self.stuck: set[int] = set()  # stages that searches for plans did not get beyond
         self.fat = False  # the plan makes more again than it needs to
 
     def close(self) -> None:
@@ -158,6 +172,7 @@ class _Ends:
         """Look for a plan within a budget, small values aside; True if there is more to look for."""
         R, search = find_plan(self.needs, budget, width=width, deadline=self.deadline, exact=self.exact)
         if R is None:
+            self.stuck.add(search.reached)
             if search.complete:
                 self.known.bound = max(self.known.bound, min(search.least, self.known.peak))
             return True
@@ -169,10 +184,10 @@ class _Ends:
         if budget < self.known.peak:
             self.known.R, self.known.peak, self.fat = R, max(budget, self.known.bound), True
 
-    def slim(self) -> None:
+    def slim(self, deadline: float) -> None:
         """Drop what the plan need not run again, and see what its peak is."""
         if self.fat:
-            self.known.R = slim(self.problem, self.known.peak, self.known.R)
+            self.known.R = slim(self.problem, self.known.peak, self.known.R, deadline=deadline)
             self.known.peak = peak_of(self.problem, self.known.R)
 
     def _evict(self) -> None:
@@ -192,13 +207,15 @@ class _Ends:
     def _refute(self, width: int) -> None:
         """Raise the bound, stage by stage, those first in which most is needed."""
         needs, known = self.needs, self.known
-        share = time.perf_counter() + 0.4 * (self.deadline - time.perf_counter())
-        for t in sorted(range(needs.T), key=lambda t: -needs.at(t, t, 0)):
+        share = time.perf_counter() + 0.15 * (self.deadline - time.perf_counter())
+        near = dict.fromkeys(t + i for i in range(NEAR) for t in sorted(self.stuck) if t + i < needs.T)
+        for t in dict.fromkeys([*near, *sorted(range(needs.T), key=lambda t: -needs.at(t, t, 0))]):
             high = known.peak
             budget = known.bound
             while budget < high and self._is_open:
                 try:
-                    proven = refute(needs, budget, t, width=width, deadline=share)
+                    wide = NEAR_WIDER * width if t in near else width
+                    proven = refute(needs, budget, t, width=wide, deadline=share)
                 except OutOfTime:
                     return
                 if proven is None and budget == known.bound:
@@ -210,14 +227,14 @@ class _Ends:
                 budget = known.bound if high - known.bound <= 0.1 * CLOSE * high else (known.bound + high) // 2
 
     def _descend(self, width: int) -> None:
-        """Lower the peak: the bound itself first, then by bisection."""
-        low = budget = self.known.bound
-        while self._is_open and budget + self.small < self.known.peak:
-            if self._plan(budget, width):
-                low = budget
-            if self.known.peak - self.small - low <= CLOSE * low:
-                break
-            budget = (low + self.known.peak - self.small) // 2
+        """Lower the peak: the bound itself first, then from there up to what is known, and again below what is found.
+
+        Which states are pursued is a matter of luck, and more room may be bad luck: so all is tried, the least first.
+        """
+        low, room = self.known.bound, self.known.peak - self.small - self.known.bound
+        for share in SHARES:
+            if room <= 0 or not self._plan(low + int(share * room), width):
+                return
 
 
 def _grain(problem: Problem, most: int) -> int:

@@ -68,6 +68,8 @@ class Needs:
             self.below[k + 1] = self.below[k] | made
         self.free = self._set([v for v in self.values if not tables.pinned[tables.producer[v]]])
         self.base = self._base()  # per stage: bytes that are resident or results made before it
+        self._eights = _sums_of_eights(self.size)
+        self._rows = np.arange(len(self._eights))
         self._sums: dict[int, int] = {0: 0}
         self._scratch: dict[int, Scratch] = {0: Scratch(0, 0)}
         self._debts, self._owing = _by_stage(list(_debts(self)), self.T)
@@ -84,11 +86,8 @@ class Needs:
         """Bytes of a set of values."""
         known = self._sums.get(values)
         if known is None:
-            known, rest = 0, values
-            while rest:
-                last = rest & -rest
-                known += self.size[last.bit_length() - 1]
-                rest ^= last
+            eights = np.frombuffer(values.to_bytes(len(self._eights), "little"), dtype=np.uint8)
+            known = int(self._eights[self._rows, eights].sum())
             if len(self._sums) > MOST_SUMS:
                 self._sums.clear()
             self._sums[values] = known
@@ -125,6 +124,13 @@ class Needs:
     def before(self, k: int, needed: int) -> int:
         """What must be at hand before op k runs, where ``needed`` must be after it."""
         return (needed & ~self.outputs[k]) | self.inputs[k]
+
+
+def _sums_of_eights(size: list[int]) -> np.ndarray:
+    """(⌈V/8⌉, 256) int64: the bytes of each set of eight neighbours."""
+    sizes = np.array(size + [0] * (-len(size) % 8), dtype=np.int64).reshape(-1, 8)
+    members = (np.arange(256)[:, None] >> np.arange(8)) & 1  # (256, 8)
+    return sizes @ members.T
 
 
 def _debts(needs: Needs) -> list[Debt]:

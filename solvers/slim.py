@@ -8,6 +8,7 @@ the plan does not need and runs as planned, which fits. So a plan is found where
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -22,20 +23,26 @@ ROUNDS = 4  # at most: what is slim already asks for less
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of what is there beside the plan's needs, to try to run a stage with
 
 
-def slim(problem: Problem, budget: int, R: np.ndarray) -> np.ndarray:
+def slim(problem: Problem, budget: int, R: np.ndarray, *, deadline: float = float("inf")) -> np.ndarray:
     """A schedule (T, T) within the budget that runs less than R, which is within the budget too.
 
-    >>> from checkmate.solvers.checkpoint_all import checkpoint_all
+    Args:
+        deadline: of `time.perf_counter`, after which nothing more is tried; one way through the stages always is.
+
     >>> chain = Problem.from_dag([[], [0], [1], [2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> slim(chain, 2, np.tril(np.ones((4, 4), dtype=bool))).sum()
     np.int64(4)
     """
-    best, cost = R, float("inf")
+    best, cost = R, float(R.sum(axis=0) @ problem.seconds)
     for _ in range(ROUNDS):
-        stages = _Stages(problem, budget, best)
-        found = [without_useless(problem.graph, stages.run(worth)) for worth in stages.worths()]
-        least = min([best, *found], key=lambda runs: float(runs.sum(axis=0) @ problem.seconds))
-        before, best, cost = cost, least, float(least.sum(axis=0) @ problem.seconds)
+        stages, before = _Stages(problem, budget, best), cost
+        for worth in stages.worths():
+            found = without_useless(problem.graph, stages.run(worth))
+            taken = float(found.sum(axis=0) @ problem.seconds)
+            if taken < cost:
+                best, cost = found, taken
+            if time.perf_counter() > deadline:
+                return best
         if cost >= before * (1 - 1e-3):
             break
     return best
@@ -51,29 +58,29 @@ class _Stages:
         self.room = budget - np.cumsum(
             [tables.resident, *(sum(tables.size[v] for v in vs if tables.result[v]) for vs in tables.outputs)]
         )
-        self.after = [sorted(users) for users in tables.users]
+        self.next_use: list[float] = []
+        self.turn: list[int] = []
 
     def worths(self) -> tuple[Worth, ...]:
-        """What is needed soon; and the same for each byte, or each byte and second."""
+        """What is needed soon and takes long to make for each byte; or what is needed soon."""
         tables = self.tables
 
-        def dear(v: int, t: int) -> float:
+        def dear(v: int) -> float:
             return (tables.seconds[tables.producer[v]] + 1e-12) / max(1, tables.size[v])
 
         return (
-            lambda v, t: 1.0 / self._wait(v, t),
-            lambda v, t: dear(v, t) / self._wait(v, t),
-            lambda v, t: dear(v, t) / self._wait(v, t) ** 0.5,
+            lambda v, t: dear(v) / (self.next_use[v] - t + 1),
+            lambda v, t: dear(v) / (self.next_use[v] - t + 1) ** 0.5,
+            lambda v, t: 1.0 / (self.next_use[v] - t + 1),
         )
-
-    def _wait(self, v: int, t: int) -> float:
-        """Stages until an op that has not run yet reads v."""
-        return next((float(j - t) for j in self.after[v] if j > t), float("inf"))
 
     def run(self, worth: Worth) -> np.ndarray:
         """All stages."""
         R = np.zeros((self.T, self.T), dtype=bool)
         there: set[int] = set()
+        users = self.tables.users
+        self.next_use = [float(us[0]) if us else np.inf for us in users]
+        self.turn = [0] * len(users)
         for t in range(self.T):
             extra = sorted(there - self.needed[t], key=lambda v: worth(v, t), reverse=True)
             for share in SHARES:
@@ -83,6 +90,9 @@ class _Stages:
                 if level.max() <= self.room[t] or not share:
                     break
             R[t, ops] = True
+            for v in self.tables.inputs[t]:
+                self.turn[v] += 1
+                self.next_use[v] = float(users[v][self.turn[v]]) if self.turn[v] < len(users[v]) else np.inf
             there = self._keep(t, ops, level, idle, worth)
         return R
 
@@ -128,7 +138,7 @@ class _Stages:
         """What is at hand for the next stage: what the plan needs, and what else there is room for."""
         slack = self.room[t] - level
         kept = set(self.needed[t + 1])
-        useful = [v for v in idle if self._wait(v, t) < float("inf")]
+        useful = [v for v in idle if self.next_use[v] < np.inf]
         for v in sorted(useful, key=lambda v: worth(v, t), reverse=True):
             begin, size = idle[v], self.tables.size[v]
             if size <= slack[begin:].min(initial=self.room[t + 1]):
