@@ -48,7 +48,7 @@ WIDTHS = (
 )  # states that a search pursues at most; wider ones find more, and take longer
 NEAR_WIDER = 16  # times as many states are pursued there
 NEAR = 10  # stages after one that a search did not get beyond, to look for a proof in first
-WIDE_ENOUGH = 100_000  # for the smallest problems, where nothing is to be dropped
+WIDE_ENOUGH = 2000  # for the smallest problems, where nothing is to be dropped; beyond it comparing them takes too long
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,12 @@ class _Ends:
     def close(self) -> None:
         """Plans and refutations, wider and wider."""
         if self.exact:
-            while self.known.bound < self.known.peak and self._plan(self.known.bound, WIDE_ENOUGH):
-                pass
-            return
+            before = -1
+            while before < self.known.bound < self.known.peak:
+                before = self.known.bound
+                self._plan(before, WIDE_ENOUGH)
+            if self.known.bound == self.known.peak:
+                return
         if self._plan(self.known.bound, WIDTHS[0]) and self._is_open:
             self._evict()
         for width in WIDTHS:
@@ -173,8 +176,8 @@ class _Ends:
         R, search = find_plan(self.needs, budget, width=width, deadline=self.deadline, exact=self.exact)
         if R is None:
             self.stuck.add(search.reached)
-            if search.complete:
-                self.known.bound = max(self.known.bound, min(search.least, self.known.peak))
+            if search.complete and search.least > self.known.bound:
+                self.known.bound, self.known.op = min(search.least, self.known.peak), search.reached
             return True
         self._offer(R, budget + self.small)
         return False
@@ -214,7 +217,7 @@ class _Ends:
             budget = known.bound
             while budget < high and self._is_open:
                 try:
-                    wide = NEAR_WIDER * width if t in near else width
+                    wide = min(WIDE_ENOUGH // 2, NEAR_WIDER * width) if t in near else width
                     proven = refute(needs, budget, t, width=wide, deadline=share)
                 except OutOfTime:
                     return
@@ -227,7 +230,7 @@ class _Ends:
                 budget = known.bound if high - known.bound <= 0.1 * CLOSE * high else (known.bound + high) // 2
 
     def _descend(self, width: int) -> None:
-        """Lower the peak: the bound itself first, then from there up to what is known, and again below what is found.
+        """Lower the peak: look for a plan at the bound itself, then from there up to what is known.
 
         Which states are pursued is a matter of luck, and more room may be bad luck: so all is tried, the least first.
         """
