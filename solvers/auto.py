@@ -140,7 +140,7 @@ def _next_use(search: Search) -> None:
         search.offer(found.schedule.R, "next-use")
         return
     search.stuck = found.details.get("stuck")
-    ends = min_budget(search.problem, time_limit=max(1.0, min(TIME_LIMIT, 0.3 * search.left)))
+    ends = min_budget(search.problem, time_limit=max(1.0, min(TIME_LIMIT, 0.5 * search.left)))
     search.infeasible = search.budget < ends.bound
     if ends.peak <= search.budget:
         deadline = time.perf_counter() + 0.3 * search.left

@@ -10,8 +10,10 @@ out of the search, and counted as if they were always at hand once made.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -46,6 +48,7 @@ WIDTHS = (
     128,
     256,
 )  # states that a search pursues at most; wider ones find more, and take longer
+REMEMBERED = 32  # problems
 NEAR_WIDER = 16  # times as many states are pursued there
 NEAR = 10  # stages after one that a search did not get beyond, to look for a proof in first
 WIDE_ENOUGH = 2000  # for the smallest problems, where nothing is to be dropped; beyond it comparing them takes too long
@@ -92,14 +95,16 @@ class _Known:
         return self.peak - self.bound <= CLOSE * self.peak
 
 
-_known: WeakKeyDictionary[Problem, _Known] = WeakKeyDictionary()
+_known: OrderedDict[bytes, _Known] = OrderedDict()  # by `_fingerprint`, the last used at the end
+_fingerprints: WeakKeyDictionary[Problem, bytes] = WeakKeyDictionary()
 
 
 def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
     """The smallest peak of a plan that is found, and a proven lower bound of it; `least_runs` has that plan.
 
-    Both are exact for problems of up to `MOST_OPS_EXACT` ops, unless time runs out. What is found is remembered; it is
-    looked for again only with more time than before, where that may help.
+    Both are exact for problems of up to `MOST_OPS_EXACT` ops, unless time runs out. What is found is remembered,
+    also for a problem that is equal but for its costs; it is looked for again only with more time than before, where
+    that may help.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> min_budget(chain)
@@ -121,11 +126,15 @@ def bottleneck(problem: Problem) -> int:
 
 
 def _find(problem: Problem, time_limit: float) -> _Known:
-    known = _known.get(problem)
+    mark = _fingerprint(problem)
+    known = _known.get(mark)
     if known is None:
         once, op = np.eye(len(problem.graph.ops), dtype=bool), int(problem.unavoidable_bytes.argmax())
         known = _Known(problem.keep_all_peak, once, int(problem.unavoidable_bytes[op]), op)
-        _known[problem] = known
+        _known[mark] = known
+        if len(_known) > REMEMBERED:
+            _known.popitem(last=False)
+    _known.move_to_end(mark)
     exact = len(problem.graph.ops) <= MOST_OPS_EXACT
     done = known.peak == known.bound if exact else known.is_close
     if not done and time_limit > known.time_limit:
@@ -137,6 +146,17 @@ def _find(problem: Problem, time_limit: float) -> _Known:
         ends.slim(began + time_limit)
         log.info("smallest budget: %s, after %.1f s", MinBudget(known.peak, known.bound), time.perf_counter() - began)
     return known
+
+
+def _fingerprint(problem: Problem) -> bytes:
+    """Equal for problems that differ in their costs only: a step captured again has the same smallest budget."""
+    if problem not in _fingerprints:
+        graph = problem.graph
+        ops = [(op.inputs, op.outputs, op.pinned is not None, op.phase) for op in graph.ops]
+        made_by = [value.producer for value in graph.values]
+        bytes_ = problem.sizes.tolist(), problem.workspace.tolist(), problem.resident
+        _fingerprints[problem] = hashlib.sha256(repr((ops, made_by, graph.outputs, bytes_)).encode()).digest()
+    return _fingerprints[problem]
 
 
 class _Ends:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -45,6 +46,7 @@ def test_the_way_of_large_problems_keeps_the_truth_between_its_ends(
     block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(least, "MOST_OPS_EXACT", 0)
+    monkeypatch.setattr(least, "_known", OrderedDict())
     monkeypatch.setattr(least, "WIDTHS", (1, 2, 8) if block % 2 else (8,))
     monkeypatch.setattr(least, "GRAIN", 0.2 * (block % 3))
     for seed in range(12 * block, 12 * block + 12):
@@ -116,6 +118,15 @@ def test_the_time_limit_holds_and_more_time_is_used() -> None:
     began = time.perf_counter()
     assert min_budget(problem, time_limit=1) == second
     assert time.perf_counter() - began < 0.1
+
+
+def test_a_step_captured_again_has_the_same_smallest_budget_at_once() -> None:
+    first, again = dags.unet(3), dags.unet(3)
+    again = Problem(again.graph, Profile(2 * again.seconds, again.workspace, again.resident))
+    ends = min_budget(first)
+    assert min_budget(again, time_limit=0.0) == ends
+    larger = Problem(again.graph, Profile(again.seconds, again.workspace, again.resident + 1))
+    assert min_budget(larger).peak == ends.peak + 1
 
 
 def test_it_reads_well() -> None:
