@@ -206,7 +206,7 @@ def _options_by_method(methods: Sequence[str], options: dict[str, Any]) -> dict[
 
 
 def _default_budgets(problem: Problem) -> list[int]:
-    low, high = max(1, min_budget(problem)), max(1, problem.keep_all_peak)
+    low, high = max(1, min_budget(problem).peak), max(1, problem.keep_all_peak)
     return np.unique(np.linspace(low, high, BUDGETS).astype(np.int64)).tolist()
 
 

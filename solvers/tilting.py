@@ -43,6 +43,7 @@ def tilted(
         seed: of the changes. The same seed gives the same plan where the deadline does not bind.
         guide: what a bound's answer keeps; half of the first passes follow it.
 
+    >>> from checkmate.problem import Problem
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> tilted(Tables.of(problem), 3, deadline=time.perf_counter() + 1).sum()
     4

@@ -151,7 +151,7 @@ def test_ctrl_c_while_planning_trains_with_the_best_plan_so_far(monkeypatch: pyt
     layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())]
     model, x = nn.Sequential(*layers), torch.randn(256, 32)
     problem = checkmate.trace(lambda x: model(x).sum(), x)
-    budget = (problem.min_budget() + problem.keep_all_peak) // 2
+    budget = (problem.min_budget().peak + problem.keep_all_peak) // 2
     monkeypatch.setattr("checkmate.solvers.highs.run", interrupted)
     step = checkmate.compile(lambda x: model(x).sum(), budget=budget)
     assert step(x).item() == model(x).sum().item()

@@ -149,7 +149,7 @@ def test_default_budgets_go_from_the_smallest_to_keeping_everything() -> None:
     problem = dags.vgg(8)
     found = frontier(problem, methods=["next-use"], time_limit=1, jobs=1)
     assert len(found) == BUDGETS
-    assert (found[0].budget, found[-1].budget) == (min_budget(problem), problem.keep_all_peak)
+    assert (found[0].budget, found[-1].budget) == (min_budget(problem).peak, problem.keep_all_peak)
     assert found[-1].cost == pytest.approx(problem.keep_all_cost)
 
 

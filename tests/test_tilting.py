@@ -38,6 +38,7 @@ def test_finds_what_the_formulas_miss_close_to_the_smallest_budget() -> None:
     budget = int(1.02 * problem.min_budget().peak)
     tables = Tables.of(problem)
     R = tilted(tables, budget, deadline=time.perf_counter() + SECONDS, seed=1)
+    assert R is not None
     assert Schedule.from_runs(problem.graph, R).violations(problem, budget) == []
     assert R.sum(axis=0) @ problem.seconds <= next_use(problem, budget).cost
 
@@ -45,4 +46,6 @@ def test_finds_what_the_formulas_miss_close_to_the_smallest_budget() -> None:
 def test_the_same_seed_gives_the_same_plan() -> None:
     problem, budget = dags.unit_chain(8), 5
     first, second = (tilted(Tables.of(problem), budget, deadline=time.perf_counter() + SECONDS) for _ in range(2))
+    assert first is not None
+    assert second is not None
     assert (first == second).all()
