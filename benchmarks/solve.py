@@ -1,6 +1,7 @@
 """Solvers on the graphs of `benchmarks/problems`: one row for each graph, budget and method.
 
     python -m benchmarks.solve [--graphs NAME ...] [--budgets 0.8 ...] [--methods NAME ...] [--time-limit 60] [--quick]
+    python -m benchmarks.solve --least     # the smallest budget of each graph, from both sides
     python -m benchmarks.solve --report    # from the rows: results/solve.md and results/solve.png
 
 Budgets are shares of the peak of keeping everything; those that no schedule meets are left out. Each solve is a process
@@ -17,7 +18,8 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +38,7 @@ RESULTS = HERE / "results" / "solve.jsonl"
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3)
 BUDGETS_OF = {"vgg16": (0.9, 0.8, 0.7, 0.6)}
 MOST_OPS = {"milp": 200, "lp-rounding": 200}  # on larger graphs these build models of many GB, and answer nothing
+LEAST, LEAST_SECONDS = "min_budget", 10.0
 GRAPHS = tuple(sorted(path.name.removesuffix(".json.gz") for path in PROBLEMS.glob("*.json.gz")))
 QUICK = {"graphs": ("resnet18", "unet"), "budgets": (0.6,), "methods": ("next-use", "auto"), "time_limit": 5.0}
 
@@ -63,13 +66,30 @@ def _budget(problem: Problem, share: float) -> int:
     return int(share * problem.keep_all_peak)
 
 
-def solve_here(graph: str, share: float, method: str, time_limit: float) -> dict[str, Any]:
+def solve_here(graph: str, share: float | None, method: str, time_limit: float) -> dict[str, Any]:
     """Solve in this process, and say what came of it and what memory it took."""
     problem = load(graph)
-    budget = _budget(problem, share)
     loaded = _peak_rss()
+    if share is None:
+        return {**least(problem, time_limit), "loaded_rss": loaded, "peak_rss": _peak_rss()}
+    budget = _budget(problem, share)
     solution = solve(problem, budget, method=method, time_limit=time_limit)
     return {**facts(solution), "loaded_rss": loaded, "peak_rss": _peak_rss()}
+
+
+def least(problem: Problem, time_limit: float) -> dict[str, Any]:
+    """The smallest budget: a known plan's peak, and a proven bound."""
+    began = time.perf_counter()
+    ends = problem.min_budget(time_limit=time_limit)
+    return {
+        "ops": len(problem.graph.ops),
+        "keep_all_peak": problem.keep_all_peak,
+        "peak": ends.peak,
+        "peak_bound": ends.bound,
+        "gap": ends.gap,
+        "seconds": time.perf_counter() - began,
+        "status": "proven" if ends.proven else "two ends",
+    }
 
 
 def facts(solution: Solution) -> dict[str, Any]:
@@ -112,7 +132,7 @@ def _peak_rss() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def solve_apart(graph: str, share: float, method: str, time_limit: float, memory_limit: int) -> dict[str, Any]:
+def solve_apart(graph: str, share: float | None, method: str, time_limit: float, memory_limit: int) -> dict[str, Any]:
     """Solve in a process of its own; a process that fails or does not end makes a row that says so."""
     wanted = {"graph": graph, "share": share, "method": method, "time_limit": time_limit}
     command = [sys.executable, "-m", "benchmarks.solve", "--one", json.dumps(wanted)]
@@ -166,6 +186,7 @@ def main() -> None:
     parser.add_argument("--memory-limit", default="16 GB", help="of address space for each solve")
     parser.add_argument("--quick", action="store_true", help="two graphs, one budget, two methods, few seconds")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--least", action="store_true", help="the smallest budgets, in 10 seconds each")
     parser.add_argument("--report", action="store_true", help="write the table and the picture of the rows")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -181,8 +202,11 @@ def main() -> None:
         vars(args).update(QUICK)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     source = origin()
+    wanted: Iterable[tuple[str, float | None, str]] = cases(args.graphs, args.budgets, args.methods)
+    if args.least:
+        wanted, args.time_limit = [(graph, None, LEAST) for graph in args.graphs], LEAST_SECONDS
     with args.out.open("a") as out:
-        for graph, share, method in cases(args.graphs, args.budgets, args.methods):
+        for graph, share, method in wanted:
             row = {**source, **solve_apart(graph, share, method, args.time_limit, memory_limit)}
             out.write(json.dumps(row) + "\n")
             out.flush()

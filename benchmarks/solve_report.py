@@ -17,9 +17,10 @@ Row = dict[str, Any]
 
 def render(rows_file: Path) -> tuple[Path, Path]:
     """Write the table and the picture next to a file of rows, with its name; returns their paths."""
-    rows = latest([json.loads(line) for line in rows_file.read_text().splitlines()])
+    every = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    rows = latest([row for row in every if row["share"] is not None])
     table, picture = rows_file.with_suffix(".md"), rows_file.with_suffix(".png")
-    table.write_text(markdown(rows))
+    table.write_text(markdown(rows) + least([row for row in every if row["share"] is None]))
     draw(rows, picture)
     return table, picture
 
@@ -69,6 +70,28 @@ def markdown(rows: Sequence[Row]) -> str:
     ]
     best = best_bounds(rows)
     return "\n".join([*lines, *("| " + " | ".join(_cells(row, best)) + " |" for row in rows), ""])
+
+
+def least(rows: Sequence[Row]) -> str:
+    """A table of the smallest budgets, relative to keeping everything; empty without rows."""
+    last = sorted({row["graph"]: row for row in rows if "peak" in row}.values(), key=lambda row: row["ops"])
+    if not last:
+        return ""
+    lines = [
+        "",
+        "## The smallest budget",
+        "",
+        "As shares of the peak of keeping everything: a plan is known that reaches the first, and no schedule at all "
+        "reaches less than the second.",
+        "",
+        "| graph | ops | reached | bound | gap | seconds |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in last:
+        reached, bound = (row[key] / row["keep_all_peak"] for key in ("peak", "peak_bound"))
+        figures = f"{reached:.4f} | {bound:.4f} | {row['gap']:.2%} | {row['seconds']:.1f} s"
+        lines.append(f"| {row['graph']} | {row['ops']} | {figures} |")
+    return "\n".join([*lines, ""])
 
 
 def _cells(row: Row, best: dict[Instance, float]) -> list[str]:

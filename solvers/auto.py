@@ -36,6 +36,7 @@ METHOD = "auto"
 MOST_PLACES = 5000  # of the exact model on chosen places
 MOST_OPS_EXACT = 150  # the exact model is of use up to here
 MOST_OPS_AT_ONCE = 50  # and up to here proves more than any other bound in the same time
+FEW_MOMENTS, MOST_MOMENTS = 2, 12  # of the first bound, which guides a plan, and of the second, which closes the gap
 log = logging.getLogger("checkmate.solve")
 
 
@@ -156,14 +157,14 @@ def _exact_at_once(search: Search) -> None:
 
 
 def _first_bound(search: Search) -> None:
-    _bound(search, 0.1 * search.left)
+    _bound(search, 0.3 * search.left, most=FEW_MOMENTS)
 
 
 def _better_bound(search: Search) -> None:
-    _bound(search, 0.4 * search.left)
+    _bound(search, 0.4 * search.left, most=MOST_MOMENTS)
 
 
-def _bound(search: Search, limit: float) -> None:
+def _bound(search: Search, limit: float, most: int) -> None:
     """More and more moments, from those of the last bound on."""
     start = None if search.R is None else Schedule.from_runs(search.problem.graph, search.R)
     known = search.relaxed
@@ -175,6 +176,7 @@ def _bound(search: Search, limit: float) -> None:
         gap=0.2 * search.gap,
         time_limit=limit,
         threads=search.threads,
+        most=most,
     )
     search.prove(found.value)
     search.infeasible = found.infeasible
@@ -197,7 +199,7 @@ def _guided(search: Search) -> None:
     guide = _guide(search)
     if guide is None:
         return
-    found = next_use(search.problem, search.budget, time_limit=0.08 * search.left, seed=search.seed, guide=guide)
+    found = next_use(search.problem, search.budget, time_limit=0.05 * search.left, seed=search.seed, guide=guide)
     if found.schedule is not None:
         search.offer(found.schedule.R, "next-use, guided")
 

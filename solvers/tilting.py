@@ -45,8 +45,8 @@ def tilted(
 
     >>> from checkmate.problem import Problem
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> tilted(Tables.of(problem), 3, deadline=time.perf_counter() + 1).sum()
-    4
+    >>> tilted(Tables.of(problem), 3, deadline=time.perf_counter() + 1).sum(axis=0)
+    array([1, 1, 1, 1])
     """
     rng = np.random.default_rng(seed)
     V = len(tables.producer)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import solve_report
-from benchmarks.solve import GRAPHS, PROBLEMS, cases, facts, load
+from benchmarks.solve import GRAPHS, PROBLEMS, cases, facts, least, load
 from checkmate import Problem, solve
 from checkmate.graph import Graph
 
@@ -151,6 +151,17 @@ def test_the_report_has_the_last_row_of_each_and_the_gap_to_the_best_bound(tmp_p
         "| net | – | 0.50 | large | – | – | – | – | – | – | – | failed |",
         "| net | 10 | 0.50 | slow | – | 1.2000 | – | – | 0.5 s | 3.0 s | 4 MB | not found |",
     ]
+
+
+def test_the_report_has_the_smallest_budgets_where_they_were_looked_for(tmp_path: Path) -> None:
+    problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    figures = least(problem, time_limit=1.0)
+    assert (figures["peak"], figures["peak_bound"], figures["gap"], figures["status"]) == (3, 3, 0.0, "proven")
+    rows = [_row("fast", 1.5, 1.0, 1.0), {**_row("min_budget", None, 1.0, 1.0), **figures, "share": None, "seconds": 2}]
+    path = tmp_path / "solve.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table, _ = solve_report.render(path)
+    assert table.read_text().splitlines()[-1] == "| net | 4 | 1.0000 | 1.0000 | 0.00% | 2.0 s |"
 
 
 @pytest.mark.slow
