@@ -3,7 +3,7 @@
     next use -> exact model, where the graph is tiny
              -> bound of few moments -> next use guided by it -> bound of more moments -> guided again
              -> tilted passes -> exact model on promising places -> exact model, where the graph is small
-             -> windows of the places and tilted passes in turn
+             -> more tilted passes and windows of the places in turn
 
 Each stage starts from the best plan so far and ends once the gap asked for is proven or its share of time is spent.
 """
@@ -30,7 +30,7 @@ from checkmate.solvers.next_use import Guide, next_use
 from checkmate.solvers.restricted import choose_places, restricted
 from checkmate.solvers.slim import slim
 from checkmate.solvers.tables import Tables
-from checkmate.solvers.tilting import tilted
+from checkmate.solvers.tilting import Tilts
 
 METHOD = "auto"
 MOST_PLACES = 5000  # of the exact model on chosen places
@@ -76,7 +76,7 @@ class Search:
         self.relaxed: Bound | None = None
         self.infeasible = False
         self.stuck: int | None = None  # the op that no pass got beyond
-        self.tilts = 0  # searches over tilts so far
+        self.tilts: Tilts | None = None
         self.found: dict[str, float] = {}  # cost after each stage
         self.failed: list[str] = []  # what went wrong in a stage
 
@@ -252,13 +252,15 @@ def _exact(search: Search) -> None:
 
 
 def _tilted(search: Search, seconds: float) -> None:
-    """Another search over tilts, from another seed each time."""
-    search.tilts += 1
-    tables, seed, began = Tables.of(search.problem), search.seed + search.tilts, time.perf_counter()
-    R = tilted(tables, search.budget, deadline=began + 0.8 * seconds, seed=seed, guide=_guide(search))
+    """Search over tilts for so long, from where it was left."""
+    began = time.perf_counter()
+    if search.tilts is None:
+        tables = Tables.of(search.problem)
+        search.tilts = Tilts(tables, search.budget, seed=search.seed, guide=_guide(search))
+    R = search.tilts.search(deadline=began + 0.8 * seconds)
     if R is not None:
-        until = began + seconds
-        search.offer(exchange(search.problem, tables, search.budget, R, deadline=until, seed=seed), "tilted")
+        tables, until = search.tilts.tables, began + seconds
+        search.offer(exchange(search.problem, tables, search.budget, R, deadline=until, seed=search.seed), "tilted")
 
 
 def _first_tilted(search: Search) -> None:
@@ -266,12 +268,12 @@ def _first_tilted(search: Search) -> None:
 
 
 def _in_turn(search: Search) -> None:
-    """Windows and tilted passes in turn, until the windows are as wide as can be and find nothing."""
+    """Tilted passes and windows in turn, until the windows are as wide as can be and find nothing."""
     share: float | None = 0.15
     while search.is_open and share is not None:
-        share = _windows(search, share)
+        _tilted(search, min(search.left, 0.15 * search.time_limit))
         if search.is_open:
-            _tilted(search, min(search.left, 0.15 * search.time_limit))
+            share = _windows(search, share)
 
 
 def _windows(search: Search, share: float) -> float | None:

@@ -31,51 +31,61 @@ class _Plan:
     stages: list[list[int]]
 
 
-def tilted(
-    tables: Tables, budget: int, *, deadline: float, seed: int = 0, guide: Guide | None = None
-) -> np.ndarray | None:
-    """R (T, T) bool, the runs of the cheapest pass that was found, or None where none fits the budget.
+class Tilts:
+    """The plans so far; `search` can be called again and goes on from them.
 
     Args:
         tables: of the problem.
         budget: bytes.
-        deadline: of `time.perf_counter`.
-        seed: of the changes. The same seed gives the same plan where the deadline does not bind.
+        seed: of the changes. The same seed gives the same plans where no deadline binds.
         guide: what a bound's answer keeps; half of the first passes follow it.
 
     >>> from checkmate.problem import Problem
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> tilted(Tables.of(problem), 3, deadline=time.perf_counter() + 1).sum(axis=0)
+    >>> Tilts(Tables.of(problem), 3).search(deadline=time.perf_counter() + 1).sum(axis=0)
     array([1, 1, 1, 1])
     """
-    rng = np.random.default_rng(seed)
-    V = len(tables.producer)
-    pool: list[_Plan] = []
-    for weights in [*variants(None), *(variants(guide) if guide else ())]:
-        if time.perf_counter() > deadline:
-            break
-        pool += _plan(tables, budget, weights, np.zeros(V))
-    pool = sorted(pool, key=lambda plan: plan.cost)[:POOL]
-    if not pool:
-        return None
-    chances = _chances(tables)
-    best, quiet = pool[0].cost, 0
-    while chances.any() and quiet < QUIET:
-        for _ in range(ROUND):
-            if time.perf_counter() > deadline:
-                return as_matrix(min(pool, key=lambda plan: plan.cost).stages)
-            i = int(rng.integers(len(pool)))
-            changed = rng.choice(V, rng.choice(COUNTS), p=chances)
-            tilt = pool[i].tilt.copy()
-            tilt[changed] += rng.normal(0.0, rng.choice(STEPS), len(changed))
-            pool[i : i + 1] = [
-                plan for plan in _plan(tables, budget, pool[i].weights, tilt) if plan.cost <= pool[i].cost
-            ] or [pool[i]]
-        pool.sort(key=lambda plan: plan.cost)
-        quiet = 0 if pool[0].cost < best * (1 - 1e-9) else quiet + 1
-        best = pool[0].cost
-        pool[-1] = pool[0]
-    return as_matrix(pool[0].stages)
+
+    def __init__(self, tables: Tables, budget: int, *, seed: int = 0, guide: Guide | None = None) -> None:
+        self.tables, self.budget = tables, budget
+        self.rng = np.random.default_rng(seed)
+        self.chances = _chances(tables)
+        self.first = [*variants(None), *(variants(guide) if guide else ())]  # weights still to be tried as they are
+        self.pool: list[_Plan] = []  # the cheapest first
+        self.quiet = 0  # rounds without progress
+
+    def search(self, deadline: float) -> np.ndarray | None:
+        """R (T, T) bool, the runs of the cheapest pass that was found, or None where none fits the budget.
+
+        Args:
+            deadline: of `time.perf_counter`; ends earlier after rounds without progress.
+        """
+        while self.first and time.perf_counter() < deadline:
+            self.pool += _plan(self.tables, self.budget, self.first.pop(0), np.zeros(len(self.tables.producer)))
+        self.pool = sorted(self.pool, key=lambda plan: plan.cost)[:POOL]
+        if not self.pool:
+            return None
+        self.quiet = 0
+        while self.chances.any() and self.quiet < QUIET and time.perf_counter() < deadline:
+            best = self.pool[0].cost
+            for _ in range(ROUND):
+                self._change(int(self.rng.integers(len(self.pool))))
+                if time.perf_counter() > deadline:
+                    break
+            self.pool.sort(key=lambda plan: plan.cost)
+            self.quiet = 0 if self.pool[0].cost < best * (1 - 1e-9) else self.quiet + 1
+            self.pool[-1] = self.pool[0]
+        return as_matrix(self.pool[0].stages)
+
+    def _change(self, i: int) -> None:
+        """Change a few values of a plan at random; it stays so if the pass it gives is no dearer."""
+        plan = self.pool[i]
+        changed = self.rng.choice(len(self.chances), self.rng.choice(COUNTS), p=self.chances)
+        tilt = plan.tilt.copy()
+        tilt[changed] += self.rng.normal(0.0, self.rng.choice(STEPS), len(changed))
+        for found in _plan(self.tables, self.budget, plan.weights, tilt):
+            if found.cost <= plan.cost:
+                self.pool[i] = found
 
 
 def _plan(tables: Tables, budget: int, weights: Weights, tilt: np.ndarray) -> list[_Plan]:

@@ -10,7 +10,7 @@ from checkmate.schedule import Schedule
 from checkmate.solvers.certify import certify
 from checkmate.solvers.next_use import next_use
 from checkmate.solvers.tables import Tables
-from checkmate.solvers.tilting import tilted
+from checkmate.solvers.tilting import Tilts
 from tests import dags
 from tests.oracle import interesting_budgets, optimum, outcomes, random_problem
 
@@ -22,14 +22,14 @@ def test_never_below_the_optimum_and_never_over_the_budget(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     known = outcomes(problem)
     for budget in interesting_budgets(known)[:-1]:
-        R = tilted(Tables.of(problem), budget, deadline=time.perf_counter() + SECONDS)
+        R = Tilts(Tables.of(problem), budget).search(time.perf_counter() + SECONDS)
         if R is not None:
             assert certify(problem, budget, R, method="tilted").cost >= optimum(known, budget) - 1e-9
 
 
 def test_nothing_fits_below_what_one_op_needs() -> None:
     problem = dags.unit_chain(4)
-    assert tilted(Tables.of(problem), 2, deadline=time.perf_counter() + SECONDS) is None
+    assert Tilts(Tables.of(problem), 2).search(time.perf_counter() + SECONDS) is None
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ def test_finds_what_the_formulas_miss_close_to_the_smallest_budget() -> None:
     problem = dags.unet(2)
     budget = int(1.02 * problem.min_budget().peak)
     tables = Tables.of(problem)
-    R = tilted(tables, budget, deadline=time.perf_counter() + SECONDS, seed=1)
+    R = Tilts(tables, budget, seed=1).search(time.perf_counter() + 8.0)
     assert R is not None
     assert Schedule.from_runs(problem.graph, R).violations(problem, budget) == []
     assert R.sum(axis=0) @ problem.seconds <= next_use(problem, budget).cost
@@ -45,7 +45,18 @@ def test_finds_what_the_formulas_miss_close_to_the_smallest_budget() -> None:
 
 def test_the_same_seed_gives_the_same_plan() -> None:
     problem, budget = dags.unit_chain(8), 5
-    first, second = (tilted(Tables.of(problem), budget, deadline=time.perf_counter() + SECONDS) for _ in range(2))
+    first, second = (Tilts(Tables.of(problem), budget).search(time.perf_counter() + SECONDS) for _ in range(2))
     assert first is not None
     assert second is not None
     assert (first == second).all()
+
+
+def test_a_later_search_goes_on_from_the_plans_before() -> None:
+    problem = dags.unet(2)
+    tilts = Tilts(Tables.of(problem), int(1.05 * problem.min_budget().peak))
+    costs = []
+    for _ in range(3):
+        R = tilts.search(time.perf_counter() + 0.5)
+        assert R is not None
+        costs.append(R.sum(axis=0) @ problem.seconds)
+    assert costs == sorted(costs, reverse=True)
