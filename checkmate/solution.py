@@ -21,7 +21,7 @@ class Status(Enum):
     OPTIMAL = "optimal", "no schedule with fewer seconds fits the budget"
     FEASIBLE = "feasible", "fits the budget; the gap says how much better another plan could be at most"
     INFEASIBLE = "infeasible", "proven: no schedule fits the budget"
-    NOT_FOUND = "not found", "no plan was found within the time limit; that none exists is not proven"
+    NOT_FOUND = "not found", "no plan was found; that none exists is not proven"
 
     def __init__(self, label: str, meaning: str) -> None:
         self.label = label
