@@ -1,4 +1,4 @@
-"""Solvers on the graphs of `benchmarks/problems`: one row for each graph, budget and method.
+"""Solvers on the graphs of `benchmarks/problems` and on unit chains: one row for each graph, budget and method.
 
     python -m benchmarks.solve [--graphs NAME ...] [--budgets 0.8 ...] [--methods NAME ...] [--time-limit 60] [--quick]
     python -m benchmarks.solve --least     # the smallest budget of each graph, from both sides
@@ -31,21 +31,28 @@ from checkmate.solution import Solution
 from checkmate.solvers.methods import METHODS
 from checkmate.solvers.solve import solve
 from checkmate.units import parse_bytes
+from tests.dags import unit_chain
 
 HERE = Path(__file__).parent
 PROBLEMS = HERE / "problems"
 RESULTS = HERE / "results" / "solve.jsonl"
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3)
-BUDGETS_OF = {"vgg16": (0.9, 0.8, 0.7, 0.6)}
+CHAINS = {"chain-8": 8, "chain-16": 16}  # layers, of unit cost and one byte each
+BUDGETS_OF = {
+    "vgg16": (0.9, 0.8, 0.7, 0.6),
+    "chain-8": tuple(budget / 10 for budget in (8, 6, 5, 4, 3)),  # of 10 bytes for keeping everything
+    "chain-16": tuple(budget / 18 for budget in (12, 10, 8, 6, 5, 4)),
+}
 MOST_OPS = {"milp": 200, "lp-rounding": 200}  # on larger graphs these build models of many GB, and answer nothing
 LEAST, LEAST_SECONDS = "min_budget", 10.0
-GRAPHS = tuple(sorted(path.name.removesuffix(".json.gz") for path in PROBLEMS.glob("*.json.gz")))
+FILES = tuple(sorted(path.name.removesuffix(".json.gz") for path in PROBLEMS.glob("*.json.gz")))
+GRAPHS = (*CHAINS, *FILES)
 QUICK = {"graphs": ("resnet18", "unet"), "budgets": (0.6,), "methods": ("next-use", "auto"), "time_limit": 5.0}
 
 
 def load(graph: str) -> Problem:
     """The problem of a graph."""
-    return Problem.from_json(PROBLEMS / f"{graph}.json.gz")
+    return unit_chain(CHAINS[graph]) if graph in CHAINS else Problem.from_json(PROBLEMS / f"{graph}.json.gz")
 
 
 def cases(

@@ -22,6 +22,8 @@ __all__ = ["min_budget", "solve"]
 
 log = logging.getLogger("checkmate.solve")
 
+PATIENCE = 1.0  # seconds that any method but auto may take to look for the budget that a refusal names
+
 
 def solve(
     problem: Problem,
@@ -63,14 +65,15 @@ def solve(
     chosen = check_method(method, options)
     budget = parse_bytes(budget)
     check_limits(time_limit, gap)
+    patience = max(PATIENCE, min(TIME_LIMIT, time_limit)) if method == "auto" else PATIENCE
     with Progress(problem, budget, time_limit, shown=progress) as known:
         if budget < problem.unavoidable_bytes.max():
-            solution = _infeasible(problem, budget, method, time_limit)
+            solution = _infeasible(problem, budget, method, patience)
         else:
             limits = {"time_limit": time_limit, "gap": gap}
             taken = {name: limit for name, limit in limits.items() if name in chosen.options}
             solution = _best(_run(chosen, known, {**taken, **options}), known)
-            solution = _explain(solution, time_limit) if solution.plan is None else _with_trajectory(solution, known)
+            solution = _explain(solution, patience) if solution.plan is None else _with_trajectory(solution, known)
     solution = replace(solution, seconds=known.elapsed)
     log.info("%s", solution)
     return solution
@@ -138,9 +141,9 @@ def _with_trajectory(solution: Solution, known: Progress) -> Solution:
     return replace(solution, details={**solution.details, "trajectory": path})
 
 
-def _infeasible(problem: Problem, budget: int, method: str, time_limit: float) -> Solution:
+def _infeasible(problem: Problem, budget: int, method: str, patience: float) -> Solution:
     """No schedule fits because one op alone needs more, with what every schedule holds while it runs."""
-    k, ends = int(np.argmax(problem.unavoidable_bytes)), _ends(problem, time_limit)
+    k, ends = int(np.argmax(problem.unavoidable_bytes)), min_budget(problem, time_limit=patience)
     message = (
         f"No schedule fits {format_bytes(budget)}: {_name(problem, k)} alone needs "
         f"{format_bytes(problem.unavoidable_bytes[k])}. {_way_out(ends)}"
@@ -149,9 +152,9 @@ def _infeasible(problem: Problem, budget: int, method: str, time_limit: float) -
     return _without_plan(solution, ends, k)
 
 
-def _explain(solution: Solution, time_limit: float) -> Solution:
+def _explain(solution: Solution, patience: float) -> Solution:
     """Add to an answer without a plan what would work; and that nothing does, where that is proven."""
-    problem, ends = solution.problem, _ends(solution.problem, time_limit)
+    problem, ends = solution.problem, min_budget(solution.problem, time_limit=patience)
     if solution.budget < ends.bound:
         solution = replace(solution, status=Status.INFEASIBLE, bound=float("inf"))
         k = bottleneck(problem)
@@ -166,10 +169,6 @@ def _explain(solution: Solution, time_limit: float) -> Solution:
     way_out = _way_out(ends) if ends.peak > solution.budget else "Method 'auto' has one."
     message = f"{failures}{claim} {format_bytes(solution.budget)}: {reason} {way_out}"
     return _without_plan(replace(solution, message=message), ends, k)
-
-
-def _ends(problem: Problem, time_limit: float) -> MinBudget:
-    return min_budget(problem, time_limit=max(1.0, min(TIME_LIMIT, time_limit)))
 
 
 def _without_plan(solution: Solution, ends: MinBudget, k: int) -> Solution:

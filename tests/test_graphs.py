@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import solve_report
-from benchmarks.solve import GRAPHS, PROBLEMS, cases, facts, least, load
+from benchmarks.solve import FILES, PROBLEMS, cases, facts, least, load
 from checkmate import Problem, solve
 from checkmate.graph import Graph
 
@@ -44,7 +44,7 @@ PARAMETERS = {  # as published, in millions
 
 
 def test_there_is_a_file_for_each() -> None:
-    assert set(GRAPHS) == set(OPS)
+    assert set(FILES) == set(OPS)
     assert sum(path.stat().st_size for path in PROBLEMS.iterdir()) < 1e6
 
 
@@ -98,6 +98,13 @@ def test_budgets_that_no_schedule_meets_and_models_too_large_are_left_out() -> N
         ("vgg16", 0.8, "auto"),
         ("gpt2-12", 0.8, "auto"),
     ]
+
+
+def test_the_budgets_of_chains_are_whole_bytes() -> None:
+    for graph, known in (("chain-8", [8, 6, 5, 4, 3]), ("chain-16", [12, 10, 8, 6, 5, 4])):
+        problem = load(graph)
+        shares = [share for _, share, _ in cases([graph], None, ["auto"])]
+        assert [share * problem.keep_all_peak for share in shares] == known
 
 
 def test_figures_of_a_solution_are_relative_to_running_each_op_once() -> None:
