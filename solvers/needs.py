@@ -8,6 +8,7 @@ what nobody reads counts as workspace.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from checkmate.problem import Problem
 from checkmate.solvers.tables import Tables
 
 MOST_SUMS = 300_000  # sums of bytes that are remembered
-DEPTH = 3  # ops between a pinned op and the value that stands for what it made
+MOST_PATHS = 100  # that are tried from a pinned value, to find where what it made goes
 
 
 class Debt(NamedTuple):
@@ -72,7 +73,7 @@ class Needs:
         self._rows = np.arange(len(self._eights))
         self._sums: dict[int, int] = {0: 0}
         self._scratch: dict[int, Scratch] = {0: Scratch(0, 0)}
-        self._debts, self._owing = _by_stage(list(_debts(self)), self.T)
+        self.debts, self._owing = _by_stage(list(_debts(self)), self.T)
         self._owed: list[dict[int, int]] = [{} for _ in range(self.T)]
 
     def _set(self, values: list[int] | tuple[int, ...]) -> int:
@@ -103,7 +104,7 @@ class Needs:
         touched = held & self._owing[t]
         owed = self._owed[t].get(touched)
         if owed is None:
-            owed = sum(debt.least for debt in self._debts[t] if not debt.values & touched)
+            owed = sum(debt.least for debt in self.debts[t] if not debt.values & touched)
             self._owed[t][touched] = owed
         return owed
 
@@ -139,34 +140,51 @@ def _debts(needs: Needs) -> list[Debt]:
     Let a pinned op make v_1, let free ops make v_2 from v_1, v_3 from v_2 and so on, and let op j read the last of
     these. At any moment after the pinned op and before j first runs, one of v_1, v_2, ... is at hand: if none were,
     then the last one would have to be made again from the one before it, and that one too, back to v_1, which nothing
-    makes again. Paths that share no value owe their least sizes together. Up to the last op that reads v_1 itself the
-    path is v_1 alone, which is larger.
+    makes again. So what is at hand cuts all such paths, and is at least as large as a flow along them: each path owes
+    some bytes, and no value lies on paths that owe more than its size together. The flow is built up greedily, stage
+    by stage: a path ends with the last op that reads its last value, and the widest one takes its place.
     """
-    found, taken = [], 0
     tables = needs.tables
-    for v, one in needs.bit.items():
-        if one & needs.free:
-            continue
-        begin, size = tables.producer[v] + 1, tables.size[v]
-        alone = Debt(begin, tables.users[v][-1], one, size)
-        best, border = alone, [(v, one, size)]
-        for _ in range(DEPTH):
-            border = [longer for path in border for longer in _longer(needs, path, taken)][:50]
-            options = [Debt(begin, tables.users[w][-1], path, least) for w, path, least in border]
-            best = max([best, *options], key=lambda debt: (debt.end, debt.least, -debt.values.bit_count()))
-        taken |= best.values
-        found.append(alone)
-        if best.end > alone.end:
-            found.append(best._replace(begin=alone.end + 1))
+    left = list(tables.size)  # per value: bytes that no path owes
+    found: list[Debt] = []
+    ending: list[list[tuple[int, tuple[int, ...], int]]] = [[] for _ in range(needs.T)]  # source, path, bytes
+    sources: list[int] = []  # to find paths for in this stage
+    for t in range(1, needs.T):
+        for source, path, owed in ending[t - 1]:
+            sources.append(source)
+            for v in path:
+                left[v] += owed
+        sources += [v for v in tables.outputs[t - 1] if needs.bit.get(v, 0) & ~needs.free]
+        for source in dict.fromkeys(sources):
+            while path := _widest(needs, source, t, left):
+                owed, end = min(left[v] for v in path), tables.users[path[-1]][-1]
+                for v in path:
+                    left[v] -= owed
+                ending[end].append((source, path, owed))
+                found.append(Debt(t, end, sum(needs.bit[v] for v in path), owed))
+        sources = []
     return found
 
 
-def _longer(needs: Needs, path: tuple[int, int, int], taken: int) -> list[tuple[int, int, int]]:
-    """A path to v, followed by what free ops make of v."""
-    v, values, least = path
+def _widest(needs: Needs, source: int, t: int, left: list[int]) -> tuple[int, ...]:
+    """The path from a value to one that is read in stage t or later, on which the most bytes are left; () for none."""
     tables = needs.tables
-    made = [w for k in tables.users[v] for w in tables.outputs[k] if needs.bit.get(w, 0) & needs.free & ~taken]
-    return [(w, values | needs.bit[w], min(least, tables.size[w])) for w in made]
+    seen = {source}
+    border: list[tuple[int, int, tuple[int, ...]]] = []  # bytes and last use, negated, of a path
+    if left[source] > 0:
+        border.append((-left[source], -tables.users[source][-1], (source,)))
+    for _ in range(MOST_PATHS):
+        if not border:
+            break
+        wide, end, path = heapq.heappop(border)
+        if -end >= t:
+            return path
+        for k in tables.users[path[-1]]:
+            for w in tables.outputs[k]:
+                if w not in seen and left[w] > 0 and needs.bit.get(w, 0) & needs.free:
+                    seen.add(w)
+                    heapq.heappush(border, (max(wide, -left[w]), -tables.users[w][-1], (*path, w)))
+    return ()
 
 
 def _by_stage(debts: list[Debt], T: int) -> tuple[list[list[Debt]], list[int]]:
