@@ -12,10 +12,11 @@ import pytest
 from checkmate import plan as plans
 from checkmate.problem import Problem
 from checkmate.schedule import Schedule
+from checkmate.solvers.backwards import refute
 from checkmate.solvers.certify import peak_of
 from checkmate.solvers.needs import Needs
 from tests import dags
-from tests.oracle import all_schedules, random_problem
+from tests.oracle import all_schedules, outcomes, random_problem
 
 
 def as_bits(needs: Needs, values: set[int]) -> int:
@@ -87,6 +88,20 @@ def test_no_schedule_holds_less_than_is_needed_and_owed(seed: int) -> None:
             assert needs.at(stage, step.op, as_bits(needs, after)) <= next(runs)
             at_hand.update(problem.graph.ops[step.op].outputs)
             stage += step.op == stage
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_refutations_are_true_where_half_of_the_ops_are_pinned(block: int) -> None:
+    refuted = 0
+    for seed in range(4000 + 15 * block, 4015 + 15 * block):
+        problem = with_pinned(seed, most_ops=5 if seed % 15 == 0 else 4)
+        truth = min(peak for _, peak in outcomes(problem))
+        needs = Needs(problem)
+        for budget in range(truth - 4, truth + 3):
+            proofs = [refute(needs, budget, t, width=100, deadline=float("inf")) for t in range(needs.T)]
+            assert all(proof is None or budget < proof <= truth for proof in proofs)
+            refuted += any(proof is not None for proof in proofs)
+    assert refuted > 20
 
 
 def test_from_scratch_is_what_a_run_of_the_forward_takes() -> None:
