@@ -11,6 +11,7 @@ HEADER = (
     "graph", "ops", "budget", "method", "cost", "bound", "gap", "to best", "first plan", "seconds", "memory", "status",
 )  # fmt: skip
 LEFT = ("graph", "method", "status")
+MARKERS = "ovs^D<P>X*dph"
 LEAST_GAP = 1e-6  # what is drawn for less: a logarithm has no zero
 Row = dict[str, Any]
 
@@ -123,27 +124,29 @@ def _gap(cost: float, bound: float) -> float:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Gap to the best bound of any method against time, a colour for each method.
+    """Gap to the best bound of any method against time, a marker and a colour for each method.
 
-    A dot where a solve ended, and a line to it where the method tells its progress.
+    A marker where a solve ended, and a line to it where the method tells its progress.
     """
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     best = best_bounds(rows)
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log", xlabel="seconds", ylabel="gap to the best proven bound")
-    for i, method in enumerate(sorted({row["method"] for row in rows})):
+    methods = sorted({row["method"] for row in rows if row.get("cost_ratio") is not None})
+    for i, method in enumerate(methods):
+        color = colormaps["tab20"](i % 20)
         ended = [row for row in rows if row["method"] == method and row.get("cost_ratio") is not None]
         ends = []
         for row in ended:
             bound = best[_instance(row)]
             found = [(seconds, cost) for seconds, cost, _ in row["trajectory"] if cost is not None]
             points = [(s, max(LEAST_GAP, _gap(c, bound))) for s, c in [*found, (row["seconds"], row["cost_ratio"])]]
-            axes.step(*zip(*points, strict=True), where="post", color=f"C{i}", alpha=0.4, linewidth=0.8)
+            axes.step(*zip(*points, strict=True), where="post", color=color, alpha=0.4, linewidth=0.8)
             ends.append(points[-1])
-        if ends:
-            axes.plot(*zip(*ends, strict=True), "o", markersize=4, color=f"C{i}", label=method)
-    axes.legend()
+        axes.plot(*zip(*ends, strict=True), MARKERS[i % len(MARKERS)], markersize=5, color=color, label=method)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
     axes.grid(alpha=0.3)
-    axes.set_title("One dot for each graph and budget")
+    axes.set_title("One marker for each graph and budget")
     figure.savefig(path, dpi=110, metadata={"Software": None})
