@@ -18,7 +18,7 @@ from checkmate.fake import is_fake
 from checkmate.kernels import eager_kernels
 from checkmate.plan import Plan
 from checkmate.problem import Problem, Profile
-from checkmate.profiling.measure import measure
+from checkmate.profiling.measure import Measure
 from checkmate.provenance import input_names
 from checkmate.runtime import boxed
 from checkmate.solution import Solution
@@ -26,6 +26,7 @@ from checkmate.solution import Solution
 Planner = Callable[[Problem], Solution]
 Profiler = Callable[[Joint], Profile]
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+MEASURE = Measure()
 
 
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -47,7 +48,7 @@ class Backend:
 
     planner: Planner
     lower: Lower = run_generated_code
-    profile: Profiler = measure
+    profile: Profiler = MEASURE
     block_bytes: int = 1
     plans: list[Solution] = field(default_factory=list)
 
@@ -57,7 +58,7 @@ class Backend:
         Raises:
             Unsupported: if ops are to be measured on tensors without data.
         """
-        if self.profile is measure:
+        if isinstance(self.profile, Measure):
             _refuse_fakes(input_names(module), inputs)
         compile_graph = aot_autograd(
             fw_compiler=self.lower,
@@ -93,7 +94,7 @@ class Backend:
         return modules.forward, modules.backward
 
 
-def problem_of(joint: Joint, profile: Profiler = measure) -> Problem:
+def problem_of(joint: Joint, profile: Profiler = MEASURE) -> Problem:
     """The problem that a captured step poses, its ops measured or estimated."""
 
     def write(plan: Plan) -> Any:

@@ -15,13 +15,13 @@ import torch.fx as fx
 from torch import nn
 from typing_extensions import ParamSpec
 
-from checkmate.backend import Backend, Planner, Profiler
+from checkmate.backend import Backend
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.explain import explained
 from checkmate.fake import meta_as_cpu
 from checkmate.problem import Problem
-from checkmate.profiling.measure import measure
-from checkmate.profiling.roofline import DEVICES, roofline
+from checkmate.profiling.choose import profiler
+from checkmate.profiling.measure import Measure
 from checkmate.solution import Solution
 from checkmate.solvers.methods import METHODS
 from checkmate.solvers.solve import solve
@@ -42,6 +42,7 @@ def compile(  # type: ignore[overload-overlap]  # a module is callable too, and 
     time_limit: float = ...,
     reserve: int | float | str = ...,
     verify: bool = ...,
+    cache: bool = ...,
 ) -> M: ...
 
 
@@ -54,6 +55,7 @@ def compile(
     time_limit: float = ...,
     reserve: int | float | str = ...,
     verify: bool = ...,
+    cache: bool = ...,
 ) -> CompiledStep[P, R]: ...
 
 
@@ -65,6 +67,7 @@ def compile(
     time_limit: float = 60.0,
     reserve: int | float | str = 0,
     verify: bool = False,
+    cache: bool = True,
 ) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -80,6 +83,8 @@ def compile(
             from one step to the next, a loss outside ``fn``.
         verify: run the first training call plainly as well, and compare results, gradients, buffers and random state
             bitwise, and the measured peak with the budget. Needs the memory of a plain step, once.
+        cache: take the costs of ops that were measured on this machine before, in any process, and keep new ones
+            (`checkmate.profiling.cache` says where). False measures all anew and keeps nothing.
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
@@ -111,12 +116,13 @@ def compile(
     def plan(problem: Problem) -> Solution:
         return _plan(problem, total, set_aside, method=method, time_limit=time_limit)
 
+    new_backend = functools.partial(Backend, plan, profile=Measure(cache))
     if isinstance(fn, nn.Module):
-        return _compile_module(fn, plan, verify)
-    return CompiledStep(fn, plan, verify)
+        return _compile_module(fn, new_backend, verify)
+    return CompiledStep(fn, new_backend, verify)
 
 
-def trace(fn: Callable[..., Any], *args: Any, profile: str = "measure", **kwargs: Any) -> Problem:
+def trace(fn: Callable[..., Any], *args: Any, profile: str = "measure", cache: bool = True, **kwargs: Any) -> Problem:
     """Capture a step and find the costs of its ops, without running it: no parameter, buffer or random state changes.
 
     Args:
@@ -125,6 +131,7 @@ def trace(fn: Callable[..., Any], *args: Any, profile: str = "measure", **kwargs
             estimates for a device of `checkmate.profiling.roofline.DEVICES`, for example ``"roofline:h100"``. The model
             and the batch may then be on the meta device, or fake tensors, so that a model which fits no memory here can
             be planned; what is on the meta device is taken to be on the CPU, and its ops are those that run there.
+        cache: as for `compile`.
 
     Raises:
         Unsupported: if the step cannot be captured as one graph, or needs no gradients.
@@ -139,7 +146,7 @@ def trace(fn: Callable[..., Any], *args: Any, profile: str = "measure", **kwargs
     >>> trace(huge, batch, profile="roofline:h100").resident  # bytes, none of them allocated
     10000600576
     """
-    profiler, block_bytes = _profiler(profile)
+    find_costs, block_bytes = profiler(profile, cache=cache)
     problems: list[Problem] = []
 
     def keep_all(problem: Problem) -> Solution:
@@ -147,8 +154,8 @@ def trace(fn: Callable[..., Any], *args: Any, profile: str = "measure", **kwargs
         return solve(problem, max(1, problem.keep_all_peak), method="checkpoint-all")
 
     try:
-        with nullcontext() if profiler is measure else meta_as_cpu():
-            _capture(fn, Backend(keep_all, _stop, profiler, block_bytes))(*args, **kwargs)
+        with nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu():
+            _capture(fn, Backend(keep_all, _stop, find_costs, block_bytes))(*args, **kwargs)
     except _Captured:
         pass
     except Exception as error:
@@ -162,17 +169,6 @@ def trace(fn: Callable[..., Any], *args: Any, profile: str = "measure", **kwargs
             "Is it called under torch.no_grad(), or are all its parameters frozen?"
         )
     return problems[0]
-
-
-def _profiler(profile: str) -> tuple[Profiler, int]:
-    """What finds the costs of ops, and what sizes are rounded up to a multiple of."""
-    if profile == "measure":
-        return measure, 1
-    kind, _, name = profile.partition(":")
-    if kind != "roofline" or name not in DEVICES:
-        choices = ", ".join(['"measure"', *(f'"roofline:{name}"' for name in DEVICES)])
-        raise ValueError(f"There is no profile {profile!r}; there are {choices}.")
-    return functools.partial(roofline, device=DEVICES[name]), DEVICES[name].block_bytes
 
 
 class _Captured(Exception):
@@ -226,9 +222,9 @@ def _capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
 class CompiledStep(Generic[P, R]):
     """A function with a plan for each graph that was captured of it. Made by `compile`."""
 
-    def __init__(self, fn: Callable[P, R], planner: Planner, verify: bool) -> None:
+    def __init__(self, fn: Callable[P, R], new_backend: Callable[[], Backend], verify: bool) -> None:
         self._fn = fn
-        self._backend = Backend(planner)
+        self._backend = new_backend()
         self._verify = verify
         self._run = _capture(fn, self._backend)
         functools.update_wrapper(self, fn, updated=())
@@ -273,7 +269,7 @@ def _check_no_double_backward(grads: Any) -> None:
         )
 
 
-def _compile_module(model: Any, planner: Planner, verify: bool) -> Any:
+def _compile_module(model: Any, new_backend: Callable[[], Backend], verify: bool) -> Any:
     """The same module, in a class of its own whose forward is compiled: both objects have one ``__dict__``."""
     if "forward" in vars(model):
         raise Unsupported(
@@ -281,7 +277,7 @@ def _compile_module(model: Any, planner: Planner, verify: bool) -> Any:
             "Compile a function that calls it: checkmate.compile(lambda x: model(x), budget=...)."
         )
     plain: Any = type(model)
-    step = CompiledStep(plain.forward, planner, verify)
+    step = CompiledStep(plain.forward, new_backend, verify)
 
     class Compiled(plain):
         plans = property(lambda self: step.plans, doc=CompiledStep.plans.__doc__)
@@ -296,7 +292,7 @@ def _compile_module(model: Any, planner: Planner, verify: bool) -> Any:
             copy = object.__new__(plain)
             memo[id(self)] = copy
             copy.__dict__ = deepcopy(self.__dict__, memo)
-            return _compile_module(copy, planner, verify)
+            return _compile_module(copy, new_backend, verify)
 
     functools.update_wrapper(Compiled.forward, plain.forward)
     Compiled.__name__, Compiled.__qualname__, Compiled.__module__ = plain.__name__, plain.__qualname__, plain.__module__

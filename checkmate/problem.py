@@ -37,7 +37,8 @@ class Profile:
     seconds: np.ndarray  # (T,) float64, one execution of each op
     workspace_bytes: np.ndarray  # (T,) int64, needed while the op runs, beyond its inputs and outputs
     resident_bytes: int = 0  # there before the step begins and until its end: parameters, buffers, inputs
-    source: str = "given"  # where the numbers come from, e.g. "measured on cpu, 2 threads"
+    source: str = "given"  # where the numbers come from, e.g. "measured on cpu, 2 threads; 3 ops estimated"
+    estimated: tuple[int, ...] = ()  # the ops whose costs are no measurements
 
     def __post_init__(self) -> None:
         try:
@@ -79,6 +80,8 @@ class Problem:
             if bad.size:
                 op, cost = ops[bad[0]], costs[bad[0]]
                 raise InvalidProblem(f"Op {op.name!r} costs {cost} {name}; a cost is finite and >= 0.")
+        if not all(type(k) is int and 0 <= k < len(ops) for k in self.profile.estimated):
+            raise InvalidProblem(f"The profile marks ops as estimated that are not there: {self.profile.estimated}.")
         if not 0 <= self.resident <= MAX_BYTES:
             raise InvalidProblem(f"{self.resident} resident bytes; they are between 0 and 2**53.")
 
@@ -223,6 +226,7 @@ class Problem:
             "workspace_bytes": self.workspace.tolist(),
             "resident_bytes": self.resident,
             "source": self.profile.source,
+            "estimated": self.profile.estimated,
         }
         text = json.dumps(document, allow_nan=False).encode()
         path = Path(path)
@@ -255,8 +259,8 @@ class Problem:
                 values=tuple(Value(**value) for value in document["values"]),
                 outputs=tuple(document["outputs"]),
             )
-            costs = (document[name] for name in ("seconds", "workspace_bytes", "resident_bytes", "source"))
-            return cls(graph, Profile(*costs))
+            costs = {name: document[name] for name in ("seconds", "workspace_bytes", "resident_bytes", "source")}
+            return cls(graph, Profile(**costs, estimated=tuple(document.get("estimated", ()))))  # older files lack it
         except KeyError as error:
             raise InvalidProblem(f"{path} describes no valid problem: {error} is missing") from None
         except (TypeError, ValueError) as error:

@@ -136,14 +136,26 @@ def roofline(joint: Joint, device: Device) -> Profile:
     seconds = np.zeros(len(joint.nodes))
     for k, node in enumerate(joint.nodes):
         if node is not None:
-            seconds[k] = device.seconds(flop_of(node), _rate_of(node, device), moved_bytes_of(node))
+            seconds[k] = roofline_seconds(node, device)
     source = f"roofline estimate for {device.name}"
-    return Profile(seconds, np.zeros(len(joint.nodes), dtype=np.int64), joint.resident_bytes, source)
+    ops = tuple(range(len(joint.nodes)))
+    return Profile(seconds, np.zeros(len(joint.nodes), dtype=np.int64), joint.resident_bytes, source, estimated=ops)
+
+
+def roofline_seconds(node: fx.Node, device: Device) -> float:
+    """Seconds of one op.
+
+    Raises:
+        Unsupported: if it is a product of a type for which the device has no rate.
+    """
+    return device.seconds(flop_of(node), _rate_of(node, device), moved_bytes_of(node))
 
 
 def flop_of(node: fx.Node) -> int:
     """Floating-point operations of a matrix product, a convolution or attention, two for each product; else 0."""
     packet = _packet(node)
+    if isinstance(packet, torch._ops.HigherOrderOperator):
+        return 0  # what its subgraph computes is not known here
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     if packet is aten.convolution_backward:
         return _flop_of_convolution_backward(*args)

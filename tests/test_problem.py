@@ -242,3 +242,12 @@ def test_profiles_are_checked() -> None:
         Problem(graph, Profile(np.ones(3), np.zeros((3, 3))))
     with pytest.raises(InvalidProblem, match="'op2' costs"):
         Problem(graph, Profile(np.array([0, 0, -1]), np.zeros(3)))
+
+
+def test_estimated_ops_stay_marked_in_a_file(tmp_path: Path) -> None:
+    problem = Problem.from_dag([[], [0]], [1, 1], [1, 1])
+    problem = Problem(problem.graph, Profile(problem.seconds, problem.workspace, 0, "measured", (1,)))
+    problem.to_json(tmp_path / "p.json")
+    assert Problem.from_json(tmp_path / "p.json").profile.estimated == (1,)
+    with pytest.raises(InvalidProblem, match="estimated that are not there"):
+        Problem(problem.graph, Profile(problem.seconds, problem.workspace, 0, "measured", (2,)))

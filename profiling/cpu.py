@@ -1,0 +1,67 @@
+"""What ops cost on the CPU: the allocator's events for bytes, the median of repeated runs for seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.fx as fx
+
+from checkmate.memory import record_allocations
+from checkmate.profiling.cache import OpCost
+from checkmate.profiling.inputs import attempt, call_of
+
+LEAST_REPEATS, MOST_REPEATS = 5, 100
+SECONDS_PER_OP = 0.1  # what timing one op may take beyond the least repeats
+STABLE = 0.02  # the median is known well enough when its standard error, by the quartiles, is below this share
+
+
+def measure_ops(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, OpCost | None]]:
+    """The cost of each op, with its position; None where it does not run on made-up inputs.
+
+    Only one op's tensors exist at a time.
+    """
+    allocated = _allocated_bytes(nodes)
+    for i, (node, count) in enumerate(zip(nodes, allocated, strict=True)):
+        yield i, None if count is None else OpCost(time_call(call_of(node)), count)
+
+
+def _allocated_bytes(nodes: Sequence[fx.Node]) -> list[int | None]:
+    """Bytes that each op allocates at its own peak; None where it does not run."""
+    ran: list[bool] = []
+    with record_allocations() as recording:
+        for i, node in enumerate(nodes):
+            ran.append(attempt(node, partial(_run_within, f"checkmate.op{i}", node)))
+    return [int(recording.within(f"checkmate.op{i}").max()) if ran[i] else None for i in range(len(nodes))]
+
+
+def _run_within(span: str, node: fx.Node) -> None:
+    run = call_of(node)
+    run()  # the first run may fill caches
+    with torch.profiler.record_function(span):
+        run()
+
+
+def time_call(run: Callable[[], Any]) -> float:
+    """Seconds of one execution, what it allocates and frees included: the median, once that is stable."""
+    run()
+    seconds: list[float] = []
+    while not _is_enough(seconds):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)
+
+
+def _is_enough(seconds: Sequence[float]) -> bool:
+    if len(seconds) < LEAST_REPEATS:
+        return False
+    if len(seconds) >= MOST_REPEATS or sum(seconds) > SECONDS_PER_OP:
+        return True
+    low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75])
+    return bool((high - low) / len(seconds) ** 0.5 < STABLE * middle)

@@ -1,0 +1,73 @@
+"""What ops cost on an NVIDIA GPU: the caching allocator's statistics for bytes, events for seconds.
+
+Between repeats a buffer twice the size of the L2 cache is overwritten, so that inputs come from memory, as they mostly
+do within a step. Launching a kernel takes the host longer than running a small one takes the GPU; the overwriting gives
+the host a head start, so that what is timed is the GPU's work.
+
+cuBLAS and cuDNN keep workspaces of their own from the first call on. They are no op's, and stay outside what is
+measured here: leave room for them with ``reserve``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from checkmate.profiling.cache import OpCost
+from checkmate.profiling.inputs import attempt, call_of, device_of
+
+REPEATS = 5  # between two looks at the clock
+MOST_REPEATS = 50
+SECONDS_PER_OP = 0.05  # of the GPU's time, beyond the first repeats
+
+
+def measure_ops(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, OpCost | None]]:
+    """The cost of each op, with its position; None where it does not run on made-up inputs.
+
+    Only one op's tensors exist at a time, beside the buffer.
+    """
+    for i, node in enumerate(nodes):
+        costs: list[OpCost] = []
+        attempt(node, partial(_measure, node, costs))
+        yield i, costs[0] if costs else None
+
+
+def _measure(node: fx.Node, costs: list[OpCost]) -> None:
+    device = device_of(node)
+    with torch.cuda.device(device):
+        run = call_of(node)
+        run()  # the first run loads kernels and takes the libraries' workspaces
+        allocated = allocated_bytes(run, device)
+        costs.append(OpCost(time_call(run, device), allocated))
+
+
+def allocated_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """Bytes that a call takes from the caching allocator at its peak, rounded to blocks as the allocator does."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def time_call(run: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one execution on the GPU: the median."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    flush = torch.empty(2 * cache, dtype=torch.int8, device=device)
+    seconds: list[float] = []
+    while len(seconds) < REPEATS or (sum(seconds) < SECONDS_PER_OP and len(seconds) < MOST_REPEATS):
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
+        for begin, end in events:
+            flush.zero_()
+            begin.record()
+            run()
+            end.record()
+        torch.cuda.synchronize(device)
+        seconds += [begin.elapsed_time(end) / 1e3 for begin, end in events]
+    return median(seconds)
