@@ -26,6 +26,7 @@ from checkmate.units import parse_bytes
 
 if TYPE_CHECKING:
     from checkmate.compiler import compile, trace
+    from checkmate.costs import Costs, profile
     from checkmate.solvers.catalogue import methods
     from checkmate.solvers.frontier import Frontier, frontier
     from checkmate.solvers.solve import solve
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "CheckmateError",
+    "Costs",
     "Frontier",
     "Graph",
     "InfeasibleBudget",
@@ -54,15 +56,18 @@ __all__ = [
     "frontier",
     "methods",
     "parse_bytes",
+    "profile",
     "solve",
     "trace",
 ]
 
 _LAZY = {
+    "Costs": "checkmate.costs",
     "Frontier": "checkmate.solvers.frontier",
     "compile": "checkmate.compiler",
     "frontier": "checkmate.solvers.frontier",
     "methods": "checkmate.solvers.catalogue",
+    "profile": "checkmate.costs",
     "solve": "checkmate.solvers.solve",
     "trace": "checkmate.compiler",
 }

@@ -7,7 +7,6 @@ budget by whichever method, holds for every smaller one.
 
 from __future__ import annotations
 
-import html
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from checkmate.display import data_frame, html_table, text_table
 from checkmate.errors import CheckmateError, SolverError
 from checkmate.problem import Problem
 from checkmate.solution import Solution, Status
@@ -92,24 +92,13 @@ class Frontier:
         Raises:
             ImportError: if pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError("to_pandas() needs pandas: pip install pandas. Without it there is records().") from error
-        return pandas.DataFrame(self.records())
+        return data_frame(self.records())
 
     def __repr__(self) -> str:
-        lines = [_HEADS, *map(_cells, self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        align = [str.rjust if head in _NUMBERS else str.ljust for head in _HEADS]
-        aligned = ([pad(c, w) for pad, c, w in zip(align, line, widths, strict=True)] for line in lines)
-        return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+        return text_table(_HEADS, map(_cells, self.rows), _NUMBERS)
 
     def _repr_html_(self) -> str:
-        heads = "".join(f"<th>{head}</th>" for head in _HEADS)
-        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) for row in self.rows)
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        return html_table(_HEADS, map(_cells, self.rows))
 
 
 _HEADS = ("method", "budget", "peak", "step", "recomputed", "bound", "gap", "solved in", "status")

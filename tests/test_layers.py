@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors"},
-    {"units", "fake", "kernels", "memory", "provenance", "rewrite", "runtime"},
+    {"units", "display", "fake", "kernels", "memory", "provenance", "rewrite", "runtime"},
     {"graph", "explain", "nodes"},
     {"problem"},
-    {"schedule"},
+    {"schedule", "costs"},
     {"plan"},
     {"solution"},
     {"solvers", "capture"},
@@ -24,8 +24,23 @@ LAYERS = (
     {"compiler"},
 )
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
-INSIDE_FUNCTIONS = {("checkmate/problem.py", "checkmate.solvers.solve")}  # for a short cut in the user's interface
-WITHOUT_TORCH = {"errors", "units", "graph", "problem", "schedule", "plan", "solution", "solvers", "__init__"}
+INSIDE_FUNCTIONS = {  # for short cuts in the user's interface
+    ("checkmate/problem.py", "checkmate.solvers.solve"),
+    ("checkmate/costs.py", "checkmate.compiler"),
+}
+WITHOUT_TORCH = {
+    "errors",
+    "units",
+    "graph",
+    "problem",
+    "schedule",
+    "plan",
+    "solution",
+    "solvers",
+    "__init__",
+    "costs",
+    "display",
+}
 SOURCES = [*sorted((ROOT / "checkmate").glob("*.py")), *sorted((ROOT / "solvers").glob("*.py"))]
 SOURCES += sorted((ROOT / "profiling").glob("*.py"))
 
