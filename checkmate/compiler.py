@@ -20,7 +20,7 @@ from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.explain import explained
 from checkmate.fake import meta_as_cpu
 from checkmate.problem import Problem
-from checkmate.profiling.choose import profiler
+from checkmate.profiling.choose import Choice, profiler
 from checkmate.profiling.measure import Measure
 from checkmate.solution import Solution
 from checkmate.solvers.methods import METHODS
@@ -42,6 +42,7 @@ def compile(  # type: ignore[overload-overlap]  # a module is callable too, and 
     time_limit: float = ...,
     reserve: int | float | str = ...,
     verify: bool = ...,
+    profile: Choice = ...,
     cache: bool = ...,
 ) -> M: ...
 
@@ -55,6 +56,7 @@ def compile(
     time_limit: float = ...,
     reserve: int | float | str = ...,
     verify: bool = ...,
+    profile: Choice = ...,
     cache: bool = ...,
 ) -> CompiledStep[P, R]: ...
 
@@ -67,6 +69,7 @@ def compile(
     time_limit: float = 60.0,
     reserve: int | float | str = 0,
     verify: bool = False,
+    profile: Choice = "measure",
     cache: bool = True,
 ) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
@@ -83,6 +86,7 @@ def compile(
             from one step to the next, a loss outside ``fn``.
         verify: run the first training call plainly as well, and compare results, gradients, buffers and random state
             bitwise, and the measured peak with the budget. Needs the memory of a plain step, once.
+        profile: where the costs of ops come from; see `trace`.
         cache: take the costs of ops that were measured on this machine before, in any process, and keep new ones
             (`checkmate.profiling.cache` says where). False measures all anew and keeps nothing.
 
@@ -116,13 +120,16 @@ def compile(
     def plan(problem: Problem) -> Solution:
         return _plan(problem, total, set_aside, method=method, time_limit=time_limit)
 
-    new_backend = functools.partial(Backend, plan, profile=Measure(cache))
+    find_costs, block_bytes = profiler(profile, cache=cache)
+    new_backend = functools.partial(Backend, plan, profile=find_costs, block_bytes=block_bytes)
     if isinstance(fn, nn.Module):
         return _compile_module(fn, new_backend, verify)
     return CompiledStep(fn, new_backend, verify)
 
 
-def trace(fn: Callable[..., Any], *args: Any, profile: str = "measure", cache: bool = True, **kwargs: Any) -> Problem:
+def trace(
+    fn: Callable[..., Any], *args: Any, profile: Choice = "measure", cache: bool = True, **kwargs: Any
+) -> Problem:
     """Capture a step and find the costs of its ops, without running it: no parameter, buffer or random state changes.
 
     Args:
@@ -130,11 +137,16 @@ def trace(fn: Callable[..., Any], *args: Any, profile: str = "measure", cache: b
         profile: ``"measure"`` runs each distinct op on its own, on this machine. ``"roofline:NAME"`` runs nothing and
             estimates for a device of `checkmate.profiling.roofline.DEVICES`, for example ``"roofline:h100"``. The model
             and the batch may then be on the meta device, or fake tensors, so that a model which fits no memory here can
-            be planned; what is on the meta device is taken to be on the CPU, and its ops are those that run there.
+            be planned; what is on the meta device is taken to be on the CPU, and its ops are those that run there. A
+            path that ends in ``.json`` is a file of ops measured on another machine, from its cache folder
+            (`checkmate.profiling.cache`); here, too, nothing runs. An op that can be measured and is not in the file is
+            refused by name. A `Profile` is taken as it is; it must be of this very step.
         cache: as for `compile`.
 
     Raises:
-        Unsupported: if the step cannot be captured as one graph, or needs no gradients.
+        Unsupported: if the step cannot be captured as one graph, needs no gradients, or has ops that a file lacks.
+        InvalidProblem: if a file is no file of measured ops.
+        OSError: if it cannot be read.
         ValueError: if there is no such profile or device.
 
     >>> import torch

@@ -1,0 +1,117 @@
+"""Costs measured on one machine plan steps on another; what a table lacks is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import checkmate
+from checkmate import InvalidProblem, Profile, Unsupported
+from checkmate.profiling import cpu
+from checkmate.profiling.cache import OpTable, folder, read, write
+from checkmate.profiling.choose import profiler
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("checkmate.profiling.measure._known", {})
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def _step(device: str = "cpu") -> tuple[object, Tensor]:
+    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)).to(device)
+    return (lambda x: net(x).sum()), torch.ones(4, 16, device=device)
+
+
+def _measured(tmp_path: Path) -> tuple[checkmate.Problem, Path]:
+    """A step measured on "the cluster", and the file that is taken home from there."""
+    step, x = _step()
+    problem = checkmate.trace(step, x)
+    (found,) = folder().iterdir()
+    return problem, found.rename(tmp_path / "ops.json")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_table_gives_the_costs_that_were_measured_and_runs_nothing(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, path = _measured(tmp_path)
+    monkeypatch.setattr(cpu, "call_of", lambda node: pytest.fail("an op runs"))
+    step, x = _step(device)
+    for choice in (path, str(path), read(path)):
+        here = checkmate.trace(step, x, profile=choice)
+        assert here.graph.ops == there.graph.ops or device == "meta"
+        assert here.seconds.tolist() == there.seconds.tolist()
+        assert here.workspace.tolist() == there.workspace.tolist()
+        assert "measured on cpu" in here.profile.source
+    assert checkmate.trace(step, x, profile=path).profile.source.startswith("ops.json: ")
+
+
+def test_a_step_is_compiled_with_costs_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, path = _measured(tmp_path)
+    monkeypatch.setattr(cpu, "call_of", lambda node: pytest.fail("an op runs"))
+    step, x = _step()
+    compiled = checkmate.compile(step, budget="1 MB", profile=path)
+    compiled(x).backward()
+    assert compiled.plans[0].cost == there.keep_all_cost
+
+
+def test_what_a_table_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    _, path = _measured(tmp_path)
+    table = read(path)
+    write(path, OpTable(table.place, {key: cost for key, cost in table.ops.items() if "tanh.default" not in key}))
+    step, x = _step()
+    with pytest.raises(
+        Unsupported, match=r"ops\.json, measured on cpu.*lacks ops.*aten\.tanh\.default \(\(float32\[4, 16"
+    ):
+        checkmate.trace(step, x, profile=path)
+    with pytest.raises(Unsupported, match=r"and \d+ more"):
+        checkmate.trace(step, torch.ones(5, 16), profile=path)
+
+
+def test_what_did_not_run_there_is_estimated_here(tmp_path: Path) -> None:
+    _, path = _measured(tmp_path)
+    table = read(path)
+    write(path, OpTable(table.place, {k: None if "tanh.default" in k else cost for k, cost in table.ops.items()}))
+    step, x = _step()
+    profile = checkmate.trace(step, x, profile=path).profile
+    assert len(profile.estimated) == 1
+    assert profile.source.endswith("; 1 op estimated")
+
+
+def test_a_profile_is_taken_as_it_is() -> None:
+    step, x = _step()
+    traced = checkmate.trace(step, x, profile="roofline:laptop")
+    n = len(traced.graph.ops)
+    given = Profile(range(n), range(n), 1, "mine")
+    problem = checkmate.trace(step, x, profile=given)
+    assert problem.seconds.tolist() == [*range(n)]
+    assert problem.workspace.tolist() == [*range(n)]
+    assert problem.resident == traced.resident
+    assert problem.profile.source == "mine"
+    with pytest.raises(Unsupported, match=f"costs of 2 ops, but this step has {n}"):
+        checkmate.trace(step, x, profile=Profile([1, 1], [0, 0]))
+
+
+def test_files_that_are_no_tables_are_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({"format": "checkmate-problem"}))
+    step, x = _step()
+    with pytest.raises(InvalidProblem, match="no table of measured ops"):
+        checkmate.trace(step, x, profile=path)
+    with pytest.raises(FileNotFoundError):
+        checkmate.compile(step, budget="1 MB", profile="missing.json")
+
+
+def test_sizes_of_a_cuda_table_are_rounded_to_its_blocks(tmp_path: Path) -> None:
+    _, path = _measured(tmp_path)
+    table = read(path)
+    there = OpTable(type(table.place)("cuda NVIDIA L4", "2.13.0", 2), table.ops)
+    assert profiler(there)[1] == 512
+    assert profiler(table)[1] == 1
+    step, x = _step()
+    assert {value.size_bytes % 512 for value in checkmate.trace(step, x, profile=there).graph.values} == {0}
