@@ -97,7 +97,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _origin() -> dict[str, str]:
+def origin() -> dict[str, str]:
     """Where and when a row was made."""
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
@@ -132,14 +132,14 @@ def main() -> None:
     if args.quick:
         args.threads, args.shares, args.pairs, args.time_limit = [1], [0.25, 0.75, 2.0], 6, 5.0
     names = args.networks or (QUICK if args.quick else CASES)
-    origin, measured = _origin(), []
+    about, measured = origin(), []
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("a") as out:
         for threads in args.threads:
             for name in names:
                 torch._dynamo.reset()
                 for row in rows(CASES[name], threads, args.shares, args.pairs, args.time_limit):
-                    out.write(json.dumps({**origin, **row}) + "\n")
+                    out.write(json.dumps({**about, **row}) + "\n")
                     out.flush()
                     measured.append(_cells(row))
                     print("  ".join(measured[-1]), flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import data, measuring
+from benchmarks import data, measuring, profile
 from benchmarks.demo import Row
 from tests.models import CASES
 
@@ -42,6 +42,28 @@ def test_the_benchmark_appends_a_row_for_each_budget(tmp_path: Path) -> None:
     assert all(row["bitwise"] for row in rows)
     assert all(row["measured_peak"] == row["predicted_peak"] <= row["budget"] for row in rows)
     assert rows[2]["overhead"] == 0.0
+
+
+@pytest.mark.slow
+def test_predicted_step_times_are_written_for_each_budget(tmp_path: Path) -> None:
+    out = tmp_path / "profile.jsonl"
+    printed = _run("benchmarks.profile", "mlp", "--rounds", "3", "--time-limit", "2", "--out", str(out))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["share"] for row in rows] == [0.1, 0.25, 0.5, 1.0]
+    assert rows[0]["predicted_seconds"] > rows[-1]["predicted_seconds"] > 0
+    assert all(row["measured_seconds"] > 0 for row in rows)
+    assert "rank correlation" in printed
+
+
+def test_how_true_predictions_are_is_summed_up() -> None:
+    figures = [(0.9, 0.9, 1.0), (2.2, 2.2, 2.0), (3.3, 3.0, 3.0)]
+    rows = [
+        {"model": "m", "predicted_seconds": p, "predicted_again_seconds": a, "measured_seconds": m}
+        for p, a, m in figures
+    ]
+    first, second = profile.summary(rows).splitlines()
+    assert first == "predicted is off measured by 10.0%, the two profiles differ by 0.0% (medians of 3 plans)"
+    assert second == "rank correlation of a network's plans: 1.00 (median of 1)"
 
 
 def test_broken_promises_are_noticed() -> None:

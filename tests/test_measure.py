@@ -299,6 +299,28 @@ def test_the_median_is_taken_until_it_is_stable() -> None:
     assert cpu._is_enough([cpu.SECONDS_PER_OP, 2 * cpu.SECONDS_PER_OP] * 3)
 
 
+@pytest.mark.parametrize(
+    ("text", "size"), [("512K\n", 2**19), ("", cpu.USUAL_SECOND_LEVEL), (None, cpu.USUAL_SECOND_LEVEL)]
+)
+def test_the_second_level_cache_as_the_system_describes_it(
+    text: str | None, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "size").write_text(text)
+    monkeypatch.setattr(cpu, "SECOND_LEVEL", tmp_path / "size")
+    assert cpu._second_level_bytes.__wrapped__() == size
+
+
+def test_caches_are_overwritten_before_each_timed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers: list[Tensor] = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, **kw: buffers.append(zeros(*sizes, **kw)) or buffers[-1])
+    seen: list[int] = []
+    cpu.time_call(lambda: seen.append(int(buffers[0][-1]) if buffers else -1))
+    assert buffers[0].nbytes == 2 * cpu._second_level_bytes()
+    assert seen == [-1, *(i % 256 for i in range(1, len(seen)))]  # the first run is not timed
+
+
 def test_neither_the_random_state_nor_a_tensor_is_touched() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
     x = torch.randn(16, 8)
