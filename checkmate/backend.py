@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from checkmate.capture import Joint, read_joint
 from checkmate.codegen import emit
+from checkmate.devices import BLOCK_BYTES, allocated_on, device_of, held_outside, same_random_state
 from checkmate.errors import Unsupported
 from checkmate.fake import is_fake
 from checkmate.kernels import eager_kernels
@@ -43,7 +44,7 @@ class Backend:
 
     ``plans`` holds the `Solution` of each captured training graph, in the order of capture. ``lower`` makes of a module
     and its inputs the function that runs. ``profile`` finds the costs of the ops; sizes are rounded up to a multiple of
-    ``block_bytes``.
+    ``block_bytes``, or of what the allocator of the step's device takes if that is more.
     """
 
     planner: Planner
@@ -81,14 +82,17 @@ class Backend:
         static_lifetime_input_indices: list[int] | None = None,
         **options: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        device = device_of(joint_module.graph)
         joint = read_joint(
             joint_module,
             num_fwd_outputs=num_fwd_outputs,
             static_inputs=static_lifetime_input_indices or (),
             input_names=names,
-            block_bytes=self.block_bytes,
+            block_bytes=max(self.block_bytes, BLOCK_BYTES[device.type]),
         )
-        solution = self.planner(problem_of(joint, self.profile))
+        with same_random_state(device):
+            problem = problem_of(joint, self.profile)
+        solution = self.planner(with_what_is_held(problem, allocated_on(device)))
         modules = solution.modules
         self.plans.append(solution)
         return modules.forward, modules.backward
@@ -101,6 +105,18 @@ def problem_of(joint: Joint, profile: Profiler = MEASURE) -> Problem:
         return emit(joint, plan)
 
     return Problem(joint.graph, profile(joint), write)
+
+
+def with_what_is_held(problem: Problem, allocated: int | None) -> Problem:
+    """The problem with all that is in use on the device before the step as resident, known to the step or not.
+
+    ``allocated`` is read after the ops were measured: what libraries keep for themselves, such as cuBLAS its workspace,
+    is there by then. None, on the CPU: only what the step knows.
+    """
+    held = 0 if allocated is None else held_outside(allocated, problem.resident)
+    if not held:
+        return problem
+    return replace(problem, profile=replace(problem.profile, resident_bytes=problem.resident + held))
 
 
 def _refuse_fakes(names: list[str], inputs: list[Any]) -> None:

@@ -26,6 +26,7 @@ from torch._functorch.partitioners import (
     is_sym_node,
 )
 
+from checkmate import cudnn
 from checkmate.errors import Unsupported
 from checkmate.graph import Graph, Op, Phase, Role, Value
 from checkmate.nodes import (
@@ -45,6 +46,7 @@ from checkmate.rewrite import prepare
 
 _OUTSIDE_ITS_RUNNING_STATISTICS = {  # in training mode: what later ops read does not depend on the running statistics
     torch.ops.aten._native_batch_norm_legit_functional.default,
+    cudnn.batch_norm,
 }
 
 

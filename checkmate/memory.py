@@ -1,7 +1,9 @@
-"""One meter of memory: what is allocated above the level at entry, seen by PyTorch's profiler.
+"""One meter of memory: what a call allocates above the level at entry, on the CPU or on a CUDA device.
 
 On the CPU the meter is the running sum of the profiler's ``[memory]`` events: every allocation of PyTorch, workspaces
 inside ops and what autograd saves included, repeatable to the byte. It does not see private scratch of oneDNN and MKL.
+On CUDA it is the peak that PyTorch's allocator keeps itself, `torch.cuda.max_memory_allocated`; the bytes that the
+allocator holds of the device, in use or not, are told beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from checkmate.errors import Unsupported
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class MemoryUse:
@@ -27,6 +31,9 @@ class MemoryUse:
     peak: int  # the most bytes above the level at entry
     final: int  # bytes above that level when it returned
     result: Any = field(repr=False)  # what the call returned
+    device: torch.device = CPU  # where they were counted
+    before: int | None = None  # bytes allocated at entry; None on the CPU, where PyTorch keeps no count
+    reserved: int | None = None  # the most bytes that the allocator held of the device; None on the CPU
 
 
 @dataclass
@@ -44,20 +51,63 @@ class Recording:
         return np.concatenate([[0], np.cumsum(self.bytes[inside])])
 
 
-def measure_peak(fn: Callable[[], Any]) -> MemoryUse:
-    """Call ``fn`` and measure what it allocates on the CPU, in bytes.
+def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> MemoryUse:
+    """Call ``fn`` and measure what it allocates on a device, in bytes.
+
+    On CUDA, ``before + peak`` is `torch.cuda.max_memory_allocated` over the call, whose sizes are those that the
+    allocator gave: multiples of 512, and for a tensor above 1 MiB up to 1 MiB more than asked for, unless it runs with
+    ``expandable_segments:True``. Its peaks are reset by this.
 
     Raises:
-        Unsupported: if a profiler is running already.
+        Unsupported: on the CPU, if a profiler is running already; for another kind of device.
 
     >>> import torch
     >>> measure_peak(lambda: torch.empty(1000).clone()).peak
     8000
+    >>> x = torch.randn(64, 64, requires_grad=True)
+    >>> use = measure_peak(lambda: (x * x).sum().backward())  # on a GPU: measure_peak(..., device="cuda")
+    >>> use.final == x.grad.nbytes, use.reserved
+    (True, None)
     """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return _measure_on_cuda(fn, device)
+    if device.type != "cpu":
+        raise Unsupported(f"Memory is measured on the CPU and on CUDA devices, not on {device}.")
     with record_allocations() as recording:
         result = fn()
     levels = np.concatenate([[0], np.cumsum(recording.bytes)])
     return MemoryUse(int(levels.max()), int(levels[-1]), result)
+
+
+def _measure_on_cuda(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
+    with _no_collection():
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = fn()
+        torch.cuda.synchronize(device)
+        return MemoryUse(
+            peak=torch.cuda.max_memory_allocated(device) - before,
+            final=torch.cuda.memory_allocated(device) - before,
+            result=result,
+            device=device,
+            before=before,
+            reserved=torch.cuda.max_memory_reserved(device),
+        )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage first and not within the block: what it frees would hide what the block allocates."""
+    gc.collect()
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_collecting:
+            gc.enable()
 
 
 @contextmanager
@@ -70,16 +120,9 @@ def record_allocations() -> Iterator[Recording]:
         )
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each recording announces itself on the terminal
     recording = Recording()
-    gc.collect()
-    was_collecting = gc.isenabled()
-    gc.disable()
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    try:
-        with profiler:
-            yield recording
-    finally:
-        if was_collecting:
-            gc.enable()
+    with _no_collection(), profiler:
+        yield recording
     events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     memory = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
     memory.sort(key=lambda event: event[0])  # stable: equal times stay in the order of recording

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.cudnn import expose_cudnn
+
 aten = torch.ops.aten
 
 
 def prepare(graph: fx.Graph) -> None:
     """Rewrite a joint graph in place, pass by pass."""
     expose_dropout(graph)
+    expose_cudnn(graph)
     forget_running_statistics(graph)
     skip_idle_views(graph)
     gather_copies(graph)
@@ -28,7 +31,8 @@ def expose_dropout(graph: fx.Graph) -> None:
         noise = bernoulli(1 - p) / (1 - p),   y = x * noise,   dx = dy * noise
 
     The mask is drawn once, as one byte an element; the noise and the product can be computed from it again. AOTAutograd
-    traces ``native_dropout`` instead, whose scaling rounds differently from eager in half precision.
+    traces ``native_dropout`` instead, whose scaling rounds differently from eager in half precision. On CUDA that op is
+    what eager runs too, in one kernel with a random stream of its own: there it stays, runs once, and its mask is kept.
     """
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         x, p, train = node.args
@@ -81,9 +85,10 @@ def forget_running_statistics(graph: fx.Graph) -> None:
     """In training mode batch norm's backward is handed the new running statistics and reads none of them.
 
     Without them the statistics are free as soon as they are stored, and what batch norm computes again has no reader.
+    Only on the CPU: the kernel on CUDA reads their type, and chooses by it how to read the weight.
     """
     for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
-        if node.args[7]:
+        if node.args[7] and node.args[0].meta["val"].device.type == "cpu":
             node.update_arg(3, None)
             node.update_arg(4, None)
 

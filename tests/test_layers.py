@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors"},
+    {"errors", "cudnn"},
     {"units", "display", "fake", "kernels", "memory", "provenance", "rewrite", "runtime"},
     {"graph", "explain", "nodes"},
-    {"problem"},
+    {"problem", "devices"},
     {"schedule", "costs"},
     {"plan"},
     {"solution"},

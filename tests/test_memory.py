@@ -28,6 +28,45 @@ def test_what_autograd_saves() -> None:
     assert use.final == 4000 + 4  # the result of exp, which is the input of sin: both need it for their gradients
 
 
+def test_on_the_cpu_the_allocator_has_no_count() -> None:
+    use = measure_peak(lambda: torch.empty(5), device="cpu")
+    assert (use.device, use.before, use.reserved) == (torch.device("cpu"), None, None)
+
+
+def test_other_kinds_of_device_are_refused() -> None:
+    with pytest.raises(Unsupported, match="not on meta"):
+        measure_peak(lambda: None, device="meta")
+
+
+def test_on_cuda_the_allocator_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the allocator: 1000 bytes there before, 5000 at most, 1200 left, 8192 held of the device."""
+    level = {"memory_allocated": 1000, "max_memory_allocated": 9000, "max_memory_reserved": 9000}
+    for name in level:
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: level[name])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    forget = {"max_memory_allocated": 1000, "max_memory_reserved": 4096}
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: level.update(forget))
+
+    def work() -> str:
+        level.update(memory_allocated=1200, max_memory_allocated=5000, max_memory_reserved=8192)
+        return "done"
+
+    use = measure_peak(work, device="cuda:0")
+    assert (use.before, use.peak, use.final, use.reserved) == (1000, 4000, 200, 8192)
+    assert (use.result, use.device) == ("done", torch.device("cuda:0"))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_peak_on_cuda() -> None:
+    ones = torch.ones(1000, device="cuda")
+    use = measure_peak(lambda: ones.clone().neg().sum(), device="cuda")
+    assert (use.peak, use.final) == (2 * 4096, 512)
+    assert use.before is not None
+    assert use.before >= 4096
+    assert (use.reserved or 0) >= use.before + use.peak
+
+
 def test_spans() -> None:
     ones = torch.ones(100)
     with record_allocations() as recording:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
+from checkmate import rewrite
+from checkmate.nodes import is_random
 from checkmate.rewrite import draw_mask, scale_mask
 
 
@@ -80,3 +85,84 @@ def test_buffers_are_written_in_one_call() -> None:
     (copy,) = [op for op in graph.ops if "copy_" in op.target]
     assert len(copy.inputs) == 2 * 9  # of each layer: mean, variance and the count of batches, old and new
     assert (copy.pinned or "").count(",") == 8
+
+
+aten = torch.ops.aten
+
+
+def _dropout_graph(device: str) -> torch.fx.Graph:
+    """Dropout forward and backward as AOTAutograd writes them, on a device that need not be there."""
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        x, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
+        x.meta["val"], tangent.meta["val"] = (torch.empty(4, 6, device=device) for _ in range(2))
+        dropout = graph.call_function(aten.native_dropout.default, (x, 0.25, True))
+        dropout.meta["val"] = (torch.empty(4, 6, device=device), torch.empty(4, 6, dtype=torch.bool, device=device))
+        y, mask = (graph.call_function(operator.getitem, (dropout, i)) for i in (0, 1))
+        y.meta["val"], mask.meta["val"] = dropout.meta["val"]
+        grad = graph.call_function(aten.native_dropout_backward.default, (tangent, mask, 1 / 0.75))
+        grad.meta["val"] = torch.empty(4, 6, device=device)
+    graph.output((y, grad))
+    return graph
+
+
+def test_on_cuda_dropout_is_one_kernel_and_stays() -> None:
+    """The fused kernel draws from a stream of its own: the mask that it made is kept, and nothing draws again."""
+    graph = _dropout_graph("cuda:0")
+    before = [(n.op, n.target) for n in graph.nodes]
+    rewrite.prepare(graph)
+    assert [(n.op, n.target) for n in graph.nodes] == before
+    (dropout,) = graph.find_nodes(op="call_function", target=aten.native_dropout.default)
+    assert is_random(dropout)
+    rewrite.prepare(graph := _dropout_graph("cpu"))
+    assert not graph.find_nodes(op="call_function", target=aten.native_dropout.default)
+
+
+@pytest.mark.parametrize(
+    ("op", "p_at"),
+    [
+        (aten._scaled_dot_product_flash_attention.default, 3),
+        (aten._scaled_dot_product_efficient_attention.default, 5),
+        (aten._scaled_dot_product_cudnn_attention.default, 5),
+    ],
+    ids=["flash", "efficient", "cudnn"],
+)
+def test_attention_on_cuda_is_random_only_with_dropout(op: torch._ops.OpOverload, p_at: int) -> None:
+    """With dropout it runs once, and the seed and offset that it returns go to its backward as values."""
+    graph = torch.fx.Graph()
+    for p, random in ((0.0, False), (0.1, True)):
+        args = [graph.placeholder(f"q{p}")] * p_at + [p]
+        assert is_random(graph.call_function(op, tuple(args))) == random
+    assert not is_random(graph.call_function(op, tuple(args[:p_at])))
+
+
+def test_on_cuda_batch_norm_keeps_its_statistics() -> None:
+    """The kernel there reads their type. On the CPU they change nothing: here they are kept there too."""
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        grad, mean = graph.placeholder("tangents_1"), graph.placeholder("mean")
+        grad.meta["val"], mean.meta["val"] = torch.empty(4, 6, device="cuda:0"), torch.empty(6, device="cuda:0")
+    mask = [True, True, True]
+    args = (grad, grad, mean, mean, mean, mean, mean, True, 1e-5, mask)
+    backward = graph.call_function(aten.native_batch_norm_backward.default, args)
+    rewrite.forget_running_statistics(graph)
+    assert backward.args == args
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_batch_norm_that_keeps_its_statistics_runs_again_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrite, "forget_running_statistics", lambda graph: None)
+
+    def make() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(layer for _ in "123" for layer in (torch.nn.BatchNorm1d(9), torch.nn.Tanh())))
+
+    net, plain, x = make(), make(), torch.randn(64, 9)
+    problem = checkmate.trace(lambda x: net(x).square().sum(), x)
+    compiled = checkmate.compile(lambda x: net(x).square().sum(), budget=problem.min_budget(), time_limit=5)
+    for _ in range(2):
+        compiled(x).backward()
+        plain(x).square().sum().backward()
+    assert any("batch_norm" in name for name in compiled.plans[0].modules.again)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(net.buffers(), plain.buffers(), strict=True))

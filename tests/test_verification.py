@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 import checkmate
 from checkmate import rewrite, runtime
+from checkmate.verification import _distance
 
 
 @pytest.fixture
@@ -123,3 +126,79 @@ def test_state_comes_back_where_the_plain_step_fails(net: nn.Module, batch: tupl
     with pytest.raises(RuntimeError, match="half way"):
         checkmate.compile(step, budget="1 MB", verify=True)(*batch)
     assert all(torch.equal(a, b) for a, b in zip(net.buffers(), before, strict=True))
+
+
+def _wavering_sum(monkeypatch: pytest.MonkeyPatch, off: float = 0.0) -> Callable[[Tensor], Tensor]:
+    """A sum that comes out otherwise at each call, as one added atomically does; ``off`` more where it is compiled."""
+    compiled = {"running": False}
+    turns = itertools.cycle([0.0, 1e-4, -1e-4, 2e-4])
+
+    @torch.library.custom_op("checkmate_tests::wavering_sum", mutates_args=())
+    def wavering_sum(x: Tensor) -> Tensor:
+        return x.sum() + next(turns) + off * compiled["running"]
+
+    wavering_sum.register_fake(lambda x: x.new_empty(()))
+    wavering_sum.register_autograd(
+        lambda ctx, grad: grad.expand(ctx.shape).clone(),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "shape", inputs[0].shape),
+    )
+
+    def mark(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
+        compiled["running"] = True
+        try:
+            return run(inputs)
+        finally:
+            compiled["running"] = False
+
+    _run_instead(monkeypatch, mark)
+    return wavering_sum
+
+
+def test_where_plain_pytorch_does_not_repeat_itself_its_spread_is_allowed_and_told(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wavering_sum = _wavering_sum(monkeypatch)
+    compiled = checkmate.compile(lambda x: wavering_sum(net(x).tanh()), budget="1 MB", verify=True)
+    with caplog.at_level(logging.WARNING, logger="checkmate.verification"):
+        compiled(batch[0])
+    (record,) = caplog.records
+    assert "Plain PyTorch does not repeat its own numbers" in record.getMessage()
+    assert "output 0 by 0.0003" in record.getMessage()
+    assert "within that spread" in record.getMessage()
+
+
+def test_more_than_the_spread_is_caught(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wavering_sum = _wavering_sum(monkeypatch, off=0.01)
+    compiled = checkmate.compile(lambda x: wavering_sum(net(x).tanh()), budget="1 MB", verify=True)
+    with pytest.raises(checkmate.VerificationError, match=r"output 0 .* runs differ by 0.0003 at most"):
+        compiled(batch[0])
+
+
+def test_what_plain_pytorch_repeats_must_be_equal_beside_what_it_does_not(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wavering_sum = _wavering_sum(monkeypatch)
+    monkeypatch.setattr(rewrite, "scale_mask", lambda mask, p, dtype: mask.to(dtype).div_(p - 0.1))
+    compiled = checkmate.compile(lambda x: (wavering_sum(x), net(x)), budget="1 MB", verify=True)
+    with pytest.raises(checkmate.VerificationError, match=r"differs from plain PyTorch. Please report this"):
+        compiled(batch[0].requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "distance"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), 0.5),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), 0.0),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), 0.0),
+        (torch.tensor([float("inf"), 1.0]), torch.tensor([float("inf"), 3.0]), 2.0),
+        (torch.tensor([float("nan")]), torch.tensor([1.0]), float("inf")),
+        (torch.tensor([3 + 4j]), torch.tensor([0j]), 5.0),
+        (torch.tensor([7]), torch.tensor([9]), 2.0),
+        (torch.ones(2), torch.ones(3), float("inf")),
+        (torch.ones(2), None, float("inf")),
+    ],
+)
+def test_distance(a: Tensor, b: Tensor | None, distance: float) -> None:
+    assert _distance(a, b) == distance

@@ -1,0 +1,136 @@
+"""Batch norm by cuDNN, where eager PyTorch takes it, as ops of the joint graph.
+
+``aten.cudnn_batch_norm`` writes the running statistics without saying so in its schema. AOTAutograd therefore traces
+PyTorch's own kernel in its place, whose sums are in another order: other bits than eager's. Here the node becomes a
+call of cuDNN on copies of the statistics, with what cuDNN reserves for its backward as one more output.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._prims_common import suggest_memory_format
+
+aten = torch.ops.aten
+
+
+def expose_cudnn(graph: fx.Graph) -> None:
+    """Call cuDNN for each batch norm that eager PyTorch would give to it, forward and backward."""
+    args: Any
+    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_functional.default):
+        args = node.args
+        if is_for_cudnn(args[:5], args[5], args[7]):
+            _call_cudnn(graph, node, args)
+    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit.no_stats):
+        args = (*node.args[:3], None, None, *node.args[3:])
+        if is_for_cudnn(args[:5], args[5], args[7]):
+            _call_cudnn(graph, node, args)
+    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
+        args = node.args
+        if is_for_cudnn(args[:5], False, args[6]):
+            node.target = evaluate
+
+
+def is_for_cudnn(tensors: Sequence[fx.Node | None], training: bool, eps: float) -> bool:
+    """Whether eager PyTorch would have cuDNN do this batch norm; PyTorch itself is asked.
+
+    ``tensors``: input, weight, bias, running mean and running variance.
+    """
+    fakes: list[Any] = [None if n is None else _fake(n) for n in tensors]
+    x, weight, bias, mean, var = fakes
+    if x.device.type != "cuda" or weight is None or bias is None:
+        return False
+    if mean is None or var is None:
+        if not training:
+            return False
+        mean, var = weight, bias  # in training they may be missing; the question takes no None, and asks only that
+    c: Any = torch._C
+    return c._select_batch_norm_backend(x, weight, bias, mean, var, training, eps) == c._BatchNormBackend.Cudnn
+
+
+def reserve_bytes(x: torch.Tensor) -> int:
+    """What cuDNN keeps of a training forward for its backward, beyond what everyone does."""
+    c: Any = torch._C
+    return int(c._get_cudnn_batch_norm_reserve_space_size(x, True))
+
+
+def _call_cudnn(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> None:
+    """Turn a node into a call of `batch_norm`, and the backward that reads what it saved into `batch_norm_backward`."""
+    val = tuple(node.meta["val"])
+    saved = next((user for user in node.users if user.target is operator.getitem and user.args[1] == 1), None)
+    node.target, node.args = batch_norm, args
+    with val[0].fake_mode:
+        reserved = torch.empty(reserve_bytes(_fake(args[0])), dtype=torch.uint8, device=val[0].device)
+    node.meta["val"] = (*val, reserved)
+    readers = [] if saved is None else [n for n in saved.users if _is_backward_of(n, saved)]
+    if not readers:
+        return
+    with graph.inserting_after(node):
+        reserve = graph.call_function(operator.getitem, (node, len(val)))
+    reserve.meta = {**node.meta, "val": reserved}
+    for reader in readers:
+        grad, x, weight, _, _, mean, rstd, _, eps, _ = reader.args
+        reader.target = batch_norm_backward
+        reader.args = (grad, x, weight, mean, rstd, eps, reserve)
+        with val[0].fake_mode:  # cuDNN makes all three gradients, asked for or not
+            made = zip(reader.meta["val"], map(_fake, (x, weight, weight)), strict=True)
+            reader.meta["val"] = tuple(torch.empty_like(like) if old is None else old for old, like in made)
+
+
+def _fake(node: Any) -> Any:
+    return node.meta["val"]
+
+
+def _is_backward_of(node: fx.Node, saved: fx.Node) -> bool:
+    return node.target is aten.native_batch_norm_backward.default and node.args[5] is saved
+
+
+def batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mean: torch.Tensor | None,
+    var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """Result, mean, 1 / standard deviation, the new running statistics where there are any, and cuDNN's reserve.
+
+    The statistics handed in stay as they are, so that this can run again.
+    """
+    statistics = () if mean is None or var is None else (mean.clone(), var.clone())
+    new = statistics or (None, None)
+    result, saved_mean, saved_rstd, reserve = aten.cudnn_batch_norm(x, weight, bias, *new, training, momentum, eps)
+    return (result, saved_mean, saved_rstd, *statistics, reserve)
+
+
+def evaluate(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Batch norm by the running statistics, and two empty tensors: its backward is PyTorch's own."""
+    return aten.cudnn_batch_norm(x, weight, bias, mean, var, False, momentum, eps)[:3]
+
+
+def batch_norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    eps: float,
+    reserve: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of input, weight and bias. cuDNN may write to its reserve, so that it gets a copy."""
+    grad = grad.contiguous(memory_format=suggest_memory_format(x))
+    return aten.cudnn_batch_norm_backward(x, grad, weight, None, None, mean, rstd, eps, reserve.clone())
