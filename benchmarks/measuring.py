@@ -45,18 +45,28 @@ def step_and_back(module: nn.Module, step: Step, batch: Batch) -> None:
 
 
 def paired_times(
-    module: nn.Module, plain: Step, compiled: Step, batch: Batch, pairs: int
+    module: nn.Module,
+    plain: Step,
+    compiled: Step,
+    batch: Batch,
+    pairs: int,
+    finish: Callable[[], object] | None = None,
 ) -> tuple[float, float, float]:
     """Median seconds of a plain and a compiled step, and the median of their ratios, pair by pair.
 
     Both run within each pair, first one first, then the other, so that what else the machine does meets both.
+    ``finish`` waits for what a step has started: a GPU works on while Python goes ahead.
     """
     times: dict[Step, list[float]] = {plain: [], compiled: []}
     for pair in range(pairs + 1):
         for step in (plain, compiled) if pair % 2 else (compiled, plain):
             module.zero_grad(set_to_none=True)
+            if finish is not None:
+                finish()
             began = time.perf_counter()
             step(*batch).backward()
+            if finish is not None:
+                finish()
             times[step].append(time.perf_counter() - began)
     (_, *plain_times), (_, *compiled_times) = times.values()  # the first pair warms up
     ratios = [b / a for a, b in zip(plain_times, compiled_times, strict=True)]

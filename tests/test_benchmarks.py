@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import data, measuring, profile
+from benchmarks import data, gpu, measuring, profile
 from benchmarks.demo import Row
 from tests.models import CASES
 
@@ -64,6 +64,44 @@ def test_how_true_predictions_are_is_summed_up() -> None:
     first, second = profile.summary(rows).splitlines()
     assert first == "predicted is off measured by 10.0%, the two profiles differ by 0.0% (medians of 3 plans)"
     assert second == "rank correlation of a network's plans: 1.00 (median of 1)"
+
+
+@pytest.mark.slow
+def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.jsonl"
+    printed = _run("benchmarks.gpu", "--device", "cpu", "--quick", "--out", str(out))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 2 * 2 * 3
+    assert {(row["network"], row["precision"]) for row in rows} == {
+        (name, precision) for name in ("gpt2", "unet") for precision in ("float32", "bfloat16")
+    }
+    assert all(row["bitwise"] and row["plain_repeats"] for row in rows)
+    assert all(row["measured_peak"] == row["predicted_peak"] <= row["budget"] for row in rows)
+    assert printed.count("same bits") == 2 * len(rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_benchmark_for_a_gpu_says_that_there_is_none() -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert run.stderr.startswith("There is no CUDA device here.")
+
+
+def test_numbers_that_differ_are_held_against_the_spread_of_plain_runs() -> None:
+    ones = torch.ones(3)
+    same = gpu.compare([ones], [[ones], [ones.clone()]])
+    assert same == {"plain_repeats": True, "bitwise": True, "difference": 0.0, "plain_spread": 0.0}
+    spread = gpu.compare([ones * 1.5], [[ones], [ones * 2]])
+    assert spread == {"plain_repeats": False, "bitwise": False, "difference": 0.25, "plain_spread": 1.0}
+
+
+def test_adam_is_in_place_and_moved_nothing() -> None:
+    module = torch.nn.Linear(3, 2)
+    before = [parameter.clone() for parameter in module.parameters()]
+    optimizer = gpu.adam(module)
+    assert all(map(torch.equal, module.parameters(), before))
+    assert all(optimizer.state[parameter]["exp_avg_sq"].shape == parameter.shape for parameter in module.parameters())
 
 
 def test_broken_promises_are_noticed() -> None:

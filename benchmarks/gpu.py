@@ -1,0 +1,308 @@
+"""Compiled against plain training steps on one GPU: one row for each network, precision and budget.
+
+    python -m benchmarks.gpu [NETWORK ...] [--minutes 8] [--out benchmarks/results/gpu.jsonl]
+
+ResNet-50, U-Net, GPT-2 of 12 layers and a ViT, untrained, in float32 and in bfloat16 by autocast, with the state of
+Adam there from the start. Budgets lie between the smallest that works (share 0) and keeping everything (share 1). Peaks
+are bytes of the device as PyTorch's allocator counts them, whatever they belong to. Nothing is downloaded.
+
+Where plain PyTorch does not repeat its own numbers, the row says by how much its runs differ, and the compiled step
+from the nearest of them. ``--device cpu --quick`` runs small versions of two of the networks on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from benchmarks import measuring
+from benchmarks.measuring import Batch, Step
+from benchmarks.step import origin
+from checkmate.memory import MemoryUse, measure_peak
+from tests.models import language_model
+from tests.models.gpt2 import GPT2
+from tests.models.resnet import resnet50
+from tests.models.unet import UNet
+from tests.models.vit import ViT
+
+RESULTS = Path(__file__).parent / "results" / "gpu.jsonl"
+SHARES = (0.1, 0.4, 0.7)
+PLAIN_RUNS = 3
+HEADER = (
+    "network", "precision", "share", "budget", "predicted", "measured", "off", "reserved", "within", "of plain",
+    "numbers", "plan",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Network:
+    """What to train: the module, its batch, and the step of it, at full size and at one for a test on the CPU."""
+
+    make: Callable[[], tuple[nn.Module, Batch]]
+    make_small: Callable[[], tuple[nn.Module, Batch]] | None = None
+    step: Callable[[nn.Module], Step] = lambda module: lambda x, y: F.cross_entropy(module(x), y)
+
+
+def _images(batch: int, size: int, classes: int, *, each_pixel: bool = False) -> Batch:
+    shape = (batch, size, size) if each_pixel else (batch,)
+    return torch.randn(batch, 3, size, size), torch.randint(classes, shape)
+
+
+def _gpt2(vocabulary: int, positions: int, width: int, layers: int, heads: int, batch: int) -> tuple[nn.Module, Batch]:
+    module = GPT2(vocabulary, positions, width, layers, heads, attention="sdpa")
+    return module, (torch.randint(vocabulary, (batch, positions + 1)),)
+
+
+NETWORKS = {
+    "resnet50": Network(lambda: (resnet50(1000), _images(64, 224, 1000))),
+    "gpt2": Network(
+        lambda: _gpt2(50257, 1024, 768, layers=12, heads=12, batch=8),
+        lambda: _gpt2(64, 32, 32, layers=1, heads=2, batch=4),
+        language_model,
+    ),
+    "vit": Network(lambda: (ViT(224, 16, width=768, layers=12, heads=12, classes=1000), _images(64, 224, 1000))),
+    "unet": Network(
+        lambda: (UNet(20, depth=4, base=64), _images(8, 384, 20, each_pixel=True)),
+        lambda: (UNet(4, depth=2, base=4), _images(2, 32, 4, each_pixel=True)),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all rows of one network and precision have in common."""
+
+    network: Network
+    device: torch.device
+    amp: bool
+    small: bool
+
+    def make(self, plan: Callable[[Step], Step] = lambda step: step) -> tuple[nn.Module, Step, Batch]:
+        """The module with Adam's state, the step as planned, and a batch: each time the same."""
+        torch.manual_seed(0)
+        with self.device:
+            module, batch = (self.network.make_small or self.network.make)() if self.small else self.network.make()
+        loss = self.network.step(module)
+
+        def step(*batch: Tensor) -> Tensor:
+            with torch.autocast(self.device.type, torch.bfloat16) if self.amp else nullcontext():
+                return loss(*batch)
+
+        return module, plan(step), batch
+
+
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    """Adam with its state in place: a step along gradients of zero, which moves nothing."""
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-4)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+def outcome(module: nn.Module, step: Step, batch: Batch, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Losses, last gradients, parameters and buffers after two steps; copies on the CPU."""
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=True)
+        loss = step(*batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    results = [torch.stack(losses), *grads, *module.state_dict().values()]
+    on_host = [tensor.detach().to("cpu", copy=True) for tensor in results]
+    optimizer.zero_grad(set_to_none=True)
+    return on_host
+
+
+def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """The largest difference of two outcomes, in each tensor in proportion to its largest element."""
+    pairs = [(x.double(), y.double()) for x, y in zip(a, b, strict=True)]
+    return max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-30)) for x, y in pairs)
+
+
+def compare(found: list[Tensor], plain: list[list[Tensor]]) -> dict[str, Any]:
+    """Whether plain runs repeat their bits, whether these are the compiled step's, and how far all are apart."""
+    return {
+        "plain_repeats": all(measuring.same_bits(plain[0], run) for run in plain[1:]),
+        "bitwise": any(measuring.same_bits(found, run) for run in plain),
+        "difference": min(distance(found, run) for run in plain),
+        "plain_spread": max(distance(a, b) for i, a in enumerate(plain) for b in plain[:i]),
+    }
+
+
+def peak_of(use: MemoryUse, resident: int) -> int:
+    """Bytes at the peak: on CUDA all that is on the device, on the CPU what the step knows."""
+    return use.peak + (resident if use.before is None else use.before)
+
+
+def measured_plain(setting: Setting) -> dict[str, Any]:
+    """The plain step: its peak, what tracing finds, and the outcome of a few runs."""
+    module, step, batch = setting.make()
+    optimizer = adam(module)
+    began = time.perf_counter()
+    problem = checkmate.trace(step, *batch)
+    traced = time.perf_counter() - began
+    runs = [outcome(module, step, batch, optimizer)]
+    use = measure_peak(partial(measuring.step_and_back, module, step, batch), setting.device)
+    facts = {
+        "ops": len(problem.graph.ops),
+        "resident": problem.resident,
+        "min_budget": problem.min_budget(),
+        "keep_all_peak": problem.keep_all_peak,
+        "trace_seconds": traced,  # capture, and each distinct op measured
+        "plain_peak": peak_of(use, problem.resident),
+        "plain_reserved": use.reserved,
+    }
+    for _ in range(PLAIN_RUNS - 1):
+        del module, step, batch, optimizer
+        module, step, batch = setting.make()
+        optimizer = adam(module)
+        runs.append(outcome(module, step, batch, optimizer))
+    return {"facts": facts, "runs": runs}
+
+
+def row(setting: Setting, plain: dict[str, Any], share: float, pairs: int, time_limit: float) -> dict[str, Any]:
+    """Measure a network within one budget."""
+    facts = plain["facts"]
+    budget = facts["min_budget"] + int(share * (facts["keep_all_peak"] - facts["min_budget"]))
+    module, step, batch = setting.make()
+    optimizer = adam(module)
+    compiled = checkmate.compile(step, budget=budget, time_limit=time_limit)
+    began = time.perf_counter()
+    found = outcome(module, compiled, batch, optimizer)
+    first_steps = time.perf_counter() - began
+    use = measure_peak(partial(measuring.step_and_back, module, compiled, batch), setting.device)
+    solution = compiled.plans[0]
+    measured, predicted = peak_of(use, solution.problem.resident), solution.peak
+    assert predicted is not None  # compile raises where there is no plan
+    finish = partial(torch.cuda.synchronize, setting.device) if setting.device.type == "cuda" else None
+    plain_seconds, compiled_seconds, ratio = measuring.paired_times(module, step, compiled, batch, pairs, finish)
+    return {
+        **facts,
+        "share": share,
+        "budget": budget,
+        "predicted_peak": predicted,
+        "measured_peak": measured,
+        "reserved": use.reserved,
+        "off": abs(measured - predicted) / predicted,
+        "within": measured <= budget,
+        "method": solution.method,
+        "status": solution.status.label,
+        "overhead": solution.overhead,
+        "gap": solution.gap,
+        "plain_seconds": plain_seconds,
+        "compiled_seconds": compiled_seconds,
+        "time_ratio": ratio,
+        "pairs": pairs,
+        "plan_seconds": solution.seconds,
+        "first_two_steps_seconds": first_steps,  # capture again, plan, write code, two steps
+        **compare(found, plain["runs"]),
+    }
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    name = [row["network"], row["precision"]]
+    if "error" in row:
+        return [*name, f"{row.get('share', '')}", *["-"] * 7, "ERROR", row["error"].splitlines()[0][:60]]
+    apart = f"{row['difference']:.1e} off, plain {row['plain_spread']:.1e}"
+    return [
+        *name,
+        f"{row['share']:g}",
+        *(f"{row[key] / 1e6:,.1f} MB" for key in ("budget", "predicted_peak", "measured_peak")),
+        f"{row['off']:.2%}",
+        "-" if row["reserved"] is None else f"{row['reserved'] / 1e6:,.1f} MB",
+        "yes" if row["within"] else "NO",
+        f"{row['time_ratio']:.3f}x",
+        "same bits" if row["bitwise"] else apart,
+        f"{row['plan_seconds']:.1f} s",
+    ]
+
+
+def origin_of(device: torch.device) -> dict[str, Any]:
+    """Where and when a row was made, with the GPU and what drives it."""
+    facts: dict[str, Any] = {**origin(), "device": str(device)}
+    if device.type == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name(device)
+        facts["gpu_bytes"] = torch.cuda.get_device_properties(device).total_memory
+        facts["cuda"] = torch.version.cuda
+        facts["cudnn"] = torch.backends.cudnn.version()
+        facts["allocator"] = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return facts
+
+
+def measured_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All rows that were asked for, as far as the time allows; what fails is a row with the error."""
+    deadline, longest = time.monotonic() + 60 * args.minutes, 0.0
+    names = args.networks or [name for name in NETWORKS if NETWORKS[name].make_small or not args.quick]
+    # each network once, its precision in turn, before any a second time
+    turns = [(name, (i + turn) % 2 == 1) for turn in (0, 1) for i, name in enumerate(names)]
+    for name, amp in turns:
+        about = {"network": name, "precision": "bfloat16" if amp else "float32"}
+        setting, plain = Setting(NETWORKS[name], args.device, amp, args.quick), None
+        for share in SHARES:
+            if time.monotonic() + longest > deadline:
+                print(f"no time left for {name} in {about['precision']} at {share:g}", file=sys.stderr, flush=True)
+                continue
+            began = time.monotonic()
+            torch._dynamo.reset()
+            try:
+                plain = plain or measured_plain(setting)
+                yield {**about, **row(setting, plain, share, args.pairs, args.time_limit)}
+            except (checkmate.CheckmateError, RuntimeError) as error:
+                yield {**about, "share": share, "error": f"{type(error).__name__}: {error}"}
+            longest = max(longest, time.monotonic() - began)
+
+
+def main() -> None:
+    """Measure, append the rows to the file, print them as a table; fails if a row does."""
+    parser = argparse.ArgumentParser(description="Compiled against plain training steps on one GPU.")
+    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(NETWORKS)}; by default all")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    parser.add_argument("--quick", action="store_true", help="small versions of two networks, few pairs")
+    parser.add_argument("--minutes", type=float, default=8.0, help="no row is begun that may end later")
+    parser.add_argument("--pairs", type=int, default=10, help="timed pairs of steps")
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds to plan for one budget")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if unknown := set(args.networks) - set(NETWORKS):
+        parser.error(f"unknown networks: {', '.join(sorted(unknown))}; there are {', '.join(NETWORKS)}")
+    if args.device.type == "cuda" and not torch.cuda.is_available():
+        sys.exit("There is no CUDA device here. --device cpu --quick runs small versions of the networks on the CPU.")
+    if args.device.type == "cuda" and args.device.index is None:
+        args.device = torch.device("cuda", torch.cuda.current_device())
+    if args.quick:
+        args.pairs, args.time_limit = 2, 1.0
+    about, cells, failed = origin_of(args.device), [], 0
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("a") as out:
+        for found in measured_rows(args):
+            out.write(json.dumps({**about, **found}) + "\n")
+            out.flush()
+            failed += "error" in found
+            cells.append(_cells(found))
+            print("  ".join(cells[-1]), flush=True)
+    print(f"\n{about.get('gpu', about['cpu'])}, PyTorch {about['torch']}\n{measuring.table(HEADER, cells)}")
+    if failed:
+        sys.exit(f"{failed} of {len(cells)} rows failed; {args.out} has the errors.")
+
+
+if __name__ == "__main__":
+    main()
