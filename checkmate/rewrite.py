@@ -18,6 +18,7 @@ def prepare(graph: fx.Graph) -> None:
     """Rewrite a joint graph in place, pass by pass."""
     expose_dropout(graph)
     expose_cudnn(graph)
+    correct_saved_statistics(graph)
     forget_running_statistics(graph)
     skip_idle_views(graph)
     gather_copies(graph)
@@ -79,6 +80,26 @@ def draw_mask(x: torch.Tensor, p: float) -> torch.Tensor:
 def scale_mask(mask: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
     """The mask as numbers of a type, divided by p. From bytes, since converting bools takes six times as long."""
     return mask.view(torch.uint8).to(dtype).div_(p)
+
+
+def correct_saved_statistics(graph: fx.Graph) -> None:
+    """On the CPU batch norm saves mean and deviation in the type of its weight; tracing says: in that of its input.
+
+    In bfloat16 by autocast, with a weight in float32, these are twice the bytes, and the backward takes no others.
+    """
+    batch_norm = aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats
+    for target, tensors in zip(batch_norm, (slice(1, 5), slice(1, 3)), strict=True):
+        for node in graph.find_nodes(op="call_function", target=target):
+            val = list(node.meta["val"])
+            like = next((n for n in node.args[tensors] if n is not None), None)
+            if like is None or val[0].device.type != "cpu" or like.meta["val"].dtype == val[1].dtype:
+                continue
+            with val[0].fake_mode:
+                val[1:3] = (torch.empty_like(old, dtype=like.meta["val"].dtype) for old in val[1:3])
+            node.meta["val"] = tuple(val)
+            for user in node.users:
+                if user.target is operator.getitem and user.args[1] in (1, 2):
+                    user.meta["val"] = val[user.args[1]]
 
 
 def forget_running_statistics(graph: fx.Graph) -> None:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
 from checkmate import rewrite
+from checkmate.memory import measure_peak
 from checkmate.nodes import is_random
 from checkmate.rewrite import draw_mask, scale_mask
 
@@ -77,6 +78,27 @@ def test_statistics_of_batch_norm_are_not_saved() -> None:
     statistics = {f"{op.name}[{i}]" for op in problem.graph.ops if "batch_norm_legit" in op.target for i in (3, 4)}
     assert statistics
     assert not names & statistics
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("options", [{}, {"track_running_stats": False}, {"affine": False}])
+def test_what_batch_norm_saves_under_autocast_is_counted_as_it_is(options: dict) -> None:
+    """In float32, not in bfloat16: the backward runs on its own, and the measured peak is the predicted one."""
+    torch.manual_seed(0)
+    layers = [(torch.nn.Conv2d(64, 64, 1), torch.nn.BatchNorm2d(64, **options), torch.nn.ReLU()) for _ in "123"]
+    net, x = torch.nn.Sequential(*(layer for group in layers for layer in group)), torch.randn(2, 64, 3, 3)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return net(x).float().square().sum()
+
+    problem = checkmate.trace(step, x)
+    assert "guess" not in problem.profile.source
+    compiled = checkmate.compile(step, budget=problem.min_budget(), time_limit=1)
+    compiled(x).backward()
+    net.zero_grad(set_to_none=True)
+    use = measure_peak(lambda: compiled(x).backward())
+    assert problem.resident + use.peak == compiled.plans[0].peak
 
 
 def test_buffers_are_written_in_one_call() -> None:
