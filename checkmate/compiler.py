@@ -83,9 +83,11 @@ def compile(
         method: how to plan; see `checkmate.solve`.
         time_limit: seconds to plan one captured graph; Ctrl-C ends planning earlier, with the best plan so far.
         reserve: bytes of the budget to leave for what the graph does not know: optimizer state, gradients that are kept
-            from one step to the next, a loss outside ``fn``.
+            from one step to the next, a loss outside ``fn``. On CUDA what is on the device when the first call plans
+            is left out of the budget anyway, so that only what comes later is to be reserved.
         verify: run the first training call plainly as well, and compare results, gradients, buffers and random state
-            bitwise, and the measured peak with the budget. Needs the memory of a plain step, once.
+            bitwise, and the measured peak with the budget. Where plain PyTorch does not repeat its own bits, the
+            difference is held against the spread of its runs, with a warning. Needs the memory of a plain step, once.
         profile: where the costs of ops come from; see `trace`.
         cache: take the costs of ops that were measured on this machine before, in any process, and keep new ones
             (`checkmate.profiling.cache` says where). False measures all anew and keeps nothing.
@@ -98,7 +100,7 @@ def compile(
     Raises:
         BudgetError: at once, if the budget is no positive number of bytes.
         InfeasibleBudget: at the first call, if no plan fits; it names the op in the way and the smallest budget.
-        Unsupported: at the first call, if the step cannot be captured as one graph.
+        Unsupported: at the first call, if the step cannot be captured as one graph, or runs on several devices.
         VerificationError: at the first call, with ``verify``, if anything differs.
 
     >>> import torch

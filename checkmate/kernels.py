@@ -2,7 +2,8 @@
 
 AOTAutograd traces some ops through decompositions in Python whose results are close to those of the kernels, not equal:
 a bilinear upsampling differs in the last bits of its gradient. While a step is captured these decompositions are set
-aside; PyTorch then records the op itself and its own backward.
+aside; PyTorch then records the op itself and its own backward. None of them is peculiar to the CPU: they take the place
+of the kernels of every device. Batch norm by cuDNN is decomposed too and cannot be set aside here; see `cudnn`.
 """
 
 from __future__ import annotations
