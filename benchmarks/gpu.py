@@ -91,18 +91,19 @@ class Setting:
     amp: bool
     small: bool
 
-    def make(self, plan: Callable[[Step], Step] = lambda step: step) -> tuple[nn.Module, Step, Batch]:
-        """The module with Adam's state, the step as planned, and a batch: each time the same."""
+    def make(self) -> tuple[nn.Module, Step, Batch]:
+        """The module, its plain step and a batch: each time the same."""
         torch.manual_seed(0)
         with self.device:
-            module, batch = (self.network.make_small or self.network.make)() if self.small else self.network.make()
+            make = self.network.make_small if self.small else None
+            module, batch = (make or self.network.make)()
         loss = self.network.step(module)
 
         def step(*batch: Tensor) -> Tensor:
             with torch.autocast(self.device.type, torch.bfloat16) if self.amp else nullcontext():
                 return loss(*batch)
 
-        return module, plan(step), batch
+        return module, step, batch
 
 
 def adam(module: nn.Module) -> torch.optim.Optimizer:
