@@ -38,7 +38,7 @@ def rows(case: Case, shares: list[float], rounds: int, time_limit: float) -> Ite
     began = time.perf_counter()
     problem = checkmate.trace(plain, *batch, cache=False)
     trace_seconds = time.perf_counter() - began
-    lowest, keep_all = problem.min_budget(), problem.keep_all_peak
+    lowest, keep_all = problem.min_budget().peak, problem.keep_all_peak
     budgets = [lowest + int(share * (keep_all - lowest)) for share in shares]
     made = [case.make(0) for _ in shares]
     compiled = [

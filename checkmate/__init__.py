@@ -25,6 +25,7 @@ from checkmate.solution import Solution, Status
 from checkmate.units import parse_bytes
 
 if TYPE_CHECKING:
+    from checkmate import memory as memory
     from checkmate.compiler import compile, trace
     from checkmate.costs import Costs, profile
     from checkmate.solvers.catalogue import methods
@@ -74,7 +75,9 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a function of `_LAZY` when it is first asked for (PEP 562)."""
+    """Import what needs PyTorch or a solver when it is first asked for (PEP 562)."""
+    if name == "memory":
+        return import_module("checkmate.memory")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = attribute = getattr(import_module(_LAZY[name]), name)

@@ -1,8 +1,9 @@
 """The certificate: a compiled call against the plain one, on the caller's own batch, compared bit by bit.
 
-Some kernels do not repeat their own numbers: on CUDA those that add in whatever order their threads come, atomically.
-Bits cannot be promised there. If a result differs from plain PyTorch, plain PyTorch is run again, to see by how much
-its runs differ among themselves; the compiled step must be as close to one of them as they are to each other.
+On CUDA some kernels do not repeat their own numbers: they add in whatever order their threads come, atomically. Bits
+cannot be promised there. If a result differs from plain PyTorch, plain PyTorch is run again, to see by how much its
+runs differ among themselves; the compiled step must be as close to one of them as they are to each other. On the CPU,
+and wherever PyTorch is told to use deterministic algorithms, nothing but the same bits passes.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def compare_with_plain(
     expected, found = run(plain), run(compiled)
     different = _different(expected, found)
     if different:
+        if not _may_waver(device):
+            raise VerificationError(_differs(different[0]))
         _compare_with_spread(different, [expected, *(run(plain) for _ in range(PLAIN_RUNS - 1))], found)
     if not all(map(torch.equal, expected.random_states, found.random_states)):
         raise VerificationError("The compiled step draws other random numbers than plain PyTorch. Please report this.")
@@ -73,6 +76,19 @@ def compare_with_plain(
                 f"The measured peak of {plan.problem.resident + found.peak:_} bytes is above the budget of "
                 f"{plan.budget:_} bytes.{_SLACK if device.type == 'cuda' else ''} Please report this."
             )
+
+
+def _may_waver(device: torch.device) -> bool:
+    """Whether plain PyTorch need not repeat its own numbers."""
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return device.type == "cuda" and not strict
+
+
+def _differs(name: str) -> str:
+    return (
+        f"{name} of the compiled step differs from plain PyTorch. Does plain PyTorch give the same bits twice? If not, "
+        "torch.use_deterministic_algorithms(True) may help; if so, please report this."
+    )
 
 
 def _different(expected: _Outcome, found: _Outcome) -> list[str]:
@@ -92,7 +108,7 @@ def _compare_with_spread(names: list[str], plain: list[_Outcome], found: _Outcom
         spreads[name] = max(_distance(a, b) for i, a in enumerate(runs) for b in runs[:i])
         off = min(_distance(result, run) for run in runs)
         if spreads[name] == 0:
-            raise VerificationError(f"{name} of the compiled step differs from plain PyTorch. Please report this.")
+            raise VerificationError(_differs(name))
         if not off <= spreads[name]:
             raise VerificationError(
                 f"{name} of the compiled step differs from plain PyTorch by {off:.3g} at least. Plain PyTorch does not "

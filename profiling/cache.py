@@ -31,7 +31,7 @@ log = logging.getLogger("checkmate.profiling")
 
 FORMAT, VERSION = "checkmate-op-costs", 1
 VARIABLE = "CHECKMATE_CACHE_DIR"
-LOCK_SECONDS = 10.0  # a lock this old is of a process that died: adding to a file takes milliseconds
+LOCK_SECONDS = 10.0  # a lock held for so long is of a process that died: adding to a file takes milliseconds
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,7 @@ def store(place: Place, ops: Costs) -> None:
 @contextmanager
 def _locked(lock: Path) -> Iterator[None]:
     """Hold a lock file. Should two processes hold it after one died, the file is still whole, and few ops are lost."""
+    began = time.monotonic()
     while True:
         try:
             os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -179,7 +180,7 @@ def _locked(lock: Path) -> Iterator[None]:
                 old = time.time() - lock.stat().st_mtime > LOCK_SECONDS
             except FileNotFoundError:  # let go just now
                 continue
-            if old:
+            if old or time.monotonic() - began > LOCK_SECONDS:  # the clock of another machine may be ahead of ours
                 lock.unlink(missing_ok=True)
             else:
                 time.sleep(0.01)

@@ -148,6 +148,18 @@ def test_a_held_lock_is_waited_for_and_that_of_a_dead_process_is_not() -> None:
     assert not lock.exists()
 
 
+def test_a_lock_from_a_clock_that_is_ahead_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.05)
+    lock = path_of(PLACE).with_suffix(".lock")
+    lock.parent.mkdir()
+    lock.touch()
+    tomorrow = time.time() + 86_400
+    os.utime(lock, (tomorrow, tomorrow))
+    store(PLACE, COSTS)
+    assert load(PLACE) == COSTS
+    assert not lock.exists()
+
+
 def test_a_failed_write_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
     store(PLACE, COSTS)
 

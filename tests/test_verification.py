@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate import rewrite, runtime
+from checkmate import rewrite, runtime, verification
 from checkmate.verification import _distance
 
 
@@ -154,6 +154,34 @@ def _wavering_sum(monkeypatch: pytest.MonkeyPatch, off: float = 0.0) -> Callable
     return wavering_sum
 
 
+@pytest.fixture
+def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison that a step on CUDA gets."""
+    monkeypatch.setattr(verification, "_may_waver", lambda device: True)
+
+
+def test_only_cuda_may_waver_and_not_when_told_to_be_deterministic() -> None:
+    assert not verification._may_waver(torch.device("cpu"))
+    assert verification._may_waver(torch.device("cuda", 0))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not verification._may_waver(torch.device("cuda", 0))
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert verification._may_waver(torch.device("cuda", 0))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_on_the_cpu_no_spread_is_allowed(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wavering_sum = _wavering_sum(monkeypatch)
+    compiled = checkmate.compile(lambda x: wavering_sum(net(x).tanh()), budget="1 MB", verify=True)
+    with pytest.raises(checkmate.VerificationError, match=r"output 0 .* differs .* same bits twice"):
+        compiled(batch[0])
+
+
+@pytest.mark.usefixtures("_as_on_cuda")
 def test_where_plain_pytorch_does_not_repeat_itself_its_spread_is_allowed_and_told(
     net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,6 +195,7 @@ def test_where_plain_pytorch_does_not_repeat_itself_its_spread_is_allowed_and_to
     assert "within that spread" in record.getMessage()
 
 
+@pytest.mark.usefixtures("_as_on_cuda")
 def test_more_than_the_spread_is_caught(
     net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,13 +205,14 @@ def test_more_than_the_spread_is_caught(
         compiled(batch[0])
 
 
+@pytest.mark.usefixtures("_as_on_cuda")
 def test_what_plain_pytorch_repeats_must_be_equal_beside_what_it_does_not(
     net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wavering_sum = _wavering_sum(monkeypatch)
     monkeypatch.setattr(rewrite, "scale_mask", lambda mask, p, dtype: mask.to(dtype).div_(p - 0.1))
     compiled = checkmate.compile(lambda x: (wavering_sum(x), net(x)), budget="1 MB", verify=True)
-    with pytest.raises(checkmate.VerificationError, match=r"differs from plain PyTorch. Please report this"):
+    with pytest.raises(checkmate.VerificationError, match=r"differs from plain PyTorch\. Does"):
         compiled(batch[0].requires_grad_())
 
 
