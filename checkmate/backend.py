@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from checkmate.capture import Joint, read_joint
 from checkmate.codegen import emit
-from checkmate.devices import BLOCK_BYTES, allocated_on, device_of, held_outside, same_random_state
+from checkmate.devices import BLOCK_BYTES, allocated_on, device_of, held_outside
 from checkmate.errors import Unsupported
 from checkmate.fake import is_fake
 from checkmate.kernels import eager_kernels
@@ -65,7 +65,7 @@ class Backend:
             fw_compiler=self.lower,
             bw_compiler=self.lower,
             inference_compiler=self.lower,
-            partition_fn=partial(self._partition, input_names(module)),
+            partition_fn=partial(self._partition, input_names(module), any(map(is_fake, inputs))),
             keep_inference_input_mutations=True,
         )
         keep_random_ops = torch._inductor.config.patch(fallback_random=True)  # those that nobody reads as well
@@ -75,6 +75,7 @@ class Backend:
     def _partition(
         self,
         names: list[str],
+        without_data: bool,
         joint_module: fx.GraphModule,
         joint_inputs: Any,
         *,
@@ -90,9 +91,9 @@ class Backend:
             input_names=names,
             block_bytes=max(self.block_bytes, BLOCK_BYTES[device.type]),
         )
-        with same_random_state(device):
-            problem = problem_of(joint, self.profile)
-        solution = self.planner(with_what_is_held(problem, allocated_on(device)))
+        problem = problem_of(joint, self.profile)
+        allocated = None if without_data else allocated_on(device)
+        solution = self.planner(with_what_is_held(problem, allocated))
         modules = solution.modules
         self.plans.append(solution)
         return modules.forward, modules.backward
@@ -110,8 +111,7 @@ def problem_of(joint: Joint, profile: Profiler = MEASURE) -> Problem:
 def with_what_is_held(problem: Problem, allocated: int | None) -> Problem:
     """The problem with all that is in use on the device before the step as resident, known to the step or not.
 
-    ``allocated`` is read after the ops were measured: what libraries keep for themselves, such as cuBLAS its workspace,
-    is there by then. None, on the CPU: only what the step knows.
+    ``allocated``: bytes; None, on the CPU and for a step whose tensors have no data: only what the step knows.
     """
     held = 0 if allocated is None else held_outside(allocated, problem.resident)
     if not held:

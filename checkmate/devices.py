@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.fx as fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU
@@ -62,11 +63,24 @@ def held_outside(allocated: int, resident: int) -> int:
 
 
 def allocated_on(device: torch.device) -> int | None:
-    """Bytes in use on a CUDA device now; None on the CPU, where PyTorch keeps no count."""
+    """Bytes in use on a CUDA device when a step begins there; None on the CPU, where PyTorch keeps no count."""
     if device.type != "cuda":
         return None
+    have_libraries_take_workspaces(device)
     gc.collect()  # what only a cycle holds is not in use
     return torch.cuda.memory_allocated(device)
+
+
+def have_libraries_take_workspaces(device: torch.device) -> None:
+    """Multiply once in this thread and, by a backward, once in autograd's.
+
+    On CUDA each thread has a cuBLAS of its own, which takes a workspace at its first product and keeps it. A step whose
+    ops were all measured before, by another process, would meet these bytes only once it runs.
+    """
+    with _disable_current_modes(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
+            torch.addmm(x[0], x, x).sum().backward()
 
 
 @contextmanager

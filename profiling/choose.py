@@ -14,7 +14,7 @@ from checkmate.profiling.cache import OpTable, read
 from checkmate.profiling.filling import fill
 from checkmate.profiling.inputs import device_of, key_of, runs_alone
 from checkmate.profiling.measure import Measure
-from checkmate.profiling.roofline import CUDA_BLOCK_BYTES, DEVICES, Device, roofline
+from checkmate.profiling.roofline import DEVICES, Device, roofline
 
 Profiler = Callable[[Joint], Profile]
 Choice = str | os.PathLike[str] | Profile | OpTable
@@ -43,20 +43,28 @@ class Listed:
         """The profile of a step.
 
         Raises:
-            Unsupported: if the table lacks an op that can be measured: an estimate would be no promise about memory.
-                Ops that do not run on their own are estimated, as where the table was made.
+            Unsupported: if the table is of another kind of device, or lacks an op that can be measured: an estimate
+                would be no promise about memory. Ops that do not run on their own are estimated, as where the table was
+                made.
         """
         nodes = {k: node for k, node in enumerate(joint.nodes) if node is not None}
+        kinds = {device_of(node).type for node in nodes.values()}
+        kind = self.table.place.device.partition(" ")[0]
+        if kind not in kinds:
+            raise Unsupported(
+                f"{self.name} was measured on {kind}, and this step is traced on {' and '.join(sorted(kinds))}, where "
+                "it has other ops. Trace the step on that machine, save it with problem.to_json(...), and plan it here "
+                'with Problem.from_json(...); or estimate all ops with profile="roofline:NAME".'
+            )
         keys = {k: key_of(node) for k, node in nodes.items()}
         costs = [self.table.ops.get(keys[k]) if k in keys else None for k in range(len(joint.nodes))]
         lacking = sorted({keys[k] for k, node in nodes.items() if keys[k] not in self.table.ops and runs_alone(node)})
         if lacking:
             more = f", and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
-            kinds = " and ".join(sorted({device_of(node).type for node in nodes.values()}))
             raise Unsupported(
-                f"{self.name}, measured on {self.table.place}, lacks ops of this step on {kinds}: "
-                f"{'; '.join(lacking[:SHOWN])}{more}. Trace the step once on that machine, with these shapes, and take "
-                'its file from the cache folder; or estimate all ops with profile="roofline:NAME".'
+                f"{self.name}, measured on {self.table.place}, lacks ops of this step: "
+                f"{'; '.join(lacking[:SHOWN])}{more}. Trace the step once on that machine, with these shapes, and "
+                'export again (checkmate.profiling.measure.export); or estimate all ops with profile="roofline:NAME".'
             )
         return fill(joint, costs, f"{self.name}: measured on {self.table.place}")
 
@@ -97,10 +105,9 @@ def profiler(profile: Choice, *, cache: bool = True) -> tuple[Profiler, int]:
     if isinstance(profile, Profile):
         return Given(profile), 1
     if isinstance(profile, OpTable):
-        return Listed(profile, "the table"), _block_bytes(profile)
+        return Listed(profile, "the table"), 1
     if isinstance(profile, os.PathLike) or profile.endswith(".json"):
-        table = read(profile)
-        return Listed(table, Path(profile).name), _block_bytes(table)
+        return Listed(read(profile), Path(profile).name), 1
     if profile == "measure":
         return Measure(cache), 1
     kind, _, name = profile.partition(":")
@@ -108,7 +115,3 @@ def profiler(profile: Choice, *, cache: bool = True) -> tuple[Profiler, int]:
         choices = ", ".join(['"measure"', *(f'"roofline:{name}"' for name in DEVICES), 'a file such as "ops.json"'])
         raise ValueError(f"There is no profile {profile!r}; there are {choices}.")
     return Roofline(DEVICES[name]), DEVICES[name].block_bytes
-
-
-def _block_bytes(table: OpTable) -> int:
-    return CUDA_BLOCK_BYTES if table.place.device.startswith("cuda") else 1

@@ -26,6 +26,7 @@ SECOND_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")  # on Linu
 USUAL_SECOND_LEVEL = 2**20  # bytes, where the system does not say
 LEAST_REPEATS, MOST_REPEATS = 5, 100
 SECONDS_PER_OP = 0.1  # what timing one op may take beyond the least repeats
+RECORDED_AT_ONCE = 32  # ops in one recording of the allocator: starting one costs as much as a few ops
 STABLE = 0.02  # the median is known well enough when its standard error, by the quartiles, is below this share
 
 
@@ -34,9 +35,10 @@ def measure_ops(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, OpCost | None]]
 
     Only one op's tensors exist at a time, beside the buffer.
     """
-    allocated = _allocated_bytes(nodes)
-    for i, (node, count) in enumerate(zip(nodes, allocated, strict=True)):
-        yield i, None if count is None else OpCost(time_call(call_of(node)), count)
+    for begin in range(0, len(nodes), RECORDED_AT_ONCE):
+        some = nodes[begin : begin + RECORDED_AT_ONCE]
+        for i, (node, count) in enumerate(zip(some, _allocated_bytes(some), strict=True), begin):
+            yield i, None if count is None else OpCost(time_call(call_of(node)), count)
 
 
 def _allocated_bytes(nodes: Sequence[fx.Node]) -> list[int | None]:

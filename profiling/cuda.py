@@ -4,8 +4,8 @@ Between repeats a buffer twice the size of the L2 cache is overwritten, so that 
 do within a step. Launching a kernel takes the host longer than running a small one takes the GPU; the overwriting gives
 the host a head start, so that what is timed is the GPU's work.
 
-cuBLAS and cuDNN keep workspaces of their own from the first call on. They are no op's, and stay outside what is
-measured here: leave room for them with ``reserve``.
+What cuDNN takes for one call counts with the op. cuBLAS keeps its workspace from its first call on: it is no op's, and
+counts with what is in use on the device before the step (`checkmate.devices.allocated_on`).
 """
 
 from __future__ import annotations

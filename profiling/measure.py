@@ -7,11 +7,13 @@ before, by this process or another, is not measured again (`checkmate.profiling.
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -23,7 +25,7 @@ from checkmate.errors import Unsupported
 from checkmate.nodes import target_name, tensors
 from checkmate.problem import Profile
 from checkmate.profiling import cpu, cuda
-from checkmate.profiling.cache import Costs, OpCost, Place, load, store
+from checkmate.profiling.cache import Costs, OpCost, OpTable, Place, load, store, write
 from checkmate.profiling.filling import fill
 from checkmate.profiling.inputs import device_of, key_of, runs_alone
 
@@ -31,6 +33,7 @@ log = logging.getLogger("checkmate.profiling")
 
 QUIET_SECONDS = 2.0  # measuring that takes less shows no progress bar
 DEVICES = {"cpu": cpu.measure_ops, "cuda": cuda.measure_ops}
+EXACT = ("none", "ieee")  # float32 as it is
 Key = tuple[Place, str]
 
 _known: dict[Key, OpCost | None] = {}  # what this process measured
@@ -76,24 +79,70 @@ def measure(joint: Joint, *, cache: bool = True) -> Profile:
     return fill(joint, [None if key is None else known[key] for key in keys], source)
 
 
+def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
+    """Write all that was measured on this machine, as it is set now, to a file for ``profile=`` on another.
+
+    Args:
+        path: a name that ends in ``.json``.
+        device: ``"cpu"`` or a CUDA device.
+
+    Raises:
+        Unsupported: if nothing was measured here, or not with this number of threads and these settings.
+        ValueError: if the name does not end in ``.json``.
+        OSError: if the file cannot be written.
+
+    >>> import tempfile, torch, checkmate
+    >>> layer, batch = torch.nn.Linear(8, 4), torch.ones(2, 8)
+    >>> problem = checkmate.trace(layer, batch)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export(f"{folder}/ops.json")
+    ...     elsewhere = checkmate.trace(layer, batch, profile=f"{folder}/ops.json")
+    >>> list(elsewhere.seconds) == list(problem.seconds)
+    True
+    """
+    if not os.fspath(path).endswith(".json"):
+        raise ValueError(f"The name of a file of measured ops ends in .json, and {os.fspath(path)!r} does not.")
+    place = place_of(torch.device(device))
+    ops = {key: cost for (at, key), cost in _recall([place]).items() if at == place}
+    if not ops:
+        raise Unsupported(f"Nothing has been measured on {place} yet: trace a step on this machine first.")
+    write(path, OpTable(place, ops))
+
+
 def place_of(device: torch.device) -> Place:
     """Where ops are measured now: the device, PyTorch's version, its number of threads and its settings."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    settings = []
-    if torch.get_float32_matmul_precision() != "highest":
-        settings.append(f"float32 matmul {torch.get_float32_matmul_precision()}")
-    if torch.are_deterministic_algorithms_enabled():
-        settings.append("deterministic")
-    if device.type == "cuda" and torch.backends.cudnn.benchmark:
-        settings.append("cudnn benchmark")
-    return Place(f"{device.type} {name}", torch.__version__, torch.get_num_threads(), ", ".join(settings))
+    return Place(f"{device.type} {name}", torch.__version__, torch.get_num_threads(), _settings(device.type))
+
+
+def _settings(kind: str) -> str:
+    """The settings that change which kernels run on a kind of device, where they are not PyTorch's own."""
+    backends: Any = torch.backends
+    if kind == "cuda":
+        products, convolutions = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
+        changed = {
+            f"convolutions in {convolutions}": convolutions != "tf32",
+            "without cudnn": not backends.cudnn.enabled,
+            "cudnn benchmark": backends.cudnn.benchmark,
+            "cudnn deterministic": backends.cudnn.deterministic,
+        }
+    else:
+        products, convolutions = backends.mkldnn.matmul.fp32_precision, backends.mkldnn.conv.fp32_precision
+        changed = {
+            f"convolutions in {convolutions}": convolutions not in EXACT,
+            "without mkldnn": not backends.mkldnn.enabled,
+        }
+    changed[f"products in {products}"] = products not in EXACT
+    changed["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    return ", ".join(word for word, holds in changed.items() if holds)
 
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name} {torch.backends.cpu.get_cpu_capability()}"  # AVX2, AVX512, ...: one name may stand for several
 
 
 def _refuse_other_devices(joint: Joint) -> None:

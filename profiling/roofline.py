@@ -128,7 +128,8 @@ def roofline(joint: Joint, device: Device) -> Profile:
     """Estimate every op of a captured step.
 
     Products in float32 run as PyTorch runs them: convolutions in tf32 where the device has it, which is PyTorch's
-    default, and matrix products in float32, also its default; `torch.set_float32_matmul_precision` changes the latter.
+    default, and matrix products in float32, also its default; ``torch.backends.cuda.matmul.fp32_precision`` and
+    `torch.set_float32_matmul_precision` change the latter.
 
     Raises:
         Unsupported: if a product is of a type for which the device has no rate.
@@ -198,5 +199,5 @@ def _rate_of(node: fx.Node, device: Device) -> str:
     if not dtypes:
         return "float32"
     name = str(dtypes[0]).removeprefix("torch.")
-    allowed = _packet(node) in _CONVOLVE or torch.get_float32_matmul_precision() != "highest"
+    allowed = _packet(node) in _CONVOLVE or torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if name == "float32" and allowed and "tf32" in device.flops else name

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,8 @@ import checkmate
 from checkmate import InvalidProblem, Profile, Unsupported
 from checkmate.profiling import cpu
 from checkmate.profiling.cache import OpTable, folder, read, write
-from checkmate.profiling.choose import profiler
+from checkmate.profiling.measure import _settings as place_of_kind
+from checkmate.profiling.measure import export, place_of
 
 
 @pytest.fixture(autouse=True)
@@ -107,11 +111,57 @@ def test_files_that_are_no_tables_are_refused_at_once(tmp_path: Path) -> None:
         checkmate.compile(step, budget="1 MB", profile="missing.json")
 
 
-def test_sizes_of_a_cuda_table_are_rounded_to_its_blocks(tmp_path: Path) -> None:
+def test_a_table_of_another_kind_of_device_is_refused(tmp_path: Path) -> None:
+    """Another kind of device has other ops for the same step."""
     _, path = _measured(tmp_path)
     table = read(path)
-    there = OpTable(type(table.place)("cuda NVIDIA L4", "2.13.0", 2), table.ops)
-    assert profiler(there)[1] == 512
-    assert profiler(table)[1] == 1
+    there = OpTable(replace(table.place, device="cuda NVIDIA L4"), table.ops)
     step, x = _step()
-    assert {value.size_bytes % 512 for value in checkmate.trace(step, x, profile=there).graph.values} == {0}
+    with pytest.raises(Unsupported, match=r"the table was measured on cuda, and this step is traced on cpu.*to_json"):
+        checkmate.trace(step, x, profile=there)
+
+
+def test_what_was_measured_is_exported(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r"Nothing has been measured on cpu, \d+ threads? yet"):
+        export(tmp_path / "ops.json")
+    step, x = _step()
+    problem = checkmate.trace(step, x)
+    for found in folder().iterdir():  # what this process measured is enough
+        found.unlink()
+    export(tmp_path / "ops.json")
+    assert checkmate.trace(step, x, profile=tmp_path / "ops.json").seconds.tolist() == problem.seconds.tolist()
+    with pytest.raises(ValueError, match=r"ends in \.json, and .*ops' does not"):
+        export(tmp_path / "ops")
+
+
+def test_other_settings_are_another_place(tmp_path: Path) -> None:
+    step, x = _step()
+    checkmate.trace(step, x)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(Unsupported, match="deterministic yet"):
+            export(tmp_path / "ops.json")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert "products in bf16" in place_of(torch.device("cpu")).settings
+        assert "products in tf32" in place_of_kind("cuda")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert place_of(torch.device("cpu")).settings == place_of_kind("cuda") == ""
+
+
+@pytest.mark.slow
+def test_precisions_set_in_pytorchs_new_way_are_understood() -> None:
+    """In a process of its own: PyTorch refuses to mix its two ways of setting them."""
+    code = """
+import torch, checkmate
+torch.backends.fp32_precision = "tf32"
+layer, x = torch.nn.Linear(8, 4), torch.ones(2, 8)
+print(checkmate.trace(layer, x).profile.source)
+print(checkmate.trace(layer, x, profile="roofline:h100").profile.source)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[0].startswith("measured on cpu")
+    assert "in tf32" in run.stdout.splitlines()[0]

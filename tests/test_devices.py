@@ -8,9 +8,18 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
+from checkmate import devices
 from checkmate.backend import with_what_is_held
 from checkmate.capture import read_joint
-from checkmate.devices import BLOCK_BYTES, allocated_on, device_of, held_outside, random_states, same_random_state
+from checkmate.devices import (
+    BLOCK_BYTES,
+    allocated_on,
+    device_of,
+    have_libraries_take_workspaces,
+    held_outside,
+    random_states,
+    same_random_state,
+)
 from checkmate.memory import measure_peak
 from checkmate.profiling.roofline import CUDA_BLOCK_BYTES
 from tests.models import CASES
@@ -84,6 +93,33 @@ def test_what_an_allocator_holds_is_read_when_the_step_is_planned(monkeypatch: p
 
 def test_nothing_is_read_from_an_allocator_of_the_cpu() -> None:
     assert allocated_on(CPU) is None
+
+
+def test_products_before_the_allocator_is_read_leave_no_trace() -> None:
+    """Here on the CPU, where they do nothing but run: without gradients enabled, and while random numbers wait."""
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        have_libraries_take_workspaces(CPU)
+        assert not torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_libraries_take_their_workspaces_before_the_allocator_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(devices, "have_libraries_take_workspaces", lambda device: calls.append("products"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: calls.append("read") or 77)
+    assert allocated_on(torch.device("cuda", 0)) == 77
+    assert calls == ["products", "read"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_after_that_products_take_no_more_in_either_thread() -> None:
+    with torch.device("cuda"):
+        x = torch.ones(256, 256, requires_grad=True)
+    before = allocated_on(x.device)
+    torch.autograd.grad((x @ x).sum(), x)
+    assert allocated_on(x.device) == before
 
 
 def test_random_state_comes_back() -> None:

@@ -150,6 +150,19 @@ def test_what_one_process_measured_the_next_does_not(monkeypatch: pytest.MonkeyP
     assert again.workspace.tolist() == first.workspace.tolist()
 
 
+def test_ops_are_recorded_a_few_at_a_time_and_keep_their_order(
+    monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """So that a progress bar moves while bytes are counted, too."""
+    x = torch.randn(8, 8, requires_grad=True)
+    nodes = _nodes(lambda x: torch.tanh(x.exp().sort(dim=0).values).sum(), x)
+    at_once = [cost and cost.allocated_bytes for _, cost in cpu.measure_ops(nodes)]
+    monkeypatch.setattr(cpu, "RECORDED_AT_ONCE", 2)
+    in_turn = list(cpu.measure_ops(nodes))
+    assert [i for i, _ in in_turn] == list(range(len(nodes)))
+    assert [cost and cost.allocated_bytes for _, cost in in_turn] == at_once
+
+
 def test_without_the_cache_nothing_is_taken_and_nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(8, 8, requires_grad=True)
     checkmate.trace(lambda x: torch.tanh(x).sum(), x)
