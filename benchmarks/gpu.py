@@ -8,11 +8,15 @@ are bytes of the device as PyTorch's allocator counts them, whatever they belong
 
 Where plain PyTorch does not repeat its own numbers, the row says by how much its runs differ, and the compiled step
 from the nearest of them. ``--device cpu --quick`` runs small versions of two of the networks on the CPU.
+
+One row more is a demonstration: with the fraction of the device's memory that PyTorch may take set half way between
+the least and the most that GPT-2 needs, plain PyTorch runs out of memory, and the planned step trains.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -42,6 +46,7 @@ from tests.models.vit import ViT
 RESULTS = Path(__file__).parent / "results" / "gpu.jsonl"
 SHARES = (0.1, 0.4, 0.7)
 PLAIN_RUNS = 3
+LIMITED = "gpt2"  # trained within a hard limit too
 HEADER = (
     "network", "precision", "share", "budget", "predicted", "measured", "off", "reserved", "within", "of plain",
     "numbers", "plan",
@@ -219,10 +224,50 @@ def row(setting: Setting, plain: dict[str, Any], share: float, pairs: int, time_
     }
 
 
+def limited_row(setting: Setting, plain: dict[str, Any], time_limit: float) -> dict[str, Any]:
+    """Train plainly and within a budget where PyTorch may take no more of the device than the budget and a margin."""
+    facts, total = plain["facts"], torch.cuda.get_device_properties(setting.device).total_memory
+    least, most = facts["min_budget"], facts["plain_peak"]
+    budget, limit = least + (most - least) // 4, least + (most - least) // 2
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(limit / total, setting.device)
+    try:
+        try:
+            module, step, batch = setting.make()
+            outcome(module, step, batch, adam(module))
+            died = False
+        except torch.OutOfMemoryError:
+            died = True
+        module = step = batch = None  # type: ignore[assignment]  # what the failed step held
+        gc.collect()
+        torch.cuda.empty_cache()
+        module, step, batch = setting.make()
+        optimizer = adam(module)
+        found = outcome(module, checkmate.compile(step, budget=budget, time_limit=time_limit), batch, optimizer)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, setting.device)
+    losses = found[0].tolist(), plain["runs"][0][0].tolist()
+    return {
+        "limit": limit,
+        "budget": budget,
+        "plain_peak": most,
+        "plain_ran_out_of_memory": died,
+        "losses": losses[0],
+        "plain_losses": losses[1],
+        **compare(found, plain["runs"]),
+    }
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
     name = [row["network"], row["precision"]]
     if "error" in row:
         return [*name, f"{row.get('share', '')}", *["-"] * 7, "ERROR", row["error"].splitlines()[0][:60]]
+    if "limit" in row:
+        died = "plain ran out of memory" if row["plain_ran_out_of_memory"] else "PLAIN FITS"
+        same = "same losses" if row["losses"] == row["plain_losses"] else "OTHER LOSSES"
+        limit = f"limit {row['limit'] / 1e6:,.1f} MB"
+        return [*name, "", f"{row['budget'] / 1e6:,.1f} MB", limit, *["-"] * 5, died, same]
     apart = f"{row['difference']:.1e} off, plain {row['plain_spread']:.1e}"
     return [
         *name,
@@ -270,6 +315,13 @@ def measured_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             except (checkmate.CheckmateError, RuntimeError) as error:
                 yield {**about, "share": share, "error": f"{type(error).__name__}: {error}"}
             longest = max(longest, time.monotonic() - began)
+        left = time.monotonic() + longest <= deadline
+        if left and name == LIMITED and plain and not amp and args.device.type == "cuda":
+            torch._dynamo.reset()
+            try:
+                yield {**about, **limited_row(setting, plain, args.time_limit)}
+            except (checkmate.CheckmateError, RuntimeError) as error:
+                yield {**about, "error": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,12 +59,19 @@ def test_predicted_step_times_are_written_for_each_budget(tmp_path: Path) -> Non
 def test_how_true_predictions_are_is_summed_up() -> None:
     figures = [(0.9, 0.9, 1.0), (2.2, 2.2, 2.0), (3.3, 3.0, 3.0)]
     rows = [
-        {"model": "m", "predicted_seconds": p, "predicted_again_seconds": a, "measured_seconds": m}
+        {
+            "model": "m",
+            "predicted_seconds": p,
+            "predicted_again_seconds": a,
+            "measured_seconds": m,
+            "other_plan_seconds": p * 1.01,
+        }
         for p, a, m in figures
     ]
-    first, second = profile.summary(rows).splitlines()
+    first, flips, ranks = profile.summary(rows).splitlines()
     assert first == "predicted is off measured by 10.0%, the two profiles differ by 0.0% (medians of 3 plans)"
-    assert second == "rank correlation of a network's plans: 1.00 (median of 1)"
+    assert flips == "plans made with the other profile cost 1.0% more or less, at most 1.0%"
+    assert ranks == "rank correlation of a network's plans: 1.00 (median of 1)"
 
 
 @pytest.mark.slow
@@ -145,3 +153,26 @@ def test_a_table_lines_up() -> None:
         "a        1",
         "longer  23",
     ]
+
+
+def test_training_within_a_fraction_of_a_device_is_compared_with_plain_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the CPU, where the fraction is only noted: the plain step does not run out of memory, the losses are equal."""
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    setting = gpu.Setting(gpu.NETWORKS["gpt2"], torch.device("cpu"), amp=False, small=True)
+    plain = gpu.measured_plain(setting)
+    row = gpu.limited_row(setting, plain, time_limit=1.0)
+    facts = plain["facts"]
+    assert facts["min_budget"] < row["budget"] < row["limit"] < facts["plain_peak"]
+    assert fractions == [row["limit"] / 10**9, 1.0]
+    assert row["losses"] == row["plain_losses"]
+    assert len(row["losses"]) == 2
+    assert row["bitwise"]
+    assert not row["plain_ran_out_of_memory"]
+    cells = gpu._cells({"network": "gpt2", "precision": "float32", **row})
+    assert len(cells) == len(gpu.HEADER)
+    assert cells[-2:] == ["PLAIN FITS", "same losses"]
