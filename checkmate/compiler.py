@@ -88,7 +88,8 @@ def compile(
         verify: run the first training call plainly as well, and compare results, gradients, buffers and random state
             bitwise, and the measured peak with the budget. Where plain PyTorch does not repeat its own bits, the
             difference is held against the spread of its runs, with a warning. Needs the memory of a plain step, once.
-        profile: where the costs of ops come from; see `trace`.
+        profile: where the costs of ops come from; see `trace`. The peak is what was planned only where the bytes were
+            measured as the step runs: an estimate knows no workspaces.
         cache: take the costs of ops that were measured on this machine before, in any process, and keep new ones
             (`checkmate.profiling.cache` says where). False measures all anew and keeps nothing.
 
@@ -140,9 +141,9 @@ def trace(
             estimates for a device of `checkmate.profiling.roofline.DEVICES`, for example ``"roofline:h100"``. The model
             and the batch may then be on the meta device, or fake tensors, so that a model which fits no memory here can
             be planned; what is on the meta device is taken to be on the CPU, and its ops are those that run there. A
-            path that ends in ``.json`` is a file of ops measured on another machine, from its cache folder
-            (`checkmate.profiling.cache`); here, too, nothing runs. An op that can be measured and is not in the file is
-            refused by name. A `Profile` is taken as it is; it must be of this very step.
+            path that ends in ``.json`` is a file of ops measured on another machine, written there by
+            `checkmate.profiling.measure.export`; here, too, nothing runs. An op that can be measured and is not
+            in the file is refused by name. A `Profile` is taken as it is; it must be of this very step.
         cache: as for `compile`.
 
     Raises:

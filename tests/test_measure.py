@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,6 +163,26 @@ def test_ops_are_recorded_a_few_at_a_time_and_keep_their_order(
     in_turn = list(cpu.measure_ops(nodes))
     assert [i for i, _ in in_turn] == list(range(len(nodes)))
     assert [cost and cost.allocated_bytes for _, cost in in_turn] == at_once
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "quiet_seconds", "shown"), [(_Terminal, 0.0, True), (_Terminal, 60.0, False), (io.StringIO, 0.0, False)]
+)
+def test_a_bar_shows_progress_on_a_terminal_where_measuring_takes_long(
+    file: type[io.StringIO], quiet_seconds: float, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = file()
+    monkeypatch.setattr(measuring, "QUIET_SECONDS", quiet_seconds)
+    x = torch.randn(8, 8, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", printed)
+        checkmate.trace(lambda x: torch.tanh(x.exp()).sum(), x)
+    assert ("measuring ops" in printed.getvalue()) == shown
 
 
 def test_without_the_cache_nothing_is_taken_and_nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
