@@ -49,3 +49,16 @@ def test_the_figures_come_from_the_committed_rows() -> None:
     }
     for line in re.findall(r"^\| \w[\w-]* \| .* MB \|.*$", README, flags=re.MULTILINE):
         assert line in written
+
+
+def test_the_figures_of_planning_come_from_the_committed_rows() -> None:
+    lines = (ROOT / "benchmarks" / "results" / "solve.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["method"] == "auto" and row.get("cost_ratio")]
+    written = {
+        f"| {row['graph']} | {row['ops']} | {row['share']:.0%} | {row['cost_ratio'] - 1:.1%} | {row['gap']:.2%} "
+        f"| {row['first_plan_seconds']:.1f} s | {row['seconds']:.1f} s |"
+        for row in rows
+    }
+    shown = re.findall(r"^\| \w[\w-]* \| \d+ \| .* s \|$", README, flags=re.MULTILINE)
+    assert len(shown) == 22
+    assert set(shown) <= written
