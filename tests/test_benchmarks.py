@@ -88,6 +88,7 @@ def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
     assert printed.count("same bits") == 2 * len(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_benchmark_for_a_gpu_says_that_there_is_none() -> None:
     command = [sys.executable, "-m", "benchmarks.gpu"]
@@ -155,6 +156,7 @@ def test_a_table_lines_up() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_training_within_a_fraction_of_a_device_is_compared_with_plain_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -39,10 +39,10 @@ def _problem(name: str) -> checkmate.Problem:
 def test_same_numbers_within_the_budget(name: str, share: float) -> None:
     """At the smallest budget, at one in between and at keep-all; the peak is predicted to the byte."""
     problem = _problem(name)
-    smallest = problem.min_budget().peak
+    smallest = problem.min_budget(time_limit=2.0).peak
     budget = int(smallest + share * (problem.keep_all_peak - smallest))
     module, step, batch = CASES[name].make(0)
-    compiled = checkmate.compile(step, budget=budget, time_limit=5)
+    compiled = checkmate.compile(step, budget=budget, time_limit=2.0)
 
     found = train(module, compiled, batch)
 

@@ -188,7 +188,8 @@ def test_an_interrupt_without_a_plan_is_raised(monkeypatch: pytest.MonkeyPatch) 
 
 
 CHILD = """
-import logging, sys
+import logging, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started with Ctrl-C ignored
 from checkmate.solvers import highs
 from checkmate.solvers.formulation import build
 from checkmate.solvers.solve import solve

@@ -132,7 +132,9 @@ def test_what_autograd_does_costs_nothing_and_nothing_needs_workspace() -> None:
     assert problem.profile.source == "roofline estimate for NVIDIA L4"
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet18", "gpt2-sdpa"])
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet18", "gpt2-sdpa"))]
+)
 def test_the_graph_is_that_of_the_measured_trace(name: str) -> None:
     _, step, batch = CASES[name].make(0)
     measured = checkmate.trace(step, *batch)
