@@ -33,7 +33,7 @@ from benchmarks import measuring
 from benchmarks.step import origin
 from checkmate.plan import cost
 from checkmate.profiling import measure
-from checkmate.profiling.cache import VARIABLE
+from checkmate.files import VARIABLE
 from tests.models import CASES, Case
 from tests.models.resnet import resnet50
 

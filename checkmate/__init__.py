@@ -23,6 +23,7 @@ from checkmate.problem import Problem, Profile
 from checkmate.schedule import Schedule
 from checkmate.solution import Solution, Status
 from checkmate.units import parse_bytes
+from checkmate.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from checkmate import memory as memory
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from checkmate.solvers.catalogue import methods
     from checkmate.solvers.frontier import Frontier, frontier
     from checkmate.solvers.solve import solve
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",

@@ -1,37 +1,28 @@
 """Measured costs of ops kept on disk, for the next process and for other machines.
 
-One JSON file for each place: device, version of PyTorch, number of threads. Within it an op is known by what
-`checkmate.profiling.inputs.key_of` says: target, shapes, strides, types and other arguments. The files are in the
-user's cache folder, or in the folder that the environment variable ``CHECKMATE_CACHE_DIR`` names; deleting them costs
-nothing but time. Several processes may write at once: each adds its ops to what it finds, under a lock, and replaces
-the file as a whole. Nothing in a file can run.
+One JSON file for each place, in the folder of `checkmate.files`: device, version of PyTorch, number of threads. Within
+it an op is known by what `checkmate.profiling.inputs.key_of` says: target, shapes, strides, types and other arguments.
+Several processes may write at once: each adds its ops to what it finds, under a lock, and replaces the file as a whole.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import re
-import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
+from checkmate import files
 from checkmate.errors import InvalidProblem
 from checkmate.graph import MAX_BYTES
 
 log = logging.getLogger("checkmate.profiling")
 
 FORMAT, VERSION = "checkmate-op-costs", 1
-VARIABLE = "CHECKMATE_CACHE_DIR"
-LOCK_SECONDS = 10.0  # a lock held for so long is of a process that died: adding to a file takes milliseconds
 
 
 @dataclass(frozen=True)
@@ -67,11 +58,6 @@ class OpTable:
     ops: Costs
 
 
-def folder() -> Path:
-    """Where the files are."""
-    return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_path("checkmate", appauthor=False))
-
-
 def path_of(place: Place) -> Path:
     """The file of a place.
 
@@ -80,7 +66,7 @@ def path_of(place: Place) -> Path:
     """
     parts = (place.device, f"torch-{place.torch}", f"{place.threads}-threads", place.settings)
     safe = [re.sub(r"[^\w.]+", "-", part, flags=re.ASCII).strip("-.") for part in parts if part]
-    return folder() / f"{'_'.join(safe)}.json"
+    return files.folder() / f"{'_'.join(safe)}.json"
 
 
 def read(path: str | os.PathLike[str]) -> OpTable:
@@ -90,15 +76,7 @@ def read(path: str | os.PathLike[str]) -> OpTable:
         InvalidProblem: if it is no such file.
         OSError: if it cannot be read.
     """
-    raw = Path(path).read_bytes()
-    try:
-        document = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InvalidProblem(f"{path} is not JSON: {error}") from None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise InvalidProblem(f"{path} is no table of measured ops: its 'format' is not {FORMAT!r}.")
-    if document.get("version") != VERSION:
-        raise InvalidProblem(f"{path} has version {document.get('version')!r}; this checkmate reads {VERSION}.")
+    document = files.read_json(Path(path), format=FORMAT, version=VERSION, what="table of measured ops")
     try:
         place = Place(**document["place"])
         if not isinstance(place.threads, int) or not all(map(_is_text, (place.device, place.torch, place.settings))):
@@ -127,17 +105,9 @@ def write(path: str | os.PathLike[str], table: OpTable) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    path = Path(path)
     ops = {key: None if cost is None else (cost.seconds, cost.allocated_bytes) for key, cost in table.ops.items()}
     document = {"format": FORMAT, "version": VERSION, "place": asdict(table.place), "ops": ops}
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(document, file, allow_nan=False, indent=0)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    files.write_json(Path(path), document, indent=0)
 
 
 def load(place: Place) -> Costs:
@@ -161,30 +131,7 @@ def store(place: Place, ops: Costs) -> None:
     path = path_of(place)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
+        with files.locked(path):
             write(path, OpTable(place, {**load(place), **ops}))
     except OSError as error:
         log.warning("What was measured is not kept for the next time: %s", error)
-
-
-@contextmanager
-def _locked(lock: Path) -> Iterator[None]:
-    """Hold a lock file. Should two processes hold it after one died, the file is still whole, and few ops are lost."""
-    began = time.monotonic()
-    while True:
-        try:
-            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            break
-        except FileExistsError:
-            try:
-                old = time.time() - lock.stat().st_mtime > LOCK_SECONDS
-            except FileNotFoundError:  # let go just now
-                continue
-            if old or time.monotonic() - began > LOCK_SECONDS:  # the clock of another machine may be ahead of ours
-                lock.unlink(missing_ok=True)
-            else:
-                time.sleep(0.01)
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)

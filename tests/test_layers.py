@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "cudnn"},
-    {"units", "display", "fake", "kernels", "memory", "provenance", "rewrite", "runtime"},
+    {"errors", "cudnn", "version"},
+    {"units", "display", "fake", "kernels", "memory", "provenance", "rewrite", "runtime", "files"},
     {"graph", "explain", "nodes"},
     {"problem", "devices"},
     {"schedule", "costs"},
@@ -40,6 +40,8 @@ WITHOUT_TORCH = {
     "__init__",
     "costs",
     "display",
+    "files",
+    "version",
 }
 SOURCES = [*sorted((ROOT / "checkmate").glob("*.py")), *sorted((ROOT / "solvers").glob("*.py"))]
 SOURCES += sorted((ROOT / "profiling").glob("*.py"))

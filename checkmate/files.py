@@ -1,0 +1,95 @@
+"""Files that processes share: where they are, whole or not at all, one writer at a time, and nothing in them can run.
+
+They are in the user's cache folder, or in the folder that the environment variable ``CHECKMATE_CACHE_DIR`` names.
+Deleting them costs nothing but time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import platformdirs
+from filelock import FileLock
+
+from checkmate.errors import InvalidProblem
+
+VARIABLE = "CHECKMATE_CACHE_DIR"
+LOCK_SECONDS = 10.0  # to wait for a lock: who holds one writes for milliseconds
+MOST_BYTES = 2**28  # of a file that is read
+
+
+def folder() -> Path:
+    """Where the files are."""
+    return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_path("checkmate", appauthor=False))
+
+
+def read_json(path: Path, *, format: str, version: int, what: str) -> dict[str, Any]:
+    """Read what `write_json` wrote.
+
+    Args:
+        path: of the file.
+        format: what it must say that it is, and its version.
+        version: the one that can be read.
+        what: the same for a person, e.g. "table of measured ops".
+
+    Raises:
+        InvalidProblem: if it is no such file.
+        OSError: if it cannot be read.
+    """
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:  # a pipe would never end
+        raise InvalidProblem(f"{path} is no {what}: it is no file, or one of more than {MOST_BYTES:_} bytes.")
+    try:
+        document = json.loads(path.read_bytes(), parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise InvalidProblem(f"{path} is not JSON: {error}") from None
+    if not isinstance(document, dict) or document.get("format") != format:
+        raise InvalidProblem(f"{path} is no {what}: its 'format' is not {format!r}.")
+    if document.get("version") != version:
+        raise InvalidProblem(f"{path} has version {document.get('version')!r}; this checkmate reads {version}.")
+    return document
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
+
+
+def write_json(path: Path, document: dict[str, Any], *, indent: int | None = None) -> None:
+    """Write a file at once: whoever reads meanwhile sees the old file or the new one.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(document, file, allow_nan=False, indent=indent)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, among processes and threads. The lock of a process that died is free.
+
+    Raises:
+        OSError: if it cannot be had: after `LOCK_SECONDS`, or where the file system knows no locks.
+    """
+    lock = FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS)
+    try:
+        lock.acquire()
+    except NotImplementedError as error:
+        raise OSError(f"the file system of {path} knows no locks: {error}") from None
+    try:
+        yield
+    finally:
+        lock.release()
