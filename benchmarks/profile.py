@@ -31,9 +31,9 @@ from scipy.stats import spearmanr
 import checkmate
 from benchmarks import measuring
 from benchmarks.step import origin
+from checkmate.files import VARIABLE
 from checkmate.plan import cost
 from checkmate.profiling import measure
-from checkmate.files import VARIABLE
 from tests.models import CASES, Case
 from tests.models.resnet import resnet50
 

@@ -123,6 +123,11 @@ class _Reader:
 
     def read(self) -> Joint:
         for node in self.nodes:
+            if node.op == "placeholder" and is_sym_node(node):
+                raise Unsupported(
+                    "A size of the inputs is marked as dynamic (torch._dynamo.mark_dynamic). A plan counts bytes, so "
+                    "it is for fixed sizes: take the mark away, and each size gets a plan of its own."
+                )
             if node.op != "output" and is_sym_node(node):
                 raise Unsupported(f"{where(node)}: {node.name} is a size that depends on data; sizes must be fixed.")
         self.is_view = {n for n in self.nodes if is_view(n)}

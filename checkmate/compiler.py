@@ -23,6 +23,7 @@ from checkmate.problem import Problem
 from checkmate.profiling.choose import Choice, profiler
 from checkmate.profiling.measure import Measure
 from checkmate.solution import Solution
+from checkmate.solvers import planning
 from checkmate.solvers.methods import METHODS
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes, parse_bytes
@@ -75,7 +76,9 @@ def compile(
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
     Nothing happens until the first call, which captures the step, measures its ops, plans and generates code. Another
-    shape, or a change between training and evaluation, gets a plan of its own. Without gradients nothing is planned.
+    shape, or a change between training and evaluation, gets a plan of its own; that of a smaller batch is made from the
+    one before, in a few seconds at most. Plans are kept on disk: a script that is started again takes them from there.
+    Without gradients nothing is planned.
 
     Args:
         fn: a module, or any function of tensors; with the loss computed inside it the loss is within the plan too.
@@ -90,8 +93,8 @@ def compile(
             difference is held against the spread of its runs, with a warning. Needs the memory of a plain step, once.
         profile: where the costs of ops come from; see `trace`. The peak is what was planned only where the bytes were
             measured as the step runs: an estimate knows no workspaces.
-        cache: take the costs of ops that were measured on this machine before, in any process, and keep new ones
-            (`checkmate.profiling.cache` says where). False measures all anew and keeps nothing.
+        cache: take the costs of ops that were measured and the plans that were made on this machine before, in any
+            process, and keep new ones (`checkmate.files` says where). False measures and plans anew and keeps nothing.
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
@@ -120,8 +123,14 @@ def compile(
     total = parse_bytes(budget)
     set_aside = 0 if reserve == 0 else parse_bytes(reserve)
 
+    made: list[Solution] = []  # the last batch of an epoch is smaller than those before: their plans are of use
+
     def plan(problem: Problem) -> Solution:
-        return _plan(problem, total, set_aside, method=method, time_limit=time_limit)
+        solution = _plan(
+            problem, total, set_aside, method=method, time_limit=time_limit, earlier=tuple(made), cache=cache
+        )
+        made.append(solution)
+        return solution
 
     find_costs, block_bytes = profiler(profile, cache=cache)
     new_backend = functools.partial(Backend, plan, profile=find_costs, block_bytes=block_bytes)
@@ -144,7 +153,7 @@ def trace(
             path that ends in ``.json`` is a file of ops measured on another machine, written there by
             `checkmate.profiling.measure.export`; here, too, nothing runs. An op that can be measured and is not
             in the file is refused by name. A `Profile` is taken as it is; it must be of this very step.
-        cache: as for `compile`.
+        cache: take costs that were measured on this machine before, as `compile` does, and keep new ones.
 
     Raises:
         Unsupported: if the step cannot be captured as one graph, needs no gradients, or has ops that a file lacks.
@@ -213,7 +222,7 @@ def _plan(problem: Problem, budget: int, reserve: int, **options: Any) -> Soluti
             min_budget=smallest,
             op="",
         )
-    solution = solve(problem, budget - reserve, **options)
+    solution = planning.plan(problem, budget - reserve, **options)
     if solution.plan is None:
         note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
         smallest = solution.details["min_budget"] + reserve

@@ -1,6 +1,7 @@
 """The portfolio: a usable plan almost at once, then a bound, then what closes the gap between them.
 
-    next use -> exact model, where the graph is tiny
+    a known plan adapted, or next use
+             -> exact model, where the graph is tiny
              -> bound of few moments -> next use guided by it -> bound of more moments -> guided again
              -> tilted passes -> exact model on promising places -> exact model, where the graph is small
              -> more tilted passes and windows of the places in turn
@@ -29,6 +30,7 @@ from checkmate.solvers.milp import milp
 from checkmate.solvers.next_use import Guide, next_use
 from checkmate.solvers.restricted import choose_places, restricted
 from checkmate.solvers.slim import slim
+from checkmate.solvers.starting import Start, adapt, as_schedule, proven_by
 from checkmate.solvers.tables import Tables
 from checkmate.solvers.tilting import Tilts
 
@@ -41,7 +43,14 @@ log = logging.getLogger("checkmate.solve")
 
 
 def auto(
-    problem: Problem, budget: int, *, time_limit: float = 60.0, gap: float = 1e-4, threads: int = 1, seed: int = 0
+    problem: Problem,
+    budget: int,
+    *,
+    time_limit: float = 60.0,
+    gap: float = 1e-4,
+    threads: int = 1,
+    seed: int = 0,
+    start: Start | None = None,
 ) -> Solution:
     """The best plan that the methods together find within the time limit, with the best bound.
 
@@ -49,10 +58,17 @@ def auto(
         gap: stop once (cost - bound) / cost is at most this.
         threads: of the solver.
         seed: of what is drawn at random.
+        start: a known plan to begin with, of this problem or of one with the same ops and other sizes.
+
+    Raises:
+        ValueError: if the start is of another graph.
     """
+    known = None if start is None else as_schedule(problem, start)
     if budget >= problem.keep_all_peak:
         return checkpoint_all(problem, budget)
     search = Search(problem, budget, time_limit, gap, threads, seed)
+    if known is not None and start is not None:
+        search.known, search.bound = known.R, max(search.bound, proven_by(problem, budget, start))
     for stage in STAGES:
         if search.is_open:
             try:
@@ -71,6 +87,7 @@ class Search:
         self.time_limit, self.gap, self.threads, self.seed = time_limit, max(gap, OPTIMAL_GAP), threads, seed
         self.began = time.perf_counter()
         self.R: np.ndarray | None = None
+        self.known: np.ndarray | None = None  # runs of a plan to begin with, which may not fit
         self.cost = float("inf")
         self.bound = problem.keep_all_cost
         self.relaxed: Bound | None = None
@@ -135,7 +152,21 @@ class Search:
         return Solution(status, problem, budget, METHOD, bound=self.bound, seconds=seconds, details=why)
 
 
+def _known(search: Search) -> None:
+    """The plan to begin with, as it is if that closes the gap, or adapted."""
+    if search.known is None:
+        return
+    if peak_of(search.problem, search.known) <= search.budget:
+        search.offer(search.known, "start")
+    if search.is_open:
+        deadline = time.perf_counter() + 0.1 * search.left
+        R = adapt(search.problem, search.budget, search.known, deadline=deadline, seed=search.seed)
+        search.offer(R, "start, adapted")
+
+
 def _next_use(search: Search) -> None:
+    if search.R is not None:
+        return
     found = next_use(search.problem, search.budget, time_limit=0.05 * search.time_limit, seed=search.seed)
     if found.schedule is not None:
         search.offer(found.schedule.R, "next-use")
@@ -297,6 +328,7 @@ def _windows(search: Search, share: float) -> float | None:
 
 
 STAGES = (
+    _known,
     _next_use,
     _exact_at_once,
     _first_bound,

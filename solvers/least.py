@@ -10,12 +10,10 @@ out of the search, and counted as if they were always at hand once made.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -23,6 +21,7 @@ from checkmate.problem import Problem
 from checkmate.solvers.backwards import OutOfTime, find_plan, refute
 from checkmate.solvers.certify import peak_of
 from checkmate.solvers.eviction import Stuck, run_pass
+from checkmate.solvers.fingerprints import fingerprints
 from checkmate.solvers.needs import Needs
 from checkmate.solvers.next_use import GRID, as_matrix
 from checkmate.solvers.slim import slim
@@ -95,8 +94,8 @@ class _Known:
         return self.peak - self.bound <= CLOSE * self.peak
 
 
-_known: OrderedDict[bytes, _Known] = OrderedDict()  # by `_fingerprint`, the last used at the end
-_fingerprints: WeakKeyDictionary[Problem, bytes] = WeakKeyDictionary()
+Mark = tuple[str, str, int]
+_known: OrderedDict[Mark, _Known] = OrderedDict()  # by `_mark`, the last used at the end
 
 
 def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
@@ -126,7 +125,7 @@ def bottleneck(problem: Problem) -> int:
 
 
 def _find(problem: Problem, time_limit: float) -> _Known:
-    mark = _fingerprint(problem)
+    mark = _mark(problem)
     known = _known.get(mark)
     if known is None:
         once, op = np.eye(len(problem.graph.ops), dtype=bool), int(problem.unavoidable_bytes.argmax())
@@ -148,15 +147,10 @@ def _find(problem: Problem, time_limit: float) -> _Known:
     return known
 
 
-def _fingerprint(problem: Problem) -> bytes:
+def _mark(problem: Problem) -> Mark:
     """Equal for problems that differ in their costs only: a step captured again has the same smallest budget."""
-    if problem not in _fingerprints:
-        graph = problem.graph
-        ops = [(op.inputs, op.outputs, op.pinned is not None, op.phase) for op in graph.ops]
-        made_by = [value.producer for value in graph.values]
-        bytes_ = problem.sizes.tolist(), problem.workspace.tolist(), problem.resident
-        _fingerprints[problem] = hashlib.sha256(repr((ops, made_by, graph.outputs, bytes_)).encode()).digest()
-    return _fingerprints[problem]
+    prints = fingerprints(problem)
+    return prints.structure, prints.sizes, problem.resident
 
 
 class _Ends:

@@ -16,6 +16,7 @@ from checkmate.solvers.certify import certify
 from checkmate.solvers.least import TIME_LIMIT, MinBudget, bottleneck, min_budget
 from checkmate.solvers.methods import METHODS, Method
 from checkmate.solvers.progress import Progress, contradicts
+from checkmate.solvers.starting import Start, as_schedule
 from checkmate.units import format_bytes, format_seconds, parse_bytes
 
 __all__ = ["min_budget", "solve"]
@@ -32,6 +33,7 @@ def solve(
     method: str = "auto",
     time_limit: float = 60.0,
     gap: float = 1e-4,
+    start: Start | None = None,
     progress: bool | None = None,
     **options: Any,
 ) -> Solution:
@@ -45,6 +47,9 @@ def solve(
         method: one of `checkmate.methods()`.
         time_limit: seconds.
         gap: stop once (cost - bound) / cost is at most this.
+        start: a known plan to begin with, for "auto" and "milp": of this problem, for another budget or in less time,
+            or of one with the same ops and other sizes or costs, such as a smaller batch. It need not fit. What a
+            Solution has proven counts where it holds here too.
         progress: show a line on standard error with the incumbent, the bound and the time; None: on a terminal, after
             two seconds. The logger "checkmate.solve" has the same, at INFO.
         options: of the method.
@@ -55,13 +60,16 @@ def solve(
 
     Raises:
         BudgetError: if the budget is not a positive number of bytes.
-        ValueError: if no method has this name, it has no such option, or a limit is out of range.
+        ValueError: if no method has this name, it has no such option, a limit is out of range, or the start is of
+            another graph.
         KeyboardInterrupt: on Ctrl-C before there is a plan.
 
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> solve(problem, "3 B").cost
     4.0
     """
+    if start is not None:
+        options = {**options, "start": start if method == "auto" else as_schedule(problem, start)}
     chosen = check_method(method, options)
     budget = parse_bytes(budget)
     check_limits(time_limit, gap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,6 +143,68 @@ def test_another_batch_size_gets_its_own_plan() -> None:
     compiled(x, y)
     assert len(compiled.plans) == 2
     assert compiled.plans[0].peak > compiled.plans[1].peak
+
+
+@pytest.fixture
+def _no_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("one_thread", "_no_plans")
+def test_the_second_start_trains_with_the_plan_of_the_first() -> None:
+    """What a new process would find: costs and plans on disk."""
+    module, step, batch = CASES["mlp"].make(0)
+    problem = checkmate.trace(step, *batch)
+    budget = (problem.min_budget().peak + problem.keep_all_peak) // 2
+    expected = train(module, step, batch)
+    solutions = []
+    for cache in (True, True, False):
+        module, step, batch = CASES["mlp"].make(0)
+        compiled = checkmate.compile(step, budget=budget, time_limit=5, cache=cache)
+        found = train(module, compiled, batch)
+        assert_same(found, expected)
+        assert problem.resident + max(found.peaks) <= budget
+        solutions += compiled.plans
+    first, second = solutions[:2]
+    assert [s.details.get("from") for s in solutions] == [None, "plan cache", None]
+    assert (second.cost, second.bound, second.peak) == (first.cost, first.bound, first.peak)
+    assert second.seconds < 1
+
+
+@pytest.mark.usefixtures("one_thread", "_no_plans")
+@pytest.mark.parametrize("case", ["mlp", pytest.param("gpt2-sdpa", marks=pytest.mark.slow)])
+def test_a_smaller_last_batch_trains_within_the_budget_with_the_same_numbers(case: str) -> None:
+    module, step, batch = CASES[case].make(0)
+    problem = checkmate.trace(step, *batch)
+    budget = (3 * problem.min_budget(time_limit=2).peak + problem.keep_all_peak) // 4
+    smaller = tuple(tensor[: int(0.8 * len(tensor))] for tensor in batch)
+    compiled = checkmate.compile(step, budget=budget, time_limit=2)
+    twin, plain, _ = CASES[case].make(0)
+    for some in (batch, smaller, batch):
+        assert_same(train(module, compiled, some), train(twin, plain, some))
+    whole, rest = compiled.plans
+    assert whole.peak <= budget
+    assert rest.peak <= budget
+    assert whole.cost > problem.keep_all_cost
+    assert rest.details.get("from") == "another size" or rest.peak == rest.problem.keep_all_peak
+
+
+def test_as_many_sizes_as_torch_compile_allows_and_then_a_refusal_that_spoils_nothing() -> None:
+    net, x, y = _net()
+    step = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget="1 MB", profile="roofline:h100")
+    most = 4
+    with torch._dynamo.config.patch(recompile_limit=most):
+        for n in range(2, most + 2):
+            step(x[:n], y[:n]).backward()
+        for n in (most + 2, most + 3):
+            with pytest.raises(checkmate.Unsupported, match=r"more kinds of input .*recompile_limit"):
+                step(x[:n], y[:n])
+        torch.manual_seed(0)
+        found = torch.autograd.grad(step(x[:5], y[:5]), list(net.parameters()))
+        torch.manual_seed(0)
+        expected = torch.autograd.grad(F.cross_entropy(net(x[:5]), y[:5]), list(net.parameters()))
+    assert all(map(torch.equal, found, expected))
+    assert len(step.plans) == most
 
 
 def test_ctrl_c_while_planning_trains_with_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

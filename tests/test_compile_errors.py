@@ -109,6 +109,20 @@ def test_branch_on_a_value(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None
         checkmate.compile(branching, budget="1 GB")(*batch)
 
 
+@pytest.mark.parametrize("mark", ["mark_dynamic", "maybe_mark_dynamic"])
+def test_sizes_that_are_marked_as_dynamic(net: nn.Module, mark: str) -> None:
+    step = checkmate.compile(lambda x: net(x).sum(), budget="1 GB", profile="roofline:h100")
+    x = torch.randn(12, 64)
+    getattr(torch._dynamo, mark)(x, 0)
+    with pytest.raises(
+        checkmate.Unsupported, match=r"marked as dynamic \(torch._dynamo.mark_dynamic\).*a plan of its own"
+    ):
+        step(x)
+    unmarked = torch.randn(12, 64)
+    step(unmarked).backward()
+    assert len(step.plans) == 1
+
+
 def test_sizes_that_depend_on_data(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     def masking(x: Tensor, y: Tensor) -> Tensor:
         chosen = x[:, 0] > 0
