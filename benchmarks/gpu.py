@@ -193,7 +193,8 @@ def row(setting: Setting, plain: dict[str, Any], share: float, pairs: int, time_
     optimizer = adam(module)
     compiled = checkmate.compile(step, budget=budget, time_limit=time_limit)
     began = time.perf_counter()
-    found = outcome(module, compiled, batch, optimizer)
+    with measuring.nothing_on_disk():
+        found = outcome(module, compiled, batch, optimizer)
     first_steps = time.perf_counter() - began
     use = measure_peak(partial(measuring.step_and_back, module, compiled, batch), setting.device)
     solution = compiled.plans[0]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+
+from checkmate.files import VARIABLE
 
 Step = Callable[..., Tensor]
 Batch = tuple[Tensor, ...]
@@ -36,6 +42,13 @@ def same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
         x.dtype == y.dtype and x.shape == y.shape and x.numpy().tobytes() == y.numpy().tobytes()
         for x, y in zip(a, b, strict=True)
     )
+
+
+@contextmanager
+def nothing_on_disk() -> Iterator[None]:
+    """No plan of an earlier run, and none of another budget, for planning to begin with."""
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, {VARIABLE: folder}):
+        yield
 
 
 def step_and_back(module: nn.Module, step: Step, batch: Batch) -> None:

@@ -50,7 +50,8 @@ def rows(case: Case, threads: int, shares: list[float], pairs: int, time_limit: 
         budget = lowest + int(share * (keep_all - lowest))
         compiled = checkmate.compile(plain, budget=budget, time_limit=time_limit)
         began = time.perf_counter()
-        found = measuring.train(module, compiled, [batch] * 3)
+        with measuring.nothing_on_disk():
+            found = measuring.train(module, compiled, [batch] * 3)
         first_steps = time.perf_counter() - began
         solution = compiled.plans[0]
         use = measure_peak(partial(measuring.step_and_back, module, compiled, batch))

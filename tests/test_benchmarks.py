@@ -56,6 +56,20 @@ def test_predicted_step_times_are_written_for_each_budget(tmp_path: Path) -> Non
     assert "rank correlation" in printed
 
 
+@pytest.mark.slow
+def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
+    out = tmp_path / "start.jsonl"
+    printed = _run("benchmarks.start", "mlp", "--time-limit", "1", "--out", str(out))
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [start["from"] for start in row["cold"]] == [None, "another size"]
+    assert [start["from"] for start in row["warm"]] == ["plan cache"] * 2
+    assert [start["gap"] for start in row["warm"]] == [start["gap"] for start in row["cold"]]
+    assert all(start["plan_seconds"] < 1 for start in row["warm"])
+    assert all(start["peak"] <= row["budget"] for start in [*row["cold"], *row["warm"]])
+    assert row["smaller_from_nothing"]["from"] is None
+    assert printed.count("mlp ") == 2
+
+
 def test_how_true_predictions_are_is_summed_up() -> None:
     figures = [(0.9, 0.9, 1.0), (2.2, 2.2, 2.0), (3.3, 3.0, 3.0)]
     rows = [
