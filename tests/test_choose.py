@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import checkmate
 from checkmate import InvalidProblem, Profile, Unsupported
+from checkmate.files import folder
 from checkmate.profiling import cpu
-from checkmate.profiling.cache import OpTable, folder, read, write
+from checkmate.profiling.cache import OpTable, read, write
 from checkmate.profiling.measure import _settings as place_of_kind
 from checkmate.profiling.measure import export, place_of
 
@@ -35,7 +36,7 @@ def _measured(tmp_path: Path) -> tuple[checkmate.Problem, Path]:
     """A step measured on "the cluster", and the file that is taken home from there."""
     step, x = _step()
     problem = checkmate.trace(step, x)
-    (found,) = folder().iterdir()
+    (found,) = folder().glob("*.json")
     return problem, found.rename(tmp_path / "ops.json")
 
 
@@ -126,7 +127,7 @@ def test_what_was_measured_is_exported(tmp_path: Path) -> None:
         export(tmp_path / "ops.json")
     step, x = _step()
     problem = checkmate.trace(step, x)
-    for found in folder().iterdir():  # what this process measured is enough
+    for found in folder().glob("*.json"):  # what this process measured is enough
         found.unlink()
     export(tmp_path / "ops.json")
     assert checkmate.trace(step, x, profile=tmp_path / "ops.json").seconds.tolist() == problem.seconds.tolist()

@@ -16,10 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
 from checkmate.backend import Backend
+from checkmate.files import folder
 from checkmate.memory import measure_peak
 from checkmate.profiling import cpu, cuda, inputs
 from checkmate.profiling import measure as measuring
-from checkmate.profiling.cache import OpCost, folder
+from checkmate.profiling.cache import OpCost
 from checkmate.profiling.filling import fill
 from checkmate.profiling.roofline import DEVICES, roofline, roofline_seconds
 
@@ -188,7 +189,7 @@ def test_a_bar_shows_progress_on_a_terminal_where_measuring_takes_long(
 def test_without_the_cache_nothing_is_taken_and_nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(8, 8, requires_grad=True)
     checkmate.trace(lambda x: torch.tanh(x).sum(), x)
-    (path,) = folder().iterdir()
+    (path,) = folder().glob("*.json")
     before = path.read_bytes()
     timed = []
     made = cpu.call_of
