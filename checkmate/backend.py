@@ -20,7 +20,7 @@ from checkmate.kernels import eager_kernels
 from checkmate.plan import Plan
 from checkmate.problem import Problem, Profile
 from checkmate.profiling.measure import Measure
-from checkmate.provenance import input_names
+from checkmate.provenance import input_names, where
 from checkmate.runtime import boxed
 from checkmate.solution import Solution
 
@@ -28,6 +28,7 @@ Planner = Callable[[Problem], Solution]
 Profiler = Callable[[Joint], Profile]
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
+_INEXACT = {"lstm", "gru"}  # Dynamo lets them through if torch._dynamo.config.allow_rnn says so
 
 
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -57,8 +58,9 @@ class Backend:
         """What `torch.compile` calls for each captured graph.
 
         Raises:
-            Unsupported: if ops are to be measured on tensors without data.
+            Unsupported: if ops are to be measured on tensors without data, or cannot be traced with their own bits.
         """
+        _refuse_inexact(module)
         if isinstance(self.profile, Measure):
             _refuse_fakes(input_names(module), inputs)
         compile_graph = aot_autograd(
@@ -117,6 +119,16 @@ def with_what_is_held(problem: Problem, allocated: int | None) -> Problem:
     if not held:
         return problem
     return replace(problem, profile=replace(problem.profile, resident_bytes=problem.resident + held))
+
+
+def _refuse_inexact(module: fx.GraphModule) -> None:
+    """Refuse what is traced through decompositions that differ from the kernels in the last bits."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__name__", "") in _INEXACT:
+            raise Unsupported(
+                f"{where(node)}: the kernel of {node.target.__name__} cannot be captured, and what takes its place "
+                "rounds differently. Call nn.LSTMCell or nn.GRUCell once for each step of the sequence."
+            )
 
 
 def _refuse_fakes(names: list[str], inputs: list[Any]) -> None:

@@ -130,6 +130,11 @@ class _Reader:
                 )
             if node.op != "output" and is_sym_node(node):
                 raise Unsupported(f"{where(node)}: {node.name} is a size that depends on data; sizes must be fixed.")
+            if any(tensor.layout != torch.strided for tensor in tensors(node.meta.get("val"))):
+                raise Unsupported(
+                    f"{where(node)}: {node.name} is a sparse tensor, whose bytes depend on data. "
+                    "Use dense ones: nn.Embedding(..., sparse=False)."
+                )
         self.is_view = {n for n in self.nodes if is_view(n)}
         self.after_tangent = self._after_tangent()
         self.overwritten = self._overwritten()

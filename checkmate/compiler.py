@@ -17,7 +17,7 @@ from typing_extensions import ParamSpec
 
 from checkmate.backend import Backend
 from checkmate.errors import InfeasibleBudget, Unsupported
-from checkmate.explain import explained
+from checkmate.explain import explained, refuse_lazy
 from checkmate.fake import meta_as_cpu
 from checkmate.problem import Problem
 from checkmate.profiling.choose import Choice, profiler
@@ -251,6 +251,7 @@ class CompiledStep(Generic[P, R]):
         self._backend = new_backend()
         self._verify = verify
         self._run = _capture(fn, self._backend)
+        self._ready = False
         functools.update_wrapper(self, fn, updated=())
 
     @property
@@ -259,7 +260,12 @@ class CompiledStep(Generic[P, R]):
         return self._backend.plans
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The step; the first call for a kind of input plans it."""
+        """The step; the first call for a kind of input plans it. Within another compiled step it is a part of that."""
+        if torch.compiler.is_compiling():
+            return self._fn(*args, **kwargs)
+        if not self._ready:
+            refuse_lazy(self._fn, args)
+            self._ready = True
         if self._verify and torch.is_grad_enabled():
             compare_with_plain(self._fn, self._guarded, self._backend, args, kwargs)
             self._verify = False

@@ -7,12 +7,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch._dynamo.exc as dynamo
+from torch import nn
 
 from checkmate.errors import CheckmateError, Unsupported
 from checkmate.provenance import is_users
 
 _USER_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)')
-_HOOKS = "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...)."
+_ADVICE = {  # what Dynamo says, in lower case: what to do
+    "rnn, gru, or lstm": (
+        "The kernels of nn.RNN, nn.LSTM and nn.GRU cannot be captured. Call nn.RNNCell, nn.LSTMCell or nn.GRUCell once "
+        "for each step of the sequence."
+    ),
+    "hook": "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...).",
+    "trace_autograd_ops": "Return the loss, and call backward() or torch.autograd.grad() on it outside.",
+    "optimizer.": "Return the loss, and call backward() and the optimizer outside.",
+    "retain_grad": "Register a hook instead: tensor.register_hook(...).",
+    "generator=": "Draw outside of the compiled function and pass the numbers in, or draw from the global generator.",
+    "random.": "Draw with torch, or draw outside and pass the number in as a tensor.",
+}
 _ONE_GRAPH = (
     "The whole step is planned at once, so it must be captured as one graph: move this out of the compiled function "
     "(logging, .item(), branches on tensor values), or compile a part that does not need it."
@@ -30,7 +42,8 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
     if isinstance(error, dynamo.FailOnRecompileLimitHit):
         return Unsupported(
             f"{name} was called with more kinds of input than are compiled (torch._dynamo.config.recompile_limit). "
-            "Pad the batches to fewer shapes, or raise the limit."
+            "Pad the batches to fewer shapes. A number that changes from call to call, an argument or an attribute of "
+            "the module, is part of what is compiled: make it a tensor. Or raise the limit."
         )
     if isinstance(error, dynamo.TorchRuntimeError):  # plain PyTorch fails as well
         return RuntimeError(f"{_message(error)}{_place(error)}")
@@ -40,6 +53,31 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
         inner = error.inner_exception
         return Unsupported(f"Cannot compile {name}: {type(inner).__name__}: {inner}")
     return error
+
+
+def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Refuse modules without parameters yet: capture would make them from random numbers that it then gives back.
+
+    Looks at modules among the arguments, and at what a function holds.
+
+    Raises:
+        Unsupported: naming the first such parameter.
+    """
+    code = getattr(fn, "__code__", None)
+    held = [
+        getattr(fn, "__self__", None),
+        *args,
+        *(cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()),
+    ]
+    held += [fn.__globals__.get(name) for name in code.co_names] if code is not None else []
+    for module in held:
+        if not isinstance(module, nn.Module):
+            continue
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, nn.UninitializedParameter):
+                raise Unsupported(
+                    f"{name} of {type(module).__name__} has no shape yet. Call it once before compiling, on a batch."
+                )
 
 
 def _reason(error: Exception) -> str:
@@ -66,4 +104,5 @@ def _place(error: Exception) -> str:
 
 
 def _advice(error: Exception) -> str:
-    return _HOOKS if "hook" in str(error).lower() else _ONE_GRAPH
+    said = f"{_reason(error)}{_place(error)}".lower()
+    return next((advice for words, advice in _ADVICE.items() if words in said), _ONE_GRAPH)
