@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
 # expansion, channels, blocks, stride of the first block: the paper's table 2
@@ -45,13 +47,19 @@ class InvertedResidual(nn.Module):
 
 
 class MobileNetV2(nn.Module):
-    """The whole network; ``width`` scales all channels."""
+    """The whole network; ``width`` scales all channels; ``table``: other blocks than the paper's."""
 
-    def __init__(self, classes: int, width: float = 1.0, dropout: float = 0.2) -> None:
+    def __init__(
+        self,
+        classes: int,
+        width: float = 1.0,
+        dropout: float = 0.2,
+        table: Iterable[tuple[int, int, int, int]] = PAPER,
+    ) -> None:
         super().__init__()
         before = max(8, int(32 * width))
         layers: list[nn.Module] = [_conv_norm_relu6(3, before, kernel=3, stride=2)]
-        for expansion, channels, blocks, stride in PAPER:
+        for expansion, channels, blocks, stride in table:
             after = max(8, int(channels * width))
             for i in range(blocks):
                 layers.append(InvertedResidual(before, after, stride if i == 0 else 1, expansion))

@@ -1,0 +1,90 @@
+"""Recurrent networks: what is unrolled in Python is one static graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class HandWrittenLSTM(nn.Module):
+    """A long short-term memory (Hochreiter & Schmidhuber 1997), its steps a loop in Python; it reads tokens."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.gates = nn.Linear(2 * width, 4 * width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        hidden = cell = torch.zeros_like(x[:, 0])
+        states = []
+        for t in range(x.shape[1]):
+            i, f, g, o = self.gates(torch.cat([x[:, t], hidden], dim=1)).chunk(4, dim=1)
+            cell = torch.sigmoid(f) * cell + torch.sigmoid(i) * torch.tanh(g)
+            hidden = torch.sigmoid(o) * torch.tanh(cell)
+            states.append(hidden)
+        return self.head(torch.stack(states, dim=1))
+
+
+class LibraryLSTM(nn.Module):
+    """The same by `nn.LSTM`, or another recurrent module of PyTorch."""
+
+    def __init__(self, vocabulary: int, width: int, kind: type[nn.RNNBase] = nn.LSTM, **options: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = kind(width, width, batch_first=True, **options)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states, _ = self.layers(self.embedding(tokens))
+        return self.head(states)
+
+
+class CellLSTM(nn.Module):
+    """The same by `nn.LSTMCell`, called once a token."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.cell = nn.LSTMCell(width, width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        state = None
+        states = []
+        for x in self.embedding(tokens).unbind(1):
+            state = self.cell(x, state)
+            states.append(state[0])
+        return self.head(torch.stack(states, dim=1))
+
+
+Tree = int | tuple["Tree", "Tree"]  # a leaf is the position of its token
+
+
+class TreeLSTM(nn.Module):
+    """A binary tree LSTM (Tai et al. 2015) over one tree, the same for all samples: a graph, though no chain."""
+
+    def __init__(self, vocabulary: int, width: int, classes: int, tree: Any) -> None:
+        super().__init__()
+        self.tree = tree
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.leaf, self.inner = nn.Linear(width, 3 * width), nn.Linear(2 * width, 5 * width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, _ = self._node(self.tree, self.embedding(tokens))
+        return self.head(hidden)
+
+    def _node(self, tree: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(tree, int):
+            i, o, u = self.leaf(x[:, tree]).chunk(3, dim=1)
+            cell = i.sigmoid() * u.tanh()
+            return o.sigmoid() * cell.tanh(), cell
+        (left, left_cell), (right, right_cell) = (self._node(child, x) for child in tree)
+        i, f, g, o, u = self.inner(torch.cat([left, right], dim=1)).chunk(5, dim=1)
+        cell = i.sigmoid() * u.tanh() + f.sigmoid() * left_cell + g.sigmoid() * right_cell
+        return o.sigmoid() * F.dropout(cell.tanh(), 0.1, self.training), cell

@@ -1,0 +1,94 @@
+"""One small network of each family, in the bits of plain PyTorch or refused with a reason; and the tables of both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import checkmate
+from tests.models.families import FAMILIES, Made
+from tests.stepping import assert_same, train
+from tests.test_habits import HABITS, REFUSED
+
+SUPPORTED = (Path(__file__).parent.parent / "docs" / "supported.md").read_text()
+QUICK = {"VGG", "FCN", "SegNet", "MLP-Mixer", "ViT (transformers)"}
+WORKING = [name for name, family in FAMILIES.items() if not family.refused]
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(one_thread: None) -> Iterator[None]:
+    """What one network leaves behind slows the next one down."""
+    yield
+    torch._dynamo.reset()
+
+
+def _make(name: str) -> Made:
+    torch.manual_seed(0)
+    return FAMILIES[name].make()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WORKING]
+)
+def test_two_steps_within_two_budgets(name: str) -> None:
+    """A budget that asks for nothing, and one close to the smallest, where ops run again."""
+    expected = train(*_make(name), steps=2)
+    budget: int | str = "1 TB"
+    for is_tight in (False, True):
+        module, step, batch = _make(name)
+        compiled = checkmate.compile(step, budget=budget, time_limit=0.3)
+
+        found = train(module, compiled, batch, steps=2)
+
+        assert_same(found, expected)
+        (plan,) = compiled.plans
+        assert max(plan.problem.resident + peak for peak in found.peaks) <= plan.peak <= plan.budget
+        assert bool(plan.modules.again) == is_tight
+        budget = plan.problem.min_budget(time_limit=0.3).peak
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.refused])
+def test_refused_with_a_reason(name: str) -> None:
+    module, step, batch = _make(name)
+    with pytest.raises(checkmate.Unsupported, match=FAMILIES[name].refused) as caught:
+        checkmate.compile(step, budget="1 GB")(*batch)
+    assert "recurrent.py" in str(caught.value)  # the line
+    step(*batch).backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def _rows(heading: str) -> dict[str, str]:
+    """The first column of the table under a heading, and the second."""
+    section = SUPPORTED.split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", section, flags=re.MULTILINE)
+    return {first.replace("`", ""): second for first, second in rows[1:] if not first.startswith("-")}
+
+
+def test_the_table_of_families_is_that_of_the_tests() -> None:
+    rows = _rows("Networks")
+    assert list(rows) == list(FAMILIES)
+    for name, said in rows.items():
+        assert said.startswith("refused" if FAMILIES[name].refused else "works"), name
+        assert FAMILIES[name].refused in said
+
+
+def test_the_tables_of_habits_are_those_of_the_tests() -> None:
+    assert sorted(_rows("Ways to train")) == sorted(HABITS)
+    assert sorted(_rows("What is refused")) == sorted(REFUSED)
+
+
+@pytest.mark.slow
+def test_code_that_asks_whether_it_is_compiled_is_found_out() -> None:
+    """Mamba takes another algorithm then. The losses are equal; it is the gradients that differ."""
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=11, hidden_size=16, state_size=4, num_hidden_layers=1)
+    assert config.use_associative_scan
+    model, tokens = transformers.MambaForCausalLM(config), torch.randint(11, (4, 8))
+    step = checkmate.compile(lambda x: model(x, labels=x).loss, budget="1 GB", verify=True)
+    with pytest.raises(checkmate.VerificationError, match="differs from plain PyTorch"):
+        step(tokens)
