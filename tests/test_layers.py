@@ -22,6 +22,7 @@ LAYERS = (
     {"backend"},
     {"verification"},
     {"compiler"},
+    {"dynamo"},
 )
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 INSIDE_FUNCTIONS = {  # for short cuts in the user's interface

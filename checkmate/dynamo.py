@@ -1,0 +1,68 @@
+"""What ``torch.compile(model, backend="checkmate", options={"budget": "8 GB"})`` calls, by an entry point.
+
+It finds fewer mistakes than `checkmate.compile`, which sees the whole call: there is no ``verify``, no ``plans``, and
+errors come wrapped as PyTorch wraps them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from checkmate.compiler import compile
+from checkmate.errors import Unsupported
+
+log = logging.getLogger("checkmate.dynamo")
+
+
+def backend(
+    module: fx.GraphModule, inputs: list[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """Plan one captured graph; each plan is logged.
+
+    Args:
+        module: what was captured; inputs: what it is called with.
+        options: ``budget`` and, if wanted, others of `checkmate.compile`, but for ``verify``.
+        mode: not known here.
+
+    Raises:
+        ValueError: without a budget, with a mode, or with an option that is none.
+        BudgetError: if the budget is no positive number of bytes.
+        InfeasibleBudget: if no plan fits it.
+        Unsupported: if this is a part of a step only, or its sizes are left open.
+
+    >>> model = torch.nn.Linear(8, 4)
+    >>> step = torch.compile(model, backend=backend, options={"budget": "1 MB"}, dynamic=False)
+    >>> step(torch.ones(2, 8)).sum().backward()
+    """
+    options = options or {}
+    if mode is not None:
+        raise ValueError(f"The backend checkmate has no modes, and {mode!r} is one of another.")
+    if "budget" not in options:
+        raise ValueError('The backend checkmate needs a budget: options={"budget": "8 GB"}.')
+    if "verify" in options:
+        raise ValueError("A backend sees no whole call to verify; checkmate.compile(..., verify=True) does.")
+    _refuse_parts(module, inputs)
+    try:
+        planning = compile(module.forward, **options)._backend
+    except TypeError as error:
+        raise ValueError(f"The backend checkmate has other options than {sorted(options)}: {error}.") from None
+    run = planning(module, inputs)
+    for plan in planning.plans:
+        log.info("%s", plan)
+    return run
+
+
+def _refuse_parts(module: fx.GraphModule, inputs: list[Any]) -> None:
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if getattr(reason, "graph_break", False):
+        raise Unsupported(
+            f"The step was captured only up to a graph break ({reason.reason}). A budget holds for a step that is "
+            "planned as a whole. torch.compile(..., fullgraph=True) says where it breaks."
+        )
+    if any(isinstance(given, torch.SymInt) for given in inputs):
+        raise Unsupported("Sizes were left open; a plan is for fixed ones: torch.compile(..., dynamic=False).")
