@@ -58,8 +58,8 @@ def backend(
 
 
 def _refuse_parts(module: fx.GraphModule, inputs: list[Any]) -> None:
-    reason = getattr(module, "compile_subgraph_reason", None)
-    if getattr(reason, "graph_break", False):
+    reason: Any = getattr(module, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
         raise Unsupported(
             f"The step was captured only up to a graph break ({reason.reason}). A budget holds for a step that is "
             "planned as a whole. torch.compile(..., fullgraph=True) says where it breaks."

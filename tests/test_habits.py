@@ -157,7 +157,7 @@ def module_zero_grad_and_gradients_set_by_hand(wrap: Wrap) -> Any:
     return first, after_backward(model, step(*batch()))
 
 
-@quick
+@habit
 def frozen_parameters_thawed_later(wrap: Wrap) -> Any:
     model = net()
     model[0].requires_grad_(False)
@@ -205,7 +205,7 @@ def gradients_of_inputs(wrap: Wrap) -> Any:
     return grad, x.detach(), after_backward(model, step(x, y)), x.grad
 
 
-@quick
+@habit
 def clipped_gradients(wrap: Wrap) -> Any:
     model = net()
     step = wrap(loss_of(model))
@@ -369,7 +369,7 @@ def _fields(result: Any) -> tuple[Tensor, Tensor]:
 
 
 HABITS |= {
-    "results in a dict": (_returning(dict, lambda result: (result["loss"], result["logits"])), True),
+    "results in a dict": (_returning(dict, lambda result: (result["loss"], result["logits"])), False),
     "results in a dataclass": (_returning(_Result, _fields), False),
     "results in a named tuple": (_returning(_Named, _fields), False),
     "results in a ModelOutput": (_returning(_Output, _fields), True),
@@ -382,7 +382,7 @@ HABITS |= {
 }
 
 
-@quick
+@habit
 def arguments_of_every_kind(wrap: Wrap) -> Any:
     model = net()
 
@@ -458,7 +458,7 @@ class _Attending(nn.Module):
         return self.body(y.transpose(1, 2).reshape(12, 16))
 
 
-@quick
+@habit
 def attention_with_dropout(wrap: Wrap) -> Any:
     model = _Attending(0.3)
     return after_backward(model, wrap(loss_of(model))(*batch()))
@@ -477,7 +477,7 @@ def multi_head_attention_module(wrap: Wrap) -> Any:
     return after_backward(model, wrap(lambda x: model(x).square().mean())(x))
 
 
-@quick
+@habit
 def weight_norm(wrap: Wrap) -> Any:
     model = net()
     nn.utils.parametrizations.weight_norm(model[0])
@@ -532,7 +532,7 @@ _cube.register_autograd(
 )
 
 
-@quick
+@habit
 def custom_op(wrap: Wrap) -> Any:
     model = net()
     step = wrap(lambda x, y: F.cross_entropy(model[4:](_cube(model[:4](x))), y))
@@ -646,7 +646,7 @@ def evaluation_between_steps(wrap: Wrap) -> Any:
     return left, state(model)
 
 
-@quick
+@habit
 def deep_copies(wrap: Wrap) -> Any:
     model = net()
     compiled = wrap(model)
