@@ -23,6 +23,7 @@ from checkmate.profiling.measure import Measure
 from checkmate.provenance import input_names, where
 from checkmate.runtime import boxed
 from checkmate.solution import Solution
+from checkmate.undefined import keep_undefined, with_undefined
 
 Planner = Callable[[Problem], Solution]
 Profiler = Callable[[Joint], Profile]
@@ -36,7 +37,7 @@ def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []  # the code reuses no buffers, so the backward may run twice
-    return boxed(module)
+    return with_undefined(module, boxed)
 
 
 @dataclass(eq=False)
@@ -72,7 +73,8 @@ class Backend:
         )
         keep_random_ops = torch._inductor.config.patch(fallback_random=True)  # those that nobody reads as well
         with eager_kernels(), keep_random_ops:
-            return compile_graph(module, inputs)
+            run = compile_graph(module, inputs)
+        return keep_undefined(run) if self.lower is run_generated_code else run
 
     def _partition(
         self,

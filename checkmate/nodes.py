@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
-from checkmate.rewrite import draw_mask
+from checkmate.rewrite import DRAWS
 
 
 def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
@@ -85,7 +85,7 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 def is_random(node: fx.Node) -> bool:
     """Draws from a generator. Attention ops carry the tag even where their dropout probability is zero."""
-    if node.target is draw_mask:
+    if node.target in DRAWS:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False

@@ -10,6 +10,8 @@ import torch
 import torch.fx as fx
 
 from checkmate.cudnn import expose_cudnn
+from checkmate.errors import Unsupported
+from checkmate.provenance import where
 
 aten = torch.ops.aten
 
@@ -17,12 +19,13 @@ aten = torch.ops.aten
 def prepare(graph: fx.Graph) -> None:
     """Rewrite a joint graph in place, pass by pass."""
     expose_dropout(graph)
+    draw_as_in_place(graph)
     expose_cudnn(graph)
     correct_saved_statistics(graph)
     forget_running_statistics(graph)
     skip_idle_views(graph)
     gather_copies(graph)
-    graph.eliminate_dead_code(lambda node: node.target is draw_mask or node.is_impure())
+    graph.eliminate_dead_code(lambda node: node.target in DRAWS or node.is_impure())
     graph.lint()
 
 
@@ -75,6 +78,47 @@ def draw_mask(x: torch.Tensor, p: float) -> torch.Tensor:
     PyTorch draws in logical order instead, and differs where ``x`` is channels-last.
     """
     return torch.empty_like(x, dtype=torch.bool).bernoulli_(p)
+
+
+def draw_as_in_place(graph: fx.Graph) -> None:
+    """Draw ``bernoulli_`` in the memory order of the tensor it fills, as eager PyTorch does.
+
+    Tracing makes it the functional ``bernoulli``, which draws in logical order: where a tensor is not contiguous, each
+    entry gets the draw of another. `F.dropout(inplace=True)` and `F.alpha_dropout` are made of it.
+
+    Raises:
+        Unsupported: where a functional call by the user cannot be told from one in place, and for `F.rrelu`, if the
+            tensor is not contiguous.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.bernoulli.p):
+        x, p = node.args[:2]
+        if x.meta["val"].is_contiguous():
+            continue
+        if x.target not in _EMPTY or node.kwargs.get("generator") is not None:
+            raise Unsupported(
+                f"{where(node)}: bernoulli on a tensor that is not contiguous draws in another order in place than out "
+                "of place, and tracing does not tell which this is. Draw into a new tensor: "
+                "torch.empty_like(x).bernoulli_(p)."
+            )
+        with graph.inserting_before(node):
+            drawn = _call(graph, node, draw_numbers, (x, p), name=f"{node.name}_drawn")
+        node.replace_all_uses_with(drawn)
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten.rrelu_with_noise_functional.default):
+        if not node.args[0].meta["val"].is_contiguous():
+            raise Unsupported(
+                f"{where(node)}: F.rrelu on a tensor that is not contiguous draws other random numbers when traced. "
+                "Call .contiguous() on it first."
+            )
+
+
+def draw_numbers(x: torch.Tensor, p: float) -> torch.Tensor:
+    """Zeros and ones in the type, shape and memory order of ``x``, each entry one with probability p."""
+    return torch.empty_like(x).bernoulli_(p)
+
+
+DRAWS = {draw_mask, draw_numbers}  # what draws random numbers, beside the ops that PyTorch marks
+_EMPTY = {aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default, aten.empty_permuted.default}
 
 
 def scale_mask(mask: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:

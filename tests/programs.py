@@ -1,103 +1,414 @@
-"""Random PyTorch programs: branches, joins, views, in-place, multi-output, integer and random ops, dead code."""
+"""Programs that nobody wrote: chains, branches, joins, views, writes in place, random ops, integers, dead code.
+
+A program is a list of ops over pools of tensors: numbers, integers, masks. Each op takes what two positions of the
+pools name and adds what it makes. `programs()` draws one with hypothesis, which also makes a failing one small.
+"""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-ROWS, WIDTH = 16, 12
-State = list[Tensor]  # tensors of shape (ROWS, WIDTH)
+ROWS, WIDTH = 8, 12  # of every tensor of numbers, whatever its strides
+HALF = WIDTH // 2
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A program as data: the same spec is the same program, with the same weights."""
+
+    steps: tuple[tuple[str, int, int], ...]  # name of an op, positions of what it reads (modulo the size of the pool)
+    seed: int = 0  # of weights and batch
+    training: bool = True
+    frozen: bool = False  # the first weight needs no gradient
+    input_grad: bool = False  # the batch needs one
+    extra: str = "none"  # what is returned beside the loss
+
+
+@dataclass
+class Pools:
+    """What a running program has made so far."""
+
+    numbers: list[Tensor]  # (ROWS, WIDTH)
+    integers: list[Tensor]  # (ROWS,), from 0 to WIDTH - 1
+    masks: list[Tensor] = field(default_factory=list)  # (ROWS, WIDTH)
+
+
+Operation = Callable[["Program", Pools, Tensor, Tensor, int], "Tensor | None"]
+OPS: dict[str, Operation] = {}
 
 
 class Program(nn.Module):
-    """A fixed random sequence of ops over a growing list of tensors; the loss reads the last few."""
+    """The module of a spec; its forward returns the loss, or the loss and something else."""
 
-    def __init__(self, seed: int, length: int = 14) -> None:
+    def __init__(self, spec: Spec) -> None:
         super().__init__()
-        rng = random.Random(seed)
-        torch.manual_seed(seed)
-        self.weights = nn.ParameterList([nn.Parameter(0.3 * torch.randn(WIDTH, WIDTH)) for _ in range(3)])
-        self.table = nn.Embedding(WIDTH, WIDTH)
+        draw = torch.Generator().manual_seed(spec.seed)
+        weights = [0.3 * torch.randn(WIDTH, WIDTH, generator=draw) for _ in range(3)]
+        self.weights = nn.ParameterList([nn.Parameter(w) for w in weights])
+        self.weights[0].requires_grad_(not spec.frozen)
+        self.table = nn.Embedding(WIDTH, WIDTH, _weight=torch.randn(WIDTH, WIDTH, generator=draw))
         self.norms = nn.ModuleList([nn.BatchNorm1d(WIDTH) for _ in range(2)])
+        self.filter = nn.Parameter(0.3 * torch.randn(1, 1, 3, generator=draw))
         self.register_buffer("calls", torch.zeros(()))
-        self.steps = [(rng.choice(OPS), rng.randrange(10**6), rng.randrange(10**6)) for _ in range(length)]
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.spec = spec
+        self.steps = [(OPS[name], i, j) for name, i, j in spec.steps]
+        self.train(spec.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        made = [x, x @ self.weights[0]]
+    def forward(self, x: Tensor, index: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        pools = Pools([x, x @ self.weights[0], self.weights[1][:ROWS] * 1.5], [index])
+        numbers = pools.numbers
         for op, i, j in self.steps:
-            made.append(op(self, made, made[i % len(made)], made[j % len(made)], i))
-        made[2].cos()  # dead code
-        return sum((t * t).mean() for t in made[-3:]) + made[1].mean()
+            made = op(self, pools, numbers[-1 - i % len(numbers)], numbers[-1 - j % len(numbers)], i + j)
+            if made is not None:
+                numbers.append(made)
+        numbers[0].cos()  # dead code
+        loss = sum((t * t).mean() for t in numbers[-2:]) + numbers[1].mean() + (self.weights[2] ** 2).mean()
+        return self._with_extra(loss, pools)
+
+    def _with_extra(self, loss: Tensor, pools: Pools) -> Tensor | tuple[Tensor, Tensor]:
+        extra = {
+            "none": lambda: None,
+            "number": lambda: pools.numbers[-1],
+            "view": lambda: pools.numbers[-1][:, :HALF],
+            "integer": lambda: pools.integers[-1],
+            "input": lambda: pools.numbers[0],
+            "detached": lambda: pools.numbers[-1].detach(),
+            "scaled": lambda: loss * 2,
+        }[self.spec.extra]()
+        return loss if extra is None else (loss, extra)
 
 
-def _matmul(program: Program, made: State, a: Tensor, b: Tensor, i: int) -> Tensor:
-    return a @ program.weights[i % 3]
+def batch(spec: Spec) -> tuple[Tensor, Tensor]:
+    """What the program is called with."""
+    draw = torch.Generator().manual_seed(spec.seed + 1)
+    x = torch.randn(ROWS, WIDTH, generator=draw)
+    return x.requires_grad_(spec.input_grad), torch.randint(WIDTH, (ROWS,), generator=draw)
 
 
-def _join(program: Program, made: State, a: Tensor, b: Tensor, i: int) -> Tensor:
+def programs(max_steps: int = 7) -> st.SearchStrategy[Spec]:
+    """Specs of up to so many steps. Positions count from what was made last, so that small ones make chains."""
+    position = st.integers(0, 5)
+    step = st.tuples(st.sampled_from(sorted(OPS)), position, position)
+    return st.builds(
+        Spec,
+        steps=st.lists(step, min_size=1, max_size=max_steps).map(tuple),
+        seed=st.integers(0, 99),
+        training=st.sampled_from([True, True, True, False]),
+        frozen=st.booleans(),
+        input_grad=st.booleans(),
+        extra=st.sampled_from(["none", "none", "none", "number", "view", "integer", "input", "detached", "scaled"]),
+    )
+
+
+def _op(fn: Operation) -> Operation:
+    OPS[fn.__name__.strip("_")] = fn
+    return fn
+
+
+# Chains and joins
+
+
+@_op
+def _matmul(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return a @ program.weights[n % 3]
+
+
+@_op
+def _join(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
     return torch.tanh(a) * b + a
 
 
-def _in_place(program: Program, made: State, a: Tensor, b: Tensor, i: int) -> Tensor:
-    return (a + 0.5).add_(b).relu_()
+@_op
+def _attention(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return torch.softmax(a @ b.t(), dim=-1) @ torch.sigmoid(b)
 
 
-def _dropout(program: Program, made: State, a: Tensor, b: Tensor, i: int) -> Tensor:
-    return F.dropout(a.exp().clamp(max=3.0), 0.1 + 0.1 * (i % 5), program.training)
+@_op
+def _softmax_and_exp(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return F.log_softmax(a, dim=1) + b.clamp(-3, 3).exp().sqrt()
 
 
-def _noise(program: Program, made: State, a: Tensor, b: Tensor, i: int) -> Tensor:
-    return a + 0.1 * torch.rand_like(a) * torch.sigmoid(b)
+@_op
+def _layer_norm(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return F.layer_norm(a, (WIDTH,)) + F.gelu(b)
 
 
-def _batch_norm(program: Program, made: State, a: Tensor, b: Tensor, i: int) -> Tensor:
-    return program.norms[i % 2](a)
+@_op
+def _batch_norm(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return program.norms[n % 2](a)
 
 
-def _views(program: Program, made: State, a: Tensor, b: Tensor, i: int) -> Tensor:
-    left, right = (a + b).t().contiguous().t().chunk(2, dim=1)
-    return torch.cat([right, left.flip(1)], dim=1).view(ROWS, 3, 4).transpose(1, 2).reshape(ROWS, WIDTH)
+@_op
+def _group_norm(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return F.group_norm(a, 3) * 0.5 + b
 
 
-def _sorted(program: Program, made: State, a: Tensor, b: Tensor, i: int) -> Tensor:
+@_op
+def _convolution(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return F.silu(F.conv1d(a.unsqueeze(1), program.filter, padding=1)).squeeze(1)
+
+
+@_op
+def _half_precision(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.relu(a @ program.weights[n % 3]).float()
+
+
+@_op
+def _checkpointed(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    made = checkpoint(lambda u: torch.sin(u @ program.weights[1]) * u, a, use_reentrant=False)
+    assert isinstance(made, Tensor)
+    return made
+
+
+# Several outputs
+
+
+@_op
+def _sorted(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
     values, indices = a.sort(dim=1)
     return values + b.gather(1, indices)
 
 
-def _integers(program: Program, made: State, a: Tensor, b: Tensor, i: int) -> Tensor:
-    return program.table(a.argmax(dim=1)) * torch.softmax(b, dim=1)
+@_op
+def _largest(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    largest, where = a.max(dim=1, keepdim=True)
+    pools.integers.append(where.squeeze(1))
+    return b - largest
 
 
-def _masked(program: Program, made: State, a: Tensor, b: Tensor, i: int) -> Tensor:
-    return torch.where(a > b, a, 0.5 * b).masked_fill(b > 2, 0.0)
+@_op
+def _mean_and_deviation(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    variance, mean = torch.var_mean(a, dim=0, keepdim=True)
+    return (b - mean) * torch.rsqrt(variance + 1e-3)
 
 
-def _buffer(program: Program, made: State, a: Tensor, b: Tensor, i: int) -> Tensor:
+@_op
+def _parts(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    first, second, third = a.split([2, 4, 6], dim=1)
+    pools.numbers.append(torch.cat([third, b[:, :6]], dim=1))
+    return torch.cat([second, first, third], dim=1)
+
+
+@_op
+def _rows(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    rows = a.unbind(0)
+    return torch.stack([*rows[1:], rows[0] * b[0]])
+
+
+@_op
+def _pooled(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    values, where = F.max_pool1d(a.unsqueeze(1), 2, return_indices=True)
+    return F.max_unpool1d(values, where, 2).squeeze(1) + b
+
+
+# Views
+
+
+@_op
+def _views(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    left, right = (a + b).t().contiguous().t().chunk(2, dim=1)
+    return torch.cat([right, left.flip(1)], dim=1).view(ROWS, 3, 4).transpose(1, 2).reshape(ROWS, WIDTH)
+
+
+@_op
+def _transposed(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return (a * 1.1).t().contiguous().t()
+
+
+@_op
+def _window(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return torch.cat([a, b], dim=1)[:, n % 8 : n % 8 + WIDTH]
+
+
+@_op
+def _spread(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return a.mean(dim=0).expand(ROWS, WIDTH)
+
+
+@_op
+def _alias(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return a.view(ROWS, 2, HALF).view(ROWS, WIDTH) if a.is_contiguous() else a.detach()
+
+
+@_op
+def _product_of_views(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return torch.einsum("rc,sc->rs", a, b)[:, :1] * b
+
+
+# Writes in place
+
+
+@_op
+def _in_place(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return (a + 0.5).add_(b).relu_()
+
+
+@_op
+def _write_a_view(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    copy = a * 0.9
+    copy[:, 2:6] = b[:, 2:6]
+    copy[0].mul_(2)
+    return copy
+
+
+@_op
+def _write_what_was_read(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    copy = a + b
+    read = copy * 3
+    copy.add_(1)
+    return read * 0.5 + copy.sin()
+
+
+@_op
+def _scatter(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    index = pools.integers[n % len(pools.integers)].unsqueeze(1)
+    return a.clone().scatter_add_(1, index, b[:, :1])
+
+
+@_op
+def _write_by_index(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    index = pools.integers[n % len(pools.integers)] % ROWS
+    return a.index_put((index,), b, accumulate=True)
+
+
+@_op
+def _count_calls(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
     if program.training:
         program.calls += a.detach().mean()
     return a * 1.1
 
 
-def _layer_norm(program: Program, made: State, a: Tensor, b: Tensor, i: int) -> Tensor:
-    return F.layer_norm(a, (WIDTH,)) + F.gelu(b)
+@_op
+def _running_average(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    seen = program.average.clone()
+    with torch.no_grad():
+        program.average.lerp_(a.mean(dim=0), 0.1)
+    return a - seen
 
 
-OPS: tuple[Callable[..., Any], ...] = (
-    _matmul,
-    _join,
-    _in_place,
-    _dropout,
-    _noise,
-    _batch_norm,
-    _views,
-    _sorted,
-    _integers,
-    _masked,
-    _buffer,
-    _layer_norm,
-)
+@_op
+def _write_the_input(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> None:
+    if not pools.numbers[0].requires_grad:
+        pools.numbers[0].mul_(0.99)
+
+
+# Random numbers
+
+
+@_op
+def _dropout(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return F.dropout(a.clamp(max=3.0), 0.1 + 0.1 * (n % 9), program.training)
+
+
+@_op
+def _dropout_in_place(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return F.dropout(a * 1.2, 0.3, program.training, inplace=True)
+
+
+@_op
+def _dropout_of_channels(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return F.dropout1d(a.view(ROWS, 3, 4) if a.is_contiguous() else a.reshape(ROWS, 3, 4), 0.3).reshape(ROWS, WIDTH)
+
+
+@_op
+def _alpha_dropout(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return F.alpha_dropout(F.selu(a), 0.2, program.training)
+
+
+@_op
+def _noise(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return a + 0.1 * (torch.rand_like(a) + torch.randn(WIDTH)) * torch.sigmoid(b)
+
+
+@_op
+def _random_rows(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    pools.integers.append(torch.randint(WIDTH, (ROWS,)))
+    return a[torch.randperm(ROWS)]
+
+
+@_op
+def _random_in_place(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return torch.empty_like(a).normal_(0.0, 0.1) * b + torch.zeros_like(b).uniform_()
+
+
+@_op
+def _random_mask(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    pools.masks.append(torch.bernoulli(torch.full_like(a, 0.7)).bool())
+    return a.masked_fill(pools.masks[-1], 0.0)
+
+
+@_op
+def _attention_with_dropout(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    q, k = a.reshape(1, 2, ROWS, HALF), b.reshape(1, 2, ROWS, HALF)
+    p = 0.2 if program.training and n % 2 else 0.0
+    return F.scaled_dot_product_attention(q, k, k, dropout_p=p, is_causal=n % 3 == 0).reshape(ROWS, WIDTH)
+
+
+@_op
+def _random_leaky_relu(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return F.rrelu(a.contiguous(), training=program.training)
+
+
+# Integers and masks
+
+
+@_op
+def _lookup(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return program.table(pools.integers[n % len(pools.integers)]) * torch.softmax(b, dim=1)
+
+
+@_op
+def _arguments(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> None:
+    pools.integers.append((a.argmax(dim=1) + pools.integers[-1]) % WIDTH)
+
+
+@_op
+def _one_hot(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return F.one_hot(pools.integers[n % len(pools.integers)], WIDTH).to(a.dtype) * a
+
+
+@_op
+def _compared(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    pools.masks.append(a > b)
+    return torch.where(pools.masks[-1], a, 0.5 * b)
+
+
+@_op
+def _masked(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    mask = pools.masks[n % len(pools.masks)] if pools.masks else b > 2
+    return a.masked_fill(mask, 0.0) + (~mask).to(a.dtype).cumsum(dim=1)
+
+
+@_op
+def _cross_entropy(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return b * F.cross_entropy(a, pools.integers[n % len(pools.integers)])
+
+
+# Without gradient
+
+
+@_op
+def _detached(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return a.detach() * b
+
+
+@_op
+def _without_gradient(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    with torch.no_grad():
+        scale = a.abs().amax(dim=1, keepdim=True) + 1
+    return b / scale
+
+
+@_op
+def _dead_code(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> None:
+    (a @ b.t()).softmax(dim=0).sum()
+    torch.rand(3)  # nobody reads it, yet what is drawn after it differs without it

@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "cudnn", "version"},
-    {"units", "display", "fake", "kernels", "memory", "provenance", "rewrite", "runtime", "files"},
+    {"errors", "cudnn", "provenance", "version"},
+    {"units", "display", "fake", "kernels", "memory", "rewrite", "runtime", "files"},
     {"graph", "explain", "nodes"},
-    {"problem", "devices"},
+    {"problem", "devices", "undefined"},
     {"schedule", "costs"},
     {"plan"},
     {"solution"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -188,3 +189,33 @@ def test_batch_norm_that_keeps_its_statistics_runs_again_all_the_same(monkeypatc
     assert any("batch_norm" in name for name in compiled.plans[0].modules.again)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(net.buffers(), plain.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("draw", [lambda x: F.dropout(x, 0.3, inplace=True), lambda x: F.alpha_dropout(x, 0.3)])
+def test_draws_in_place_follow_the_memory_order(draw: Callable[[Tensor], Tensor]) -> None:
+    """Tracing draws in logical order: each entry of a transposed tensor got the draw of another."""
+    x = torch.randn(6, 8, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        return draw((x * 2).t().contiguous().t()).square().sum()
+
+    compiled = checkmate.compile(step, budget="1 MB")
+    found = []
+    for run in (compiled, step):
+        torch.manual_seed(3)
+        loss = run(x)
+        (grad,) = torch.autograd.grad(loss, x)
+        found.append((loss.item(), grad.numpy().tobytes(), torch.get_rng_state().numpy().tobytes()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda x: (x * torch.zeros_like(x.t()).bernoulli_(0.5).t()).sum(), "another order in place"),
+        (lambda x: F.rrelu(x.t() * 2, training=True).sum(), "rrelu.*contiguous"),
+    ],
+)
+def test_draws_that_tracing_would_change_are_refused(step: Callable[[Tensor], Tensor], words: str) -> None:
+    with pytest.raises(checkmate.Unsupported, match=rf"test_rewrite.py:\d+.*{words}"):
+        checkmate.compile(step, budget="1 MB")(torch.randn(6, 8, requires_grad=True))
