@@ -27,14 +27,16 @@ from checkmate.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from checkmate import memory as memory
-    from checkmate.compiler import compile, trace
+    from checkmate.compiler import compile, trace, verify
     from checkmate.costs import Costs, profile
     from checkmate.solvers.catalogue import methods
     from checkmate.solvers.frontier import Frontier, frontier
     from checkmate.solvers.solve import solve
+    from checkmate.verification import Certificate
 
 __all__ = [
     "BudgetError",
+    "Certificate",
     "CheckmateError",
     "Costs",
     "Frontier",
@@ -59,9 +61,11 @@ __all__ = [
     "profile",
     "solve",
     "trace",
+    "verify",
 ]
 
 _LAZY = {
+    "Certificate": "checkmate.verification",
     "Costs": "checkmate.costs",
     "Frontier": "checkmate.solvers.frontier",
     "compile": "checkmate.compiler",
@@ -70,6 +74,7 @@ _LAZY = {
     "profile": "checkmate.costs",
     "solve": "checkmate.solvers.solve",
     "trace": "checkmate.compiler",
+    "verify": "checkmate.compiler",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import logging
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,11 +28,12 @@ from checkmate.solvers import planning
 from checkmate.solvers.methods import METHODS
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes, parse_bytes
-from checkmate.verification import compare_with_plain
+from checkmate.verification import Certificate, compare_with_plain
 
 M = TypeVar("M", bound=nn.Module)
 P = ParamSpec("P")
 R = TypeVar("R")
+log = logging.getLogger("checkmate.verification")
 
 
 @overload
@@ -114,6 +116,51 @@ def compile(
     >>> print(model.plans[0].status)
     Status.OPTIMAL
     """
+    new_backend = _backends(fn, budget, method, time_limit, reserve, profile, cache)
+    if isinstance(fn, nn.Module):
+        return _compile_module(fn, new_backend, verify)
+    return CompiledStep(fn, new_backend, verify)
+
+
+def verify(
+    fn: Callable[..., Any],
+    *args: Any,
+    budget: int | float | str,
+    method: str = "auto",
+    time_limit: float = 60.0,
+    reserve: int | float | str = 0,
+    profile: Choice = "measure",
+    cache: bool = True,
+    **kwargs: Any,
+) -> Certificate:
+    """Run a step plainly and compiled on your own batch, and certify that nothing differs.
+
+    Compared bit by bit are what the step returns, the gradients of all it depends on, its parameters, buffers and
+    inputs, and the random state; and the measured peak with the predicted one, where the step returns one loss. All of
+    this is as it was when the call returns. Attributes that are no tensors are not looked at.
+
+    Args:
+        fn: a module or function; args, kwargs: a batch for it.
+        budget, method, time_limit, reserve, profile, cache: as for `compile`.
+
+    Raises:
+        VerificationError: naming what differs, and the first op whose value does.
+        InfeasibleBudget, Unsupported: as for `compile`.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
+    >>> report = verify(model, torch.ones(8, 64), budget="1 MB")
+    >>> report.outputs, report.gradients, report.repeats
+    (1, 4, True)
+    """
+    step = CompiledStep(fn, _backends(fn, budget, method, time_limit, reserve, profile, cache), verify=False)
+    return step._compare(args, kwargs)
+
+
+def _backends(
+    fn: Any, budget: Any, method: str, time_limit: float, reserve: Any, profile: Choice, cache: bool
+) -> Callable[[], Backend]:
+    """Check what a user gives, and make backends of it: one for each compiled object."""
     if not callable(fn):
         raise TypeError(f"checkmate.compile takes a module or a function, not {type(fn).__name__}.")
     if method not in METHODS:
@@ -133,10 +180,7 @@ def compile(
         return solution
 
     find_costs, block_bytes = profiler(profile, cache=cache)
-    new_backend = functools.partial(Backend, plan, profile=find_costs, block_bytes=block_bytes)
-    if isinstance(fn, nn.Module):
-        return _compile_module(fn, new_backend, verify)
-    return CompiledStep(fn, new_backend, verify)
+    return functools.partial(Backend, plan, profile=find_costs, block_bytes=block_bytes)
 
 
 def trace(
@@ -267,9 +311,13 @@ class CompiledStep(Generic[P, R]):
             refuse_lazy(self._fn, args)
             self._ready = True
         if self._verify and torch.is_grad_enabled():
-            compare_with_plain(self._fn, self._guarded, self._backend, args, kwargs)
+            log.info("%s", self._compare(args, kwargs))
             self._verify = False
         return self._guarded(*args, **kwargs)
+
+    def _compare(self, args: Any, kwargs: Any) -> Certificate:
+        capture = functools.partial(_capture, self._fn)
+        return compare_with_plain(self._fn, self._guarded, self._backend, args, kwargs, capture)
 
     def _guarded(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:

@@ -9,19 +9,24 @@ and wherever PyTorch is told to use deterministic algorithms, nothing but the sa
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from checkmate.backend import Backend
 from checkmate.devices import random_states, same_random_state
+from checkmate.divergence import first_difference
 from checkmate.errors import VerificationError
 from checkmate.memory import CPU, measure_peak
+from checkmate.solution import Solution
+from checkmate.units import format_bytes
 
 log = logging.getLogger("checkmate.verification")
 
@@ -29,7 +34,46 @@ _SLACK = (
     " PyTorch's allocator may give each tensor above 1 MiB up to 1 MiB more than it asks for; set "
     "PYTORCH_ALLOC_CONF=expandable_segments:True, which gives it what it asks for."
 )
+_OUTSIDE = " What hooks and code outside the compiled step allocate is in no plan."
 PLAIN_RUNS = 5  # of a plain step that a compiled one differs from: ten distances between them
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was compared between a compiled step and plain PyTorch, and found to be the same."""
+
+    outputs: int  # tensors that the step returns
+    gradients: int
+    tensors: int  # parameters, buffers and inputs, as the step leaves them
+    repeats: bool  # plain PyTorch gives the same bits twice; if not, `spread` was allowed
+    spread: float  # the most that two plain runs differed by, in what the compiled step did not repeat bit for bit
+    budget: int | None  # bytes; None where nothing was planned
+    predicted_peak: int | None  # bytes
+    measured_peak: int | None  # bytes; None where the step returns more than a loss, whose backward begins outside it
+    plain_peak: int | None  # bytes of the plain step
+
+    def __str__(self) -> str:
+        def shown(count: int | None) -> str:
+            return "not compared: the step returns more than one loss" if count is None else format_bytes(count)
+
+        same = (
+            "the same bits as plain PyTorch"
+            if not self.spread
+            else f"plain PyTorch within its spread, {self.spread:.3g}"
+        )
+        counts = f"{self.outputs} outputs, {self.gradients} gradients, {self.tensors} tensors of state"
+        facts = [
+            ("compared", f"{counts}, random state"),
+            ("plain runs", "repeat their bits" if self.repeats else "differ among themselves"),
+        ]
+        if self.budget is not None:
+            facts += [
+                ("budget", shown(self.budget)),
+                ("predicted", shown(self.predicted_peak)),
+                ("measured", shown(self.measured_peak)),
+                ("plain", shown(self.plain_peak)),
+            ]
+        return "\n".join([f"verified: {same}", *(f"  {name:<11}{text}" for name, text in facts)])
 
 
 @dataclass(frozen=True)
@@ -40,19 +84,28 @@ class _Outcome:
     random_states: list[torch.Tensor]
     peak: int
 
+    def count(self, kind: str) -> int:
+        return sum(name.startswith(kind) for name in self.results)
+
 
 def compare_with_plain(
-    plain: Callable[..., Any], compiled: Callable[..., Any], backend: Backend, args: Any, kwargs: Any
-) -> None:
+    plain: Callable[..., Any],
+    compiled: Callable[..., Any],
+    backend: Backend,
+    args: Any,
+    kwargs: Any,
+    capture: Callable[[Backend], Callable[..., Any]],
+) -> Certificate:
     """Run both on the same batch from the same state, and restore that state.
 
     Where plain PyTorch does not repeat its own numbers, this is logged as a warning, with the spread of its runs.
+    ``capture`` compiles the step with another backend, to find out where it differs.
 
     Raises:
         VerificationError: naming the first result, gradient or buffer that differs, by more than plain runs differ
-            among themselves, or the measured peak where it is above the budget.
+            among themselves, and the first op that does; or the measured peak where it is above the predicted one.
     """
-    state = list(_tensors_within((plain, args, kwargs)))
+    state = list({id(t): t for t in _tensors_within((plain, args, kwargs))}.values())
     device = next((t.device for t in state if t.device != CPU), CPU)
 
     def run(step: Callable[..., Any]) -> _Outcome:
@@ -62,20 +115,69 @@ def compare_with_plain(
     with _restored(state, device):
         compiled(*args, **kwargs)  # plans, and measures for it: no meter may run yet
     expected, found = run(plain), run(compiled)
-    different = _different(expected, found)
+    again = run(plain)
+    repeats = not _different(expected, again)
+    different, spread = _different(expected, found), 0.0
     if different:
         if not _may_waver(device):
-            raise VerificationError(_differs(different[0]))
-        _compare_with_spread(different, [expected, *(run(plain) for _ in range(PLAIN_RUNS - 1))], found)
+            place = _place(capture, backend, run, plain, device)
+            raise VerificationError(_differs(different[0], repeats=repeats) + place)
+        spread = _compare_with_spread(different, [expected, again, *(run(plain) for _ in range(PLAIN_RUNS - 2))], found)
     if not all(map(torch.equal, expected.random_states, found.random_states)):
-        raise VerificationError("The compiled step draws other random numbers than plain PyTorch. Please report this.")
-    if backend.plans and len(expected.results) and _is_loss(expected):
-        plan = backend.plans[-1]
-        if plan.problem.resident + found.peak > plan.budget:
-            raise VerificationError(
-                f"The measured peak of {plan.problem.resident + found.peak:_} bytes is above the budget of "
-                f"{plan.budget:_} bytes.{_SLACK if device.type == 'cuda' else ''} Please report this."
-            )
+        place = _place(capture, backend, run, plain, device)
+        raise VerificationError(
+            f"The compiled step draws other random numbers than plain PyTorch. Please report this.{place}"
+        )
+    planned = backend.plans[-1] if backend.plans else None
+    resident = planned.problem.resident if planned else 0
+    comparable = planned is not None and _is_loss(expected)
+    if planned is not None and comparable:
+        _check_peak(resident + found.peak, planned, device)
+    return Certificate(
+        outputs=expected.count("output"),
+        gradients=expected.count("the gradient"),
+        tensors=len(state),
+        repeats=repeats,
+        spread=spread,
+        budget=planned.budget if planned else None,
+        predicted_peak=planned.peak if planned else None,
+        measured_peak=resident + found.peak if comparable else None,
+        plain_peak=resident + expected.peak if comparable else None,
+    )
+
+
+def _check_peak(measured: int, plan: Solution, device: torch.device) -> None:
+    """On the CPU the prediction holds to the byte; on CUDA the allocator may give more, up to the budget.
+
+    Raises:
+        VerificationError: if the peak is above.
+    """
+    if measured > plan.budget:
+        raise VerificationError(
+            f"The measured peak of {measured:_} bytes is above the budget of {plan.budget:_} bytes."
+            f"{_SLACK if device.type == 'cuda' else _OUTSIDE} Please report this."
+        )
+    if device.type == "cpu" and plan.peak is not None and measured > plan.peak:
+        raise VerificationError(
+            f"The measured peak of {measured:_} bytes is above the predicted one of {plan.peak:_} bytes, though within "
+            f"the budget of {plan.budget:_}.{_OUTSIDE} Please report this."
+        )
+
+
+def _place(
+    capture: Callable[[Backend], Callable[..., Any]],
+    backend: Backend,
+    run: Callable[..., Any],
+    plain: Callable[..., Any],
+    device: torch.device,
+) -> str:
+    """A sentence that names the first op whose value differs, or says that none does."""
+    if not backend.plans:
+        return ""
+    first = first_difference(capture, backend.plans[-1], run, plain, device)
+    if first is None:
+        return " Each op of the captured step gives the values of plain PyTorch: the difference lies outside the graph."
+    return f" The first value that differs is {first}"
 
 
 def _may_waver(device: torch.device) -> bool:
@@ -84,10 +186,14 @@ def _may_waver(device: torch.device) -> bool:
     return device.type == "cuda" and not strict
 
 
-def _differs(name: str) -> str:
+def _differs(name: str, *, repeats: bool) -> str:
+    if repeats:
+        return (
+            f"{name} of the compiled step differs from plain PyTorch, which repeats its own bits. Please report this."
+        )
     return (
-        f"{name} of the compiled step differs from plain PyTorch. Does plain PyTorch give the same bits twice? If not, "
-        "torch.use_deterministic_algorithms(True) may help; if so, please report this."
+        f"{name} of the compiled step differs from plain PyTorch, which does not give the same bits twice here. "
+        "torch.use_deterministic_algorithms(True) may help."
     )
 
 
@@ -97,8 +203,10 @@ def _different(expected: _Outcome, found: _Outcome) -> list[str]:
     return [name for name in names if not _same_bits(expected.results.get(name), found.results.get(name))]
 
 
-def _compare_with_spread(names: list[str], plain: list[_Outcome], found: _Outcome) -> None:
+def _compare_with_spread(names: list[str], plain: list[_Outcome], found: _Outcome) -> float:
     """Hold what differs against what plain runs differ by among themselves, in each tensor by the largest element.
+
+    Returns the largest such spread.
 
     min_i |found - plain_i|  <=  max_ij |plain_i - plain_j|
     """
@@ -108,7 +216,7 @@ def _compare_with_spread(names: list[str], plain: list[_Outcome], found: _Outcom
         spreads[name] = max(_distance(a, b) for i, a in enumerate(runs) for b in runs[:i])
         off = min(_distance(result, run) for run in runs)
         if spreads[name] == 0:
-            raise VerificationError(_differs(name))
+            raise VerificationError(_differs(name, repeats=True))
         if not off <= spreads[name]:
             raise VerificationError(
                 f"{name} of the compiled step differs from plain PyTorch by {off:.3g} at least. Plain PyTorch does not "
@@ -125,6 +233,7 @@ def _compare_with_spread(names: list[str], plain: list[_Outcome], found: _Outcom
         largest,
         spreads[largest],
     )
+    return spreads[largest]
 
 
 def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
@@ -155,7 +264,8 @@ def _outcome(
         outputs = [t for t in tree_leaves(fn(*args, **kwargs)) if isinstance(t, torch.Tensor)]
         roots = [t for t in outputs if t.requires_grad]
         leaves = list(dict.fromkeys(leaf for root in roots for leaf in _leaves(root)))
-        grads = torch.autograd.grad(roots, leaves, [torch.ones_like(t) for t in roots], allow_unused=True)
+        ones = [torch.ones_like(t) for t in roots]
+        grads = torch.autograd.grad(roots, leaves, ones, allow_unused=True) if leaves else ()
         return outputs, leaves, grads
 
     use = measure_peak(step, device)
@@ -208,10 +318,13 @@ def _tensors_within(things: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 def _restored(state: list[torch.Tensor], device: torch.device) -> Iterator[None]:
     """Put tensors and the random state back as they were. The copies are on the CPU, where no budget counts them."""
     saved = [t.detach().to(CPU, copy=True) for t in state]
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the state that users' code draws from
     try:
         with same_random_state(device):
             yield
     finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
         with torch.no_grad():
             for tensor, value in zip(state, saved, strict=True):
                 if not _same_bits(tensor.detach().to(CPU), value):

@@ -20,6 +20,7 @@ LAYERS = (
     {"solvers", "capture"},
     {"profiling", "codegen"},
     {"backend"},
+    {"divergence"},
     {"verification"},
     {"compiler"},
     {"dynamo"},

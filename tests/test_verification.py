@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -177,7 +178,9 @@ def test_on_the_cpu_no_spread_is_allowed(
 ) -> None:
     wavering_sum = _wavering_sum(monkeypatch)
     compiled = checkmate.compile(lambda x: wavering_sum(net(x).tanh()), budget="1 MB", verify=True)
-    with pytest.raises(checkmate.VerificationError, match=r"output 0 .* differs .* same bits twice"):
+    with pytest.raises(
+        checkmate.VerificationError, match=r"output 0 .* does not give the same bits twice.*wavering_sum"
+    ):
         compiled(batch[0])
 
 
@@ -212,7 +215,7 @@ def test_what_plain_pytorch_repeats_must_be_equal_beside_what_it_does_not(
     wavering_sum = _wavering_sum(monkeypatch)
     monkeypatch.setattr(rewrite, "scale_mask", lambda mask, p, dtype: mask.to(dtype).div_(p - 0.1))
     compiled = checkmate.compile(lambda x: (wavering_sum(x), net(x)), budget="1 MB", verify=True)
-    with pytest.raises(checkmate.VerificationError, match=r"differs from plain PyTorch\. Does"):
+    with pytest.raises(checkmate.VerificationError, match=r"repeats its own bits"):
         compiled(batch[0].requires_grad_())
 
 
@@ -232,3 +235,91 @@ def test_what_plain_pytorch_repeats_must_be_equal_beside_what_it_does_not(
 )
 def test_distance(a: Tensor, b: Tensor | None, distance: float) -> None:
     assert _distance(a, b) == distance
+
+
+def test_verify_reports_what_it_compared(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    state, budget = torch.get_rng_state(), _tight(step, batch)
+    report = checkmate.verify(step, *batch, budget=budget)
+    assert (report.outputs, report.gradients, report.tensors) == (1, 6, 6 + 3 + 2)
+    assert report.repeats
+    assert report.spread == 0
+    assert report.measured_peak <= report.predicted_peak <= report.budget == budget < report.plain_peak
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in net.parameters())
+    lines = str(report).splitlines()
+    assert lines[0] == "verified: the same bits as plain PyTorch"
+    assert "6 gradients" in lines[1]
+    assert lines[-2].split()[0] == "measured"
+
+
+def test_verify_takes_modules_and_keywords(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    report = checkmate.verify(net, input=batch[0], budget="1 MB")
+    assert report.measured_peak is None  # the loss is outside
+    assert "not compared" in str(report)
+
+
+def test_verify_of_what_needs_no_gradient() -> None:
+    report = checkmate.verify(lambda x: x * 2, torch.ones(3), budget="1 MB")
+    assert (report.gradients, report.budget) == (0, None)
+
+
+def test_the_state_of_python_and_numpy_comes_back_too(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    def step(x: Tensor) -> Tensor:
+        return (net(x) * random.random()).sum()
+
+    state = random.getstate()
+    try:
+        checkmate.verify(step, batch[0], budget="1 MB")
+    except checkmate.Unsupported as error:
+        assert "random" in str(error)  # noqa: PT017
+    assert random.getstate() == state
+
+
+def test_the_first_op_that_the_plan_spoils_is_named(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise that is drawn again when it is computed again, in a plan that does so."""
+    wrong = lambda mask, p, dtype: torch.rand(mask.shape).lt(p).to(dtype).div_(p)  # noqa: E731
+    monkeypatch.setattr(rewrite, "scale_mask", wrong)
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    words = r"first value that differs is native_dropout_\w+ of .*3 \(Dropout, test_verification.py:\d+\)"
+    with pytest.raises(checkmate.VerificationError, match=words):
+        checkmate.verify(step, *batch, budget=_tight(step, batch))
+
+
+def test_the_first_op_that_the_capture_changed_is_named(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewrite, "scale_mask", lambda mask, p, dtype: mask.to(dtype).div_(p - 0.1))
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    words = r"native_dropout_product of aten.mul.Tensor \(3 \(Dropout.*captured as another computation"
+    with pytest.raises(checkmate.VerificationError, match=words):
+        checkmate.verify(step, *batch, budget="1 MB")
+
+
+def test_a_difference_outside_the_graph_says_so(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
+        return tuple(map(_next_bit, run(inputs))) if is_backward else run(inputs)
+
+    _run_instead(monkeypatch, spoil)
+    with pytest.raises(checkmate.VerificationError, match=r"gradient of tensor \d .* outside the graph"):
+        checkmate.verify(lambda x: net(x).sum(), batch[0], budget="1 MB")
+
+
+def test_a_peak_above_the_predicted_one_is_caught_within_the_budget(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hoard(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
+        held = torch.zeros(20_000)
+        result = run(inputs)
+        del held
+        return result
+
+    _run_instead(monkeypatch, hoard)
+    with pytest.raises(checkmate.VerificationError, match="above the predicted one"):
+        checkmate.verify(lambda x: net(x).sum(), batch[0], budget="10 MB")
