@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from checkmate import memory as memory
     from checkmate.compiler import compile, trace, verify
     from checkmate.costs import Costs, profile
+    from checkmate.explanation import Explanation, explain
     from checkmate.solvers.catalogue import methods
     from checkmate.solvers.frontier import Frontier, frontier
     from checkmate.solvers.solve import solve
@@ -39,6 +40,7 @@ __all__ = [
     "Certificate",
     "CheckmateError",
     "Costs",
+    "Explanation",
     "Frontier",
     "Graph",
     "InfeasibleBudget",
@@ -55,6 +57,7 @@ __all__ = [
     "Value",
     "VerificationError",
     "compile",
+    "explain",
     "frontier",
     "methods",
     "parse_bytes",
@@ -67,8 +70,10 @@ __all__ = [
 _LAZY = {
     "Certificate": "checkmate.verification",
     "Costs": "checkmate.costs",
+    "Explanation": "checkmate.explanation",
     "Frontier": "checkmate.solvers.frontier",
     "compile": "checkmate.compiler",
+    "explain": "checkmate.explanation",
     "frontier": "checkmate.solvers.frontier",
     "methods": "checkmate.solvers.catalogue",
     "profile": "checkmate.costs",

@@ -129,7 +129,10 @@ class _Reader:
                     "it is for fixed sizes: take the mark away, and each size gets a plan of its own."
                 )
             if node.op != "output" and is_sym_node(node):
-                raise Unsupported(f"{where(node)}: {node.name} is a size that depends on data; sizes must be fixed.")
+                raise Unsupported(
+                    f"{where(node)}: {node.name} is a size that depends on data; sizes must be fixed. Mask "
+                    "what is left out (torch.where, an ignored index) in place of selecting the rest."
+                )
             if any(tensor.layout != torch.strided for tensor in tensors(node.meta.get("val"))):
                 raise Unsupported(
                     f"{where(node)}: {node.name} is a sparse tensor, whose bytes depend on data. "

@@ -18,8 +18,8 @@ from typing_extensions import ParamSpec
 
 from checkmate.backend import Backend
 from checkmate.errors import InfeasibleBudget, Unsupported
-from checkmate.explain import explained, refuse_lazy
 from checkmate.fake import meta_as_cpu
+from checkmate.messages import explained, refuse_lazy
 from checkmate.problem import Problem
 from checkmate.profiling.choose import Choice, profiler
 from checkmate.profiling.measure import Measure
@@ -324,7 +324,7 @@ class CompiledStep(Generic[P, R]):
             result = self._run(*args, **kwargs)
         except Exception as error:
             reason = explained(error, self._fn)
-            if reason is error:
+            if reason is error and not getattr(error, "from_kernel", False):
                 raise
             raise reason.with_traceback(None) from None
         _refuse_double_backward(result)

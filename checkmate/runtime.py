@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.fx.graph import CodeGen
+
+from checkmate.provenance import is_users, where
 
 aten = torch.ops.aten
 _OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
@@ -69,11 +72,38 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
         bound[short] = _BINDINGS.get(op, op._op)
         return f"{short}("
 
-    exec(compile(_OP_CALL.sub(bind, code.src), f"<checkmate {id(module):x}>", "exec"), bound)
+    file = f"<checkmate {id(module):x}>"
+    exec(compile(_OP_CALL.sub(bind, code.src), file, "exec"), bound)
     forward = bound["forward"]
 
     def run(inputs: list[Any]) -> Any:
-        return forward(module, inputs)
+        try:
+            return forward(module, inputs)
+        except Exception as error:
+            _say_where(error, module.graph, file)
+            raise
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _say_where(error: Exception, graph: fx.Graph, file: str) -> None:
+    """Add to the message of an op that fails the line of the user's code that it comes from."""
+    frames = [(t.tb_frame.f_code.co_filename, t.tb_lineno) for t in _frames(error.__traceback__)]
+    at = next((i for i, (name, _) in enumerate(frames) if name == file), None)
+    if at is None or len(error.args) != 1 or not isinstance(error.args[0], str):
+        return
+    nodes = {node.name: node for node in graph.nodes if node.op == "call_function"}
+    made = re.match(r"\s*(\w+)(?::.*?)? = ", graph.python_code("self").src.splitlines()[frames[at][1] - 1])
+    node = nodes.get(made.group(1)) if made else None
+    if node is None:
+        return
+    phase = "backward" if node.meta.get("autograd_backward") else "forward"
+    error.args = (f"{error.args[0]}\n  in {node.target} of the {phase}: {where(node)}",)
+    error.from_kernel = not any(is_users(name) for name, _ in frames[at + 1 :])  # type: ignore[attr-defined]
+
+
+def _frames(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next

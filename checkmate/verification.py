@@ -105,7 +105,7 @@ def compare_with_plain(
         VerificationError: naming the first result, gradient or buffer that differs, by more than plain runs differ
             among themselves, and the first op that does; or the measured peak where it is above the predicted one.
     """
-    state = list({id(t): t for t in _tensors_within((plain, args, kwargs))}.values())
+    state = list({id(t): t for t in tensors_within((plain, args, kwargs))}.values())
     device = next((t.device for t in state if t.device != CPU), CPU)
 
     def run(step: Callable[..., Any]) -> _Outcome:
@@ -295,7 +295,7 @@ def _leaves(root: torch.Tensor) -> Iterator[torch.Tensor]:
         stack += [following for following, _ in function.next_functions]
 
 
-def _tensors_within(things: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+def tensors_within(things: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     """Parameters, buffers and inputs that a call can reach: in its arguments, and in what a function closes over."""
     for leaf in tree_leaves(things):
         if isinstance(leaf, torch.Tensor):
@@ -309,9 +309,17 @@ def _tensors_within(things: Any, depth: int = 3) -> Iterator[torch.Tensor]:
             modules = [
                 x for x in [*cells, *names] if isinstance(x, (nn.Module, torch.Tensor)) or hasattr(x, "__code__")
             ]
-            yield from _tensors_within(modules, depth - 1)
+            yield from tensors_within(modules, depth - 1)
         elif depth and hasattr(leaf, "__self__"):
-            yield from _tensors_within(leaf.__self__, depth - 1)
+            yield from tensors_within(leaf.__self__, depth - 1)
+
+
+@contextmanager
+def unchanged(things: Any) -> Iterator[None]:
+    """Put all tensors within reach of these things, and the random state, back as they were after the block."""
+    state = list(tensors_within(things))
+    with _restored(state, next((t.device for t in state if t.device != CPU), CPU)):
+        yield
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -173,3 +175,90 @@ def test_planning_under_a_profiler(net: nn.Module, batch: tuple[Tensor, Tensor])
         pytest.raises(checkmate.Unsupported, match="profiler"),
     ):
         checkmate.compile(net, budget="1 GB")(torch.randn(131, 64))
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda net, x: net(x).exp().mul_(2).sum(), "x.clone"),
+        (lambda net, x: net(x).summ(), "does it run"),
+        (lambda net, x: net(x, 1, 2).sum(), "other arguments"),
+        (lambda net, x: net(x[(x[:, 0] > 0).nonzero()[:, 0]]).sum(), "torch.where"),
+        (lambda net, x: (net(x) * torch.rand(1, generator=torch.Generator())).sum(), "manual_seed"),
+    ],
+    ids=["in place", "no such method", "arguments", "sizes", "generator"],
+)
+def test_what_to_do_is_said(
+    step: Callable[..., Tensor], words: str, net: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
+    def mine(x: Tensor) -> Tensor:
+        return step(net, x)
+
+    with pytest.raises(checkmate.Unsupported, match=words) as caught:
+        checkmate.compile(mine, budget="1 GB")(batch[0])
+    assert "mine" in str(caught.value) or "test_compile_errors.py" in str(caught.value)
+    assert len(caught.traceback) <= 4  # nothing of the machinery
+    assert caught.value.__suppress_context__
+
+
+def test_an_exception_of_the_function_itself(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    def refusing(x: Tensor) -> Tensor:
+        if x.shape[0] > 3:
+            raise ValueError("too many")
+        return net(x).sum()
+
+    with pytest.raises(checkmate.Unsupported, match="itself raises") as caught:
+        checkmate.compile(refusing, budget="1 GB")(batch[0])
+    assert 'raise ValueError("too many")' in str(caught.value)
+
+
+def test_a_tensor_hook_that_changes_the_shape(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    def hooked(x: Tensor) -> Tensor:
+        logits = net(x)
+        logits.register_hook(lambda grad: grad[:, :1])
+        return logits.sum()
+
+    with pytest.raises(checkmate.Unsupported, match="gradient of the shape"):
+        checkmate.compile(hooked, budget="1 GB")(batch[0])
+
+
+def test_an_op_that_fails_as_it_runs_says_where(net: nn.Module) -> None:
+    """The type stays that of plain PyTorch; no frame of the machinery is shown."""
+    table = nn.Embedding(5, 64)
+    compiled = checkmate.compile(lambda i: net(table(i)).sum(), budget="1 GB", time_limit=1)
+    with pytest.raises(IndexError, match=r"out of range.*\n  in aten.embedding.default of the forward.*errors.py:\d+"):
+        compiled(torch.tensor([1, 7]))
+    with pytest.raises(IndexError) as caught:
+        compiled(torch.tensor([1, 7]))
+    assert len(caught.traceback) <= 3
+    compiled(torch.tensor([1, 4])).backward()
+
+
+@torch.library.custom_op("checkmate_tests::picky", mutates_args=())
+def picky(grad: Tensor) -> Tensor:
+    if grad.sum() > 100:
+        raise RuntimeError("too much")
+    return grad.clone()
+
+
+@torch.library.custom_op("checkmate_tests::picky_later", mutates_args=())
+def picky_later(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+picky.register_fake(torch.empty_like)
+picky_later.register_fake(torch.empty_like)
+picky_later.register_autograd(lambda ctx, grad: picky(grad))
+
+
+def test_an_op_that_fails_in_the_backward_says_where(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    compiled = checkmate.compile(lambda x: picky_later(net(x)).sum(), budget="1 GB", time_limit=1)
+    with pytest.raises(RuntimeError, match=r"too much\n  in checkmate_tests.picky.default of the backward.*py:\d+"):
+        compiled(batch[0]).backward()
+
+
+def test_faults_of_hooks_read_as_they_are(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
+    net[0].weight.register_hook(lambda grad: grad.nonesuch)
+    loss = checkmate.compile(lambda x: net(x).sum(), budget="1 GB", time_limit=1)(batch[0])
+    with pytest.raises(AttributeError, match="nonesuch"):
+        loss.backward()

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors", "cudnn", "provenance", "version"},
     {"units", "display", "fake", "kernels", "memory", "rewrite", "runtime", "files"},
-    {"graph", "explain", "nodes"},
+    {"graph", "messages", "nodes"},
     {"problem", "devices", "undefined"},
     {"schedule", "costs"},
     {"plan"},
@@ -23,7 +23,7 @@ LAYERS = (
     {"divergence"},
     {"verification"},
     {"compiler"},
-    {"dynamo"},
+    {"dynamo", "explanation"},
 )
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 INSIDE_FUNCTIONS = {  # for short cuts in the user's interface

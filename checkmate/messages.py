@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,19 +13,33 @@ from torch import nn
 from checkmate.errors import CheckmateError, Unsupported
 from checkmate.provenance import is_users
 
+log = logging.getLogger("checkmate.messages")
 _USER_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)')
-_ADVICE = {  # what Dynamo says, in lower case: what to do
-    "rnn, gru, or lstm": (
+_INTERNAL = (
+    "If it runs without checkmate, please report this; the log of checkmate.messages has the traceback, at level DEBUG."
+)
+_ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and what to do
+    (
+        r"rnn, gru, or lstm",
         "The kernels of nn.RNN, nn.LSTM and nn.GRU cannot be captured. Call nn.RNNCell, nn.LSTMCell or nn.GRUCell once "
-        "for each step of the sequence."
+        "for each step of the sequence.",
     ),
-    "hook": "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...).",
-    "trace_autograd_ops": "Return the loss, and call backward() or torch.autograd.grad() on it outside.",
-    "optimizer.": "Return the loss, and call backward() and the optimizer outside.",
-    "retain_grad": "Register a hook instead: tensor.register_hook(...).",
-    "generator=": "Draw outside of the compiled function and pass the numbers in, or draw from the global generator.",
-    "random.": "Draw with torch, or draw outside and pass the number in as a tensor.",
-}
+    (r"modified by an inplace operation", "Plain PyTorch refuses this too: write to a copy, x.clone(), instead."),
+    (r"hook '.*' has changed the size", "A tensor hook must return a gradient of the shape that it is given."),
+    (r"hook", "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...)."),
+    (r"trace_autograd_ops", "Return the loss, and call backward() or torch.autograd.grad() on it outside."),
+    (r"optimizer\.", "Return the loss, and call backward() and the optimizer outside."),
+    (r"retain_grad", "Register a hook instead: tensor.register_hook(...)."),
+    (
+        r"generator",
+        "A step draws from the global generator: leave generator= out, and seed with manual_seed; or draw outside of "
+        "the compiled function and pass the numbers in.",
+    ),
+    (r"random\.", "Draw with torch, or draw outside and pass the number in as a tensor."),
+    (r"observed exception", "The function itself raises here; call it without checkmate to read what."),
+    (r"unhandled tensor method|has no attribute|TypeError", "Call the function without checkmate: does it run?"),
+    (r"bind arguments", "The function was called with other arguments than it takes."),
+)
 _ONE_GRAPH = (
     "The whole step is planned at once, so it must be captured as one graph: move this out of the compiled function "
     "(logging, .item(), branches on tensor values), or compile a part that does not need it."
@@ -39,6 +54,9 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
         if isinstance(cause, CheckmateError):
             return cause
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    if not isinstance(error, dynamo.TorchDynamoException):
+        return error
+    log.debug("%s failed in capture", name, exc_info=error)
     if isinstance(error, dynamo.FailOnRecompileLimitHit):
         return Unsupported(
             f"{name} was called with more kinds of input than are compiled (torch._dynamo.config.recompile_limit). "
@@ -48,11 +66,13 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
     if isinstance(error, dynamo.TorchRuntimeError):  # plain PyTorch fails as well
         return RuntimeError(f"{_message(error)}{_place(error)}")
     if isinstance(error, (dynamo.Unsupported, dynamo.UserError)):
-        return Unsupported(f"Cannot capture {name}: {_reason(error)}{_place(error)}\n{_advice(error)}")
-    if isinstance(error, dynamo.BackendCompilerFailed):
-        inner = error.inner_exception
-        return Unsupported(f"Cannot compile {name}: {type(inner).__name__}: {inner}")
-    return error
+        said = f"{_reason(error)}{_place(error)}"
+        return Unsupported(f"Cannot capture {name}: {said}\n{_advice(said, _ONE_GRAPH)}")
+    inner = getattr(error, "inner_exception", None) or error.__cause__ or error
+    said = str(inner).split("from user code")[0].strip()
+    return Unsupported(
+        f"Cannot compile {name}: {type(inner).__name__}: {said}{_place(error)}\n{_advice(str(inner), _INTERNAL)}"
+    )
 
 
 def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -103,6 +123,5 @@ def _place(error: Exception) -> str:
     return f"\n  {file}:{line} in {function}: {code.strip()}"
 
 
-def _advice(error: Exception) -> str:
-    said = f"{_reason(error)}{_place(error)}".lower()
-    return next((advice for words, advice in _ADVICE.items() if words in said), _ONE_GRAPH)
+def _advice(said: str, otherwise: str) -> str:
+    return next((advice for pattern, advice in _ADVICE if re.search(pattern, said, re.IGNORECASE)), otherwise)
