@@ -93,7 +93,7 @@ def batch(spec: Spec) -> tuple[Tensor, Tensor]:
     return x.requires_grad_(spec.input_grad), torch.randint(WIDTH, (ROWS,), generator=draw)
 
 
-def programs(max_steps: int = 7) -> st.SearchStrategy[Spec]:
+def programs(max_steps: int = 5) -> st.SearchStrategy[Spec]:
     """Specs of up to so many steps. Positions count from what was made last, so that small ones make chains."""
     position = st.integers(0, 5)
     step = st.tuples(st.sampled_from(sorted(OPS)), position, position)

@@ -25,7 +25,7 @@ from checkmate.solution import Solution
 from checkmate.solvers.solve import solve
 from tests.programs import Program, Spec, batch, programs
 
-METHODS = ("auto", "next-use", "next-use", "lp-rounding", "ap-greedy", "checkpoint-all")
+METHODS = ("auto", "next-use", "next-use", "lp-rounding", "checkpoint-all")
 MANY = int(os.environ.get("CHECKMATE_PROGRAMS", "500"))
 PARTS = 5  # so many tests, for several processes
 SEED = int(os.environ.get("CHECKMATE_SEED", "0"))
@@ -55,10 +55,10 @@ def solve_within(share: float, method: str) -> Callable[[Problem], Solution]:
     """A planner whose budget lies so far from the smallest that is quickly found to keeping everything."""
 
     def plan(problem: Problem) -> Solution:
-        smallest = problem.min_budget(time_limit=0.02).peak
+        smallest = problem.min_budget(time_limit=0.01).peak
         budget = int(smallest + share**2 * (problem.keep_all_peak - smallest))
         for chosen in (method, "next-use", "auto"):
-            solution = solve(problem, budget, method=chosen, time_limit=0.1 if chosen != "auto" else 0.3)
+            solution = solve(problem, budget, method=chosen, time_limit=0.05 if chosen != "auto" else 0.2)
             if solution.plan is not None:
                 return solution
         return solve(problem, problem.keep_all_peak, method="checkpoint-all")
@@ -66,7 +66,9 @@ def solve_within(share: float, method: str) -> Callable[[Problem], Solution]:
     return plan
 
 
-def run(program: Program, step: Callable[..., Any], spec: Spec) -> tuple[dict[str, Tensor | None], int]:
+def run(
+    program: Program, step: Callable[..., Any], spec: Spec, *, metered: bool
+) -> tuple[dict[str, Tensor | None], int]:
     """Everything that two training steps leave behind, and the peak of the second in bytes."""
     found: dict[str, Tensor | None] = {}
     inputs = batch(spec)
@@ -80,7 +82,7 @@ def run(program: Program, step: Callable[..., Any], spec: Spec) -> tuple[dict[st
 
     peak = 0
     for i in range(2):
-        if i == 0:
+        if i == 0 or not metered:
             results = forward_backward()
         else:
             use = measure_peak(forward_backward)
@@ -111,12 +113,12 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 def check(spec: Spec, budget: float, method: str) -> None:
     plain, program = Program(spec), Program(spec)
     try:
-        expected, _ = run(plain, plain, spec)
+        expected, _ = run(plain, plain, spec, metered=False)
     except RuntimeError:  # a write to what the backward needs
         return
     find_costs, block_bytes = profiler("measure", cache=True)
     backend = Backend(solve_within(budget, method), profile=find_costs, block_bytes=block_bytes)
-    found, peak = run(program, _capture(program, backend), spec)
+    found, peak = run(program, _capture(program, backend), spec, metered=spec.extra == "none")
 
     assert found.keys() == expected.keys()
     assert [name for name in expected if not same(found[name], expected[name])] == []
