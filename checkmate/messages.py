@@ -54,7 +54,7 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
         if isinstance(cause, CheckmateError):
             return cause
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
-    if not isinstance(error, dynamo.TorchDynamoException):
+    if not isinstance(error, (dynamo.TorchDynamoException, dynamo.FailOnRecompileLimitHit)):
         return error
     log.debug("%s failed in capture", name, exc_info=error)
     if isinstance(error, dynamo.FailOnRecompileLimitHit):
