@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ import checkmate
 from checkmate.codegen import AGAIN
 from checkmate.memory import measure_peak
 from tests.models import CASES
+from tests.sampling import slow
 from tests.stepping import Trained, assert_same, train
 
-LARGE = {"resnet50", "mobilenet", "gpt2-eager", "gpt2-4"}
+QUICK = {"mlp": (0.0, 0.4, 1.0), "resnet18": (0.0, 0.4), "gpt2-sdpa": (0.4,), "vit": (0.4,), "unet": (1.0,)}
 
 
-def _case(name: str) -> object:
-    return pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name
+def _case(name: str, share: float) -> Any:
+    return (name, share) if share in QUICK.get(name, ()) else slow(name, share)
 
 
 @functools.cache
@@ -35,8 +37,7 @@ def _problem(name: str) -> checkmate.Problem:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("name", [_case(name) for name in CASES])
+@pytest.mark.parametrize(("name", "share"), [_case(name, share) for name in CASES for share in (0.0, 0.4, 1.0)])
 def test_same_numbers_within_the_budget(name: str, share: float) -> None:
     """At the smallest budget, at one in between and at keep-all; the peak is predicted to the byte."""
     problem = _problem(name)
@@ -117,6 +118,7 @@ def test_trace_changes_nothing() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
+@pytest.mark.slow
 def test_trace_often() -> None:
     """More often than torch.compile allows one function to be compiled again."""
     weight = torch.ones(3, requires_grad=True)
@@ -150,6 +152,7 @@ def _no_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread", "_no_plans")
 def test_the_second_start_trains_with_the_plan_of_the_first() -> None:
     """What a new process would find: costs and plans on disk."""
@@ -172,7 +175,8 @@ def test_the_second_start_trains_with_the_plan_of_the_first() -> None:
 
 
 @pytest.mark.usefixtures("one_thread", "_no_plans")
-@pytest.mark.parametrize("case", ["mlp", pytest.param("gpt2-sdpa", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["mlp", "gpt2-sdpa"])
 def test_a_smaller_last_batch_trains_within_the_budget_with_the_same_numbers(case: str) -> None:
     module, step, batch = CASES[case].make(0)
     problem = checkmate.trace(step, *batch)

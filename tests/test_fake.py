@@ -13,11 +13,12 @@ import checkmate
 from checkmate.fake import is_fake, meta_as_cpu
 from checkmate.memory import record_allocations
 from tests.models import CASES
+from tests.sampling import every
 
 NAMES = ["resnet18", "vit", "gpt2-eager"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every(3, NAMES))
 def test_on_meta_as_with_data(name: str) -> None:
     module, step, batch = CASES[name].make(0)
     real = checkmate.trace(step, *batch, profile="roofline:h100")

@@ -12,11 +12,12 @@ import transformers
 
 import checkmate
 from tests.models.families import FAMILIES, Made
+from tests.sampling import slow
 from tests.stepping import assert_same, train
 from tests.test_habits import HABITS, REFUSED
 
 SUPPORTED = (Path(__file__).parent.parent / "docs" / "supported.md").read_text()
-QUICK = {"VGG", "SegNet", "ViT (transformers)"}
+QUICK = {"VGG", "ViT (transformers)"}
 WORKING = [name for name, family in FAMILIES.items() if not family.refused]
 
 
@@ -32,9 +33,7 @@ def _make(name: str) -> Made:
     return FAMILIES[name].make()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WORKING]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in WORKING])
 def test_two_steps_within_two_budgets(name: str) -> None:
     """A budget that asks for nothing, and one close to the smallest, where ops run again."""
     expected = train(*_make(name), steps=2)

@@ -25,6 +25,7 @@ import checkmate
 from checkmate.problem import Problem
 from checkmate.solution import Solution
 from checkmate.solvers.solve import solve
+from tests.sampling import slow
 
 Wrap = Callable[[Any], Any]
 Habit = Callable[[Wrap], Any]
@@ -806,9 +807,7 @@ def images_with_channels_last(wrap: Wrap) -> Any:
     return [after_backward(model, step(x)) for _ in range(2)]
 
 
-@pytest.mark.parametrize(
-    "name", [name if fast else pytest.param(name, marks=pytest.mark.slow) for name, (_, fast) in HABITS.items()]
-)
+@pytest.mark.parametrize("name", [name if fast else slow(name) for name, (_, fast) in HABITS.items()])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_bits_of_plain_pytorch(name: str) -> None:
     assert_same(HABITS[name][0])

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
+from tests.sampling import slow
 from tests.stepping import assert_same, train
 
 BATCH, TOKENS, WIDTH = 4, 16, 32
@@ -57,9 +58,7 @@ def _network(drop: Callable[[Tensor, bool], Tensor]) -> nn.Sequential:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    "name", ["dropout", "attention", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted({*DROPS} - QUICK))]
-)
+@pytest.mark.parametrize("name", ["dropout", "attention", *(slow(name) for name in sorted({*DROPS} - QUICK))])
 def test_replays_at_the_tightest_budget(name: str) -> None:
     """Several steps: the random state goes on as in plain PyTorch from each to the next."""
     net, twin = _network(DROPS[name]), _network(DROPS[name])

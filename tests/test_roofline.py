@@ -14,6 +14,7 @@ import checkmate
 from checkmate import Problem
 from checkmate.profiling.roofline import CUDA_BLOCK_BYTES, DEVICES, Device
 from tests.models import CASES
+from tests.sampling import slow
 
 PLAIN = Device(  # 1 FLOP a second and 1 byte a second, to read FLOP or bytes off the estimate
     "unit", {"float32": 1.0, "float16": 1.0, "bfloat16": 1.0}, 1.0, 0.0, compute_efficiency=1.0, memory_efficiency=1.0
@@ -132,9 +133,7 @@ def test_what_autograd_does_costs_nothing_and_nothing_needs_workspace() -> None:
     assert problem.profile.source == "roofline estimate for NVIDIA L4"
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet18", "gpt2-sdpa"))]
-)
+@pytest.mark.parametrize("name", ["mlp", slow("resnet18"), slow("gpt2-sdpa")])
 def test_the_graph_is_that_of_the_measured_trace(name: str) -> None:
     _, step, batch = CASES[name].make(0)
     measured = checkmate.trace(step, *batch)
