@@ -100,7 +100,7 @@ def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
 
 
 class _Writer:
-    """Writes one module. ``env``: for each node of the joint graph at hand, its latest copy."""
+    """Writes one module. ``env``: for each node of the joint graph at hand, its copy here."""
 
     def __init__(self, joint: Joint, inputs: Sequence[fx.Node], times: Counter[fx.Node]) -> None:
         self.joint = joint
@@ -140,11 +140,11 @@ class _Writer:
         n = self.times[node]
         self.times[node] += 1
         copy = self._copy(node, f"{node.name}{AGAIN}{n}" if n else node.name)
-        for v in outputs:
-            self._forget(v)
-        self.env[node] = copy
         faces = [face for v in outputs for face in self.joint.faces[v]]
-        if node not in faces:
+        if node in faces:
+            self.env.setdefault(node, copy)  # what is still at hand stays, as in the plan
+        else:
+            self.env[node] = copy
             for face in faces:
                 self._at_hand(face)
             del self.env[node]
@@ -154,7 +154,7 @@ class _Writer:
             self.env.pop(node, None)
 
     def _at_hand(self, node: fx.Node) -> fx.Node:
-        """The latest copy of a node; a view, a getitem or a constant is written where it is first needed."""
+        """The copy of a node that is at hand; a view, a getitem or a constant is written where it is first needed."""
         if node not in self.env:
             if node in self.ops or node.op == "placeholder":
                 raise SolverError(f"The plan reads {node.name} where it is not at hand.")

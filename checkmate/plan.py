@@ -17,7 +17,7 @@ from checkmate.schedule import Schedule
 
 @dataclass(frozen=True)
 class Run:
-    """Execute an op: its outputs are made; where one is still at hand, the new copy replaces it when it is done."""
+    """Execute an op: its outputs are made; where one is still at hand, the new copy goes when the op is done."""
 
     op: int
 

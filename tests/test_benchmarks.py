@@ -98,11 +98,8 @@ def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
         (name, precision) for name in ("gpt2", "unet") for precision in ("float32", "bfloat16")
     }
     assert all(row["bitwise"] and row["plain_repeats"] for row in rows)
-    assert all(row["measured_peak"] <= row["predicted_peak"] <= row["budget"] for row in rows)
-    # Next to the smallest budget an op that makes a gradient may run again; the plan counts its first copy, the code
-    # lets it go.
-    wide = [row for row in rows if row["share"] >= 0.4]
-    assert [row["measured_peak"] for row in wide] == [row["predicted_peak"] for row in wide]
+    assert [row["measured_peak"] for row in rows] == [row["predicted_peak"] for row in rows]
+    assert all(row["predicted_peak"] <= row["budget"] for row in rows)
     assert printed.count("same bits") == 2 * len(rows)
 
 
