@@ -1,13 +1,15 @@
 """How true predicted step times are: plans at several budgets, predicted and measured, one row for each.
 
-    python -m benchmarks.profile [NETWORK ...] [--shares 0.1 0.5 1] [--rounds 12] [--out FILE]
+    python -m benchmarks.profile [NETWORK ...] [--shares 0.1 0.5 1] [--pairs 5] [--rounds 8] [--out FILE]
     python -m benchmarks.profile --profiling
 
-Steps run on one thread. A network is profiled anew before its steps are timed and once more after; the steps of
-all its plans run in turn, so that what else the machine does meets all of them. Measured seconds are medians of the
-processor time of the process (``measured_seconds``), which other programs change little, and of the clock
-(``wall_seconds``), which they do. ``other_plan_seconds`` is what the plan made with the later profile costs by the
-earlier one: the choice of plan must not flip on noise. ``--profiling`` writes how long measuring itself takes.
+Steps run on one thread. Predicted and measured seconds come in pairs: the network is profiled anew, then its steps are
+timed, all plans in turn, so that what else the machine does, and how fast it is just then, meets all alike. The plans
+are those of one profile, made before. Measured seconds are medians of the processor time of the process
+(``measured_seconds``), which other programs change little, and of the clock (``wall_seconds``), which they do.
+``plan_seconds`` is what the plan costs by the profile it was made with, ``other_plan_seconds`` what the plan made with
+the last profile costs by the first: the choice of plan must not flip on noise. ``--profiling`` writes how long
+measuring itself takes.
 """
 
 from __future__ import annotations
@@ -38,15 +40,13 @@ from tests.models import CASES, Case
 from tests.models.resnet import resnet50
 
 RESULTS = Path(__file__).parent / "results" / "profile.jsonl"
-HEADER = ("network", "share", "predicted", "again", "measured", "wall", "of measured", "of wall", "profiles differ")
+HEADER = ("network", "share", "predicted", "measured", "wall", "of measured", "of wall", "other plan")
 
 
-def rows(case: Case, shares: list[float], rounds: int, time_limit: float) -> Iterator[dict[str, Any]]:
+def rows(case: Case, shares: list[float], pairs: int, rounds: int, time_limit: float) -> Iterator[dict[str, Any]]:
     """Plan one network at each share between the smallest budget and keeping everything, and time the plans."""
     _, plain, batch = case.make(0)
-    began = time.perf_counter()
     problem = checkmate.trace(plain, *batch, cache=False)
-    trace_seconds = time.perf_counter() - began
     lowest, keep_all = problem.min_budget().peak, problem.keep_all_peak
     budgets = [lowest + int(share * (keep_all - lowest)) for share in shares]
     made = [case.make(0) for _ in shares]
@@ -54,33 +54,43 @@ def rows(case: Case, shares: list[float], rounds: int, time_limit: float) -> Ite
         checkmate.compile(step, budget=budget, time_limit=time_limit, profile=problem.profile)
         for (_, step, _), budget in zip(made, budgets, strict=True)
     ]
-    times: list[list[tuple[float, float]]] = [[] for _ in shares]
-    for _ in range(rounds + 2):
-        for taken, step, (module, _, data) in zip(times, compiled, made, strict=True):
-            module.zero_grad(set_to_none=True)
-            clock, processor = time.perf_counter(), time.process_time()
-            step(*data).backward()
-            taken.append((time.process_time() - processor, time.perf_counter() - clock))
-    again = checkmate.trace(plain, *batch, cache=False)
-    for share, budget, step, taken in zip(shares, budgets, compiled, times, strict=True):
+    profiled = []
+    processor: list[list[float]] = [[] for _ in shares]
+    clock: list[list[float]] = [[] for _ in shares]
+    for _ in range(pairs):
+        profiled.append(checkmate.trace(plain, *batch, cache=False))
+        taken: list[list[tuple[float, float]]] = [[] for _ in shares]
+        for _ in range(rounds + 2):
+            for seconds, step, (module, _, data) in zip(taken, compiled, made, strict=True):
+                seconds.append(_seconds(module, step, data))
+        for i, seconds in enumerate(taken):
+            for times, column in zip((processor, clock), zip(*seconds[2:], strict=True), strict=True):
+                times[i].append(statistics.median(column))
+    for i, (share, budget, step) in enumerate(zip(shares, budgets, compiled, strict=True)):
         plan = step.plans[0].plan
         assert plan is not None  # what compile returns has one
-        other = checkmate.solve(again, budget, time_limit=time_limit).plan
+        other = checkmate.solve(profiled[-1], budget, time_limit=time_limit).plan
         assert other is not None  # the bytes of both profiles are the same, so that a plan fits
-        processor, clock = (statistics.median(seconds) for seconds in zip(*taken[2:], strict=True))
         yield {
             "model": case.name,
             "ops": len(problem.graph.ops),
             "share": share,
             "budget": budget,
-            "predicted_seconds": cost(plan, problem),
-            "predicted_again_seconds": cost(plan, again),
-            "other_plan_seconds": cost(other, problem),
-            "measured_seconds": processor,
-            "wall_seconds": clock,
+            "predicted_seconds": [cost(plan, each) for each in profiled],
+            "measured_seconds": processor[i],
+            "wall_seconds": clock[i],
             "rounds": rounds,
-            "trace_seconds": trace_seconds,
+            "plan_seconds": cost(plan, problem),
+            "other_plan_seconds": cost(other, problem),
         }
+
+
+def _seconds(module: torch.nn.Module, step: Any, data: tuple[Any, ...]) -> tuple[float, float]:
+    """What one step takes, of the processor's time and of the clock's."""
+    module.zero_grad(set_to_none=True)
+    clock, processor = time.perf_counter(), time.process_time()
+    step(*data).backward()
+    return time.process_time() - processor, time.perf_counter() - clock
 
 
 def profiling_row(threads: int) -> dict[str, Any]:
@@ -117,17 +127,21 @@ def profiling_row(threads: int) -> dict[str, Any]:
 
 def summary(measured: list[dict[str, Any]]) -> str:
     """The medians over all rows, and of the rank correlations of each network's plans."""
-    error = [abs(row["predicted_seconds"] / row["measured_seconds"] - 1) for row in measured]
-    between = [abs(row["predicted_again_seconds"] / row["predicted_seconds"] - 1) for row in measured]
-    flips = [abs(row["other_plan_seconds"] / row["predicted_seconds"] - 1) for row in measured]
+    error = [abs(_ratio(row) - 1) for row in measured]
+    spread = [max(row["predicted_seconds"]) / min(row["predicted_seconds"]) - 1 for row in measured]
+    flips = [abs(row["other_plan_seconds"] / row["plan_seconds"] - 1) for row in measured]
     lines = [
-        f"predicted is off measured by {statistics.median(error):.1%}, the two profiles differ by "
-        f"{statistics.median(between):.1%} (medians of {len(measured)} plans)",
-        f"plans made with the other profile cost {statistics.median(flips):.1%} more or less, at most {max(flips):.1%}",
+        f"predicted is off measured by {statistics.median(error):.1%}, the profiles of one network differ by "
+        f"{statistics.median(spread):.1%} (medians of {len(measured)} plans)",
+        f"plans made with another profile cost {statistics.median(flips):.1%} more or less, at most {max(flips):.1%}",
     ]
     ranks = []
     for name in dict.fromkeys(row["model"] for row in measured):
-        pairs = [(row["predicted_seconds"], row["measured_seconds"]) for row in measured if row["model"] == name]
+        pairs = [
+            (statistics.median(row["predicted_seconds"]), statistics.median(row["measured_seconds"]))
+            for row in measured
+            if row["model"] == name
+        ]
         if len(pairs) > 2:
             ranks.append(float(spearmanr(np.array(pairs)).statistic))
     if ranks:
@@ -135,21 +149,31 @@ def summary(measured: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _ratio(row: dict[str, Any], measured: str = "measured_seconds") -> float:
+    """Predicted over measured seconds: the median over the pairs."""
+    return statistics.median(p / m for p, m in zip(row["predicted_seconds"], row[measured], strict=True))
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
-    predicted, again, measured, wall = (
-        row[f"{name}_seconds"] for name in ("predicted", "predicted_again", "measured", "wall")
-    )
-    milliseconds = [f"{seconds * 1e3:.2f} ms" for seconds in (predicted, again, measured, wall)]
-    shares = [f"{predicted / measured:.3f}", f"{predicted / wall:.3f}", f"{again / predicted - 1:+.1%}"]
-    return [row["model"], f"{row['share']:g}", *milliseconds, *shares]
+    names = ("predicted_seconds", "measured_seconds", "wall_seconds")
+    milliseconds = [f"{statistics.median(row[name]) * 1e3:.2f} ms" for name in names]
+    ratios = [f"{_ratio(row):.3f}", f"{_ratio(row, 'wall_seconds'):.3f}"]
+    return [
+        row["model"],
+        f"{row['share']:g}",
+        *milliseconds,
+        *ratios,
+        f"{row['other_plan_seconds'] / row['plan_seconds'] - 1:+.1%}",
+    ]
 
 
 def main() -> None:
     """Measure what was asked for, append the rows to the file, and print them as a table."""
     parser = argparse.ArgumentParser(description="Compare predicted with measured step times.")
     parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(CASES)}; by default all")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.25, 0.5, 1.0])
-    parser.add_argument("--rounds", type=int, default=12, help="timed steps of each plan")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.05, 0.1, 0.25, 0.5, 1.0])
+    parser.add_argument("--pairs", type=int, default=5, help="profiles, each with its timed steps")
+    parser.add_argument("--rounds", type=int, default=8, help="timed steps of each plan in a pair")
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds to plan for one budget")
     parser.add_argument("--profiling", action="store_true", help="only how long measuring the ops of ResNet-50 takes")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -167,7 +191,7 @@ def main() -> None:
             return
         for name in args.networks or CASES:
             torch._dynamo.reset()
-            for row in rows(CASES[name], args.shares, args.rounds, args.time_limit):
+            for row in rows(CASES[name], args.shares, args.pairs, args.rounds, args.time_limit):
                 out.write(json.dumps({**about, **row}) + "\n")
                 out.flush()
                 measured.append(row)

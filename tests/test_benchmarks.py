@@ -48,11 +48,13 @@ def test_the_benchmark_appends_a_row_for_each_budget(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_predicted_step_times_are_written_for_each_budget(tmp_path: Path) -> None:
     out = tmp_path / "profile.jsonl"
-    printed = _run("benchmarks.profile", "mlp", "--rounds", "3", "--time-limit", "2", "--out", str(out))
+    printed = _run("benchmarks.profile", "mlp", "--pairs", "2", "--rounds", "3", "--time-limit", "2", "--out", str(out))
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["share"] for row in rows] == [0.1, 0.25, 0.5, 1.0]
-    assert rows[0]["predicted_seconds"] > rows[-1]["predicted_seconds"] > 0
-    assert all(row["measured_seconds"] > 0 for row in rows)
+    assert [row["share"] for row in rows] == [0.0, 0.05, 0.1, 0.25, 0.5, 1.0]
+    assert rows[0]["plan_seconds"] > rows[-1]["plan_seconds"] > 0
+    assert all(
+        len(row[name]) == 2 and min(row[name]) > 0 for row in rows for name in ("predicted_seconds", "measured_seconds")
+    )
     assert "rank correlation" in printed
 
 
@@ -71,20 +73,22 @@ def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
 
 
 def test_how_true_predictions_are_is_summed_up() -> None:
-    figures = [(0.9, 0.9, 1.0), (2.2, 2.2, 2.0), (3.3, 3.0, 3.0)]
+    figures = [([0.9, 0.7], [1.0, 0.7]), ([2.2, 2.2], [2.0, 2.0]), ([3.3, 3.0], [3.0, 3.0])]
     rows = [
         {
             "model": "m",
-            "predicted_seconds": p,
-            "predicted_again_seconds": a,
-            "measured_seconds": m,
-            "other_plan_seconds": p * 1.01,
+            "predicted_seconds": predicted,
+            "measured_seconds": seconds,
+            "plan_seconds": 1.0,
+            "other_plan_seconds": 1.01,
         }
-        for p, a, m in figures
+        for predicted, seconds in figures
     ]
     first, flips, ranks = profile.summary(rows).splitlines()
-    assert first == "predicted is off measured by 10.0%, the two profiles differ by 0.0% (medians of 3 plans)"
-    assert flips == "plans made with the other profile cost 1.0% more or less, at most 1.0%"
+    assert first == (
+        "predicted is off measured by 5.0%, the profiles of one network differ by 10.0% (medians of 3 plans)"
+    )
+    assert flips == "plans made with another profile cost 1.0% more or less, at most 1.0%"
     assert ranks == "rank correlation of a network's plans: 1.00 (median of 1)"
 
 
