@@ -10,13 +10,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "cudnn", "provenance", "version"},
+    {"errors", "cudnn", "folding", "provenance", "version"},
     {"units", "display", "fake", "kernels", "memory", "rewrite", "runtime", "files"},
     {"graph", "messages", "nodes"},
     {"problem", "devices", "undefined"},
     {"schedule", "costs"},
     {"plan"},
-    {"solution"},
+    {"solution", "timeline"},
     {"solvers", "capture"},
     {"profiling", "codegen"},
     {"backend"},
@@ -43,6 +43,8 @@ WITHOUT_TORCH = {
     "costs",
     "display",
     "files",
+    "folding",
+    "timeline",
     "version",
 }
 SOURCES = [*sorted((ROOT / "checkmate").glob("*.py")), *sorted((ROOT / "solvers").glob("*.py"))]
