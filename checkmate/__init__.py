@@ -27,6 +27,7 @@ from checkmate.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from checkmate import memory as memory
+    from checkmate import plot as plot
     from checkmate.compiler import compile, trace, verify
     from checkmate.costs import Costs, profile
     from checkmate.explanation import Explanation, explain
@@ -85,8 +86,8 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     """Import what needs PyTorch or a solver when it is first asked for (PEP 562)."""
-    if name == "memory":
-        return import_module("checkmate.memory")
+    if name in ("memory", "plot"):
+        return import_module(f"checkmate.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = attribute = getattr(import_module(_LAZY[name]), name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 
 Path = tuple[str, ...]  # layer1.0.conv2 is ("layer1", "0", "conv2")
 
@@ -15,7 +15,7 @@ class Fold:
 
     first: int
     last: int
-    label: str  # their common module, with the first and last of its parts where it is not whole; may be empty
+    label: str  # their module, or the first and the last of their modules; empty where there is none
 
     def __len__(self) -> int:
         return self.last - self.first + 1
@@ -25,66 +25,107 @@ class Fold:
 class _Group:
     first: int
     last: int
-    begin: Path  # of the first of them
-    end: Path  # of the last
-    shared: int  # how many names at the front all of them have in common
-    whole: bool  # stands for everything of its module around here
-
-    @property
-    def module(self) -> Path:
-        return self.begin[: self.shared]
+    begin: Path  # module of the first of them that has one
+    end: Path  # and of the last; the same where they are all of one
+    weight: int
 
 
-def fold(paths: Sequence[str], most: int) -> tuple[Fold, ...]:
-    """Neighbours with a common module as one group, the innermost modules first, until few enough groups are left.
+def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) -> tuple[Fold, ...]:
+    """Neighbours of one module as one group, the innermost modules first, until few enough groups are left.
 
-    Where folding one more level of modules would leave no more than half of ``most``, as with the many equal blocks of
-    a transformer, only neighbours are taken together, two by two.
+    Where one module would hold more than half of the weight, as with the many equal blocks of a transformer, it stays
+    apart: then neighbours are taken together so that the heaviest group is as light as it can be.
 
     Args:
         paths: a module path each, such as ``layer1.0.conv2``, empty where there is none, in order of execution.
         most: how many groups may be left, at least 1.
+        weights: of each, whole numbers; by default 1.
 
     Raises:
-        ValueError: if it is less.
+        ValueError: if ``most`` is less than 1.
 
     >>> blocks = [f"h.{i}.{part}" for i in range(6) for part in ("attn", "mlp")]
     >>> [group.label for group in fold(["embed", *blocks, "head"], most=8)]
     ['embed', 'h.0', 'h.1', 'h.2', 'h.3', 'h.4', 'h.5', 'head']
-    >>> [group.label for group in fold(["embed", *blocks, "head"], most=6)]
-    ['embed', 'h.0-1', 'h.2-3', 'h.4-5', 'head']
+    >>> [group.label for group in fold([*blocks, "head"], most=4)]
+    ['h.0-1', 'h.2-3', 'h.4-5', 'head']
     """
     if most < 1:
         raise ValueError(f"most is a number of groups, at least 1, not {most!r}.")
     split = [tuple(path.split(".")) if path else () for path in paths]
-    groups = [_Group(i, i, path, path, len(path), True) for i, path in enumerate(split)]
-    depth = max(map(len, split), default=0)
-    while len(groups) > most:
-        folded = list(_merged(groups, depth, lambda run: [run]))
-        if len(folded) > most or len(folded) * 2 > most:
-            groups, depth = folded, depth - 1
+    weights = [1] * len(split) if weights is None else weights
+    groups = [_Group(i, i, path, path, weights[i]) for i, path in enumerate(split)]
+    half = sum(weights) / 2
+    deepest = max(map(len, split), default=0)
+    for depth in range(deepest, 0, -1):
+        if len(groups) <= most:
+            break
+        folded = list(_modules(groups, depth))
+        if depth < deepest and max(group.weight for group in folded) > max(half, *(g.weight for g in groups)):
+            break
+        groups = folded
+    if len(groups) > most:
+        groups = _packed(groups, _least_capacity(groups, most))
+    return tuple(Fold(group.first, group.last, _label(group, split)) for group in groups)
+
+
+def _modules(groups: list[_Group], depth: int) -> Iterator[_Group]:
+    """Each run of neighbours of one module, by the first ``depth`` of its names, as one group."""
+    for module, same in groupby(groups, key=lambda g: g.begin[:depth] or g.first):
+        run = list(same)
+        if len(run) == 1 or not isinstance(module, tuple):
+            yield run[0]
         else:
-            groups = list(_merged(groups, depth, lambda run: [run[i : i + 2] for i in range(0, len(run), 2)]))
-    return tuple(Fold(group.first, group.last, _label(group)) for group in groups)
+            yield _Group(run[0].first, run[-1].last, module, module, sum(group.weight for group in run))
 
 
-def _merged(groups: list[_Group], depth: int, cut: Callable[[list[_Group]], list[list[_Group]]]) -> Iterator[_Group]:
-    """Each run of neighbours with the same first ``depth`` names, cut into pieces, each piece as one group."""
-    for _, same in groupby(groups, key=lambda g: g.module[:depth] if g.shared >= depth else (*g.module, g.first)):
-        pieces = cut(list(same))
-        for piece in pieces:
-            first, last = piece[0], piece[-1]
-            if len(piece) == 1:
-                yield first
-            else:
-                yield _Group(first.first, last.last, first.begin, last.end, depth, len(pieces) == 1)
+def _packed(groups: list[_Group], capacity: int) -> list[_Group]:
+    """Neighbours taken together as long as they weigh no more than this."""
+    runs: list[list[_Group]] = [[]]
+    weight = 0
+    for group in groups:
+        if runs[-1] and weight + group.weight > capacity:
+            runs.append([])
+            weight = 0
+        runs[-1].append(group)
+        weight += group.weight
+    return [_joined(run) for run in runs]
 
 
-def _label(group: _Group) -> str:
-    if group.whole:
-        return ".".join(group.module)
-    ends = [".".join(path[: group.shared + 1]) for path in (group.begin, group.end)]
-    if not group.shared or ends[0] == ends[1]:
-        return " - ".join(dict.fromkeys(filter(None, ends)))
-    tail = group.end[group.shared : group.shared + 1]
-    return "-".join([ends[0], *tail])
+def _joined(run: list[_Group]) -> _Group:
+    begin = next((group.begin for group in run if group.begin), ())
+    end = next((group.end for group in reversed(run) if group.end), ())
+    return _Group(run[0].first, run[-1].last, begin, end, sum(group.weight for group in run))
+
+
+def _least_capacity(groups: list[_Group], most: int) -> int:
+    """The lightest that the heaviest of at most ``most`` groups of neighbours can be."""
+    low, high = max(group.weight for group in groups), sum(group.weight for group in groups)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_packed(groups, middle)) <= most:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _label(group: _Group, paths: list[Path]) -> str:
+    """``h`` for all of a module, ``h.0-3`` for some neighbours within it, ``embed - h.3`` for others."""
+    inside = [path for path in paths[group.first : group.last + 1] if path]
+    shared = _shared(inside)
+    outside = (*paths[: group.first], *paths[group.last + 1 :])
+    if shared and (len(set(inside)) == 1 or all(path[: len(shared)] != shared for path in outside)):
+        return ".".join(shared)
+    begin, end = group.begin, group.end
+    if begin == end:  # some of a module, the rest of which is elsewhere
+        begin, end = (path[: len(shared) + 1] for path in (inside[0], inside[-1])) if inside else ((), ())
+    if shared and begin != end and min(len(begin), len(end)) > len(shared):
+        return f"{'.'.join(begin)}-{'.'.join(end[len(shared) :])}"
+    return " - ".join(dict.fromkeys(filter(None, map(".".join, (begin, end)))))
+
+
+def _shared(paths: list[Path]) -> Path:
+    """The names at the front that all of them have in common."""
+    first, last = min(paths, default=()), max(paths, default=())
+    return tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))

@@ -134,17 +134,19 @@ class Timeline:
         ``groups`` of them. What belongs to none is under "outside modules", what is there all the time under
         "resident". They add up to `bytes`.
         """
-        order = list(dict.fromkeys(m.place.module for m in sorted(self.moments, key=lambda m: m.op)))
+        order = dict.fromkeys(m.place.module for m in sorted(self.moments, key=lambda m: m.op))
         paths = [path for path in order if path]
+        held = self._sums(lambda span: span.place.module)
+        held = {path: held.get(path, np.zeros(len(self.moments), dtype=np.int64)) for path in order}
+        for moment in self.moments:
+            held[moment.place.module][moment.index] += moment.workspace
         named = {"": OUTSIDE}
-        for group in fold(paths, groups):
-            named.update(dict.fromkeys(paths[group.first : group.last + 1], group.label or OUTSIDE))
+        for group in fold(paths, groups, [int(held[path].sum()) for path in paths]):
+            named.update(dict.fromkeys(paths[group.first : group.last + 1], group.label))
         rows = {"resident": np.full(len(self.moments), sum(self.resident.values()), dtype=np.int64)}
         rows.update({label: np.zeros(len(self.moments), dtype=np.int64) for label in dict.fromkeys(named.values())})
-        for label, row in self._sums(lambda span: named[span.place.module]).items():
-            rows[label] += row
-        for moment in self.moments:
-            rows[named[moment.place.module]][moment.index] += moment.workspace
+        for path, row in held.items():
+            rows[named[path]] += row
         return {label: row for label, row in rows.items() if row.any()}
 
     def by(self, what: Literal["role", "module"]) -> dict[str, np.ndarray]:
@@ -222,11 +224,13 @@ def place_of(where: str | None) -> Place:
     ('train.py:7', '')
     """
     match = _WHERE.fullmatch(where or "")
-    if match is None:
-        return Place(line=where if where and _LINE.fullmatch(where) else "")
-    facts = match["facts"].split(", ")
-    line = facts.pop() if _LINE.fullmatch(facts[-1]) else ""
-    return Place(match["module"], ", ".join(facts), line)
+    module, facts = (match["module"], match["facts"]) if match else ("", where or "")
+    *kind, last = facts.split(", ")
+    line = last if _LINE.fullmatch(last) else ""
+    named = ", ".join(kind if line else [*kind, last])
+    if not match and not line:  # a bare path, or words such as "generated code"
+        return Place(module="" if " " in facts else facts)
+    return Place(module, named, line)
 
 
 def _span(problem: Problem, copy: list[int], places: list[Place], results: frozenset[int]) -> Span:

@@ -10,15 +10,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "cudnn", "folding", "provenance", "version"},
+    {"errors", "cudnn", "figures", "folding", "provenance", "version"},
     {"units", "display", "fake", "kernels", "memory", "rewrite", "runtime", "files"},
     {"graph", "messages", "nodes"},
     {"problem", "devices", "undefined"},
     {"schedule", "costs"},
     {"plan"},
     {"solution", "timeline"},
-    {"solvers", "capture"},
-    {"profiling", "codegen"},
+    {"solvers", "capture", "plot_graph"},
+    {"profiling", "codegen", "plot"},
     {"backend"},
     {"divergence"},
     {"verification"},
@@ -44,6 +44,9 @@ WITHOUT_TORCH = {
     "display",
     "files",
     "folding",
+    "figures",
+    "plot",
+    "plot_graph",
     "timeline",
     "version",
 }

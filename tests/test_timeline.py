@@ -116,6 +116,8 @@ def test_a_plan_that_runs_nothing_has_no_timeline() -> None:
     [
         ("layer1.0.conv2 (Conv2d, resnet.py:31)", Place("layer1.0.conv2", "Conv2d", "resnet.py:31")),
         ("layer1.0 (Conv2d)", Place("layer1.0", "Conv2d", "")),
+        ("GPT2LMHeadModel, loss_utils.py:42", Place("", "GPT2LMHeadModel", "loss_utils.py:42")),
+        ("features.3", Place("features.3")),
         ("modeling_gpt2.py:567", Place("", "", "modeling_gpt2.py:567")),
         ("generated code", Place()),
         ("", Place()),
@@ -141,7 +143,7 @@ def _agrees(line: Timeline, plan: Plan, problem: Problem) -> None:
     assert {span.role for span in line.spans} <= set(ROLES)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_it_says_what_the_simulator_says(seed: int) -> None:
     problem = oracle.random_problem(seed)
     for schedule in islice(oracle.all_schedules(problem), 0, None, 31):
@@ -150,9 +152,8 @@ def test_it_says_what_the_simulator_says(seed: int) -> None:
             _agrees(timeline(plan, problem), plan, problem)
 
 
-@pytest.mark.parametrize("shape", dags.SHAPES)
-def test_it_says_so_of_the_plans_of_training_steps(shape: str) -> None:
-    problem = dags.SHAPES[shape]()
+@pytest.mark.parametrize("problem", [dags.vgg(8), dags.unet(2), dags.gpt(2)], ids=["vgg", "unet", "gpt"])
+def test_it_says_so_of_the_plans_of_training_steps(problem: Problem) -> None:
     solution = next_use(problem, int(0.7 * problem.keep_all_peak))
     line = timeline(solution.plan, problem)
     _agrees(line, solution.plan, problem)
