@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from checkmate import plot as plot
     from checkmate.compiler import compile, trace, verify
     from checkmate.costs import Costs, profile
+    from checkmate.difference import Difference, diff
     from checkmate.explanation import Explanation, explain
+    from checkmate.peak import PeakExplanation
     from checkmate.solvers.catalogue import methods
     from checkmate.solvers.frontier import Frontier, frontier
     from checkmate.solvers.solve import solve
@@ -41,12 +43,14 @@ __all__ = [
     "Certificate",
     "CheckmateError",
     "Costs",
+    "Difference",
     "Explanation",
     "Frontier",
     "Graph",
     "InfeasibleBudget",
     "InvalidProblem",
     "Op",
+    "PeakExplanation",
     "Plan",
     "Problem",
     "Profile",
@@ -58,6 +62,7 @@ __all__ = [
     "Value",
     "VerificationError",
     "compile",
+    "diff",
     "explain",
     "frontier",
     "methods",
@@ -71,9 +76,12 @@ __all__ = [
 _LAZY = {
     "Certificate": "checkmate.verification",
     "Costs": "checkmate.costs",
+    "Difference": "checkmate.difference",
     "Explanation": "checkmate.explanation",
     "Frontier": "checkmate.solvers.frontier",
+    "PeakExplanation": "checkmate.peak",
     "compile": "checkmate.compiler",
+    "diff": "checkmate.difference",
     "explain": "checkmate.explanation",
     "frontier": "checkmate.solvers.frontier",
     "methods": "checkmate.solvers.catalogue",

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from checkmate.plan import Plan
 from checkmate.problem import Problem
 from checkmate.schedule import Schedule
 from checkmate.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from checkmate.peak import PeakExplanation
 
 OPTIMAL_GAP = 1e-6  # a smaller gap than this is rounding, not recomputation
 
@@ -77,6 +80,24 @@ class Solution:
         if self.problem.emit is None:
             raise ValueError("This problem was not captured from PyTorch: it has a plan but no modules.")
         return self.problem.emit(self.plan)
+
+    def explain_peak(self, **options: Any) -> PeakExplanation:
+        """What is in memory at the peak, what dropping it would cost, and what less or more memory would.
+
+        Args:
+            options: ``step``, ``prices``, ``time_limit`` and ``top``, as of `checkmate.peak.explain_peak`.
+
+        Raises:
+            ValueError: if there is no plan.
+
+        >>> from checkmate import solve
+        >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 2, 3, 4], sizes=[10, 20, 20, 5])
+        >>> solve(chain, 50).explain_peak(prices=False).moment.name
+        'op2'
+        """
+        from checkmate.peak import explain_peak
+
+        return explain_peak(self, **options)
 
     def __repr__(self) -> str:
         found = f"cost={self.cost:g}, bound={self.bound:g}, peak={self.peak}" if self.plan else self.message

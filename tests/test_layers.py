@@ -17,8 +17,8 @@ LAYERS = (
     {"schedule", "costs"},
     {"plan"},
     {"solution", "timeline"},
-    {"solvers", "capture", "plot_graph"},
-    {"profiling", "codegen", "plot"},
+    {"solvers", "capture", "plot_graph", "difference"},
+    {"profiling", "codegen", "plot", "peak"},
     {"backend"},
     {"divergence"},
     {"verification"},
@@ -28,6 +28,7 @@ LAYERS = (
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 INSIDE_FUNCTIONS = {  # for short cuts in the user's interface
     ("checkmate/problem.py", "checkmate.solvers.solve"),
+    ("checkmate/solution.py", "checkmate.peak"),
     ("checkmate/costs.py", "checkmate.compiler"),
 }
 WITHOUT_TORCH = {
@@ -41,10 +42,12 @@ WITHOUT_TORCH = {
     "solvers",
     "__init__",
     "costs",
+    "difference",
     "display",
     "files",
     "folding",
     "figures",
+    "peak",
     "plot",
     "plot_graph",
     "timeline",
