@@ -34,7 +34,8 @@ def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) 
     """Neighbours of one module as one group, the innermost modules first, until few enough groups are left.
 
     Where one module would hold more than half of the weight, as with the many equal blocks of a transformer, it stays
-    apart: then neighbours are taken together so that the heaviest group is as light as it can be.
+    apart: then neighbours are taken together so that the heaviest group is as light as it can be; or, where this would
+    leave no more than half of ``most``, the lightest neighbours first.
 
     Args:
         paths: a module path each, such as ``layer1.0.conv2``, empty where there is none, in order of execution.
@@ -65,7 +66,7 @@ def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) 
             break
         groups = folded
     if len(groups) > most:
-        groups = _packed(groups, _least_capacity(groups, most))
+        groups = _together(groups, most)
     return tuple(Fold(group.first, group.last, _label(group, split)) for group in groups)
 
 
@@ -77,6 +78,18 @@ def _modules(groups: list[_Group], depth: int) -> Iterator[_Group]:
             yield run[0]
         else:
             yield _Group(run[0].first, run[-1].last, module, module, sum(group.weight for group in run))
+
+
+def _together(groups: list[_Group], most: int) -> list[_Group]:
+    """Neighbours taken together evenly; the lightest ones only, where few are as heavy as most of the others are."""
+    packed = _packed(groups, _least_capacity(groups, most))
+    if len(packed) * 2 > most:
+        return packed
+    groups = list(groups)
+    while len(groups) > most:
+        i = min(range(len(groups) - 1), key=lambda i: groups[i].weight + groups[i + 1].weight)
+        groups[i : i + 2] = [_joined(groups[i : i + 2])]
+    return groups
 
 
 def _packed(groups: list[_Group], capacity: int) -> list[_Group]:
@@ -120,8 +133,9 @@ def _label(group: _Group, paths: list[Path]) -> str:
     begin, end = group.begin, group.end
     if begin == end:  # some of a module, the rest of which is elsewhere
         begin, end = (path[: len(shared) + 1] for path in (inside[0], inside[-1])) if inside else ((), ())
-    if shared and begin != end and min(len(begin), len(end)) > len(shared):
-        return f"{'.'.join(begin)}-{'.'.join(end[len(shared) :])}"
+    n = len(shared)
+    if n and begin != end and min(len(begin), len(end)) > n and begin[n + 1 :] == end[n + 1 :]:
+        return f"{'.'.join(begin[: n + 1])}-{end[n]}"
     return " - ".join(dict.fromkeys(filter(None, map(".".join, (begin, end)))))
 
 

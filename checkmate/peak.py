@@ -182,8 +182,8 @@ def explain_peak(
         solution: one with a plan.
         step: bytes less than the peak, and more than the budget, to ask the price of; by default 100 MB, or a hundredth
             of the peak if that is less.
-        prices: whether to ask for prices at all; it takes up to ``2 * time_limit`` seconds.
-        time_limit: seconds for each of the two solves.
+        prices: whether to ask for prices at all; it takes two solves.
+        time_limit: seconds for each of the two solves, of which a step of thousands of ops may take a few more.
         top: how many values are printed.
 
     Raises:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from checkmate.solvers.frontier import Row
 
+LIGHT_GREEN, LIGHT_RED = "#7fcfb9", "#ea8a4d"  # on which a hatch can be seen, in grey too
 ROLE_STYLES = {  # fill, hatch
     "parameters": ("#7f7f7f", ""),
     "buffers": ("#a6a6a6", ".."),
@@ -32,11 +33,11 @@ ROLE_STYLES = {  # fill, hatch
     "other resident": ("#e3e3e3", "xx"),
     "results": (PURPLE, "\\\\"),
     "activations": (SKY, ""),
-    "made again": (RED, "xxx"),
-    "gradients": (GREEN, "//"),
+    "made again": (LIGHT_RED, "xxx"),
+    "gradients": (LIGHT_GREEN, "//"),
     "workspace": (YELLOW, "..."),
 }
-FILLS = (SKY, ORANGE, GREEN, YELLOW, PURPLE, RED, "#bcd9ea", "#f3d9a0", "#a8d5c5", "#e8c4d8")
+FILLS = (SKY, ORANGE, LIGHT_GREEN, YELLOW, PURPLE, LIGHT_RED, "#bcd9ea", "#f3d9a0", "#a8d5c5", "#e8c4d8")
 HATCHES = ("", "//", "\\\\", "..", "xx", "--", "||", "++", "oo")
 LINES: tuple[Any, ...] = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 MARKERS = "osD^vP*X<>pdh"

@@ -55,9 +55,9 @@ def graph(problem: Problem, *, most: int = NODES, ax: Axes | None = None) -> Axe
         ax.add_patch(
             pyplot().Rectangle((node.x - 0.5, node.y - 0.3), 1, 0.6, fc=shade, ec="black", lw=0.8, label=node.name)
         )
-        facts = f"{format_seconds(node.seconds)}, makes {format_bytes(node.bytes)}"
-        many = f" ({len(node.ops)} ops)" if len(node.ops) > 1 else ""
-        ax.text(node.x, node.y, f"{node.name}{many}\n{facts}", ha="center", va="center", fontsize=7.5)
+        many = f"{len(node.ops)} ops, " if len(node.ops) > 1 else ""
+        facts = f"{many}{format_seconds(node.seconds)}, makes {format_bytes(node.bytes)}"
+        ax.text(node.x, node.y, f"{node.name}\n{facts}", ha="center", va="center", fontsize=7.5)
     _draw_edges(ax, problem, nodes)
     for x, head in ((0.0, "forward, downwards"), (2.0, "backward, upwards")):
         if any(node.x == x for node in nodes):
