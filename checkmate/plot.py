@@ -144,26 +144,19 @@ def memory(
     >>> [text.get_text() for text in memory(solve(problem, 13)).texts]
     ['forward', 'backward', 'peak 12 B\nop2']
     """
-    _with_plan(solution)
-    line = _timeline(solution)
+    line, others = _timeline(solution), [_timeline(other) for other in compare]
     rows = line.by(by)
-    others = [(other, _timeline(other)) for other in compare]
     ax = axes_of(ax, (10, 5))
-    at = _begins(line)
-    areas = ax.stackplot(at, [_held(row) for row in rows.values()], step="post", labels=list(rows))
-    styles = ROLE_STYLES if by == "role" else _styles(rows)
-    for area, name in zip(areas, rows, strict=True):
-        fill, hatch = styles[name]
-        area.set(facecolor=fill, hatch=hatch, edgecolor="#404040", linewidth=0)
-    ax.step(at, _held(line.bytes), where="post", color="black", lw=0.7)
-    for (other, its), style in zip(others, cycle(LINES)):
+    _stack(ax, line, rows, ROLE_STYLES if by == "role" else _styles(rows))
+    for other, its, style in zip(compare, others, cycle(LINES)):
         label = f"{other.method}, budget {format_bytes(other.budget)}"
         (drawn,) = ax.step(_begins(its), _held(its.bytes), where="post", color="#003050", ls=style, lw=1.3, label=label)
         drawn.set_path_effects(halo())
     ax.axhline(solution.budget, color="black", ls=(0, (8, 3)), lw=1.2, label=f"budget {format_bytes(solution.budget)}")
-    highest = max(line.peak, *(its.peak for _, its in others), 1) if others else max(line.peak, 1)
-    ceiling = max(highest, solution.budget if solution.budget <= 1.5 * highest else 0)
-    ax.set(xlim=(0, max(at[-1], *(its.seconds for _, its in others)) if others else at[-1]), ylim=(0, 1.4 * ceiling))
+    highest = max(1, *(its.peak for its in (line, *others)))
+    ceiling = max(highest, solution.budget if solution.budget <= 1.5 * highest else 0)  # one far above is in the legend
+    longest = max(its.seconds for its in (line, *others))
+    ax.set(xlim=(0, longest or 1.0), ylim=(0, 1.4 * ceiling))
     _name_halves(ax, line)
     _name_peak(ax, line, 1.18 * ceiling)
     units(ax, x="s", y="B")
@@ -172,6 +165,17 @@ def memory(
     order = [*reversed(range(len(rows))), *range(len(rows), len(labels))]  # as the areas lie upon each other
     ax.legend([handles[i] for i in order], [labels[i] for i in order], loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return ax
+
+
+def _stack(ax: Axes, line: Timeline, rows: dict[str, np.ndarray], styles: Mapping[str, tuple[str, str]]) -> None:
+    """An area for each row, the first one lowest, and a line around all of them."""
+    at = _begins(line)
+    if rows:
+        areas = ax.stackplot(at, [_held(row) for row in rows.values()], step="post", labels=list(rows))
+        for area, name in zip(areas, rows, strict=True):
+            fill, hatch = styles[name]
+            area.set(facecolor=fill, hatch=hatch, edgecolor="#404040", linewidth=0)
+    ax.step(at, _held(line.bytes), where="post", color="black", lw=0.7)
 
 
 def _memory_title(solution: Solution) -> str:
@@ -247,6 +251,19 @@ def frontier(
     if not rows:
         raise ValueError("There are no rows to draw.")
     ax = axes_of(ax, (8.5, 6))
+    _draw_methods(ax, rows)
+    for (name, points_of), marker in zip((peers or {}).items(), cycle("*XP+1234")):
+        ax.plot(*zip(*points_of, strict=True), color="black", ls="", marker=marker, ms=9, label=name)
+    _shade_bound(ax, rows)
+    units(ax, x="B", y="s")
+    _relative(ax, rows[0].solution.problem.keep_all_cost)
+    ax.set(xlabel="peak", ylabel="step", title="Cost against peak")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+    return ax
+
+
+def _draw_methods(ax: Axes, rows: list[Row]) -> None:
+    """For each method a line through its plans; how many budgets it has none for stands in its label."""
     by_method: dict[str, list[Row]] = {}
     for row in rows:
         by_method.setdefault(row.method, []).append(row)
@@ -257,25 +274,21 @@ def frontier(
         label = method if found == len(mine) else f"{method} ({found} of {len(mine)} budgets)"
         peaks, costs = zip(*points, strict=True) if points else ((), ())
         ax.step(peaks, costs, where="post", color=color, ls=style, marker=marker, ms=6, mfc="white", label=label)
-    for (name, points_of), marker in zip((peers or {}).items(), cycle("*XP+1234")):
-        ax.plot(*zip(*points_of, strict=True), color="black", ls="", marker=marker, ms=9, label=name)
-    _shade_bound(ax, rows)
-    units(ax, x="B", y="s")
-    base = rows[0].solution.problem.keep_all_cost
+
+
+def _relative(ax: Axes, base: float) -> None:
+    """A second scale at the right: seconds relative to running each op once, if that takes any."""
+
+    def over(seconds: Any) -> Any:
+        return seconds / base - 1
+
+    def seconds(over: Any) -> Any:
+        return (1 + over) * base
+
     if base > 0:
-
-        def over(seconds: Any) -> Any:
-            return seconds / base - 1
-
-        def seconds(over: Any) -> Any:
-            return (1 + over) * base
-
         right = ax.secondary_yaxis("right", functions=(over, seconds))
         right.yaxis.set_major_formatter("{x:+.1%}")
         right.set_ylabel("recomputation")
-    ax.set(xlabel="peak", ylabel="step", title="Cost against peak")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
-    return ax
 
 
 def _shade_bound(ax: Axes, rows: list[Row]) -> None:

@@ -158,7 +158,7 @@ def test_other_solutions_are_lines() -> None:
 def test_a_step_of_no_seconds_and_no_bytes_is_drawn() -> None:
     problem = Problem.from_dag([[]], [0.0], [0])
     solution = checkmate.solve(problem, 1)
-    for ax in (plot.schedule(solution), plot.graph(problem)):
+    for ax in (plot.schedule(solution), plot.memory(solution), plot.graph(problem)):
         _drawn(ax)
 
 
