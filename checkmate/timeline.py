@@ -200,11 +200,9 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
             if v in open_:
                 open_[v].append(index)
         for v in op.outputs:
-            if v in open_:
-                open_[v][3] = index  # until the new copy is made
-            open_[v] = [v, copies[v], index, -1]
+            made.append([v, copies[v], index, index])  # it goes at once where a copy is still at hand
             copies[v] += 1
-            made.append(open_[v])
+            open_.setdefault(v, made[-1])
     if not runs:
         raise ValueError("The plan runs nothing: it has no timeline.")
     for copy in open_.values():

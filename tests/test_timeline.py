@@ -88,7 +88,7 @@ def test_a_value_that_is_still_there_when_its_op_runs_again_is_there_twice() -> 
     problem = Problem.from_dag([[], [0]], [1.0, 1.0], [10, 1], outputs=[0, 1])
     line = timeline(Plan((Run(0), Run(0), Run(1)), 3), problem)
     assert [m.bytes for m in line.moments] == [10, 20, 11]
-    assert [(s.first, s.last, s.uses) for s in line.spans] == [(0, 1, ()), (1, 2, (2,)), (2, 2, ())]
+    assert [(s.first, s.last, s.uses) for s in line.spans] == [(0, 2, (2,)), (1, 1, ()), (2, 2, ())]
 
 
 def test_the_next_use_comes_after_the_moment_asked_for() -> None:
