@@ -32,6 +32,7 @@ from checkmate.graph import Graph, Op, Phase, Role, Value
 from checkmate.nodes import (
     ancestors,
     getitems,
+    is_collective,
     is_mutating,
     is_random,
     is_view,
@@ -312,6 +313,8 @@ class _Reader:
             return "has a side effect"
         if is_random(node):
             return "draws random numbers"
+        if is_collective(node):
+            return "exchanges data with other ranks"
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return "runs a subgraph"
         if name := self._reads_overwritten(node):

@@ -16,6 +16,7 @@ import torch.fx as fx
 from torch import nn
 from typing_extensions import ParamSpec
 
+from checkmate import ranks
 from checkmate.backend import Backend
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.fake import meta_as_cpu
@@ -163,6 +164,7 @@ def _backends(
     """Check what a user gives, and make backends of it: one for each compiled object."""
     if not callable(fn):
         raise TypeError(f"checkmate.compile takes a module or a function, not {type(fn).__name__}.")
+    ranks.refuse_wrapped(fn)
     if method not in METHODS:
         raise ValueError(f"Unknown method {method!r}; the methods are {', '.join(METHODS)}.")
     if not time_limit > 0:
@@ -266,7 +268,9 @@ def _plan(problem: Problem, budget: int, reserve: int, **options: Any) -> Soluti
             min_budget=smallest,
             op="",
         )
-    solution = planning.plan(problem, budget - reserve, **options)
+    find = functools.partial(planning.plan, problem, budget - reserve, **options)
+    known_by = {name: options[name] for name in ("method", "time_limit")}
+    solution = ranks.one_plan(find, problem, budget - reserve, **known_by)
     if solution.plan is None:
         note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
         smallest = solution.details["min_budget"] + reserve
@@ -309,6 +313,7 @@ class CompiledStep(Generic[P, R]):
             return self._fn(*args, **kwargs)
         if not self._ready:
             refuse_lazy(self._fn, args)
+            ranks.refuse_inner(self._fn, args)
             self._ready = True
         if self._verify and torch.is_grad_enabled():
             log.info("%s", self._compare(args, kwargs))
@@ -321,29 +326,35 @@ class CompiledStep(Generic[P, R]):
 
     def _guarded(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            result = self._run(*args, **kwargs)
+            with ranks.in_one_piece():
+                result = self._run(*args, **kwargs)
         except Exception as error:
             reason = explained(error, self._fn)
             if reason is error and not getattr(error, "from_kernel", False):
                 raise
             raise reason.with_traceback(None) from None
-        _refuse_double_backward(result)
+        _watch_backward(result)
         return result
 
 
-def _refuse_double_backward(result: Any) -> None:
-    """Have ``backward(create_graph=True)`` end in a clear error: the planned backward cannot be differentiated."""
+def _watch_backward(result: Any) -> None:
+    """Have a backward that the planned one is none of end in a clear error."""
     tensors = [result] if isinstance(result, torch.Tensor) else torch.utils._pytree.tree_leaves(result)
     functions = {t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None}
     for function in functions:
-        function.register_prehook(_check_no_double_backward)
+        function.register_prehook(_check_backward)
 
 
-def _check_no_double_backward(grads: Any) -> None:
+def _check_backward(grads: Any) -> None:
     if torch.is_grad_enabled():
         raise Unsupported(
             "create_graph=True: the backward of a compiled step cannot itself be differentiated. "
             "Compute this loss with the plain model, which shares its parameters with the compiled one."
+        )
+    if torch._C._is_any_autocast_enabled():
+        raise Unsupported(
+            "backward() was called within torch.autocast, where plain PyTorch computes other gradients than outside of "
+            "it. Call it after the block, as PyTorch advises."
         )
 
 

@@ -18,6 +18,10 @@ _USER_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)')
 _INTERNAL = (
     "If it runs without checkmate, please report this; the log of checkmate.messages has the traceback, at level DEBUG."
 )
+WRAP_OUTSIDE = (
+    "DistributedDataParallel speaks with the other ranks in its forward, outside of any plan. Compile the module within, "
+    "and wrap what comes out: DistributedDataParallel(checkmate.compile(model, budget=...))."
+)
 _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and what to do
     (
         r"rnn, gru, or lstm",
@@ -25,11 +29,16 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
         "for each step of the sequence.",
     ),
     (r"modified by an inplace operation", "Plain PyTorch refuses this too: write to a copy, x.clone(), instead."),
+    (r"set_runtime_stats_and_log|of class `Reducer`", WRAP_OUTSIDE),  # what its forward calls first
     (r"hook '.*' has changed the size", "A tensor hook must return a gradient of the shape that it is given."),
     (r"hook", "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...)."),
     (r"trace_autograd_ops", "Return the loss, and call backward() or torch.autograd.grad() on it outside."),
     (r"optimizer\.", "Return the loss, and call backward() and the optimizer outside."),
     (r"retain_grad", "Register a hook instead: tensor.register_hook(...)."),
+    (
+        r"warning_once",
+        "Leave these warnings out: torch._dynamo.config.ignore_logging_functions.add(logging.Logger.warning_once).",
+    ),
     (
         r"generator",
         "A step draws from the global generator: leave generator= out, and seed with manual_seed; or draw outside of "
@@ -78,11 +87,19 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
 def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Refuse modules without parameters yet: capture would make them from random numbers that it then gives back.
 
-    Looks at modules among the arguments, and at what a function holds.
-
     Raises:
         Unsupported: naming the first such parameter.
     """
+    for module in held_modules(fn, args):
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, nn.UninitializedParameter):
+                raise Unsupported(
+                    f"{name} of {type(module).__name__} has no shape yet. Call it once before compiling, on a batch."
+                )
+
+
+def held_modules(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[nn.Module]:
+    """The modules among the arguments, and those that a function holds."""
     code = getattr(fn, "__code__", None)
     held = [
         getattr(fn, "__self__", None),
@@ -90,14 +107,7 @@ def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         *(cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()),
     ]
     held += [fn.__globals__.get(name) for name in code.co_names] if code is not None else []
-    for module in held:
-        if not isinstance(module, nn.Module):
-            continue
-        for name, parameter in module.named_parameters():
-            if isinstance(parameter, nn.UninitializedParameter):
-                raise Unsupported(
-                    f"{name} of {type(module).__name__} has no shape yet. Call it once before compiling, on a batch."
-                )
+    return [module for module in held if isinstance(module, nn.Module)]
 
 
 def _reason(error: Exception) -> str:

@@ -13,6 +13,8 @@ import torch.utils._pytree as pytree
 
 from checkmate.rewrite import DRAWS
 
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
+
 
 def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes and all that they are computed from."""
@@ -94,3 +96,8 @@ def is_random(node: fx.Node) -> bool:
             p = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
             return bool(p != 0.0)
     return True
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Speaks with other ranks, or waits for what they say."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _COLLECTIVES

@@ -17,11 +17,10 @@ import torch.fx as fx
 from torch._functorch._aot_autograd.utils import is_with_effects
 from torch.utils._pytree import tree_map
 
-from checkmate.nodes import target_name, tensors
+from checkmate.nodes import is_collective, target_name, tensors
 
 log = logging.getLogger("checkmate.profiling")
 aten = torch.ops.aten
-_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
 
 _ALONG = {  # op(x, dim, index, ...): the index picks along a dimension of x
     aten.gather,
@@ -78,9 +77,7 @@ def runs_alone(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, types.FunctionType):
         return True
-    return (
-        isinstance(target, torch._ops.OpOverload) and target.namespace not in _COLLECTIVES and not is_with_effects(node)
-    )
+    return isinstance(target, torch._ops.OpOverload) and not is_collective(node) and not is_with_effects(node)
 
 
 def call_of(node: fx.Node) -> Callable[[], Any]:

@@ -178,7 +178,7 @@ def store(record: Record) -> None:
                 known = read(path)
                 if known.question == record.question:
                     record = _merged(known, record)
-            files.write_json(path, _document(record))
+            files.write_json(path, as_document(record))
             _prune()
     except OSError as error:
         log.warning("The plan is not kept for the next time: %s", error)
@@ -191,21 +191,29 @@ def read(path: str | os.PathLike[str]) -> Record:
         InvalidProblem: if it is no plan of checkmate, or was changed.
         OSError: if it cannot be read.
     """
-    document = files.read_json(Path(path), format=FORMAT, version=VERSION, what="plan")
-    checksum = document.pop("checksum", None)
-    if checksum != _hash(document):
-        raise InvalidProblem(f"{path} is damaged: its checksum does not fit.")
-    del document["format"], document["version"]
+    return from_document(files.read_json(Path(path), format=FORMAT, version=VERSION, what="plan"), str(path))
+
+
+def from_document(document: dict[str, Any], origin: str) -> Record:
+    """Take back what `as_document` made, and a file or another process kept; ``origin``: what to call that.
+
+    Raises:
+        InvalidProblem: if it is no plan of checkmate, or was changed.
+    """
+    rest = {name: value for name, value in document.items() if name != "checksum"}
+    if document.get("checksum") != _hash(rest):
+        raise InvalidProblem(f"{origin} is damaged: its checksum does not fit.")
     try:
-        question = Question(**document.pop("question"))
-        record = Record(question, **document)
+        fields = {name: value for name, value in rest.items() if name not in ("format", "version", "question")}
+        record = Record(Question(**rest["question"]), **fields)
         _check(record)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InvalidProblem(f"{path} is no valid plan: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidProblem(f"{origin} is no valid plan: {error}") from None
     return replace(record, again=tuple((t, k) for t, k in record.again))
 
 
-def _document(record: Record) -> dict[str, Any]:
+def as_document(record: Record) -> dict[str, Any]:
+    """The record as JSON holds it."""
     document = {"format": FORMAT, "version": VERSION, **asdict(record)}
     document = json.loads(json.dumps(document))  # tuples as lists, as they are read
     return {**document, "checksum": _hash(document)}

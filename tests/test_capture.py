@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import checkmate
 from checkmate.graph import Graph, Op
@@ -143,3 +145,18 @@ def test_ops_name_their_module_and_line() -> None:
 )
 def test_module_paths_as_people_write_them(traced: str, read: str) -> None:
     assert module_path(traced) == read
+
+
+def test_collectives_run_once() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+
+        def step(x: Tensor) -> Tensor:
+            mean = x.detach().mean(0)
+            dist.all_reduce(mean)
+            return (x - mean).tanh().sum()
+
+        talking = [op for op in _graph(step, torch.randn(4, 3, requires_grad=True)).ops if "c10d" in op.target]
+    finally:
+        dist.destroy_process_group()
+    assert [op.pinned for op in talking] == ["exchanges data with other ranks"] * 2  # send, and wait

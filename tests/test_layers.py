@@ -18,7 +18,7 @@ LAYERS = (
     {"plan"},
     {"solution", "timeline"},
     {"solvers", "capture", "plot_graph", "difference"},
-    {"profiling", "codegen", "plot", "peak"},
+    {"profiling", "codegen", "ranks", "plot", "peak"},
     {"backend"},
     {"divergence"},
     {"verification"},

@@ -98,7 +98,7 @@ def test_of_two_answers_the_better_parts_are_kept() -> None:
 
 def _changed(change: Callable[[dict[str, Any]], object], *, checksum: bool = True) -> str:
     """The file of the plan with something else in it, signed anew or not."""
-    document = plan_cache._document(RECORD)
+    document = plan_cache.as_document(RECORD)
     del document["checksum"]
     signed = plan_cache._hash(document)
     change(document)
@@ -138,7 +138,7 @@ def test_a_question_that_is_none_is_refused(name: str, value: object) -> None:
         read(path)
 
 
-GOOD = json.dumps(plan_cache._document(RECORD))
+GOOD = json.dumps(plan_cache.as_document(RECORD))
 DAMAGED = {
     "empty": "",
     "half": GOOD[: len(GOOD) // 2],
