@@ -72,7 +72,8 @@ class Backend:
             keep_inference_input_mutations=True,
         )
         keep_random_ops = torch._inductor.config.patch(fallback_random=True)  # those that nobody reads as well
-        with eager_kernels(), keep_random_ops:
+        backward_outside_of_autocast = torch._functorch.config.patch(backward_pass_autocast="off")
+        with eager_kernels(), keep_random_ops, backward_outside_of_autocast:
             run = compile_graph(module, inputs)
         return keep_undefined(run) if self.lower is run_generated_code else run
 

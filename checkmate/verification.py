@@ -265,7 +265,8 @@ def _outcome(
         roots = [t for t in outputs if t.requires_grad]
         leaves = list(dict.fromkeys(leaf for root in roots for leaf in _leaves(root)))
         ones = [torch.ones_like(t) for t in roots]
-        grads = torch.autograd.grad(roots, leaves, ones, allow_unused=True) if leaves else ()
+        with torch.autocast(device.type, enabled=False):  # as a backward after the block
+            grads = torch.autograd.grad(roots, leaves, ones, allow_unused=True) if leaves else ()
         return outputs, leaves, grads
 
     use = measure_peak(step, device)

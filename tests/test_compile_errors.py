@@ -146,6 +146,16 @@ def test_double_backward(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
         torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
 
 
+def test_backward_within_autocast(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """Plain PyTorch may compute other gradients there, and the plan's backward is the one outside."""
+    step = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget="1 GB")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = step(*batch)
+        with pytest.raises(checkmate.Unsupported, match="Call it after the block"):
+            loss.backward(retain_graph=True)
+    loss.backward()
+
+
 def test_wrong_shapes_read_as_in_plain_pytorch(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     x, y = batch
     with pytest.raises(RuntimeError, match=r"\[128, 3\] X \[64, 256\]"):

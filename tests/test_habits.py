@@ -465,6 +465,16 @@ def attention_with_dropout(wrap: Wrap) -> Any:
     return after_backward(model, wrap(loss_of(model))(*batch()))
 
 
+@quick
+def attention_with_dropout_under_autocast(wrap: Wrap) -> Any:
+    """Made of several ops on the CPU, whose backward is traced; under autocast it would be another one."""
+    model = _Attending(0.3)
+    step = wrap(loss_of(model))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = step(*batch())
+    return after_backward(model, loss)
+
+
 @habit
 def attention_without_dropout(wrap: Wrap) -> Any:
     model = _Attending(0.0)
