@@ -19,8 +19,8 @@ _INTERNAL = (
     "If it runs without checkmate, please report this; the log of checkmate.messages has the traceback, at level DEBUG."
 )
 WRAP_OUTSIDE = (
-    "DistributedDataParallel speaks with the other ranks in its forward, outside of any plan. Compile the module within, "
-    "and wrap what comes out: DistributedDataParallel(checkmate.compile(model, budget=...))."
+    "DistributedDataParallel speaks with the other ranks in its forward, outside of any plan. Compile the module "
+    "within, and wrap what comes out: DistributedDataParallel(checkmate.compile(model, budget=...))."
 )
 _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and what to do
     (
