@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -272,3 +273,21 @@ def test_faults_of_hooks_read_as_they_are(net: nn.Sequential, batch: tuple[Tenso
     loss = checkmate.compile(lambda x: net(x).sum(), budget="1 GB", time_limit=1)(batch[0])
     with pytest.raises(AttributeError, match="nonesuch"):
         loss.backward()
+
+
+def test_warnings_that_models_give_once() -> None:
+    """As the models of Hugging Face do."""
+    logger = logging.getLogger("tests.model")
+
+    def warning_once(self: logging.Logger, message: str) -> None:
+        self.warning(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.Logger, "warning_once", warning_once, raising=False)
+
+        def step(x: Tensor) -> Tensor:
+            logger.warning_once("an old setting")
+            return x.sin().sum()
+
+        with pytest.raises(checkmate.Unsupported, match="ignore_logging_functions"):
+            checkmate.compile(step, budget="1 GB")(torch.ones(3, requires_grad=True))
