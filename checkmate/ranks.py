@@ -15,8 +15,8 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -180,21 +180,13 @@ def _is_forward_of(fn: Callable[..., Any], module: nn.Module) -> bool:
     return inspect.unwrap(type(module).forward, stop=lambda f: f is fn) is fn
 
 
-def in_one_piece() -> AbstractContextManager[None]:
+def in_one_piece() -> AbstractContextManager[Any]:
     """Keep Dynamo from splitting what `DistributedDataParallel` calls at the ends of its buckets.
 
     Each piece would be planned alone, within the whole budget.
     """
-    return _unsplit() if _is_split() else nullcontext()
-
-
-def _is_split() -> bool:
-    """Whether Dynamo would split what it captures now."""
-    mode = torch._dynamo.utils.get_optimize_ddp_mode()
-    return mode == "ddp_optimizer" and DistributedDataParallel._get_active_ddp_module() is not None
-
-
-@contextmanager
-def _unsplit() -> Iterator[None]:
-    with torch._dynamo.config.patch(optimize_ddp=False):
-        yield
+    if DistributedDataParallel._get_active_ddp_module() is None:
+        return nullcontext()
+    if torch._dynamo.utils.get_optimize_ddp_mode() != "ddp_optimizer":
+        return nullcontext()
+    return torch._dynamo.config.patch(optimize_ddp=False)
