@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
 
+from checkmate.asking import Answer
 from checkmate.capture import Joint, read_joint
 from checkmate.codegen import emit
 from checkmate.devices import BLOCK_BYTES, allocated_on, device_of, held_outside
@@ -46,7 +47,8 @@ class Backend:
 
     ``plans`` holds the `Solution` of each captured training graph, in the order of capture. ``lower`` makes of a module
     and its inputs the function that runs. ``profile`` finds the costs of the ops; sizes are rounded up to a multiple of
-    ``block_bytes``, or of what the allocator of the step's device takes if that is more.
+    ``block_bytes``, or of what the allocator of the step's device takes if that is more. ``answer``: what captured code
+    is told that asks whether it is compiled.
     """
 
     planner: Planner
@@ -54,6 +56,7 @@ class Backend:
     profile: Profiler = MEASURE
     block_bytes: int = 1
     plans: list[Solution] = field(default_factory=list)
+    answer: Answer = field(default_factory=Answer)
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         """What `torch.compile` calls for each captured graph.

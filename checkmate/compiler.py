@@ -17,6 +17,7 @@ from torch import nn
 from typing_extensions import ParamSpec
 
 from checkmate import ranks
+from checkmate.asking import plain_if_possible
 from checkmate.backend import Backend
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.fake import meta_as_cpu
@@ -288,7 +289,7 @@ def _capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
 
     own = types.FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
     own.__kwdefaults__ = step.__kwdefaults__
-    return torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    return plain_if_possible(torch.compile(own, fullgraph=True, dynamic=False, backend=backend), backend.answer)
 
 
 class CompiledStep(Generic[P, R]):

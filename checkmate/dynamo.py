@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.asking import Answer, warn
 from checkmate.compiler import compile
 from checkmate.errors import Unsupported
 
@@ -40,13 +41,18 @@ def backend(
     >>> step(torch.ones(2, 8)).sum().backward()
     """
     options = options or {}
+    answer: Answer = backend.answer  # type: ignore[attr-defined]
+    asked, told_yes = [*answer.asked], {*answer.compiled}
+    answer.asked.clear()
+    answer.compiled.clear()
     if mode is not None:
         raise ValueError(f"The backend checkmate has no modes, and {mode!r} is one of another.")
     if "budget" not in options:
         raise ValueError('The backend checkmate needs a budget: options={"budget": "8 GB"}.')
     if "verify" in options:
         raise ValueError("A backend sees no whole call to verify; checkmate.compile(..., verify=True) does.")
-    _refuse_parts(module, inputs)
+    _refuse_parts(module, inputs, asked)
+    warn(told_yes)
     try:
         planning = compile(module.forward, **options)._backend
     except TypeError as error:
@@ -57,12 +63,21 @@ def backend(
     return run
 
 
-def _refuse_parts(module: fx.GraphModule, inputs: list[Any]) -> None:
+backend.answer = Answer()  # type: ignore[attr-defined]
+
+
+def _refuse_parts(module: fx.GraphModule, inputs: list[Any], asked: list[str]) -> None:
     reason: Any = getattr(module, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
+        cause = (
+            f" The code that asks at {', '.join(asked)} was told that it is not compiled, as in plain PyTorch; where "
+            "that is what cannot be captured, checkmate.compile tells it otherwise."
+            if asked
+            else ""
+        )
         raise Unsupported(
             f"The step was captured only up to a graph break ({reason.reason}). A budget holds for a step that is "
-            "planned as a whole. torch.compile(..., fullgraph=True) says where it breaks."
+            f"planned as a whole. torch.compile(..., fullgraph=True) says where it breaks.{cause}"
         )
     if any(isinstance(given, torch.SymInt) for given in inputs):
         raise Unsupported("Sizes were left open; a plan is for fixed ones: torch.compile(..., dynamic=False).")

@@ -117,15 +117,20 @@ def test_a_peak_above_the_budget_is_caught(
 def test_state_comes_back_where_the_plain_step_fails(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     """A plain step that stops half way has changed the statistics of batch norm: they are put back."""
     before = [tensor.clone() for tensor in net.buffers()]
+    calls = itertools.count()
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(net(x), y)
-        if not torch.compiler.is_compiling():
+    @torch.library.custom_op("checkmate_tests::fails_later", mutates_args=())
+    def fails_later(x: Tensor) -> Tensor:
+        if next(calls):
             raise RuntimeError("half way")
-        return loss
+        return x.clone()
 
+    fails_later.register_fake(torch.empty_like)
+    fails_later.register_autograd(lambda ctx, grad: grad)
+    step = lambda x, y: fails_later(F.cross_entropy(net(x), y))  # noqa: E731
     with pytest.raises(RuntimeError, match="half way"):
-        checkmate.compile(step, budget="1 MB", verify=True)(*batch)
+        checkmate.compile(step, budget="1 MB", verify=True, profile="roofline:h100")(*batch)
+    assert next(calls) == 2  # the compiled step, which plans, and the plain one
     assert all(torch.equal(a, b) for a, b in zip(net.buffers(), before, strict=True))
 
 

@@ -132,7 +132,7 @@ BUILDS: dict[str, Build] = {
     "Llama": _decoder("Llama", **_LLAMA),
     "Mistral": _decoder("Mistral", **_LLAMA, sliding_window=LENGTH // 2),
     "Qwen2": _decoder("Qwen2", **_LLAMA),
-    "Mamba": _decoder("Mamba", hidden_size=16, state_size=4, num_hidden_layers=1, use_associative_scan=False),
+    "Mamba": _decoder("Mamba", hidden_size=16, state_size=4, num_hidden_layers=1),
     "BERT": _encoder("Bert", "MaskedLM", **_ENCODER),
     "RoBERTa": _encoder("Roberta", "MaskedLM", **_ENCODER | {"max_position_embeddings": 2 * LENGTH + 2}),
     "DistilBERT": _encoder(

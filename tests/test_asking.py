@@ -1,0 +1,162 @@
+"""Code that asks whether it is compiled computes what it does in plain PyTorch, or a warning says that it may not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch._dynamo.backends import registry
+
+import checkmate
+from checkmate.asking import Answer, plain_if_possible
+
+ASKING = [
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    torch._dynamo.is_compiling,
+    torch._utils.is_compiling,
+]
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    return torch.linspace(1, 2, 3).requires_grad_()
+
+
+def _compiled(step: Any) -> Any:
+    return checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100")
+
+
+@pytest.mark.parametrize("is_compiling", ASKING, ids=lambda asked: f"{asked.__module__}.{asked.__name__}")
+@pytest.mark.filterwarnings("ignore:.*is_compiling:UserWarning", "ignore::FutureWarning")
+def test_the_answer_is_that_of_plain_pytorch(is_compiling: Callable[[], bool], weight: Tensor) -> None:
+    def step(x: Tensor) -> Tensor:
+        return (weight * x * (3 if is_compiling() else 1)).sum()
+
+    x = torch.ones(3)
+    expected = step(x)
+    assert torch.equal(_compiled(step)(x), expected)
+    assert torch.equal(torch.compile(step, backend="aot_eager")(x), 3 * expected)  # others are told what they were
+
+
+def test_what_is_traced_has_the_ops_of_plain_pytorch(weight: Tensor) -> None:
+    def step(x: Tensor) -> Tensor:
+        return (weight * x).exp().sum() if torch.compiler.is_compiling() else (weight * x).tanh().sum()
+
+    targets = {op.target for op in checkmate.trace(step, torch.ones(3), profile="roofline:h100").graph.ops}
+    assert "aten.tanh.default" in targets
+    assert "aten.exp.default" not in targets
+
+
+def test_the_backend_that_is_found_by_name_tells_the_same(weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = EntryPoint("checkmate", "checkmate.dynamo:backend", "torch_dynamo_backends")
+    monkeypatch.setitem(registry._BACKENDS, "checkmate", found)
+
+    def step(x: Tensor) -> Tensor:
+        return (weight * x * (3 if torch.compiler.is_compiling() else 1)).sum()
+
+    def looking(x: Tensor) -> Tensor:
+        return step(x) if torch.compiler.is_compiling() or (x > 0).all() else step(-x)
+
+    options = {"budget": "1 MB", "profile": "roofline:h100"}
+    try:
+        compiled = torch.compile(step, backend="checkmate", options=options, dynamic=False)
+        assert torch.equal(compiled(torch.ones(3)), step(torch.ones(3)))
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"asks at .*test_asking\.py:\d+ in looking"):
+            torch.compile(looking, backend="checkmate", options=options, dynamic=False)(torch.ones(3))
+    finally:
+        registry._COMPILER_FNS.pop("checkmate", None)
+
+
+def test_who_cannot_be_captured_otherwise_is_told_yes_and_nobody_else(
+    weight: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    def step(x: Tensor) -> Tensor:
+        y = weight * x
+        if torch.compiler.is_compiling() or (x > 0).all():
+            y = y * 2
+        return y.exp().sum() if torch.compiler.is_compiling() else y.sum()
+
+    compiled, x = _compiled(step), torch.ones(3)
+    with caplog.at_level(logging.WARNING, logger="checkmate.asking"):
+        assert torch.equal(compiled(x), step(x))
+        compiled(x)
+        compiled(torch.ones(2, 3))  # another graph, of which all is known
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said.count("in step") == 1
+    assert "test_asking.py" in said
+    assert "may compute other numbers" in said
+
+
+def test_what_cannot_be_captured_at_all_is_refused_without_a_warning(
+    weight: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = []
+
+    def asking(x: Tensor) -> Tensor:
+        return x * 2 if torch.compiler.is_compiling() else x
+
+    def step(x: Tensor) -> Tensor:
+        y = asking(weight * x) + asking(x)
+        return y * 2 if y.sum() > 0 else y
+
+    compiled = _compiled(step)
+    counted = compiled._run.__wrapped__
+    compiled._run = plain_if_possible(lambda *args: tries.append(1) or counted(*args), compiled._backend.answer)
+    with pytest.raises(checkmate.Unsupported, match=r"y\.sum"):
+        compiled(torch.ones(3))
+    assert len(tries) == 2
+    assert not caplog.records
+    assert not compiled._backend.answer.compiled
+
+
+def test_what_a_budget_refuses_is_not_tried_again(weight: Tensor) -> None:
+    answer, tries = Answer(), []
+
+    def run() -> None:
+        tries.append(1)
+        answer.asked["here"] = None
+        raise torch._dynamo.exc.BackendCompilerFailed(run, checkmate.Unsupported("too large"), None)
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        plain_if_possible(run, answer)()
+    assert len(tries) == 1
+
+
+@pytest.mark.slow
+def test_mamba_scans_as_in_plain_pytorch() -> None:
+    """Compiled it would take an associative scan, whose loss is equal and whose gradients are not."""
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=11, hidden_size=16, state_size=4, num_hidden_layers=1)
+    assert config.use_associative_scan
+    model, tokens = transformers.MambaForCausalLM(config), torch.randint(11, (4, 8))
+    report = checkmate.verify(lambda x: model(x, labels=x).loss, tokens, budget="1 GB")
+    assert report.gradients == len([*model.parameters()])
+
+
+@pytest.mark.slow
+def test_a_padding_mask_is_kept_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Plain PyTorch drops a mask of ones, which needs its values; here it is as if there were padding."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model, tokens, mask = transformers.BertForMaskedLM(config), torch.randint(11, (4, 8)), torch.ones(4, 8).long()
+    mask[0, 5:] = 0
+    with caplog.at_level(logging.WARNING, logger="checkmate.asking"):
+        checkmate.verify(lambda x, m: model(x, attention_mask=m, labels=x).loss, tokens, mask, budget="1 GB")
+    (record,) = caplog.records
+    assert "masking_utils.py" in record.getMessage()
