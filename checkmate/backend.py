@@ -22,6 +22,7 @@ from checkmate.plan import Plan
 from checkmate.problem import Problem, Profile
 from checkmate.profiling.measure import Measure
 from checkmate.provenance import input_names, where
+from checkmate.results import computed_from, refuse_watching
 from checkmate.runtime import boxed
 from checkmate.solution import Solution
 from checkmate.undefined import keep_undefined, with_undefined
@@ -67,23 +68,25 @@ class Backend:
         _refuse_inexact(module)
         if isinstance(self.profile, Measure):
             _refuse_fakes(input_names(module), inputs)
+        users: dict[int, tuple[int, ...]] = {}
         compile_graph = aot_autograd(
             fw_compiler=self.lower,
             bw_compiler=self.lower,
             inference_compiler=self.lower,
-            partition_fn=partial(self._partition, input_names(module), any(map(is_fake, inputs))),
+            partition_fn=partial(self._partition, input_names(module), any(map(is_fake, inputs)), users),
             keep_inference_input_mutations=True,
         )
         keep_random_ops = torch._inductor.config.patch(fallback_random=True)  # those that nobody reads as well
         backward_outside_of_autocast = torch._functorch.config.patch(backward_pass_autocast="off")
         with eager_kernels(), keep_random_ops, backward_outside_of_autocast:
             run = compile_graph(module, inputs)
-        return keep_undefined(run) if self.lower is run_generated_code else run
+        return refuse_watching(keep_undefined(run) if self.lower is run_generated_code else run, users)
 
     def _partition(
         self,
         names: list[str],
         without_data: bool,
+        users: dict[int, tuple[int, ...]],
         joint_module: fx.GraphModule,
         joint_inputs: Any,
         *,
@@ -92,6 +95,7 @@ class Backend:
         **options: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         device = device_of(joint_module.graph)
+        users.update(computed_from(joint_module.graph, num_fwd_outputs))
         joint = read_joint(
             joint_module,
             num_fwd_outputs=num_fwd_outputs,

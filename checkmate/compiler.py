@@ -139,7 +139,8 @@ def verify(
 
     Compared bit by bit are what the step returns, the gradients of all it depends on, its parameters, buffers and
     inputs, and the random state; and the measured peak with the predicted one, where the step returns one loss. All of
-    this is as it was when the call returns. Attributes that are no tensors are not looked at.
+    this is as it was when the call returns. Attributes that are no tensors are not looked at, nor is what reaches a
+    result from another one: `logits.retain_grad()` outside of a step is refused where a loss passes through the logits.
 
     Args:
         fn: a module or function; args, kwargs: a batch for it.

@@ -64,8 +64,13 @@ def _compiled_functions(results: Any, given: set[int]) -> Iterator[Any]:
     front: set[Any] = {t.grad_fn for t in tree_leaves(results) if isinstance(t, torch.Tensor)}
     for _ in range(_DEPTH):
         front = {f for f in front if f is not None and id(f) not in given}
-        yield from (f for f in front if hasattr(getattr(f, "_forward_cls", None), "_aot_id"))
+        yield from filter(is_compiled, front)
         front = {following for f in front for following, _ in f.next_functions}
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether this is the autograd node of a compiled call."""
+    return hasattr(getattr(function, "_forward_cls", None), "_aot_id")
 
 
 def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:

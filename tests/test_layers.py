@@ -14,7 +14,7 @@ LAYERS = (
     {"units", "asking", "display", "fake", "kernels", "memory", "rewrite", "runtime", "files"},
     {"graph", "messages", "nodes"},
     {"problem", "devices", "undefined"},
-    {"schedule", "costs"},
+    {"schedule", "costs", "results"},
     {"plan"},
     {"solution", "timeline"},
     {"solvers", "capture", "plot_graph", "difference"},
