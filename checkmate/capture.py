@@ -186,6 +186,8 @@ class _Reader:
         if is_mutating(node):
             return None
         if node.target in _OUTSIDE_ITS_RUNNING_STATISTICS and node.args[5]:
+            for statistics in leaf_nodes(node.args[3:5]):  # another call may overwrite them before the backward
+                statistics.meta["saved_tensor_with_no_vc_check"] = True
             return None
         for a in node.all_input_nodes:
             for tensor in tensors(a.meta.get("val")):

@@ -308,6 +308,19 @@ def test_batch_norm_statistics_are_updated_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(net.buffers(), plain.buffers(), strict=True))
 
 
+def test_batch_norm_runs_again_after_another_call_has_updated_its_statistics() -> None:
+    """Its result does not depend on them, so that autograd need not guard them against being overwritten."""
+    torch.manual_seed(0)
+    norms = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(2)]
+    net = nn.Sequential(*norms, nn.Linear(16, 4))
+    x, weights = torch.randn(64, 16), list(net.parameters())
+    compiled = checkmate.compile(net, budget=checkmate.trace(net, x).min_budget().peak, time_limit=1)
+    found, expected = (torch.autograd.grad((run(x) - run(-x)).square().mean(), weights) for run in (compiled, net))
+    (plan,) = compiled.plans
+    assert any("batch_norm" in name for name in plan.modules.again)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_gradient_that_autograd_copies_is_counted() -> None:
     """A gradient in a layout that autograd does not take over costs a copy."""
     weight = nn.Parameter(torch.randn(300, 200))
