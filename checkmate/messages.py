@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch._dynamo.exc as dynamo
@@ -104,10 +104,19 @@ def held_modules(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[nn.Modul
     held = [
         getattr(fn, "__self__", None),
         *args,
-        *(cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()),
+        *contents_of_cells(fn),
     ]
     held += [fn.__globals__.get(name) for name in code.co_names] if code is not None else []
     return [module for module in held if isinstance(module, nn.Module)]
+
+
+def contents_of_cells(fn: Any) -> Iterator[Any]:
+    """What a function closes over; nothing for a name that has no value yet, or no longer."""
+    for cell in getattr(fn, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue
 
 
 def _reason(error: Exception) -> str:

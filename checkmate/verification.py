@@ -25,6 +25,7 @@ from checkmate.devices import random_states, same_random_state
 from checkmate.divergence import first_difference
 from checkmate.errors import VerificationError
 from checkmate.memory import CPU, measure_peak
+from checkmate.messages import contents_of_cells
 from checkmate.solution import Solution
 from checkmate.units import format_bytes
 
@@ -305,7 +306,7 @@ def tensors_within(things: Any, depth: int = 3) -> Iterator[torch.Tensor]:
             yield from leaf.parameters()
             yield from leaf.buffers()
         elif depth and hasattr(leaf, "__code__"):
-            cells = [cell.cell_contents for cell in leaf.__closure__ or ()]
+            cells = contents_of_cells(leaf)
             names = [leaf.__globals__[name] for name in leaf.__code__.co_names if name in leaf.__globals__]
             modules = [
                 x for x in [*cells, *names] if isinstance(x, (nn.Module, torch.Tensor)) or hasattr(x, "__code__")

@@ -268,6 +268,19 @@ def test_an_op_that_fails_in_the_backward_says_where(net: nn.Module, batch: tupl
         compiled(batch[0]).backward()
 
 
+def test_a_name_that_has_no_value_yet_is_no_obstacle(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """A closure may hold a name that is set later, or was deleted: plain PyTorch runs what does not read it."""
+    deleted = net
+
+    def step(x: Tensor) -> Tensor:
+        return net(x if x.dim() == 2 else deleted(x)).sum()
+
+    del deleted
+    report = checkmate.verify(step, batch[0], budget="1 GB", time_limit=1)
+    assert report.tensors == len(net.state_dict()) + 1
+    checkmate.compile(step, budget="1 GB", time_limit=1)(batch[0]).backward()
+
+
 def test_faults_of_hooks_read_as_they_are(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
     net[0].weight.register_hook(lambda grad: grad.nonesuch)
     loss = checkmate.compile(lambda x: net(x).sum(), budget="1 GB", time_limit=1)(batch[0])
