@@ -138,9 +138,10 @@ def verify(
     """Run a step plainly and compiled on your own batch, and certify that nothing differs.
 
     Compared bit by bit are what the step returns, the gradients of all it depends on, its parameters, buffers and
-    inputs, and the random state; and the measured peak with the predicted one, where the step returns one loss. All of
-    this is as it was when the call returns. Attributes that are no tensors are not looked at, nor is what reaches a
-    result from another one: `logits.retain_grad()` outside of a step is refused where a loss passes through the logits.
+    inputs, and the random states of torch, Python and NumPy; and the measured peak with the predicted one, where the
+    step returns one loss. All of this is as it was when the call returns. Attributes that are no tensors are not looked
+    at, nor is what reaches a result from another one: where a loss comes from logits that are returned beside it,
+    `logits.retain_grad()` outside of the step is refused.
 
     Args:
         fn: a module or function; args, kwargs: a batch for it.

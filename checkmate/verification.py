@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _SLACK = (
     "PYTORCH_ALLOC_CONF=expandable_segments:True, which gives it what it asks for."
 )
 _OUTSIDE = " What hooks and code outside the compiled step allocate is in no plan."
+_TORCH, _PYTHON, _NUMPY = "torch", "Python's random", "NumPy's global generator"
 PLAIN_RUNS = 5  # of a plain step that a compiled one differs from: ten distances between them
 
 
@@ -82,7 +84,7 @@ class _Outcome:
     """What a step leaves behind."""
 
     results: dict[str, torch.Tensor]
-    random_states: list[torch.Tensor]
+    random_states: dict[str, Any]  # by the generator's name
     peak: int
 
     def count(self, kind: str) -> int:
@@ -107,15 +109,22 @@ def compare_with_plain(
             among themselves, and the first op that does; or the measured peak where it is above the predicted one.
     """
     state = list({id(t): t for t in tensors_within((plain, args, kwargs))}.values())
+    names = _names(state, (plain, args, kwargs))
     device = next((t.device for t in state if t.device != CPU), CPU)
 
     def run(step: Callable[..., Any]) -> _Outcome:
         with _restored(state, device):
-            return _outcome(step, args, kwargs, state, device)
+            return _outcome(step, args, kwargs, state, names, device)
 
     with _restored(state, device):
         compiled(*args, **kwargs)  # plans, and measures for it: no meter may run yet
     expected, found = run(plain), run(compiled)
+    for generator in (_PYTHON, _NUMPY):
+        if not _same_state(expected.random_states[generator], found.random_states[generator]):
+            raise VerificationError(
+                f"The plain step draws from {generator}, the compiled one does not, or not as much. Draw with torch, "
+                "or draw outside and pass the numbers in as tensors."
+            )
     again = run(plain)
     repeats = not _different(expected, again)
     different, spread = _different(expected, found), 0.0
@@ -124,7 +133,7 @@ def compare_with_plain(
             place = _place(capture, backend, run, plain, device)
             raise VerificationError(_differs(different[0], repeats=repeats) + place)
         spread = _compare_with_spread(different, [expected, again, *(run(plain) for _ in range(PLAIN_RUNS - 2))], found)
-    if not all(map(torch.equal, expected.random_states, found.random_states)):
+    if not _same_state(expected.random_states[_TORCH], found.random_states[_TORCH]):
         place = _place(capture, backend, run, plain, device)
         raise VerificationError(
             f"The compiled step draws other random numbers than plain PyTorch. Please report this.{place}"
@@ -257,7 +266,12 @@ def _is_loss(outcome: _Outcome) -> bool:
 
 
 def _outcome(
-    fn: Callable[..., Any], args: Any, kwargs: Any, state: list[torch.Tensor], device: torch.device
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    state: list[torch.Tensor],
+    names: dict[int, str],
+    device: torch.device,
 ) -> _Outcome:
     """What a step leaves behind, held on the CPU: on the step's device it would stand in the way of the next."""
 
@@ -272,16 +286,26 @@ def _outcome(
 
     use = measure_peak(step, device)
     outputs, leaves, grads = use.result
-    position = {id(t): i for i, t in enumerate(state)}
     results = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     results |= {
-        f"the gradient of tensor {position.get(id(leaf), hex(id(leaf)))} of shape {tuple(leaf.shape)}": grad
+        f"the gradient of {names.get(id(leaf), f'tensor {id(leaf):#x}')} of shape {tuple(leaf.shape)}": grad
         for leaf, grad in zip(leaves, grads, strict=True)
         if grad is not None
     }
-    results |= {f"tensor {i} of shape {tuple(t.shape)}": t.detach().clone() for i, t in enumerate(state)}
+    results |= {f"{names[id(t)]} of shape {tuple(t.shape)}": t.detach().clone() for t in state}
     on_host = {name: tensor.to(CPU) for name, tensor in results.items()}
-    return _Outcome(on_host, random_states(device), use.peak)
+    return _Outcome(on_host, _all_random_states(device), use.peak)
+
+
+def _all_random_states(device: torch.device) -> dict[str, Any]:
+    return {_TORCH: random_states(device), _PYTHON: random.getstate(), _NUMPY: np.random.get_state()}  # noqa: NPY002
+
+
+def _same_state(a: Any, b: Any) -> bool:
+    """Whether two states of a generator are the same: sequences of tensors, arrays, tuples, numbers."""
+    return all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else np.array_equal(x, y) for x, y in zip(a, b, strict=True)
+    )
 
 
 def _leaves(root: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -297,23 +321,38 @@ def _leaves(root: torch.Tensor) -> Iterator[torch.Tensor]:
         stack += [following for following, _ in function.next_functions]
 
 
-def tensors_within(things: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+def tensors_within(things: Any) -> Iterator[torch.Tensor]:
     """Parameters, buffers and inputs that a call can reach: in its arguments, and in what a function closes over."""
+    return (tensor for _, tensor in _named_within(things, depth=3))
+
+
+def _named_within(things: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """These with their names, where a module has one for them."""
     for leaf in tree_leaves(things):
         if isinstance(leaf, torch.Tensor):
-            yield leaf
+            yield "", leaf
         elif isinstance(leaf, nn.Module):
-            yield from leaf.parameters()
-            yield from leaf.buffers()
+            yield from leaf.named_parameters()
+            yield from leaf.named_buffers()
         elif depth and hasattr(leaf, "__code__"):
             cells = contents_of_cells(leaf)
             names = [leaf.__globals__[name] for name in leaf.__code__.co_names if name in leaf.__globals__]
             modules = [
                 x for x in [*cells, *names] if isinstance(x, (nn.Module, torch.Tensor)) or hasattr(x, "__code__")
             ]
-            yield from tensors_within(modules, depth - 1)
+            yield from _named_within(modules, depth - 1)
         elif depth and hasattr(leaf, "__self__"):
-            yield from tensors_within(leaf.__self__, depth - 1)
+            yield from _named_within(leaf.__self__, depth - 1)
+
+
+def _names(state: list[torch.Tensor], things: Any) -> dict[int, str]:
+    """What to call each tensor, by its id: as its module does, with its number where two modules have the same name."""
+    own = {id(t): name for name, t in reversed([*_named_within(things, depth=3)])}
+    times = Counter(own.values())
+    return {
+        id(t): (name if times[name] == 1 else f"{name} (tensor {i})") if (name := own[id(t)]) else f"tensor {i}"
+        for i, t in enumerate(state)
+    }
 
 
 @contextmanager

@@ -273,7 +273,7 @@ def test_a_name_that_has_no_value_yet_is_no_obstacle(net: nn.Module, batch: tupl
     deleted = net
 
     def step(x: Tensor) -> Tensor:
-        return net(x if x.dim() == 2 else deleted(x)).sum()
+        return net(x if x.dim() == 2 else deleted(x)).sum()  # noqa: F821  # never read
 
     del deleted
     report = checkmate.verify(step, batch[0], budget="1 GB", time_limit=1)

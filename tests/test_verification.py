@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -283,6 +284,32 @@ def test_the_state_of_python_and_numpy_comes_back_too(net: nn.Module, batch: tup
     assert random.getstate() == state
 
 
+def test_tensors_are_called_as_their_modules_call_them(net: nn.Module) -> None:
+    other, x = nn.Linear(4, 2), torch.ones(1)
+    scale = {"weight": nn.Parameter(torch.ones(2))}
+    state = [*net.parameters(), *net.buffers(), *other.parameters(), scale["weight"], x]
+    both = lambda x: other(net(x))  # noqa: E731
+    names = list(verification._names(state, (both, x, net[0], scale)).values())
+    assert names[:3] == ["0.weight", "0.bias", "1.weight"]
+    assert names[9:] == ["weight", "bias", "tensor 11", "tensor 12"]
+    twice = verification._names([*other.parameters(), *net[0].parameters()], (other, net[0]))
+    assert list(twice.values()) == ["weight (tensor 0)", "bias (tensor 1)", "weight (tensor 2)", "bias (tensor 3)"]
+
+
+@pytest.mark.parametrize(
+    ("draw", "generator"), [(np.random.rand, "NumPy's global generator"), (random.random, "Python's random")]
+)
+def test_draws_from_other_generators_are_compared(
+    draw: Callable[[], float], generator: str, net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: Any
+) -> None:
+    _run_instead(monkeypatch, lambda run, inputs, is_backward: (draw(), run(inputs))[1])
+    state, kept = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with pytest.raises(checkmate.VerificationError, match=f"draws from {generator}.*Draw with torch"):
+        checkmate.verify(lambda x: net(x).sum(), batch[0], budget="1 MB")
+    assert random.getstate() == state
+    assert all(map(np.array_equal, np.random.get_state(), kept))  # noqa: NPY002
+
+
 def test_the_first_op_that_the_plan_spoils_is_named(
     net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,7 +339,9 @@ def test_a_difference_outside_the_graph_says_so(
         return tuple(map(_next_bit, run(inputs))) if is_backward else run(inputs)
 
     _run_instead(monkeypatch, spoil)
-    with pytest.raises(checkmate.VerificationError, match=r"gradient of tensor \d .* outside the graph"):
+    with pytest.raises(
+        checkmate.VerificationError, match=r"gradient of 4\.weight of shape \(4, 32\) .* outside the graph"
+    ):
         checkmate.verify(lambda x: net(x).sum(), batch[0], budget="1 MB")
 
 
