@@ -132,8 +132,13 @@ def with_what_is_held(problem: Problem, allocated: int | None) -> Problem:
 
 
 def _refuse_inexact(module: fx.GraphModule) -> None:
-    """Refuse what is traced through decompositions that differ from the kernels in the last bits."""
+    """Refuse what is traced as something else: kernels that round differently, draws of another generator."""
     for node in module.graph.nodes:
+        if getattr(getattr(node.target, "f", None), "__module__", "") == "torch._numpy.random":
+            raise Unsupported(
+                f"{where(node)}: a draw from NumPy's global generator is captured as one from torch's. "
+                "Draw with torch, or draw outside and pass the numbers in as a tensor."
+            )
         if node.op == "call_function" and getattr(node.target, "__name__", "") in _INEXACT:
             raise Unsupported(
                 f"{where(node)}: the kernel of {node.target.__name__} cannot be captured, and what takes its place "

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -890,6 +891,11 @@ def _random_numbers_of_python() -> Any:
     return lambda x, y: F.cross_entropy(model(x * 2 if random.random() < 0.5 else x), y)
 
 
+def _random_numbers_of_numpy() -> Any:
+    model = net()
+    return lambda x, y: F.cross_entropy(model(x * torch.as_tensor(np.random.rand(16))), y)  # noqa: NPY002
+
+
 def _sparse_gradients() -> Any:
     model, embedding = net(), nn.Embedding(4, 16, sparse=True)
     return lambda x, y: F.cross_entropy(model(embedding(y)), y)
@@ -907,6 +913,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "gradient retained within the step": (_retained_gradient_within, r"tensor\.register_hook"),
     "a generator of one's own": (_own_generator, "global generator"),
     "random numbers of Python": (_random_numbers_of_python, "Draw with torch"),
+    "random numbers of NumPy": (_random_numbers_of_numpy, "NumPy's global generator .* Draw with torch"),
     "sparse gradients": (_sparse_gradients, "sparse=False"),
     "modules of torch.jit": (_scripted_module, "original eager nn.Module"),
 }
