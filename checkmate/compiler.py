@@ -21,6 +21,7 @@ from checkmate.asking import plain_if_possible
 from checkmate.backend import Backend
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.fake import meta_as_cpu
+from checkmate.kernels import with_recurrent_modules
 from checkmate.messages import explained, refuse_lazy
 from checkmate.problem import Problem
 from checkmate.profiling.choose import Choice, profiler
@@ -291,7 +292,8 @@ def _capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
 
     own = types.FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
     own.__kwdefaults__ = step.__kwdefaults__
-    return plain_if_possible(torch.compile(own, fullgraph=True, dynamic=False, backend=backend), backend.answer)
+    run = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    return plain_if_possible(with_recurrent_modules(run), backend.answer)
 
 
 class CompiledStep(Generic[P, R]):

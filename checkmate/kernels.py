@@ -4,15 +4,22 @@ AOTAutograd traces some ops through decompositions in Python whose results are c
 a bilinear upsampling differs in the last bits of its gradient. While a step is captured these decompositions are set
 aside; PyTorch then records the op itself and its own backward. None of them is peculiar to the CPU: they take the place
 of the kernels of every device. Batch norm by cuDNN is decomposed too and cannot be set aside here; see `cudnn`.
+
+Recurrent modules Dynamo captures only if told to. `nn.RNN` is then made of the ops that eager PyTorch runs on the CPU,
+and gives their bits. `nn.GRU` does not: eager applies its gates in place, to rows that lie apart, a functional graph to
+new tensors. `nn.LSTM` is one kernel of oneDNN, whose workspace tracing does not know. The backend refuses these two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch._dynamo.exc import Unsupported
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _PREFIXES = (
@@ -22,6 +29,8 @@ _PREFIXES = (
     "multilabel_margin_loss_forward",
     "softshrink",
     "hardshrink",
+    "rnn_tanh",
+    "rnn_relu",
 )
 
 
@@ -39,6 +48,25 @@ def eager_kernels() -> Iterator[None]:
         for op, kernels in set_aside.items():
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
+
+
+def with_recurrent_modules(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `torch.compile` that captures recurrent modules too, for its backend to judge.
+
+    Told to only where a capture has met one, since a change of Dynamo's configuration costs time at each call.
+    """
+
+    @wraps(run)
+    def running(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except Unsupported as error:
+            if "RNN, GRU, or LSTM" not in str(error):
+                raise
+        with torch._dynamo.config.patch(allow_rnn=True):
+            return run(*args, **kwargs)
+
+    return running
 
 
 def _inexact() -> list[torch._ops.OpOverload]:

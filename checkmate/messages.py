@@ -23,11 +23,6 @@ WRAP_OUTSIDE = (
     "within, and wrap what comes out: DistributedDataParallel(checkmate.compile(model, budget=...))."
 )
 _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and what to do
-    (
-        r"rnn, gru, or lstm",
-        "The kernels of nn.RNN, nn.LSTM and nn.GRU cannot be captured. Call nn.RNNCell, nn.LSTMCell or nn.GRUCell once "
-        "for each step of the sequence.",
-    ),
     (r"modified by an inplace operation", "Plain PyTorch refuses this too: write to a copy, x.clone(), instead."),
     (r"set_runtime_stats_and_log|of class `Reducer`", WRAP_OUTSIDE),  # what its forward calls first
     (r"hook '.*' has changed the size", "A tensor hook must return a gradient of the shape that it is given."),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import checkmate
 from tests.sampling import every
@@ -67,3 +68,21 @@ def test_decompositions_come_back() -> None:
         lambda x: F.interpolate(x, scale_factor=2, mode="bilinear").sum(), torch.randn(X, requires_grad=True)
     )
     assert dict(op.py_kernels) == before
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nonlinearity": "relu"},
+        {"num_layers": 2, "bidirectional": True, "dropout": 0.3, "batch_first": True},
+        {"bias": False, "bidirectional": True},
+    ],
+)
+def test_recurrent_modules_run_the_kernels_of_plain_pytorch(options: dict[str, Any], precision: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.RNN(5, 7, **options).to(precision)
+    hidden = torch.randn(model.num_layers * (1 + model.bidirectional), 3, 7, dtype=precision)
+    x = torch.randn(3, 3, 5, dtype=precision)
+    report = checkmate.verify(model, x, hidden, budget="1 MB", time_limit=1)
+    assert (report.outputs, report.gradients) == (2, len([*model.parameters()]))
