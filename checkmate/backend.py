@@ -12,6 +12,7 @@ import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
 
 from checkmate.asking import Answer
+from checkmate.autocast import keeps_copies, refuse_shared_copies
 from checkmate.capture import Joint, read_joint
 from checkmate.codegen import emit
 from checkmate.devices import BLOCK_BYTES, allocated_on, device_of, held_outside
@@ -73,7 +74,9 @@ class Backend:
             fw_compiler=self.lower,
             bw_compiler=self.lower,
             inference_compiler=self.lower,
-            partition_fn=partial(self._partition, input_names(module), any(map(is_fake, inputs)), users),
+            partition_fn=partial(
+                self._partition, input_names(module), any(map(is_fake, inputs)), keeps_copies(module), users
+            ),
             keep_inference_input_mutations=True,
         )
         keep_random_ops = torch._inductor.config.patch(fallback_random=True)  # those that nobody reads as well
@@ -86,6 +89,7 @@ class Backend:
         self,
         names: list[str],
         without_data: bool,
+        shares_copies: bool,
         users: dict[int, tuple[int, ...]],
         joint_module: fx.GraphModule,
         joint_inputs: Any,
@@ -95,6 +99,8 @@ class Backend:
         **options: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         device = device_of(joint_module.graph)
+        if shares_copies:
+            refuse_shared_copies(joint_module.graph, num_fwd_outputs)
         users.update(computed_from(joint_module.graph, num_fwd_outputs))
         joint = read_joint(
             joint_module,

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors", "cudnn", "figures", "folding", "provenance", "version"},
-    {"units", "asking", "display", "fake", "kernels", "memory", "rewrite", "runtime", "files"},
+    {"units", "asking", "autocast", "display", "fake", "kernels", "memory", "rewrite", "runtime", "files"},
     {"graph", "messages", "nodes"},
     {"problem", "devices", "undefined"},
     {"schedule", "costs", "results"},
