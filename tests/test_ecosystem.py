@@ -35,10 +35,9 @@ def test_in_one_process(name: str, one_thread: None, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_the_trainer_of_hugging_face(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(ignore_logging_functions={logging.Logger.warning_once})
+def test_the_trainer_of_hugging_face(one_thread: None, tmp_path: Path) -> None:
     """In bfloat16, with several shapes, evaluation in between, checkpoints and what is saved in the end."""
-    warnings = {*torch._dynamo.config.ignore_logging_functions, logging.Logger.warning_once}
-    monkeypatch.setattr(torch._dynamo.config, "ignore_logging_functions", warnings)
     tokens = torch.randint(97, (14, 32))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     config = GPT2Config(vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
