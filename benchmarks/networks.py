@@ -1,6 +1,8 @@
-"""Two networks at full size that are only traced: VGG-16 and DenseNet-121."""
+"""Networks at full size that are only traced."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +12,13 @@ from torch import Tensor, nn
 class VGG16(nn.Module):
     """Configuration D of Simonyan & Zisserman (2015), for images of 224 x 224: no batch normalization, dropout."""
 
+    convolutions: tuple[int, ...] = (2, 2, 3, 3, 3)  # before each pool
+
     def __init__(self, classes: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         channels = 3
-        for width, convolutions in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for width, convolutions in zip((64, 128, 256, 512, 512), self.convolutions, strict=True):
             for _ in range(convolutions):
                 layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
                 channels = width
@@ -33,6 +37,12 @@ class VGG16(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images."""
         return self.classifier(self.features(x).flatten(1))
+
+
+class VGG19(VGG16):
+    """Configuration E of the same paper."""
+
+    convolutions = (2, 2, 4, 4, 4)
 
 
 def _norm_relu_conv(before: int, after: int, kernel: int) -> nn.Sequential:
@@ -95,3 +105,85 @@ class DenseNet121(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images."""
         return self.head(F.adaptive_avg_pool2d(self.features(x), 1).flatten(1))
+
+
+def _conv_norm_relu(before: int, after: int, stride: int = 1, kernel: int = 3, groups: int = 1) -> list[nn.Module]:
+    convolution = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
+    return [convolution, nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
+
+
+class MobileNetV1(nn.Module):
+    """Convolutions of each channel on its own, then of all channels point by point (Howard et al. 2017, Table 1)."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        layers, before = _conv_norm_relu(3, 32, stride=2), 32
+        for after, stride in ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *[(512, 1)] * 5, (1024, 2)):
+            layers += _conv_norm_relu(before, before, stride, groups=before) + _conv_norm_relu(before, after, kernel=1)
+            before = after
+        layers += _conv_norm_relu(before, before, groups=before) + _conv_norm_relu(before, before, kernel=1)
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear(before, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of images."""
+        return self.head(self.features(x).mean(dim=(2, 3)))
+
+
+class FCN8(nn.Module):
+    """VGG-16 made convolutional, its scores at three depths summed up (Long et al. 2015), without their crops."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        features = list(VGG16(classes).features)
+        pools = [i for i, layer in enumerate(features) if isinstance(layer, nn.MaxPool2d)]
+        third, fourth = pools[2] + 1, pools[3] + 1
+        self.to_8, self.to_16 = nn.Sequential(*features[:third]), nn.Sequential(*features[third:fourth])
+        dense = [nn.Conv2d(512, 4096, 7, padding=3), nn.ReLU(inplace=True), nn.Dropout2d()]
+        dense += [nn.Conv2d(4096, 4096, 1), nn.ReLU(inplace=True), nn.Dropout2d(), nn.Conv2d(4096, classes, 1)]
+        self.to_32 = nn.Sequential(*features[fourth:], *dense)
+        self.scores_8, self.scores_16 = nn.Conv2d(256, classes, 1), nn.Conv2d(512, classes, 1)
+        self.widen = nn.ModuleList(nn.ConvTranspose2d(classes, classes, 4, 2, padding=1, bias=False) for _ in range(2))
+        self.last = nn.ConvTranspose2d(classes, classes, 16, stride=8, padding=4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of pixels."""
+        eighth = self.to_8(x)
+        sixteenth = self.to_16(eighth)
+        scores = self.widen[0](self.to_32(sixteenth)) + self.scores_16(sixteenth)
+        return self.last(self.widen[1](scores) + self.scores_8(eighth))
+
+
+class SegNet(nn.Module):
+    """VGG-16 with batch norms down and, by the places of the maxima, up again (Badrinarayanan et al. 2017)."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        widths, depths = (64, 128, 256, 512, 512), (2, 2, 3, 3, 3)
+        down, up = [], []
+        before = 3
+        for i, (width, depth) in enumerate(zip(widths, depths, strict=True)):
+            steps = [before, *[width] * depth]
+            down.append(self._stage(steps))
+            up.append(self._stage([width] * depth + [widths[i - 1] if i else width]))
+            before = width
+        self.down, self.up = nn.ModuleList(down), nn.ModuleList(reversed(up))
+        self.head = nn.Conv2d(widths[0], classes, 3, padding=1)
+
+    @staticmethod
+    def _stage(widths: list[int]) -> nn.Sequential:
+        pairs = pairwise(widths)
+        return nn.Sequential(*(layer for before, after in pairs for layer in _conv_norm_relu(before, after)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of pixels."""
+        places = []
+        for stage in self.down:
+            x = stage(x)
+            size = list(x.shape[2:])
+            x, indices = F.max_pool2d(x, 2, return_indices=True)
+            places.append((indices, size))
+        for stage in self.up:
+            indices, size = places.pop()
+            x = stage(F.max_unpool2d(x, indices, [2, 2], output_size=size))
+        return self.head(x)

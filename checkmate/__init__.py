@@ -28,6 +28,7 @@ from checkmate.version import __version__ as __version__
 if TYPE_CHECKING:
     from checkmate import memory as memory
     from checkmate import plot as plot
+    from checkmate.batch import max_batch_size
     from checkmate.compiler import compile, trace, verify
     from checkmate.costs import Costs, profile
     from checkmate.difference import Difference, diff
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from checkmate.solvers.catalogue import methods
     from checkmate.solvers.frontier import Frontier, frontier
     from checkmate.solvers.solve import solve
+    from checkmate.throughput import LargestBatch
     from checkmate.verification import Certificate
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "Graph",
     "InfeasibleBudget",
     "InvalidProblem",
+    "LargestBatch",
     "Op",
     "PeakExplanation",
     "Plan",
@@ -65,6 +68,7 @@ __all__ = [
     "diff",
     "explain",
     "frontier",
+    "max_batch_size",
     "methods",
     "parse_bytes",
     "profile",
@@ -80,10 +84,12 @@ _LAZY = {
     "Explanation": "checkmate.explanation",
     "Frontier": "checkmate.solvers.frontier",
     "PeakExplanation": "checkmate.peak",
+    "LargestBatch": "checkmate.throughput",
     "compile": "checkmate.compiler",
     "diff": "checkmate.difference",
     "explain": "checkmate.explanation",
     "frontier": "checkmate.solvers.frontier",
+    "max_batch_size": "checkmate.batch",
     "methods": "checkmate.solvers.catalogue",
     "profile": "checkmate.costs",
     "solve": "checkmate.solvers.solve",

@@ -17,13 +17,15 @@ LAYERS = (
     {"schedule", "costs", "results"},
     {"plan"},
     {"solution", "timeline"},
-    {"solvers", "capture", "plot_graph", "difference"},
+    {"solvers", "capture", "throughput", "plot_graph", "difference"},
     {"profiling", "codegen", "ranks", "plot", "peak"},
     {"backend"},
     {"divergence"},
     {"verification"},
     {"compiler"},
-    {"dynamo", "explanation"},
+    {"dynamo", "explanation", "batch"},
+    {"cli"},
+    {"__main__"},
 )
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 INSIDE_FUNCTIONS = {  # for short cuts in the user's interface
@@ -51,6 +53,7 @@ WITHOUT_TORCH = {
     "plot",
     "plot_graph",
     "timeline",
+    "throughput",
     "version",
 }
 SOURCES = [*sorted((ROOT / "checkmate").glob("*.py")), *sorted((ROOT / "solvers").glob("*.py"))]

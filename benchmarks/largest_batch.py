@@ -1,0 +1,160 @@
+"""The largest batch within 16 GB of seven networks: of all methods together, of keeping everything, and of heuristics.
+
+    python -m benchmarks.largest_batch [NETWORK ...] [--budget "16 GB"] [--device h100] [--time-limit 90] [--out ...]
+
+As in Section 6.4 of Jain et al. (MLSys 2020) a step may take two forwards and a backward at the most. Nothing is
+allocated: networks and batches are on the meta device. They are PyTorch's, in float32, their loss is within the step,
+and costs are the roofline's for the device; the paper's are Keras's, cost is counted in FLOP, and all memory is in
+proportion to the batch. Compare the ratios to keeping everything, not the sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from benchmarks.measuring import table
+from benchmarks.networks import FCN8, VGG19, MobileNetV1, SegNet
+from benchmarks.step import origin
+from checkmate.profiling.roofline import DEVICES
+from checkmate.units import format_seconds
+from tests.models.mobilenet import MobileNetV2
+from tests.models.resnet import resnet50
+from tests.models.unet import UNet
+
+RESULTS = Path(__file__).parent / "results" / "largest_batch.jsonl"
+BASELINES = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "linearized-greedy")
+
+
+@dataclass(frozen=True)
+class Network:
+    """What is trained, and what the paper's text says of it."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, int] = (224, 224)  # of an image
+    pixels: bool = False  # whether each pixel has a class
+    paper_size: int | None = None  # the largest batch by the paper's method
+    paper_ratio: float | None = None  # to that of keeping everything
+    paper_source: str = ""
+
+
+NETWORKS = {
+    "vgg19": Network(lambda: VGG19(1000), paper_size=289, paper_ratio=289 / 167, paper_source="caption of Figure 7"),
+    "mobilenet": Network(lambda: MobileNetV1(1000), paper_size=1105, paper_ratio=5.1, paper_source="Section 6.4"),
+    "mobilenetv2": Network(lambda: MobileNetV2(1000)),
+    "resnet50": Network(lambda: resnet50(1000)),
+    "unet": Network(
+        lambda: UNet(2, depth=4, base=64), (416, 608), pixels=True, paper_size=61, paper_source="Section 6.4"
+    ),
+    "fcn8": Network(lambda: FCN8(21), (416, 608), pixels=True),
+    "segnet": Network(lambda: SegNet(12), (416, 608), pixels=True),
+}
+HEADER = (
+    "network",
+    "ours",
+    "one more",
+    "keep all",
+    "ratio",
+    "paper",
+    "best other",
+    "fastest",
+    "recomputed",
+    "found in",
+)
+
+
+def search(name: str, budget: str, device: str, time_limit: float) -> checkmate.LargestBatch:
+    """The largest batch of a network."""
+    network = NETWORKS[name]
+
+    def make_step() -> Callable[[Tensor, Tensor], Tensor]:
+        with torch.device("meta"):
+            model = network.build()
+        return lambda x, target: F.cross_entropy(model(x), target)
+
+    def make_batch(n: int) -> tuple[Tensor, Tensor]:
+        places = network.shape if network.pixels else ()
+        images = torch.empty(n, 3, *network.shape, device="meta")
+        return images, torch.empty(n, *places, dtype=torch.long, device="meta")
+
+    torch._dynamo.reset()
+    return checkmate.max_batch_size(
+        make_step,
+        make_batch,
+        budget=budget,
+        baselines=BASELINES,
+        profile=f"roofline:{device}",
+        time_limit=time_limit,
+    )
+
+
+def row_of(name: str, found: checkmate.LargestBatch) -> dict[str, Any]:
+    """What a line of the file says, less where it was made."""
+    network = NETWORKS[name]
+    return {
+        "network": name,
+        "ops": len(found.solution.problem.graph.ops),
+        "ratio": None if found.keep_all is None else found.size / found.keep_all,
+        "paper_size": network.paper_size,
+        "paper_ratio": network.paper_ratio,
+        "paper_source": network.paper_source,
+        **found.summary(),
+    }
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    others = {name: point["size"] for name, point in row["baselines"].items() if point is not None}
+    best = max(others, key=lambda name: others[name], default=None)
+    if row["paper_ratio"] is not None:
+        paper = f"{row['paper_ratio']:.2f}x to {row['paper_size']}"
+    else:
+        paper = "-" if row["paper_size"] is None else f"to {row['paper_size']}"
+    return [
+        row["network"],
+        str(row["size"]),
+        row["next_size"],
+        str(row["keep_all"] or "-"),
+        "-" if row["ratio"] is None else f"{row['ratio']:.2f}x",
+        paper,
+        "-" if best is None else f"{others[best]} {best}",
+        f"{row['fastest']['size']}: {row['fastest']['throughput']:.0f}/s",
+        f"{row['points'][-1]['overhead']:.1%}",
+        format_seconds(row["seconds"]),
+    ]
+
+
+def main() -> None:
+    """Search for what was asked for, append the rows to the file, and print them as a table."""
+    parser = argparse.ArgumentParser(description="Find the largest batches that fit.")
+    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(NETWORKS)}; by default all")
+    parser.add_argument("--budget", default="16 GB")
+    parser.add_argument("--device", default="h100", choices=DEVICES)
+    parser.add_argument("--time-limit", type=float, default=90.0, help="seconds for each network")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if unknown := set(args.networks) - set(NETWORKS):
+        parser.error(f"unknown networks: {', '.join(sorted(unknown))}; there are {', '.join(NETWORKS)}")
+    about: dict[str, Any] = {**origin(), "device": args.device, "time_limit": args.time_limit}
+    rows = []
+    for name in args.networks or NETWORKS:
+        row = {**about, **row_of(name, search(name, args.budget, args.device, args.time_limit))}
+        rows.append(cells(row))
+        with args.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(" ".join(rows[-1]), file=sys.stderr, flush=True)
+    print(table(HEADER, rows))
+
+
+if __name__ == "__main__":
+    main()

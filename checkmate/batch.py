@@ -1,0 +1,469 @@
+"""The largest batch that fits a budget: `max_batch_size`. Any other integer that shapes the step will do as well.
+
+Jain et al. (MLSys 2020, Section 6.4) scale all memory by the size, in one quadratic program. Memory is not quite affine
+in the size, so here the step is traced at few sizes, estimated between them, and traced again at the answer and after.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from checkmate.backend import Backend
+from checkmate.compiler import CompiledStep, trace
+from checkmate.errors import CheckmateError, InfeasibleBudget, Unsupported
+from checkmate.fake import is_fake
+from checkmate.graph import MAX_BYTES
+from checkmate.memory import CPU, measure_peak
+from checkmate.problem import Problem
+from checkmate.profiling.choose import Choice, profiler
+from checkmate.solution import Solution
+from checkmate.solvers.certify import certify
+from checkmate.solvers.fingerprints import fingerprints
+from checkmate.solvers.largest import AUTO, KEEP_ALL, Attempt, Hunt, spread_sizes
+from checkmate.solvers.sizes import (
+    ONE_FORWARD,
+    Family,
+    Overhead,
+    check_overhead,
+    is_within,
+    most_seconds,
+    plan_within,
+)
+from checkmate.solvers.solve import check_limits, check_method, solve
+from checkmate.throughput import LargestBatch, SizePoint
+from checkmate.units import format_bytes, parse_bytes
+from checkmate.verification import tensors_within, unchanged
+
+log = logging.getLogger("checkmate.batch")
+
+BASELINES = (KEEP_ALL, "chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy")
+MOST = 2**20  # a size where the search ends
+GAP = 1e-3  # of the plans of the curve
+ATTEMPTS = 40  # sizes that the time is made for
+SHARES = {"keep all": 0.4, "largest": 0.7, "plan": 0.75, "baselines": 0.85}  # of the time, by when each ends
+POINTS = 4  # of the curve, above the largest size that keeps all
+ROUNDS = 4  # of measuring and making room for what was above the prediction
+
+
+def max_batch_size(
+    make_step: Callable[..., Any] | nn.Module,
+    make_batch: Callable[[int], Any],
+    *,
+    budget: int | float | str,
+    max_overhead: Overhead = ONE_FORWARD,
+    baselines: bool | Sequence[str] = False,
+    measure: bool = False,
+    profile: Choice = "measure",
+    cache: bool = True,
+    smallest: int = 1,
+    largest: int = MOST,
+    time_limit: float = 120.0,
+) -> LargestBatch:
+    """The largest size whose step fits a budget, with its plan, and the predicted throughput of the sizes below.
+
+    Plans and bytes of the answer, of the size after it and of the fastest size are of the step as it is traced there.
+    Ctrl-C, or the end of the time, gives the largest size found so far.
+
+    Args:
+        make_step: gives the step: a module or function such as `checkmate.compile` takes. It is called once, without
+            arguments; or for each size with the size, if it has one argument that must be given, for a model that
+            changes with it. A module is a step itself.
+        make_batch: gives the example batch of a size, an integer of any meaning: a tuple of positional arguments, a
+            dict of named ones, or one tensor. Tensors on the meta device do, and then the model may be there, too, if
+            the profile is an estimate.
+        budget: bytes, or text such as "8 GB", as for `checkmate.compile`.
+        max_overhead: how much a plan may run again: "one-forward", so that the step takes no more than two forwards
+            and a backward; a share of the step that runs each op once, as `Solution.overhead` is, such as 0.3; or None,
+            for whatever fits.
+        baselines: names of `checkmate.methods()`, to find their largest sizes under the same cap; True for those of the
+            paper. That the size after one of them does not fit is by estimate.
+        measure: run the step at the answer, on real tensors, and take a smaller size if it needs more than the budget.
+        profile, cache: where costs come from, as for `checkmate.trace`.
+        smallest, largest: sizes between which to look.
+        time_limit: seconds for everything. What has begun is ended: a trace may take longer.
+
+    Raises:
+        InfeasibleBudget: if the smallest size does not fit, or not under the cap; it names the smallest budget known.
+        Unsupported: if a step cannot be made or captured; it names the size.
+        BudgetError, TypeError, ValueError: for arguments that make no sense.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).to("meta")
+    >>> found = max_batch_size(
+    ...     lambda: lambda x: model(x).sum(),
+    ...     lambda n: torch.ones(n, 64, device="meta"),
+    ...     budget="100 kB", profile="roofline:h100", time_limit=20,
+    ... )
+    >>> found.size >= found.keep_all, found.solution.peak <= 100_000
+    (True, True)
+    """
+    names = _checked(baselines, smallest, largest, time_limit)
+    check_overhead(max_overhead)
+    total = parse_bytes(budget)
+    steps = _Steps(_maker(make_step), make_batch, profile, cache)
+    search = _Search(Family(steps.problem), total, max_overhead, smallest, largest, time_limit)
+    measured = None
+    if measure:
+        _real_tensors(*steps.make(smallest))
+    for _ in range(ROUNDS):
+        search.run()
+        if not measure or search.interrupted:
+            break
+        measured = steps.measured_peak(search.answer)
+        if measured <= total:
+            break
+        log.info("size %d took %s, not within the budget", search.answer.size, format_bytes(measured))
+        search.make_room(measured)
+    else:
+        raise Unsupported(
+            f"Size {search.answer.size} was predicted to stay within {format_bytes(search.budget)} and took "
+            f"{format_bytes(measured or 0)} when it ran. Measure the costs of ops on this machine (profile='measure')."
+        )
+    search.compare(names)
+    search.draw()
+    return search.result(measured)
+
+
+def _checked(baselines: bool | Sequence[str], smallest: int, largest: int, time_limit: float) -> tuple[str, ...]:
+    """The names of the baselines, once all arguments make sense."""
+    for name, size in (("smallest", smallest), ("largest", largest)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is a size, an integer of at least 1, not {size!r}.")
+    if smallest > largest:
+        raise ValueError(f"There is no size from {smallest} to {largest}.")
+    check_limits(time_limit, 0.0)
+    if isinstance(baselines, str):
+        baselines = (baselines,)
+    names = BASELINES if baselines is True else () if baselines is False else tuple(baselines)
+    for name in names:
+        check_method(name, {})
+    return names
+
+
+def _maker(make_step: Callable[..., Any] | nn.Module) -> Callable[[int], Any]:
+    """A function of the size that gives the step."""
+    if isinstance(make_step, nn.Module):
+        return lambda size: make_step
+    if not callable(make_step):
+        raise TypeError(f"make_step is a function that gives the step, or a module, not {type(make_step).__name__}.")
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = [p for p in inspect.signature(make_step).parameters.values() if p.kind in kinds and p.default is p.empty]
+    if len(given) > 1:
+        raise TypeError(
+            f"make_step takes no argument or the size, but this one takes {', '.join(p.name for p in given)}. If it is "
+            "the step itself, give a function that gives it: lambda: step."
+        )
+    if given:
+        return make_step
+    made: list[Any] = []
+
+    def once(size: int) -> Any:
+        if not made:
+            made.append(make_step())
+        return made[0]
+
+    return once
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as positional and named arguments: a tuple or list is many, a dict is named, all else is one.
+
+    >>> arguments_of((1, 2)), arguments_of({"x": 1}), arguments_of(3)
+    (((1, 2), {}), ((), {'x': 1}), ((3,), {}))
+    """
+    if isinstance(batch, dict):
+        return (), batch
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The user's step at any size."""
+
+    make_step: Callable[[int], Any]
+    make_batch: Callable[[int], Any]
+    profile: Choice
+    cache: bool
+
+    def make(self, size: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The step and its arguments.
+
+        Raises:
+            Unsupported: naming the size, if the user's functions fail.
+            TypeError: if ``make_step`` gives no step.
+        """
+        name = "make_step"
+        try:
+            step = self.make_step(size)
+            name = "make_batch"
+            args, kwargs = arguments_of(self.make_batch(size))
+        except Exception as error:  # whatever it is, it is the user's, and the size is what they need to know
+            raise Unsupported(f"{name}, for size {size}, failed: {_said(error)} {_OTHER_SIZES}") from error
+        if not callable(step):
+            raise TypeError(
+                f"make_step gave no step but {type(step).__name__}. If it is the step itself, give a function that "
+                "gives it: lambda: step."
+            )
+        return step, args, kwargs
+
+    def problem(self, size: int) -> Problem:
+        """The step traced.
+
+        Raises:
+            Unsupported: naming the size, if it cannot be.
+        """
+        step, args, kwargs = self.make(size)
+        began = time.perf_counter()
+        try:
+            problem = trace(step, *args, profile=self.profile, cache=self.cache, **kwargs)
+        except (CheckmateError, RuntimeError, ValueError) as error:
+            raise Unsupported(f"The step of size {size} cannot be traced: {_said(error)} {_OTHER_SIZES}") from error
+        log.info("size %d traced in %.1f s: %r", size, time.perf_counter() - began, problem)
+        return problem
+
+    def measured_peak(self, answer: Attempt) -> int:
+        """Run a plan on real tensors: the most bytes in use. No parameter, buffer or random state changes.
+
+        Raises:
+            Unsupported: if the tensors have no data, or the step is not the one that was traced.
+        """
+        step, args, kwargs = self.make(answer.size)
+        solution = answer.solution
+        reached = _real_tensors(step, args, kwargs)
+        leaves = [t for t in reached if t.is_leaf and t.requires_grad]
+        costs, block_bytes = profiler(solution.problem.profile)
+        backend = partial(Backend, partial(_again, solution), profile=costs, block_bytes=block_bytes)
+        compiled = CompiledStep(step, backend, verify=False)
+
+        def run() -> Any:
+            outputs = [t for t in tree_leaves(compiled(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+            roots = [t for t in outputs if t.requires_grad]
+            ones = [torch.ones_like(root) for root in roots]
+            return outputs, torch.autograd.grad(roots, leaves, ones, allow_unused=True)
+
+        with unchanged((step, args, kwargs)):
+            run()  # compiles, which is not to be measured
+            use = measure_peak(run, next((t.device for t in reached if t.device != CPU), CPU))
+        return (solution.problem.resident if use.before is None else use.before) + use.peak
+
+
+def _real_tensors(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a step reaches, each once.
+
+    Raises:
+        Unsupported: if one of them has no data.
+    """
+    reached = list({id(t): t for t in tensors_within((step, args, kwargs))}.values())
+    if any(map(is_fake, reached)):
+        raise Unsupported("measure=True runs the step: its model and its batch cannot be fake or on the meta device.")
+    return reached
+
+
+_OTHER_SIZES = "smallest= and largest= say between which sizes to look."
+
+
+def _said(error: Exception) -> str:
+    text = str(error).strip()
+    text = text if isinstance(error, CheckmateError) else f"{type(error).__name__}: {text}"
+    return text if text.endswith(".") else f"{text}."
+
+
+def _again(solution: Solution, problem: Problem) -> Solution:
+    """The same plan for the problem as it is captured to be run."""
+    if fingerprints(problem).structure != fingerprints(solution.problem).structure or solution.schedule is None:
+        raise Unsupported("The step has other ops when it runs than when it was traced: nothing can be measured.")
+    return certify(problem, MAX_BYTES, solution.schedule.R, method=solution.method)
+
+
+class _Search:
+    """What is known so far, and the time that is left."""
+
+    def __init__(
+        self, family: Family, budget: int, max_overhead: Overhead, smallest: int, largest: int, time_limit: float
+    ) -> None:
+        self.family, self.total, self.max_overhead = family, budget, max_overhead
+        self.budget = budget  # what is planned for: less than the total where more was measured than predicted
+        self.smallest, self.largest, self.time_limit = smallest, largest, time_limit
+        self.began = time.perf_counter()
+        self.kept: Attempt | None = None
+        self.best: Attempt | None = None
+        self.beyond: Attempt | None = None
+        self.baselines: dict[str, SizePoint | None] = {}
+        self.points: dict[int, SizePoint] = {}
+        self.interrupted = False
+
+    @property
+    def answer(self) -> Attempt:
+        """The largest size that fits."""
+        assert self.best is not None
+        return self.best
+
+    def _until(self, share: float) -> float:
+        return self.began + share * self.time_limit
+
+    def _hunt(self, method: str, share: float, *, sure: bool, low: Attempt | None = None) -> Hunt:
+        """The search of a method, until a share of the time is over, ended by Ctrl-C if it has an answer."""
+        each = self.time_limit / ATTEMPTS
+        sizes, until = (self.smallest, self.largest), self._until(share)
+        hunt = Hunt(self.family, self.budget, self.max_overhead, *sizes, until, each, method, sure, _report, low)
+        try:
+            hunt.run()
+        except KeyboardInterrupt:
+            if hunt.low is None and self.best is None:
+                raise
+            hunt.interrupted = True
+        self.interrupted |= hunt.interrupted
+        return hunt
+
+    def run(self) -> None:
+        """Find the largest size, beginning with those that keep all.
+
+        Raises:
+            InfeasibleBudget: if there is none.
+        """
+        self.kept = self._hunt(KEEP_ALL, SHARES["keep all"], sure=True).low
+        if self.interrupted:
+            self.best = self.kept
+            return
+        hunt = self._hunt(AUTO, SHARES["largest"], sure=True, low=self.kept)
+        if hunt.low is None:
+            assert hunt.high is not None
+            raise self._refusal(hunt.high)
+        self.best, self.beyond = hunt.low, hunt.high
+        if not self.interrupted:
+            self._improve()
+
+    def _improve(self) -> None:
+        """Give the answer the best plan that some more time finds: so far the first under the cap was taken."""
+        answer = self.answer
+        limit = self._until(SHARES["plan"]) - time.perf_counter()
+        if answer.solution.gap > GAP and limit > 0:
+            problem, budget = answer.solution.problem, self.budget
+            found = solve(problem, budget, time_limit=limit, gap=GAP, start=answer.solution, progress=False)
+            if found.plan is not None and found.cost <= answer.solution.cost:
+                self.best = replace(answer, solution=found)
+
+    def make_room(self, measured: int) -> None:
+        """Plan for less, by what was measured above the prediction; the time for it begins anew."""
+        assert self.answer.solution.peak is not None
+        self.budget -= max(1, measured - self.answer.solution.peak)
+        if self.budget <= 0:
+            raise Unsupported(f"The step took {format_bytes(measured)}, which leaves nothing of the budget to plan.")
+        self.began = time.perf_counter()
+
+    def _refusal(self, attempt: Attempt) -> InfeasibleBudget:
+        """Why the smallest size does not fit, and which budget would do."""
+        solution, size = attempt.solution, attempt.size
+        problem = solution.problem
+        known = problem.keep_all_peak if self.max_overhead is not None else problem.min_budget().peak
+        low, limit = max(self.budget, problem.min_budget().peak - 1), self.time_limit / ATTEMPTS
+        while known - low > max(1, known // 1000) and time.perf_counter() < self._until(1.0):
+            middle = (low + known) // 2
+            found = plan_within(problem, middle, attempt.cap, time_limit=limit)
+            low, known = (low, found.peak or middle) if is_within(found, attempt.cap) else (middle, known)
+        op = str(solution.details.get("op", problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name))
+        why = f"its best plan runs {solution.overhead:.1%} of the step again, above the cap" if solution.plan else ""
+        why = why or f"{op} stands in the way" + (" (proven)" if attempt.refuted else "")
+        return InfeasibleBudget(
+            f"Not even size {size} fits {format_bytes(self.budget)}: {why}. Smallest budget known to work for it: "
+            f"{format_bytes(known)} ({known:,} bytes).",
+            budget=self.total,
+            min_budget=known,
+            op=op,
+        )
+
+    def compare(self, names: Sequence[str]) -> None:
+        """Find the largest sizes of other methods, under the same cap."""
+        for i, name in enumerate(names):
+            if self.interrupted:
+                return
+            share = SHARES["plan"] + (SHARES["baselines"] - SHARES["plan"]) * (i + 1) / len(names)
+            low = self.kept if name == KEEP_ALL else self._hunt(name, share, sure=False).low
+            self.baselines[name] = None if low is None else _point(low)
+
+    def draw(self) -> None:
+        """Plan sizes up to the answer, and trace the fastest of them."""
+        self.points = {self.answer.size: _point(self.answer)}
+        if self.kept is not None:
+            self.points[self.kept.size] = _point(self.kept)
+        kept = 0 if self.kept is None else self.kept.size
+        try:
+            for size in reversed(spread_sizes(self.smallest, kept, self.answer.size, POINTS)):
+                if self._in_time and size not in self.points:
+                    self._add(size, self.family.estimate(size))
+            while self._in_time and not (best := self._fastest()).traced:
+                del self.points[best.size]
+                self._add(best.size, self.family.at(best.size), best.solution)
+        except KeyboardInterrupt:
+            self.interrupted = True
+        best = self._fastest()
+        while not best.traced:  # no time to trace it: it is no answer
+            del self.points[best.size]
+            best = self._fastest()
+
+    @property
+    def _in_time(self) -> bool:
+        return not self.interrupted and time.perf_counter() < self._until(1.0)
+
+    def _fastest(self) -> SizePoint:
+        return max(self.points.values(), key=lambda point: point.throughput)
+
+    def _add(self, size: int, problem: Problem | None, start: Solution | None = None) -> None:
+        """Plan a size for the curve, beginning with the plan of the next larger one; no point where none fits."""
+        problem = self.family.at(size) if problem is None else problem
+        start = start or min((p for n, p in self.points.items() if n > size), key=lambda p: p.size).solution
+        same = fingerprints(start.problem).structure == fingerprints(problem).structure
+        limit = max(0.1, min(self.time_limit / ATTEMPTS, self._until(1.0) - time.perf_counter()))
+        options: dict[str, Any] = {"start": start} if same else {}
+        found = solve(problem, self.budget, time_limit=limit, gap=GAP, progress=False, **options)
+        attempt = Attempt(size, found, most_seconds(problem, self.max_overhead), size in self.family.traced)
+        _report(attempt)
+        if attempt.fits:
+            self.points[size] = _point(attempt)
+
+    def result(self, measured: int | None) -> LargestBatch:
+        """The answer."""
+        answer, beyond = self.answer, self.beyond
+        if answer.size == self.largest:
+            next_size = "asked for no more"
+        elif beyond is None or beyond.size > answer.size + 1:
+            next_size = "not looked at"
+        else:
+            next_size = "proven" if beyond.refuted and self.budget == self.total else "not found"
+        late = next_size == "not looked at" or time.perf_counter() > self._until(1.0)
+        return LargestBatch(
+            size=answer.size,
+            solution=answer.solution,
+            budget=self.total,
+            max_overhead=self.max_overhead,
+            points=tuple(self.points[size] for size in sorted(self.points)),
+            keep_all=None if self.kept is None else self.kept.size,
+            fastest=self._fastest(),
+            next_size=next_size,
+            baselines=self.baselines,
+            measured_peak=measured,
+            seconds=time.perf_counter() - self.began,
+            ended="interrupted" if self.interrupted else "time limit" if late else "",
+        )
+
+
+def _point(attempt: Attempt) -> SizePoint:
+    return SizePoint.of(attempt.size, attempt.solution, traced=attempt.traced)
+
+
+def _report(attempt: Attempt) -> None:
+    """A line for who watches."""
+    verdict = "fits" if attempt.fits else "does not fit" if attempt.refuted else "no plan found"
+    how = "" if attempt.traced else " (estimated)"
+    again = f", {max(0.0, attempt.solution.overhead):.1%} recomputed" if attempt.solution.plan else ""
+    log.info("size %d%s: %s%s", attempt.size, how, verdict, again)
