@@ -115,6 +115,7 @@ def row_of(name: str, found: checkmate.LargestBatch) -> dict[str, Any]:
 def cells(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
     others = {name: point["size"] for name, point in row["baselines"].items() if point is not None}
+    cut = row["cut_short"]
     best = max(others, key=lambda name: others[name], default=None)
     if row["paper_ratio"] is not None:
         paper = f"{row['paper_ratio']:.2f}x to {row['paper_size']}"
@@ -127,7 +128,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         str(row["keep_all"] or "-"),
         "-" if row["ratio"] is None else f"{row['ratio']:.2f}x",
         paper,
-        "-" if best is None else f"{others[best]} {best}",
+        "-" if best is None else f"{others[best]}{'+' if best in cut else ''} {best}",
         f"{row['fastest']['size']}: {row['fastest']['throughput']:.0f}/s",
         f"{row['points'][-1]['overhead']:.1%}",
         format_seconds(row["seconds"]),

@@ -6,28 +6,19 @@ in the size, so here the step is traced at few sizes, estimated between them, an
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from checkmate.backend import Backend
-from checkmate.compiler import CompiledStep, trace
-from checkmate.errors import CheckmateError, InfeasibleBudget, Unsupported
-from checkmate.fake import is_fake
-from checkmate.graph import MAX_BYTES
-from checkmate.memory import CPU, measure_peak
+from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.problem import Problem
-from checkmate.profiling.choose import Choice, profiler
+from checkmate.profiling.choose import Choice
+from checkmate.sized_steps import SizedSteps, maker_of, real_tensors
 from checkmate.solution import Solution
-from checkmate.solvers.certify import certify
 from checkmate.solvers.fingerprints import fingerprints
 from checkmate.solvers.largest import AUTO, KEEP_ALL, Attempt, Hunt, spread_sizes
 from checkmate.solvers.sizes import (
@@ -42,7 +33,6 @@ from checkmate.solvers.sizes import (
 from checkmate.solvers.solve import check_limits, check_method, solve
 from checkmate.throughput import LargestBatch, SizePoint
 from checkmate.units import format_bytes, parse_bytes
-from checkmate.verification import tensors_within, unchanged
 
 log = logging.getLogger("checkmate.batch")
 
@@ -50,7 +40,7 @@ BASELINES = (KEEP_ALL, "chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy")
 MOST = 2**20  # a size where the search ends
 GAP = 1e-3  # of the plans of the curve
 ATTEMPTS = 40  # sizes that the time is made for
-SHARES = {"keep all": 0.4, "largest": 0.7, "plan": 0.75, "baselines": 0.85}  # of the time, by when each ends
+SHARES = {"keep all": 0.3, "largest": 0.65, "plan": 0.7, "baselines": 0.9}  # of the time, by when each ends
 POINTS = 4  # of the curve, above the largest size that keeps all
 ROUNDS = 4  # of measuring and making room for what was above the prediction
 
@@ -110,16 +100,16 @@ def max_batch_size(
     names = _checked(baselines, smallest, largest, time_limit)
     check_overhead(max_overhead)
     total = parse_bytes(budget)
-    steps = _Steps(_maker(make_step), make_batch, profile, cache)
+    steps = SizedSteps(maker_of(make_step), make_batch, profile, cache)
     search = _Search(Family(steps.problem), total, max_overhead, smallest, largest, time_limit)
     measured = None
     if measure:
-        _real_tensors(*steps.make(smallest))
+        real_tensors(*steps.make(smallest))
     for _ in range(ROUNDS):
         search.run()
         if not measure or search.interrupted:
             break
-        measured = steps.measured_peak(search.answer)
+        measured = steps.measured_peak(search.answer.size, search.answer.solution)
         if measured <= total:
             break
         log.info("size %d took %s, not within the budget", search.answer.size, format_bytes(measured))
@@ -150,141 +140,6 @@ def _checked(baselines: bool | Sequence[str], smallest: int, largest: int, time_
     return names
 
 
-def _maker(make_step: Callable[..., Any] | nn.Module) -> Callable[[int], Any]:
-    """A function of the size that gives the step."""
-    if isinstance(make_step, nn.Module):
-        return lambda size: make_step
-    if not callable(make_step):
-        raise TypeError(f"make_step is a function that gives the step, or a module, not {type(make_step).__name__}.")
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    given = [p for p in inspect.signature(make_step).parameters.values() if p.kind in kinds and p.default is p.empty]
-    if len(given) > 1:
-        raise TypeError(
-            f"make_step takes no argument or the size, but this one takes {', '.join(p.name for p in given)}. If it is "
-            "the step itself, give a function that gives it: lambda: step."
-        )
-    if given:
-        return make_step
-    made: list[Any] = []
-
-    def once(size: int) -> Any:
-        if not made:
-            made.append(make_step())
-        return made[0]
-
-    return once
-
-
-def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as positional and named arguments: a tuple or list is many, a dict is named, all else is one.
-
-    >>> arguments_of((1, 2)), arguments_of({"x": 1}), arguments_of(3)
-    (((1, 2), {}), ((), {'x': 1}), ((3,), {}))
-    """
-    if isinstance(batch, dict):
-        return (), batch
-    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """The user's step at any size."""
-
-    make_step: Callable[[int], Any]
-    make_batch: Callable[[int], Any]
-    profile: Choice
-    cache: bool
-
-    def make(self, size: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The step and its arguments.
-
-        Raises:
-            Unsupported: naming the size, if the user's functions fail.
-            TypeError: if ``make_step`` gives no step.
-        """
-        name = "make_step"
-        try:
-            step = self.make_step(size)
-            name = "make_batch"
-            args, kwargs = arguments_of(self.make_batch(size))
-        except Exception as error:  # whatever it is, it is the user's, and the size is what they need to know
-            raise Unsupported(f"{name}, for size {size}, failed: {_said(error)} {_OTHER_SIZES}") from error
-        if not callable(step):
-            raise TypeError(
-                f"make_step gave no step but {type(step).__name__}. If it is the step itself, give a function that "
-                "gives it: lambda: step."
-            )
-        return step, args, kwargs
-
-    def problem(self, size: int) -> Problem:
-        """The step traced.
-
-        Raises:
-            Unsupported: naming the size, if it cannot be.
-        """
-        step, args, kwargs = self.make(size)
-        began = time.perf_counter()
-        try:
-            problem = trace(step, *args, profile=self.profile, cache=self.cache, **kwargs)
-        except (CheckmateError, RuntimeError, ValueError) as error:
-            raise Unsupported(f"The step of size {size} cannot be traced: {_said(error)} {_OTHER_SIZES}") from error
-        log.info("size %d traced in %.1f s: %r", size, time.perf_counter() - began, problem)
-        return problem
-
-    def measured_peak(self, answer: Attempt) -> int:
-        """Run a plan on real tensors: the most bytes in use. No parameter, buffer or random state changes.
-
-        Raises:
-            Unsupported: if the tensors have no data, or the step is not the one that was traced.
-        """
-        step, args, kwargs = self.make(answer.size)
-        solution = answer.solution
-        reached = _real_tensors(step, args, kwargs)
-        leaves = [t for t in reached if t.is_leaf and t.requires_grad]
-        costs, block_bytes = profiler(solution.problem.profile)
-        backend = partial(Backend, partial(_again, solution), profile=costs, block_bytes=block_bytes)
-        compiled = CompiledStep(step, backend, verify=False)
-
-        def run() -> Any:
-            outputs = [t for t in tree_leaves(compiled(*args, **kwargs)) if isinstance(t, torch.Tensor)]
-            roots = [t for t in outputs if t.requires_grad]
-            ones = [torch.ones_like(root) for root in roots]
-            return outputs, torch.autograd.grad(roots, leaves, ones, allow_unused=True)
-
-        with unchanged((step, args, kwargs)):
-            run()  # compiles, which is not to be measured
-            use = measure_peak(run, next((t.device for t in reached if t.device != CPU), CPU))
-        return (solution.problem.resident if use.before is None else use.before) + use.peak
-
-
-def _real_tensors(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a step reaches, each once.
-
-    Raises:
-        Unsupported: if one of them has no data.
-    """
-    reached = list({id(t): t for t in tensors_within((step, args, kwargs))}.values())
-    if any(map(is_fake, reached)):
-        raise Unsupported("measure=True runs the step: its model and its batch cannot be fake or on the meta device.")
-    return reached
-
-
-_OTHER_SIZES = "smallest= and largest= say between which sizes to look."
-
-
-def _said(error: Exception) -> str:
-    text = str(error).strip()
-    text = text if isinstance(error, CheckmateError) else f"{type(error).__name__}: {text}"
-    return text if text.endswith(".") else f"{text}."
-
-
-def _again(solution: Solution, problem: Problem) -> Solution:
-    """The same plan for the problem as it is captured to be run."""
-    if fingerprints(problem).structure != fingerprints(solution.problem).structure or solution.schedule is None:
-        raise Unsupported("The step has other ops when it runs than when it was traced: nothing can be measured.")
-    return certify(problem, MAX_BYTES, solution.schedule.R, method=solution.method)
-
-
 class _Search:
     """What is known so far, and the time that is left."""
 
@@ -299,6 +154,7 @@ class _Search:
         self.best: Attempt | None = None
         self.beyond: Attempt | None = None
         self.baselines: dict[str, SizePoint | None] = {}
+        self.cut_short: list[str] = []  # of the baselines
         self.points: dict[int, SizePoint] = {}
         self.interrupted = False
 
@@ -316,6 +172,8 @@ class _Search:
         each = self.time_limit / ATTEMPTS
         sizes, until = (self.smallest, self.largest), self._until(share)
         hunt = Hunt(self.family, self.budget, self.max_overhead, *sizes, until, each, method, sure, _report, low)
+        if method not in (KEEP_ALL, AUTO) and self.kept is not None:
+            hunt.hint = self.kept.size
         try:
             hunt.run()
         except KeyboardInterrupt:
@@ -388,8 +246,13 @@ class _Search:
             if self.interrupted:
                 return
             share = SHARES["plan"] + (SHARES["baselines"] - SHARES["plan"]) * (i + 1) / len(names)
-            low = self.kept if name == KEEP_ALL else self._hunt(name, share, sure=False).low
-            self.baselines[name] = None if low is None else _point(low)
+            if name == KEEP_ALL:
+                self.baselines[name] = None if self.kept is None else _point(self.kept)
+                continue
+            hunt = self._hunt(name, share, sure=False)
+            self.baselines[name] = None if hunt.low is None else _point(hunt.low)
+            if not hunt.in_time:
+                self.cut_short.append(name)
 
     def draw(self) -> None:
         """Plan sizes up to the answer, and trace the fastest of them."""
@@ -451,6 +314,7 @@ class _Search:
             fastest=self._fastest(),
             next_size=next_size,
             baselines=self.baselines,
+            cut_short=tuple(self.cut_short),
             measured_peak=measured,
             seconds=time.perf_counter() - self.began,
             ended="interrupted" if self.interrupted else "time limit" if late else "",

@@ -55,6 +55,7 @@ class LargestBatch:
     fastest: SizePoint  # the highest predicted throughput of the points: often a smaller size
     next_size: str  # why not one more: "proven", "not found", "not looked at", or "asked for no more"
     baselines: Mapping[str, SizePoint | None]  # the largest size of other methods; None: they plan no size
+    cut_short: tuple[str, ...]  # of these, whose search the end of the time ended: they may plan more
     measured_peak: int | None  # bytes of the plan as it ran
     seconds: float  # spent
     ended: str  # "", "time limit" or "interrupted"
@@ -73,9 +74,9 @@ class LargestBatch:
 
     def summary(self) -> dict[str, Any]:
         """All but the plans, for JSON."""
-        names = ("size", "budget", "max_overhead", "keep_all", "next_size", "measured_peak", "seconds", "ended")
+        names = ["size", "budget", "max_overhead", "keep_all", "next_size", "cut_short", "measured_peak", "seconds"]
         best = {name: None if point is None else point.record() for name, point in self.baselines.items()}
-        about = {name: getattr(self, name) for name in names}
+        about = {name: getattr(self, name) for name in [*names, "ended"]}
         return {**about, "points": self.records(), "fastest": self.fastest.record(), "baselines": best}
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -98,7 +99,8 @@ class LargestBatch:
         fast = self.fastest
         yield "fastest", f"{fast.size}: {fast.throughput:.4g} samples/s, {fast.overhead:+.1%} recomputation"
         for name, point in self.baselines.items():
-            yield name, "plans no size" if point is None else f"{point.size}"
+            more = ", or more: its search was cut short" if name in self.cut_short else ""
+            yield name, "plans no size" if point is None else f"{point.size}{more}"
         if self.measured_peak is not None:
             yield "measured", f"{format_bytes(self.measured_peak)} at the largest"
         ended = f", ended by {self.ended}" if self.ended else ""

@@ -66,6 +66,7 @@ class Hunt:
     low: Attempt | None = None
     high: Attempt | None = None
     interrupted: bool = False  # by Ctrl-C
+    hint: int | None = None  # a size to try first
     _guessed: bool = False  # once: the next guess is near
 
     @property
@@ -75,6 +76,8 @@ class Hunt:
 
     def run(self) -> Attempt | None:
         """Find the largest size; None if not even the smallest fits. An earlier ``low`` is where to begin."""
+        if self.hint is not None:
+            self.traced(self.hint)
         if self.low is None and not self.traced(self.smallest).fits:
             return None
         self._spread()
@@ -117,7 +120,7 @@ class Hunt:
         """Trace sizes above the smallest until two of them differ: else nothing can be estimated."""
         first, size = self.family.at(self.smallest).live_bytes, self.smallest
         while self.in_time and size < self.largest and not _differ(self.family, first):
-            size = min(2 * size, self.largest)
+            size = min(REACH * size, self.largest)
             if self.high is not None and size >= self.high.size:
                 return
             if not self.traced(size).fits:

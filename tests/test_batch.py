@@ -51,7 +51,7 @@ def on_paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Problem]:
     def fake(step: object, batch: Tensor, **options: object) -> Problem:
         return grown(base, len(batch))
 
-    monkeypatch.setattr("checkmate.batch.trace", fake)
+    monkeypatch.setattr("checkmate.sized_steps.trace", fake)
     return lambda n: grown(base, n)
 
 
@@ -212,7 +212,9 @@ def test_measuring_changes_nothing() -> None:
 def test_where_more_is_measured_than_predicted_there_is_room_made(
     monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
 ) -> None:
-    monkeypatch.setattr("checkmate.batch._Steps.measured_peak", lambda self, answer: answer.solution.peak + 10)
+    monkeypatch.setattr(
+        "checkmate.sized_steps.SizedSteps.measured_peak", lambda self, answer: answer.solution.peak + 10
+    )
     options = {"make_step": lambda: _make_step("cpu"), "make_batch": partial(_make_batch, device="cpu")}
     plain, found = _search(90, **options), _search(90, measure=True, **options)
     assert (plain.size, plain.measured_peak, plain.next_size) == (26, None, "proven")

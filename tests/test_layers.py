@@ -11,19 +11,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors", "cudnn", "figures", "folding", "provenance", "version"},
-    {"units", "asking", "autocast", "display", "fake", "kernels", "memory", "rewrite", "runtime", "files"},
+    {"units", "asking", "autocast", "display", "target", "fake", "kernels", "memory", "rewrite", "runtime", "files"},
     {"graph", "messages", "nodes"},
     {"problem", "devices", "undefined"},
     {"schedule", "costs", "results"},
     {"plan"},
     {"solution", "timeline"},
-    {"solvers", "capture", "throughput", "plot_graph", "difference"},
+    {"solvers", "capture", "throughput", "records", "plot_graph", "difference"},
     {"profiling", "codegen", "ranks", "plot", "peak"},
     {"backend"},
     {"divergence"},
     {"verification"},
     {"compiler"},
-    {"dynamo", "explanation", "batch"},
+    {"dynamo", "explanation", "sized_steps"},
+    {"batch", "doctor"},
     {"cli"},
     {"__main__"},
 )
@@ -53,6 +54,7 @@ WITHOUT_TORCH = {
     "plot",
     "plot_graph",
     "timeline",
+    "records",
     "throughput",
     "version",
 }

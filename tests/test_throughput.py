@@ -31,6 +31,7 @@ def _found() -> LargestBatch:
         fastest=points[1],
         next_size="proven",
         baselines={"ap-greedy": points[0], "chen-sqrt": None},
+        cut_short=(),
         measured_peak=9,
         seconds=0.25,
         ended="",
@@ -77,6 +78,7 @@ def test_the_text_says_what_a_person_asks() -> None:
         ({"max_overhead": 0.25}, "25.0% recomputation at most"),
         ({"keep_all": None}, "fits at no size"),
         ({"ended": "time limit"}, "ended by time limit"),
+        ({"cut_short": ("ap-greedy",)}, "2, or more"),
         ({"next_size": "not found"}, "not proven"),
     ],
 )
@@ -87,7 +89,7 @@ def test_what_is_different_is_said(change: dict[str, object], says: str) -> None
 def test_it_goes_to_json_and_is_a_row_of_points() -> None:
     found = _found()
     summary = json.loads(json.dumps(found.summary()))
-    assert summary["size"] == 3
+    assert (summary["size"], summary["ended"], summary["cut_short"]) == (3, "", [])
     assert summary["points"] == found.records() == [point.record() for point in found]
     assert summary["baselines"]["chen-sqrt"] is None
     assert found.proven
