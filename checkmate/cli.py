@@ -80,7 +80,8 @@ def _watch(args: argparse.Namespace) -> None:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(message)s"))
         log = logging.getLogger("checkmate" if args.verbose else "checkmate.batch")
-        log.handlers, log.level, log.propagate = [handler], logging.INFO, False
+        log.setLevel(logging.INFO)
+        log.handlers, log.propagate = [handler], False
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from checkmate.cli import main
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 FOLDERS = ("checkmate", "solvers", "profiling")
@@ -22,6 +26,23 @@ def test_the_first_example_runs_and_prints_what_the_readme_shows() -> None:
     assert [line[:13] for line in printed.splitlines()[1:]] == [line[:13] for line in shown.strip().splitlines()[1:]]
     for what in (r"budget .*", r"of \d+ ops"):
         assert re.findall(what, printed) == re.findall(what, shown) != []
+
+
+@pytest.mark.slow
+def test_the_example_of_the_largest_batch_runs() -> None:
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "found =" in block)
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("largest size within 1.00 GB, recomputing one forward at most: ")
+
+
+def test_the_commands_of_the_readme_are_ones_that_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = re.findall(r"^checkmate (.*?) *#", README, flags=re.MULTILINE)
+    assert len(lines) == 4
+    for line in lines:
+        command, *words = line.split()
+        assert main([command, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert all(word in shown for word in words if word.startswith("--"))
 
 
 def test_every_module_has_its_line() -> None:
