@@ -90,9 +90,7 @@ def max_batch_size(
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).to("meta")
     >>> found = max_batch_size(
-    ...     lambda: lambda x: model(x).sum(),
-    ...     lambda n: torch.ones(n, 64, device="meta"),
-    ...     budget="100 kB", profile="roofline:h100", time_limit=20,
+    ...     model, lambda n: torch.ones(n, 64, device="meta"), budget="100 kB", profile="roofline:h100", time_limit=20
     ... )
     >>> found.size >= found.keep_all, found.solution.peak <= 100_000
     (True, True)
@@ -251,7 +249,7 @@ class _Search:
                 continue
             hunt = self._hunt(name, share, sure=False)
             self.baselines[name] = None if hunt.low is None else _point(hunt.low)
-            if not hunt.in_time:
+            if hunt.interrupted or not hunt.in_time:
                 self.cut_short.append(name)
 
     def draw(self) -> None:

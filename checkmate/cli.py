@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             raise
         refused = isinstance(error, CheckmateError) and not isinstance(error, BudgetError)
+        if args.json:
+            _out_json({"error": str(error), "min_budget": getattr(error, "min_budget", None)})
         return _say(str(error), REFUSED if refused else USAGE)
 
 

@@ -99,8 +99,8 @@ class LargestBatch:
         fast = self.fastest
         yield "fastest", f"{fast.size}: {fast.throughput:.4g} samples/s, {fast.overhead:+.1%} recomputation"
         for name, point in self.baselines.items():
-            more = ", or more: its search was cut short" if name in self.cut_short else ""
-            yield name, "plans no size" if point is None else f"{point.size}{more}"
+            more = "; its search was cut short" if name in self.cut_short else ""
+            yield name, f"{'plans no size' if point is None else point.size}{more}"
         if self.measured_peak is not None:
             yield "measured", f"{format_bytes(self.measured_peak)} at the largest"
         ended = f", ended by {self.ended}" if self.ended else ""

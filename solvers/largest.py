@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from checkmate.problem import Problem
-from checkmate.solution import Solution, Status
+from checkmate.solution import Solution
 from checkmate.solvers.checkpoint_all import checkpoint_all
 from checkmate.solvers.fingerprints import fingerprints
 from checkmate.solvers.methods import METHODS
-from checkmate.solvers.sizes import Family, Overhead, is_within, most_seconds, plan_within
+from checkmate.solvers.sizes import Family, Overhead, is_beyond, is_within, most_seconds, plan_within
 
 AUTO, KEEP_ALL = "auto", "checkpoint-all"
 REACH = 16  # times the largest size that was traced: beyond, an estimate is not worth much
@@ -43,7 +43,7 @@ class Attempt:
     @property
     def refuted(self) -> bool:
         """Whether it is proven that there is none, by any method."""
-        return not self.fits and (self.solution.status is Status.INFEASIBLE or self.solution.bound > self.cap)
+        return not self.fits and is_beyond(self.solution, self.cap)
 
 
 @dataclass

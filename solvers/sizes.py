@@ -21,13 +21,14 @@ from dataclasses import replace
 import numpy as np
 
 from checkmate.problem import Problem, Profile
-from checkmate.solution import Solution, Status
+from checkmate.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.solvers.fingerprints import fingerprints
 from checkmate.solvers.solve import solve
 from checkmate.solvers.starting import Start
 
 ONE_FORWARD = "one-forward"
 Overhead = float | str | None
+ROUNDING = 1e-9  # of a sum of seconds, in another order
 TINY = 0.05  # of the time: with less left there is no use in asking again
 
 
@@ -135,7 +136,12 @@ def most_seconds(problem: Problem, max_overhead: Overhead) -> float:
 
 def is_within(solution: Solution, cap: float) -> bool:
     """Whether there is a plan, and it takes no more than so many seconds, but for rounding."""
-    return solution.plan is not None and solution.cost <= cap * (1 + 1e-12)
+    return solution.plan is not None and solution.cost <= cap * (1 + ROUNDING)
+
+
+def is_beyond(solution: Solution, cap: float) -> bool:
+    """Whether it is proven that no plan takes so few seconds, by more than solvers are exact to."""
+    return solution.status is Status.INFEASIBLE or solution.bound > cap * (1 + OPTIMAL_GAP)
 
 
 def plan_within(
@@ -147,7 +153,7 @@ def plan_within(
     the gap at which no more is to be known: with a bound b, a plan of cost c <= cap has a gap of at most 1 - b / cap.
 
     Returns:
-        A Solution. No plan takes less than ``cap`` seconds where its bound is above; ``is_within`` says if it has one.
+        A Solution; `is_within` says if it is such a plan, `is_beyond` if there is none.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> plan_within(chain, 3, 5.0, time_limit=1.0).cost
@@ -162,7 +168,7 @@ def plan_within(
     while True:
         gap = min(1.0, max(0.0, 1 - bound / cap)) if cap > 0 else 0.0
         found = solve(problem, budget, time_limit=max(left, 0.01), gap=gap, start=start, progress=False)
-        decided = found.plan is None or is_within(found, cap) or found.bound > cap or found.gap <= 0
+        decided = found.plan is None or is_within(found, cap) or is_beyond(found, cap) or found.gap <= OPTIMAL_GAP
         left = deadline - time.perf_counter()
         if decided or left <= TINY * time_limit or "interrupted" in found.details:
             return found

@@ -188,8 +188,11 @@ def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_budget_too_small_for_any_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["max-batch", "my_step:example", "--device", "h100", "--budget", "1kB"]) == 1
-    assert "Not even size 1 fits 1.00 kB" in capsys.readouterr().err
+    assert main(["max-batch", "my_step:example", "--device", "h100", "--budget", "1kB", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert "Not even size 1 fits 1.00 kB" in err
+    assert json.loads(out)["error"] in err
+    assert json.loads(out)["min_budget"] > 1000
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

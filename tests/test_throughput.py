@@ -78,7 +78,7 @@ def test_the_text_says_what_a_person_asks() -> None:
         ({"max_overhead": 0.25}, "25.0% recomputation at most"),
         ({"keep_all": None}, "fits at no size"),
         ({"ended": "time limit"}, "ended by time limit"),
-        ({"cut_short": ("ap-greedy",)}, "2, or more"),
+        ({"cut_short": ("ap-greedy",)}, "2; its search was cut short"),
         ({"next_size": "not found"}, "not proven"),
     ],
 )
