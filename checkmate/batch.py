@@ -249,6 +249,10 @@ class _Search:
                 continue
             hunt = self._hunt(name, share, sure=False)
             self.baselines[name] = None if hunt.low is None else _point(hunt.low)
+            if hunt.low is not None and hunt.low.size > self.answer.size:  # it had time that ours had not
+                self.best = hunt.low
+                if self.beyond is not None and self.beyond.size <= hunt.low.size:
+                    self.beyond = None
             if hunt.interrupted or not hunt.in_time:
                 self.cut_short.append(name)
 

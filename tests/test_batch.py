@@ -179,7 +179,9 @@ def test_measured_costs_and_a_measured_peak() -> None:
         make_batch=partial(_make_batch, device="cpu"),
         profile="measure",
         measure=True,
-        smallest=64,
+        max_overhead=None,
+        smallest=100,
+        largest=101,
         time_limit=60,
     )
     assert found.measured_peak is not None
@@ -213,7 +215,7 @@ def test_where_more_is_measured_than_predicted_there_is_room_made(
     monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
 ) -> None:
     monkeypatch.setattr(
-        "checkmate.sized_steps.SizedSteps.measured_peak", lambda self, answer: answer.solution.peak + 10
+        "checkmate.sized_steps.SizedSteps.measured_peak", lambda self, size, solution: solution.peak + 10
     )
     options = {"make_step": lambda: _make_step("cpu"), "make_batch": partial(_make_batch, device="cpu")}
     plain, found = _search(90, **options), _search(90, measure=True, **options)
@@ -297,3 +299,14 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch, on_paper:
     assert found.fastest.throughput > 0
     with pytest.raises(KeyboardInterrupt):
         _search(12)
+
+
+def test_a_baseline_that_finds_more_is_the_answer(
+    monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
+) -> None:
+    shares = {"keep all": 0.4, "largest": 0.0, "plan": 0.0, "baselines": 0.9}
+    monkeypatch.setattr("checkmate.batch.SHARES", shares)
+    found = _search(90, baselines=["next-use"])
+    assert (found.keep_all, found.size, found.next_size) == (20, 26, "not looked at")
+    assert found.solution.method == "next-use"
+    assert found.points[-1].size == 26

@@ -72,6 +72,14 @@ def test_the_figures_come_from_the_committed_rows() -> None:
         assert line in written
 
 
+def test_the_figures_of_the_largest_batch_come_from_the_committed_rows() -> None:
+    lines = (ROOT / "benchmarks" / "results" / "largest_batch.jsonl").read_text().splitlines()
+    sizes = {(row["network"], row["size"], row["keep_all"]) for row in map(json.loads, lines)}
+    shown = re.findall(r"(VGG-19|U-Net|FCN-8|SegNet)(?: takes)? (\d+)\D+?(\d+)", README)
+    assert len(shown) == 4
+    assert {(name.replace("-", "").lower(), int(size), int(kept)) for name, size, kept in shown} <= sizes
+
+
 def test_the_figures_of_planning_come_from_the_committed_rows() -> None:
     lines = (ROOT / "benchmarks" / "results" / "solve.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["method"] == "auto" and row.get("cost_ratio")]
