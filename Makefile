@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint format docs clean
 
 help:
 	@echo "make demo    train two networks inside byte budgets, and compare with plain PyTorch"
 	@echo "make test    run the whole test suite"
 	@echo "make lint    check style and types"
 	@echo "make format  put the code in its layout"
+	@echo "make docs    make the pages of docs/ and of all docstrings, in build/docs"
 	@echo "make clean   remove the environment and everything generated"
 
 demo: $(STAMP)
@@ -28,6 +29,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
+	@echo "build/docs/index.html"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

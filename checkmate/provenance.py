@@ -11,7 +11,9 @@ import torch.fx as fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
-_ROOTS = re.compile(r"^(?:fn|__closure__\.\d+|cell_contents|__wrapped__|__func__|args\.\d+|__import_\w+|self)(?:\.|$)")
+_ROOTS = re.compile(
+    r"^(?:fn|__closure__\.\d+|cell_contents|__wrapped__|__func__|args\.\d+|__import_\w+|___unnamed_scope_\w+|self)(?:\.|$)"
+)
 
 
 def is_users(file: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import checkmate
 from checkmate.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -91,3 +94,36 @@ def test_the_figures_of_planning_come_from_the_committed_rows() -> None:
     shown = re.findall(r"^\| \w[\w-]* \| \d+ \| .* s \|$", README, flags=re.MULTILINE)
     assert len(shown) == 22
     assert set(shown) <= written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["idea", "guide"])
+def test_the_examples_of_a_page_run(page: str, tmp_path: Path) -> None:
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.DOTALL)
+    assert examples
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(examples))
+    environment = {**os.environ, "CHECKMATE_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    shown = re.findall(r"^\.\. auto\w+:: checkmate\.(\w+)", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
+    errors = {
+        node.name
+        for node in ast.parse((ROOT / "checkmate" / "errors.py").read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert errors <= set(checkmate.__all__)
+    assert {*shown} >= {*checkmate.__all__} - errors
+
+
+@pytest.mark.slow
+def test_the_pages_can_be_made_and_all_their_links_lead_somewhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    page = (tmp_path / "api.html").read_text()
+    assert 'id="checkmate.compile"' in page
+    assert "checkmate.Solution.explain_peak" in page

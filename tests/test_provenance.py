@@ -33,6 +33,7 @@ def test_pytorch_and_this_library_are_not_the_users() -> None:
         ("L['fn'].__closure__[0].cell_contents._modules['layer1'][0]", "layer1.0"),
         ("L['self']._modules['head']", "head"),
         ("L['self']", ""),
+        ("G['___unnamed_scope_139872976024000_c5']._modules['3']", "3"),
         ("", ""),
     ],
 )
