@@ -43,6 +43,7 @@ from checkmate.nodes import (
     written,
 )
 from checkmate.provenance import where
+from checkmate.randomness import save_state
 from checkmate.rewrite import prepare
 
 _OUTSIDE_ITS_RUNNING_STATISTICS = {  # in training mode: what later ops read does not depend on the running statistics
@@ -313,6 +314,8 @@ class _Reader:
             return "overwrites " + ", ".join(map(self._name, written(node)))
         if is_with_effects(node):
             return "has a side effect"
+        if node.target is save_state:
+            return "saves the random state before a draw"
         if is_random(node):
             return "draws random numbers"
         if is_collective(node):

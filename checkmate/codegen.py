@@ -23,6 +23,7 @@ from torch._functorch.partitioners import (
     _is_tangent,
 )
 
+from checkmate import randomness
 from checkmate.capture import Joint
 from checkmate.errors import SolverError
 from checkmate.plan import Plan, Run, Step
@@ -140,6 +141,8 @@ class _Writer:
         n = self.times[node]
         self.times[node] += 1
         copy = self._copy(node, f"{node.name}{AGAIN}{n}" if n else node.name)
+        if n:
+            copy.target = randomness.AGAIN.get(copy.target, copy.target)
         faces = [face for v in outputs for face in self.joint.faces[v]]
         if node in faces:
             self.env.setdefault(node, copy)  # what is still at hand stays, as in the plan

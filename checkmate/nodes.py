@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
-from checkmate.rewrite import DRAWS
+from checkmate.randomness import DRAWS
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch.fx as fx
 from checkmate.cudnn import expose_cudnn
 from checkmate.errors import Unsupported
 from checkmate.provenance import where
+from checkmate.randomness import DRAWS, STATE_BYTES, WORTH_BYTES, draw_mask, draw_numbers, draw_saved, save_state
 
 aten = torch.ops.aten
 
@@ -26,6 +28,7 @@ def prepare(graph: fx.Graph) -> None:
     skip_idle_views(graph)
     gather_copies(graph)
     graph.eliminate_dead_code(lambda node: node.target in DRAWS or node.is_impure())
+    save_states(graph)  # of draws that somebody reads
     graph.lint()
 
 
@@ -34,7 +37,7 @@ def expose_dropout(graph: fx.Graph) -> None:
 
         noise = bernoulli(1 - p) / (1 - p),   y = x * noise,   dx = dy * noise
 
-    The mask is drawn once, as one byte an element; the noise and the product can be computed from it again. AOTAutograd
+    The mask is one byte an element; the noise and the product can be computed from it again. AOTAutograd
     traces ``native_dropout`` instead, whose scaling rounds differently from eager in half precision. On CUDA that op is
     what eager runs too, in one kernel with a random stream of its own: there it stays, runs once, and its mask is kept.
     """
@@ -71,13 +74,19 @@ def expose_dropout(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def draw_mask(x: torch.Tensor, p: float) -> torch.Tensor:
-    """A bool tensor in the shape and memory order of ``x``, each entry true with probability p.
-
-    The draws are those that ``empty_like(x).bernoulli_(p)`` makes, in number and order; the functional ``bernoulli`` of
-    PyTorch draws in logical order instead, and differs where ``x`` is channels-last.
-    """
-    return torch.empty_like(x, dtype=torch.bool).bernoulli_(p)
+def save_states(graph: fx.Graph) -> None:
+    """Keep the generator's state before each large mask of the forward, so that the mask can be drawn again."""
+    for node in graph.find_nodes(op="call_function", target=draw_mask):
+        x, p = node.args
+        shape = tuple(node.meta["val"].shape)
+        if not node.users or "backward" in node.meta.get("partitioner_tag", "") or math.prod(shape) < WORTH_BYTES:
+            continue
+        with graph.inserting_before(node), node.meta["val"].fake_mode:
+            like = torch.empty(STATE_BYTES + 8 * len(shape), dtype=torch.uint8)
+            saved = _call(graph, node, save_state, (x,), name=f"{node.name}_state", val=like)
+            drawn = _call(graph, node, draw_saved, (saved, shape, p), name=f"{node.name}_drawn", val=node.meta["val"])
+        node.replace_all_uses_with(drawn)
+        graph.erase_node(node)
 
 
 def draw_as_in_place(graph: fx.Graph) -> None:
@@ -112,12 +121,6 @@ def draw_as_in_place(graph: fx.Graph) -> None:
             )
 
 
-def draw_numbers(x: torch.Tensor, p: float) -> torch.Tensor:
-    """Zeros and ones in the type, shape and memory order of ``x``, each entry one with probability p."""
-    return torch.empty_like(x).bernoulli_(p)
-
-
-DRAWS = {draw_mask, draw_numbers}  # what draws random numbers, beside the ops that PyTorch marks
 _EMPTY = {aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default, aten.empty_permuted.default}
 
 
@@ -211,12 +214,18 @@ def _call(
     *,
     name: str,
     stands_for: fx.Node | None = None,
+    val: torch.Tensor | None = None,
 ) -> fx.Node:
-    """A node with the provenance of another, and the fake result of the one it stands for: views of that share it."""
+    """A node with the provenance of another, and the fake result of the one it stands for: views of that share it.
+
+    ``val``: the fake result, where it is known.
+    """
     node = graph.create_node("call_function", target, args, name=name)
     node.meta = {key: what for key, what in origin.meta.items() if key not in ("val", "tensor_meta")}
     if stands_for is not None:
-        node.meta["val"] = stands_for.meta["val"]
+        val = stands_for.meta["val"]
+    if val is not None:
+        node.meta["val"] = val
         return node
     fake_args = fx.node.map_arg(args, lambda n: n.meta["val"])
     with fake_args[0].fake_mode, torch.no_grad():

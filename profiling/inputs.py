@@ -18,6 +18,7 @@ from torch._functorch._aot_autograd.utils import is_with_effects
 from torch.utils._pytree import tree_map
 
 from checkmate.nodes import is_collective, target_name, tensors
+from checkmate.randomness import save_state
 
 log = logging.getLogger("checkmate.profiling")
 aten = torch.ops.aten
@@ -85,9 +86,11 @@ def call_of(node: fx.Node) -> Callable[[], Any]:
     bounds = _index_bounds(node)
 
     def make(arg: Any) -> Any:
-        return (
-            tree_map(lambda leaf: make_up(leaf, bounds.get(arg)), arg.meta["val"]) if isinstance(arg, fx.Node) else arg
-        )
+        if not isinstance(arg, fx.Node):
+            return arg
+        if arg.target is save_state:  # a generator takes no made-up state
+            return call_of(arg)()
+        return tree_map(lambda leaf: make_up(leaf, bounds.get(arg)), arg.meta["val"])
 
     args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), make)
     target: Any = node.target

@@ -182,7 +182,7 @@ class _State:
         """Let values go that no op needs any more, until there is room; those spared so that others can come back.
 
         That is the only copy of a value, where larger ones that are still needed can be made from it: a mask of bits,
-        say, and the noise it stands for.
+        say, and the noise it stands for, or the random state that such a mask was drawn with.
         """
         spared = []
         for v in values:
@@ -195,12 +195,18 @@ class _State:
         return spared
 
     def _makes_bytes(self, v: int) -> int:
-        """Bytes at hand, and still needed, that were made from v."""
-        children = [w for j in self.tables.users[v] if j <= self.now for w in self.tables.outputs[j] if self.movable[w]]
-        if not children:
-            return 0
-        needed = self._needed_at(np.array(children)) < NEVER
-        return sum(self.tables.size[w] for w, is_needed in zip(children, needed, strict=True) if is_needed)
+        """Bytes at hand, and still needed, that were made from v, be it through others that come from it alone."""
+        tables, total, todo = self.tables, 0, [v]
+        while todo:
+            for j in tables.users[todo.pop()]:
+                if j > self.now:
+                    break
+                for w in tables.outputs[j]:
+                    if self.movable[w] and self._needed_at(np.array([w]))[0] < NEVER:
+                        total += tables.size[w]
+                    elif len(tables.inputs[j]) == 1:
+                        todo.append(w)
+        return total
 
     def _needed_at(self, values: np.ndarray) -> np.ndarray:
         """The next stage that needs each value, for itself or to bring back another; NEVER without one."""

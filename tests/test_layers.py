@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "cudnn", "figures", "folding", "provenance", "version"},
+    {"errors", "cudnn", "figures", "folding", "provenance", "randomness", "version"},
     {"units", "asking", "autocast", "display", "target", "fake", "kernels", "memory", "rewrite", "runtime", "files"},
     {"graph", "messages", "nodes"},
     {"problem", "devices", "undefined"},

@@ -1,4 +1,4 @@
-"""Random numbers are drawn once and never again, however often what they go into runs."""
+"""Random numbers are drawn once, or the same ones again, however often what they go into runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
+from checkmate.randomness import STATE_BYTES, WORTH_BYTES, draw_again, draw_mask, draw_saved, save_state
 from tests.sampling import slow
 from tests.stepping import assert_same, train
 
@@ -76,3 +77,80 @@ def test_replays_at_the_tightest_budget(name: str) -> None:
     assert len(drawing) == 3
     assert all(plan.plan.runs.count(k) == 1 for k in drawing)
     assert max(found.peaks) + plan.problem.resident == plan.peak <= budget
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "channels-last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(1, 3),
+    "expanded": lambda x: x[:1].expand(3, -1, -1, -1),
+    "sliced": lambda x: x[:, 1:4, ::2],
+    "a number": lambda x: x[0, 0, 0, 0],
+    "empty": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mask_is_drawn_from_a_saved_state_as_from_the_tensor_itself(layout: str) -> None:
+    x = LAYOUTS[layout](torch.randn(3, 5, 7, 9))
+    torch.manual_seed(5)
+    expected, after = draw_mask(x, 0.7), torch.get_rng_state()
+    torch.manual_seed(5)
+    saved = save_state(x)
+    assert saved.numel() == STATE_BYTES + 8 * x.dim()
+    first = draw_saved(saved, tuple(x.shape), 0.7)
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(6)
+    between = torch.get_rng_state()
+    again = draw_again(saved, tuple(x.shape), 0.7)
+    assert torch.equal(torch.get_rng_state(), between)
+    for mask in (first, again):
+        assert torch.equal(mask, expected)
+        assert mask.stride() == expected.stride()
+
+
+def _wide(drop: Callable[[Tensor, bool], Tensor]) -> tuple[nn.Module, Tensor]:
+    """Masks that are worth more than a random state."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Block(drop) for _ in range(3)))
+    return net, torch.randn(2 * WORTH_BYTES // (2 * WIDTH * TOKENS), TOKENS, WIDTH)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("reseeded", [False, True])
+def test_large_masks_are_drawn_again_where_memory_is_short(reseeded: bool) -> None:
+    """Whatever the generator is set to between forward and backward, it is found there after the backward."""
+    net, x = _wide(DROPS["dropout"])
+    twin, _ = _wide(DROPS["dropout"])
+    step = lambda x: net(x).square().mean()  # noqa: E731
+    problem = checkmate.trace(step, x)
+    drawing = [k for k, op in enumerate(problem.graph.ops) if "draw_saved" in op.target]
+    assert len(drawing) == 3
+    assert not any(problem.graph.ops[k].pinned for k in drawing)
+    compiled = checkmate.compile(step, budget=problem.min_budget(time_limit=1).peak, time_limit=1)
+    found = []
+    for run, module in ((lambda x: twin(x).square().mean(), twin), (compiled, net)):
+        torch.manual_seed(1)
+        loss = run(x)
+        if reseeded:
+            torch.manual_seed(1)
+        states = [torch.get_rng_state()]
+        loss.backward()
+        states.append(torch.get_rng_state())
+        found.append([loss.detach(), *states, *(p.grad for p in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    (plan,) = compiled.plans
+    assert plan.plan is not None
+    assert any(plan.plan.runs.count(k) > 1 for k in drawing)
+    assert any("draw_again" in str(node.target) for node in plan.modules.backward.graph.nodes)
+
+
+def test_small_masks_and_those_that_nobody_reads_are_drawn_once() -> None:
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        F.dropout(x, 0.5)
+        return (F.dropout(x[0], 0.5) * weight).sum()
+
+    x = torch.randn(2, WORTH_BYTES - 1)
+    targets = [op.target for op in checkmate.trace(step, x, torch.ones(1, requires_grad=True)).graph.ops]
+    assert targets.count("checkmate.draw_mask") == 2
+    assert "checkmate.save_state" not in targets

@@ -15,7 +15,8 @@ import checkmate
 from checkmate import rewrite
 from checkmate.memory import measure_peak
 from checkmate.nodes import is_random
-from checkmate.rewrite import draw_mask, scale_mask
+from checkmate.randomness import draw_mask
+from checkmate.rewrite import scale_mask
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.37, 0.5, 0.9])

@@ -1,0 +1,60 @@
+"""What draws random numbers in a captured step, and how a draw is made again.
+
+A draw changes the generator, so it runs once, and what it drew is kept; or, where that is large, what is kept is the
+state that the generator had before: the draw is then an op like any other, and can run again. Its first run leaves the
+generator as plain PyTorch does. Each later run sets it to the kept state, draws, and puts back the state it found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+STATE_BYTES = torch.get_rng_state().numel()  # of the CPU's generator
+WORTH_BYTES = 4 * STATE_BYTES  # a smaller mask is kept itself
+
+
+def draw_mask(x: torch.Tensor, p: float) -> torch.Tensor:
+    """A bool tensor in the shape and memory order of ``x``, each entry true with probability p.
+
+    The draws are those that ``empty_like(x).bernoulli_(p)`` makes, in number and order; the functional ``bernoulli`` of
+    PyTorch draws in logical order instead, and differs where ``x`` is channels-last.
+    """
+    return torch.empty_like(x, dtype=torch.bool).bernoulli_(p)
+
+
+def draw_numbers(x: torch.Tensor, p: float) -> torch.Tensor:
+    """Zeros and ones in the type, shape and memory order of ``x``, each entry one with probability p."""
+    return torch.empty_like(x).bernoulli_(p)
+
+
+def save_state(x: torch.Tensor) -> torch.Tensor:
+    """What it takes to draw a mask for ``x``, now or later, without x: the CPU generator's state and x's memory order.
+
+    Returns:
+        Bytes, (STATE_BYTES + 8 * x.dim(),).
+    """
+    order = torch.tensor(torch.empty_like(x, dtype=torch.bool, device="meta").stride(), dtype=torch.int64)
+    return torch.cat([torch.get_rng_state(), order.view(torch.uint8)])
+
+
+def draw_saved(saved: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.Tensor:
+    """What ``draw_mask(x, p)`` draws, right after ``saved = save_state(x)``."""
+    order = saved[STATE_BYTES:].view(torch.int64).tolist()
+    return torch.empty_strided(shape, order, dtype=torch.bool).bernoulli_(p)
+
+
+def draw_again(saved: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.Tensor:
+    """The same mask another time, at any time: the generator is left as it is."""
+    now = torch.get_rng_state()
+    torch.set_rng_state(saved[:STATE_BYTES])
+    try:
+        return draw_saved(saved, shape, p)
+    finally:
+        torch.set_rng_state(now)
+
+
+DRAWS: set[Any] = {draw_mask, draw_numbers, save_state}  # what may run only once, beside the ops that PyTorch marks
+AGAIN: dict[Any, Callable[..., torch.Tensor]] = {draw_saved: draw_again}  # what runs in place of an op after its first
