@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,13 +67,28 @@ def write_json(path: Path, document: dict[str, Any], *, indent: int | None = Non
     Raises:
         OSError: if it cannot be written.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}", suffix=".tmp")
+    write_bytes(path, json.dumps(document, allow_nan=False, indent=indent).encode(), private=True)
+
+
+def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write a file at once: whoever reads meanwhile sees the old file or the new one.
+
+    Args:
+        path: of the file.
+        content: all of it.
+        private: whether only this user may read it; by default whoever may read a file that a program makes here.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    passing = path.with_name(f".{path.stem[:100]}{secrets.token_hex(8)}.tmp")
     try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(document, file, allow_nan=False, indent=indent)
-        Path(name).replace(path)
+        handle = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        passing.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        passing.unlink(missing_ok=True)
         raise
 
 

@@ -13,6 +13,9 @@ from checkmate.schedule import Schedule
 from checkmate.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
     from checkmate.peak import PeakExplanation
 
 OPTIMAL_GAP = 1e-6  # a smaller gap than this is rounding, not recomputation
@@ -98,6 +101,31 @@ class Solution:
         from checkmate.peak import explain_peak
 
         return explain_peak(self, **options)
+
+    def report(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Write the plan as one HTML page that needs no network: summary, pictures to point at, tables to sort.
+
+        Args:
+            path: of the page, such as ``"plan.html"``; one that is there is replaced.
+            options: ``frontier`` and ``prices``, as of `checkmate.report.report`.
+
+        Returns:
+            The path of the page.
+
+        Raises:
+            ValueError: if there is no plan.
+            OSError: if the page cannot be written.
+
+        >>> import tempfile
+        >>> from checkmate import solve
+        >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 2, 3, 4], sizes=[10, 20, 20, 5])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     solve(chain, 50).report(f"{folder}/plan.html").stat().st_size < 100_000
+        True
+        """
+        from checkmate.report import report
+
+        return report(self, path, **options)
 
     def __repr__(self) -> str:
         found = f"cost={self.cost:g}, bound={self.bound:g}, peak={self.peak}" if self.plan else self.message

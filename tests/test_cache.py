@@ -151,7 +151,7 @@ def test_a_failed_write_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.json, "dump", fail)
+        patch.setattr(files.Path, "replace", fail)
         store(PLACE, {"more": None})
     assert load(PLACE) == COSTS
     assert {path.suffix for path in files.folder().iterdir()} == {".json", ".lock"}

@@ -19,7 +19,7 @@ LAYERS = (
     {"solution", "timeline"},
     {"solvers", "capture", "throughput", "records", "plot_graph", "difference"},
     {"profiling", "codegen", "ranks", "plot", "peak"},
-    {"backend"},
+    {"backend", "report"},
     {"divergence"},
     {"verification"},
     {"compiler"},
@@ -32,6 +32,7 @@ LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 INSIDE_FUNCTIONS = {  # for short cuts in the user's interface
     ("checkmate/problem.py", "checkmate.solvers.solve"),
     ("checkmate/solution.py", "checkmate.peak"),
+    ("checkmate/solution.py", "checkmate.report"),
     ("checkmate/costs.py", "checkmate.compiler"),
 }
 WITHOUT_TORCH = {
@@ -53,6 +54,7 @@ WITHOUT_TORCH = {
     "peak",
     "plot",
     "plot_graph",
+    "report",
     "timeline",
     "records",
     "throughput",
