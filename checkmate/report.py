@@ -11,11 +11,11 @@ import base64
 import hashlib
 import html
 import json
-import math
 import os
 import platform
 from collections.abc import Iterable, Iterator
-from importlib import resources
+from contextlib import suppress
+from importlib import metadata, resources
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,10 @@ import numpy as np
 
 from checkmate.files import write_bytes
 from checkmate.peak import PeakExplanation, explain_peak
-from checkmate.plot import ROLE_STYLES
 from checkmate.problem import Problem
+from checkmate.report_data import page_data
 from checkmate.solution import Solution, Status
-from checkmate.timeline import ROLES, Timeline, timeline
+from checkmate.timeline import Timeline, timeline
 from checkmate.units import format_bytes, format_seconds
 from checkmate.version import __version__
 
@@ -35,17 +35,6 @@ if TYPE_CHECKING:
     from checkmate.solvers.frontier import Row
 
 SCRIPTS = ("base", "step", "tables", "memory", "schedule", "frontier")  # in this order
-ABOUT = {  # what a role is, in words
-    "parameters": "there all the time",
-    "buffers": "there all the time",
-    "inputs": "the batch, there all the time",
-    "other resident": "there all the time",
-    "results": "what the step hands out, such as the loss and gradients of parameters",
-    "activations": "first copies of what the forward makes",
-    "made again": "later copies",
-    "gradients": "first copies of what the backward makes",
-    "workspace": "of the op that runs",
-}
 
 
 def report(
@@ -88,7 +77,7 @@ def report(
     rows = None if frontier is None else _rows_of(frontier, solution.problem)
     line = timeline(solution.plan, solution.problem)
     peak = explain_peak(solution, prices=prices)
-    write_bytes(path, _page(solution, line, peak, rows).encode(errors="replace"))  # a lone surrogate is no text
+    write_bytes(path, _page(solution, line, peak, rows).encode())
     return path
 
 
@@ -120,14 +109,14 @@ def _page(solution: Solution, line: Timeline, peak: PeakExplanation, rows: list[
     return Template(_part("report.html")).substitute(
         title=f"checkmate: a step within {format_bytes(solution.budget)}",
         version=__version__,
-        summary=html.escape(_summary(solution)),
+        summary=_html(_summary(solution)),
         figures=figures,
-        memory_text=html.escape(_memory_text(solution, line)),
-        schedule_text=html.escape(_schedule_text(solution)),
+        memory_text=_html(_memory_text(solution, line)),
+        schedule_text=_html(_schedule_text(solution)),
         frontier_link="" if rows is None else '<li><a href="#frontier">Frontier</a></li>',
         frontier_section="" if rows is None else _frontier_section(rows),
         facts=facts,
-        data=_json(page_data(solution, line, peak, rows)),
+        data=_json(_plain(page_data(solution, line, peak, rows))),
         style=style,
         style_hash=_hash(style),
         script=script,
@@ -150,8 +139,31 @@ def _json(document: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+def _plain(document: Any) -> Any:
+    r"""The same, with characters in its texts that cannot be seen, or turn the text around them, written out.
+
+    >>> _plain({"name": "a\u202eb\n"})
+    {'name': 'a\\u202eb\\n'}
+    """
+    if isinstance(document, str):
+        return document if document.isprintable() else "".join(c if c.isprintable() else _written(c) for c in document)
+    if isinstance(document, dict):
+        return {key: _plain(value) for key, value in document.items()}
+    if isinstance(document, (list, tuple)):
+        return [_plain(part) for part in document]
+    return document
+
+
+def _written(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def _html(text: str) -> str:
+    return html.escape(_plain(text))
+
+
 def _term(name: str, *texts: str) -> str:
-    return f"<dt>{html.escape(name)}</dt>" + "".join(f"<dd>{html.escape(text)}</dd>" for text in texts)
+    return f"<dt>{_html(name)}</dt>" + "".join(f"<dd>{_html(text)}</dd>" for text in texts)
 
 
 def _tile(name: str, figure: str, more: str) -> str:
@@ -179,7 +191,8 @@ def _price_in_words(solution: Solution) -> str:
     ops, times = int((again > 0).sum()), int(again.sum())
     once = solution.problem.keep_all_cost
     return (
-        f"For it {_counted(ops, 'op')} {'run' if ops > 1 else 'runs'} again, {_counted(times, 'time')} in all, "
+        f"To stay within it, {_counted(ops, 'op')} {'run' if ops > 1 else 'runs'} again, "
+        f"{_counted(times, 'time')} in all, "
         f"which adds {format_seconds(solution.cost - once)} to a step of {format_seconds(once)} "
         f"({solution.overhead:+.2%})."
     )
@@ -224,7 +237,15 @@ def _facts(solution: Solution) -> Iterator[tuple[str, str]]:
     yield "keeping everything", f"{format_bytes(problem.keep_all_peak)}, {format_seconds(problem.keep_all_cost)}"
     yield "no budget can be below", f"{format_bytes(int(problem.unavoidable_bytes.max()))}"
     yield "profile", problem.profile.source + (f"; {_counted(estimated, 'op')} estimated" if estimated else "")
-    yield "versions", f"checkmate {__version__}, NumPy {np.__version__}, Python {platform.python_version()}"
+    yield "written with", ", ".join(_versions())
+
+
+def _versions() -> Iterator[str]:
+    yield f"checkmate {__version__}"
+    yield f"Python {platform.python_version()}"
+    for name in ("torch", "numpy", "highspy"):
+        with suppress(metadata.PackageNotFoundError):
+            yield f"{name} {metadata.version(name)}"
 
 
 def _memory_text(solution: Solution, line: Timeline) -> str:
@@ -267,145 +288,5 @@ def _frontier_section(rows: list[Row]) -> str:
     text += "Nothing can be in the hatched part: that is proven."
     return (
         '<section id="frontier" aria-labelledby="frontier-title"><h2 id="frontier-title">Cost against peak</h2>'
-        f'<p id="frontier-text">{html.escape(text)}</p><div id="frontier-picture"></div></section>'
+        f'<p id="frontier-text">{_html(text)}</p><div id="frontier-picture"></div></section>'
     )
-
-
-# data
-
-
-def page_data(solution: Solution, line: Timeline, peak: PeakExplanation, rows: list[Row] | None) -> dict[str, Any]:
-    """What the page's script draws: columns of numbers, and each repeated text once."""
-    problem, graph = solution.problem, solution.problem.graph
-    assert solution.schedule is not None
-    targets = list(dict.fromkeys(op.target for op in graph.ops))
-    place_of = {m.op: (m.place.module, m.place.kind, m.place.line, m.where) for m in line.moments}
-    places = list(dict.fromkeys(place_of[k] for k in range(len(graph.ops))))
-    target_at, place_at = ({text: i for i, text in enumerate(texts)} for texts in (targets, places))
-    return {
-        "budget": solution.budget,
-        "cost": solution.cost,
-        "forward": graph.forward_length,
-        "peak": {"bytes": line.peak, "moment": line.peak_moment.index},
-        "resident": line.resident,
-        "roles": [
-            {"name": role, "fill": fill, "hatch": hatch, "about": ABOUT[role]}
-            for role, (fill, hatch) in ((role, ROLE_STYLES[role]) for role in ROLES)
-        ],
-        "targets": targets,
-        "places": places,  # module, class, line, and all in words
-        "pinned": {k: op.pinned for k, op in enumerate(graph.ops) if op.pinned},
-        "ops": {
-            "name": [op.name for op in graph.ops],
-            "target": [target_at[op.target] for op in graph.ops],
-            "place": [place_at[place_of[k]] for k in range(len(graph.ops))],
-            "seconds": problem.seconds.tolist(),
-            "workspace": problem.workspace.tolist(),
-        },
-        "values": {
-            "name": [value.name for value in graph.values],
-            "bytes": problem.sizes.tolist(),
-            "producer": [value.producer for value in graph.values],
-        },
-        "moments": {
-            "op": [moment.op for moment in line.moments],
-            "bytes": line.bytes.tolist(),
-            "boundary": line.boundary,
-        },
-        # value, role, copies before, first and last moment, moments that read it
-        "spans": [[s.value, ROLES.index(s.role), s.copy, s.first, s.last, s.uses] for s in line.spans],
-        "kept": _intervals(solution.schedule.S),
-        "frontier": None if rows is None else _frontier_data(rows),
-        "tables": [*_peak_tables(line, peak), *([] if rows is None else [_frontier_table(rows)])],
-    }
-
-
-def _intervals(S: np.ndarray) -> list[list[int]]:
-    """S column by column: [value, first stage, last stage] of each time at hand."""
-    edges = np.diff(np.pad(S.T.astype(np.int8), ((0, 0), (1, 1))), axis=1)
-    (values, first), (_, end) = np.nonzero(edges == 1), np.nonzero(edges == -1)
-    return np.stack([values, first, end - 1], axis=1).tolist()
-
-
-Cell = str | tuple[str, float | None]  # text, or text and what it sorts by; None stands last
-
-
-def _peak_tables(line: Timeline, peak: PeakExplanation) -> Iterator[dict[str, Any]]:
-    made = {span.value: span.first for span in line.alive(peak.moment.index)}
-    yield {
-        "id": "table-peak",
-        "title": f"Values at the peak ({len(peak)})",
-        "heads": [
-            ("value", False), ("bytes", True), ("role", False), ("made by", False), ("next read by", False),
-            ("in", True), ("dropping costs", True), ("why it cannot be dropped", False), ("where", False),
-        ],
-        "rows": [
-            (
-                row.name, (format_bytes(row.bytes), row.bytes), row.role, row.made_by, row.next_op,
-                _seconds(row.next_in), _seconds(row.drop_seconds), row.why_not, row.where,
-            )
-            for row in peak
-        ],
-        "go": [made[row.value] for row in peak],
-    }  # fmt: skip
-    if peak.prices:
-        yield {
-            "id": "table-prices",
-            "title": "What less or more memory would change",
-            "heads": [
-                ("memory", True), ("budget", True), ("step", True), ("plan found", True),
-                ("any plan, proven", True), ("status", False),
-            ],
-            "rows": [
-                (
-                    (format_bytes(price.change_bytes), price.change_bytes), (format_bytes(price.budget), price.budget),
-                    _seconds(price.cost), _seconds(price.found_change, "+"),
-                    _seconds(price.proven_change, "+", "at least "), price.status.label,
-                )
-                for price in peak.prices
-            ],
-        }  # fmt: skip
-
-
-def _seconds(seconds: float | None, plus: str = "", before: str = "") -> Cell:
-    if seconds is None or not math.isfinite(seconds):
-        return "-", None
-    return f"{before}{plus if seconds > 0 else ''}{format_seconds(seconds)}", seconds
-
-
-def _frontier_table(rows: list[Row]) -> dict[str, Any]:
-    return {
-        "id": "table-frontier",
-        "title": f"Budgets and methods ({len(rows)})",
-        "heads": [
-            ("method", False), ("budget", True), ("peak", True), ("step", True), ("recomputed", True),
-            ("bound", True), ("gap", True), ("solved in", True), ("status", False), ("what happened", False),
-        ],
-        "rows": [
-            (
-                row.method, (format_bytes(row.budget), row.budget),
-                ("-", None) if row.peak is None else (format_bytes(row.peak), row.peak), _seconds(row.cost),
-                ("-", None) if row.peak is None else (f"{row.overhead:.2%}", row.overhead), _seconds(row.bound),
-                ("-", None) if row.peak is None else (f"{row.gap:.2%}", row.gap), _seconds(row.seconds),
-                row.status.label, row.message,
-            )
-            for row in rows
-        ],
-    }  # fmt: skip
-
-
-def _frontier_data(rows: list[Row]) -> dict[str, Any]:
-    """Points by method, and for each budget what is proven of it and all smaller ones; None: that no plan fits."""
-    base = rows[0].solution.problem.keep_all_cost
-    by_method: dict[str, list[Row]] = {}
-    for row in rows:
-        by_method.setdefault(row.method, []).append(row)
-    budgets = sorted({row.budget for row in rows})
-    bounds = [max(base, *(row.bound for row in rows if row.budget >= budget)) for budget in budgets]
-    methods = []
-    for name, mine in by_method.items():
-        found = [row for row in mine if row.peak is not None]
-        label = name if len(found) == len(mine) else f"{name} ({len(found)} of {len(mine)} budgets)"
-        methods.append({"name": name, "label": label, "points": sorted({(row.peak, row.cost) for row in found})})
-    shade = [(b, bound if math.isfinite(bound) else None) for b, bound in zip(budgets, bounds, strict=True)]
-    return {"base": base, "methods": methods, "shade": shade}

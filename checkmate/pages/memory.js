@@ -235,7 +235,7 @@ const memory = (() => {
         ["runs", `${nth(i + 1)} of ${N}, in the ${half}${times}`],
         ["begins at", formatSeconds(step.begin[i])],
         ["takes", formatSeconds(data.ops.seconds[k])],
-        ["at hand", `${formatBytes(data.moments.bytes[i])}, ${here.length} values`],
+        ["at hand", `${formatBytes(data.moments.bytes[i])}, ${here.length} value${here.length === 1 ? "" : "s"}`],
         ["workspace", data.ops.workspace[k] ? formatBytes(data.ops.workspace[k]) : ""],
         ["module", module && kind ? `${module} (${kind})` : module || kind],
         ["line", line],

@@ -20,7 +20,7 @@ function compare(a, b, sign) {
 function rowOf(cells, heads, go) {
   return el("tr", {}, ...cells.map((cell, c) => {
     const text = textOf(cell);
-    const attributes = { class: heads[c][1] ? "number" : text.length > 30 ? "long" : null };
+    const attributes = { class: heads[c][1] ? "number" : text.length > 30 && text.includes(" ") ? "long" : null };
     if (c > 0) return el("td", attributes, text);
     return el("th", { ...attributes, scope: "row" }, go == null ? text : button(text, () => memory.go(go)));
   }));
