@@ -177,8 +177,9 @@ def _summary(solution: Solution) -> str:
     """The plan in three sentences."""
     problem, peak = solution.problem, solution.peak or 0
     share = f", {peak / problem.keep_all_peak:.1%} of what keeping everything takes" if problem.keep_all_peak else ""
+    ops, budget = _counted(len(problem.graph.ops), "op"), format_bytes(solution.budget)
     return (
-        f"This plan runs a step of {len(problem.graph.ops):,} ops within a budget of {format_bytes(solution.budget)}. "
+        f"This plan runs a step of {ops} within a budget of {budget}. "
         f"Its peak is {format_bytes(peak)}{share}. {_price_in_words(solution)} {_proof_in_words(solution)}"
     )
 
@@ -281,7 +282,9 @@ def _schedule_text(solution: Solution) -> str:
 def _frontier_section(rows: list[Row]) -> str:
     found = [row for row in rows if row.peak is not None]
     text = f"{_counted(len(found), 'plan')} for {_counted(len({row.budget for row in rows}), 'budget')}. "
-    if found:
+    if len(found) == 1:
+        text += f"It takes {format_seconds(found[0].cost)} at a peak of {format_bytes(found[0].peak or 0)}. "
+    elif found:
         low, high = (f(found, key=lambda row: (row.cost, row.peak or 0)) for f in (min, max))
         ends = (f"{format_seconds(r.cost)} at a peak of {format_bytes(r.peak or 0)}" for r in (low, high))
         text += f"The fastest takes {next(ends)}, the slowest {next(ends)}. "

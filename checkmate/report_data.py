@@ -30,6 +30,7 @@ ABOUT = {  # what a role is, in words
 }
 
 Cell = str | tuple[str, float | None]  # text, or text and what it sorts by; None stands last
+NONE = ("-", None)
 
 
 def page_data(solution: Solution, line: Timeline, peak: PeakExplanation, rows: list[Row] | None) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def _peak_tables(line: Timeline, peak: PeakExplanation) -> Iterator[dict[str, An
         ],
         "rows": [
             (
-                row.name, (format_bytes(row.bytes), row.bytes), row.role, row.next_op, _seconds(row.next_in),
+                row.name, _bytes(row.bytes), row.role, row.next_op, _seconds(row.next_in),
                 _seconds(row.drop_seconds) if row.drop_seconds is not None else (row.why_not, None), row.where,
             )
             for row in peak
@@ -113,18 +114,23 @@ def _peak_tables(line: Timeline, peak: PeakExplanation) -> Iterator[dict[str, An
             ],
             "rows": [
                 (
-                    (format_bytes(price.change_bytes), price.change_bytes), (format_bytes(price.budget), price.budget),
-                    _seconds(price.cost), _seconds(price.found_change, "+"),
-                    _seconds(price.proven_change, "+", "at least "), price.status.label,
+                    _bytes(price.change_bytes, "+"), _bytes(price.budget), _seconds(price.cost),
+                    _seconds(price.found_change, "+"),
+                    ("none fits", None) if math.isinf(price.bound) else _seconds(price.proven_change, "+", "at least "),
+                    price.status.label,
                 )
                 for price in peak.prices
             ],
         }  # fmt: skip
 
 
+def _bytes(count: int, plus: str = "") -> Cell:
+    return f"{plus if count > 0 else ''}{format_bytes(count)}", count
+
+
 def _seconds(seconds: float | None, plus: str = "", before: str = "") -> Cell:
     if seconds is None or not math.isfinite(seconds):
-        return "-", None
+        return NONE
     return f"{before}{plus if seconds > 0 else ''}{format_seconds(seconds)}", seconds
 
 
@@ -138,10 +144,9 @@ def _frontier_table(rows: list[Row]) -> dict[str, Any]:
         ],
         "rows": [
             (
-                row.method, (format_bytes(row.budget), row.budget),
-                ("-", None) if row.peak is None else (format_bytes(row.peak), row.peak), _seconds(row.cost),
-                ("-", None) if row.peak is None else (f"{row.overhead:.2%}", row.overhead), _seconds(row.bound),
-                ("-", None) if row.peak is None else (f"{row.gap:.2%}", row.gap), _seconds(row.seconds),
+                row.method, _bytes(row.budget), NONE if row.peak is None else _bytes(row.peak), _seconds(row.cost),
+                NONE if row.peak is None else (f"{row.overhead:.2%}", row.overhead), _seconds(row.bound),
+                NONE if row.peak is None else (f"{row.gap:.2%}", row.gap), _seconds(row.seconds),
                 row.status.label, row.message,
             )
             for row in rows

@@ -165,9 +165,13 @@ def test_the_table_of_the_peak_is_that_of_explain_peak(tmp_path: Path) -> None:
 def test_prices_are_there_where_asked_for(tmp_path: Path) -> None:
     tables = {table["id"]: table for table in _data(_again().report(tmp_path / "plan.html", prices=True))["tables"]}
     rows = tables["table-prices"]["rows"]
+    assert [row[0] for row in rows] == [["-1 B", -1], ["+1 B", 1]]
     assert [row[1][1] for row in rows] == [3, 5]
     assert rows[0][3] == ["+19.0 s", 19.0]  # from 26 s within 4 bytes to 45 s within 3
     assert all(len(row) == len(tables["table-prices"]["heads"]) for row in rows)
+    least = checkmate.solve(dags.unit_chain(8), 3)
+    tables = {table["id"]: table for table in _data(least.report(tmp_path / "plan.html", prices=True))["tables"]}
+    assert tables["table-prices"]["rows"][0][2:5] == [["-", None], ["-", None], ["none fits", None]]
 
 
 def test_the_frontier_is_that_of_the_rows(tmp_path: Path) -> None:

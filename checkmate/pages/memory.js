@@ -60,7 +60,7 @@ const memory = (() => {
     pen.textBaseline = "top";
     const timed = scale.value === "time";
     const at = ticks(view[0], view[1], Math.max(3, width / 110));
-    const named = timed ? labelled(at, SECOND_UNITS) : at.filter(Number.isInteger).map((i) => [i, String(i + 1)]);
+    const named = timed ? labelled(at, SECOND_UNITS) : at.filter((i) => Number.isInteger(i) && i < N).map((i) => [i, String(i + 1)]);
     for (const [x, text] of named) pen.fillText(text, Math.min(across(x, width), width - 24), height - margin.bottom + 5);
     pen.fillText(timed ? "time in the step" : "executions, in order", (margin.left + width) / 2, height - 17);
   }

@@ -35,7 +35,7 @@ function plainTable(title, heads, rows) {
 
 /** heads: [text, whether numbers]; go: for each row the moment that its name leads to, or null. */
 function sortableTable({ id, title, heads, rows, go }) {
-  const found = rows.map((cells, i) => ({ cells, go: go ? go[i] : null }));
+  const found = rows.map((cells, i) => ({ cells, go: go ? go[i] : null })); // each gets its element when first shown
   const body = el("tbody");
   const status = el("p", { class: "unseen", role: "status" });
   const columns = heads.map(([text, number], c) =>
@@ -52,7 +52,7 @@ function sortableTable({ id, title, heads, rows, go }) {
     const word = filter.value.trim().toLowerCase();
     const fitting = word ? found.filter(({ cells }) => cells.some((c) => textOf(c).toLowerCase().includes(word))) : found;
     const shown = all ? fitting : fitting.slice(0, FEW);
-    body.replaceChildren(...shown.map((row) => rowOf(row.cells, heads, row.go)));
+    body.replaceChildren(...shown.map((row) => (row.element ??= rowOf(row.cells, heads, row.go))));
     more.textContent = all ? `Show the first ${FEW}` : `Show all ${fitting.length}`;
     more.hidden = fitting.length <= FEW;
     if (word) status.textContent = `${fitting.length} of ${found.length} rows`;
