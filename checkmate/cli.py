@@ -178,6 +178,7 @@ def _add_solving(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", required=True, metavar="BYTES", help="such as 8GB or 512MiB")
     parser.add_argument("--method", default="auto", help="see checkmate methods")
     parser.add_argument("--save-plan", metavar="FILE", help="write the plan, step by step, as JSON")
+    parser.add_argument("--report", metavar="FILE", help="write the plan as one HTML page")
     _add_limits(parser, TIME_LIMIT)
 
 
@@ -244,6 +245,8 @@ def _answer(args: argparse.Namespace, problem: Problem) -> int:
     solution = solve(problem, args.budget, method=args.method, progress=False if args.quiet else None, **limits)
     if args.save_plan and solution.plan is not None:
         _write_json(args.save_plan, {**solution_record(solution), "steps": steps_of(solution)})
+    if args.report and solution.plan is not None:
+        solution.report(args.report)
     if args.json:
         _out_json(solution_record(solution))
     elif solution.plan is not None:

@@ -94,6 +94,11 @@ def test_a_plan_is_written_step_by_step(capsys: pytest.CaptureFixture[str], fold
     assert {"free": "v0"} in plan["steps"]
 
 
+def test_a_plan_is_written_as_a_page(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert main(["solve", "chain.json", "--budget", "6", "--report", "plan.html"]) == 0
+    assert "<title>" in (folder / "plan.html").read_text()
+
+
 def test_a_frontier(capsys: pytest.CaptureFixture[str]) -> None:
     rows = _json(capsys, "frontier", "chain.json", "--budget", "2", "6", "8", "--jobs", "1")
     assert [(row["budget"], row["cost"]) for row in rows] == [(2, None), (6, 21.0), (8, 19.0)]
@@ -122,6 +127,7 @@ def test_methods(capsys: pytest.CaptureFixture[str]) -> None:
         (["solve", "chain.json"], 2, "--budget"),
         (["frontier", "chain.json", "--methods", "chen"], 2, "no method 'chen'"),
         (["solve", "chain.json", "--budget", "8", "--save-plan", "no/folder/plan.json"], 2, "no/folder"),
+        (["solve", "chain.json", "--budget", "8", "--report", "no/folder/plan.html"], 2, "no/folder"),
         (["plan", "my_step", "--budget", "8GB"], 2, "module:function"),
         (["plan", "none:example", "--budget", "8GB"], 2, "no module none"),
         (["plan", "none.py:example", "--budget", "8GB"], 2, "no file none.py"),
