@@ -38,6 +38,7 @@ _COMPUTE_NOTHING = {  # functions that need a yes to be captured, and have nothi
     "transformers.modeling_utils.warn_if_padding_and_no_attention_mask",
 }
 _LOOK_AT_VALUES = {"transformers.masking_utils"}  # modules that do so where told no: they need not fail first
+_said: set[str] = set()  # places that the user was told of
 _FRAME = re.compile(r'File "[^"]+", line \d+')
 
 
@@ -83,12 +84,13 @@ def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., 
 
 
 def warn(told_yes: set[str]) -> None:
-    """Say in whose numbers plain PyTorch may differ."""
-    if told_yes:
+    """Say in whose numbers plain PyTorch may differ, once for each place."""
+    if new := told_yes - _said:
+        _said.update(new)
         log.warning(
             "Told that it is not compiled, as in plain PyTorch, the step cannot be captured. So the code that asks at "
             "%s is told that it is, and may compute other numbers than plain PyTorch. checkmate.verify compares them.",
-            ", ".join(sorted(told_yes)),
+            ", ".join(sorted(new)),
         )
 
 

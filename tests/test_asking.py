@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._dynamo.backends import registry
 
 import checkmate
+from checkmate import asking
 from checkmate.asking import Answer, plain_if_possible
 
 ASKING = [
@@ -26,6 +27,7 @@ ASKING = [
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
+    asking._said.clear()
     yield
     torch._dynamo.reset()
 
@@ -94,6 +96,7 @@ def test_who_cannot_be_captured_otherwise_is_told_yes_and_nobody_else(
         assert torch.equal(compiled(x), step(x))
         compiled(x)
         compiled(torch.ones(2, 3))  # another graph, of which all is known
+        _compiled(step)(x)  # whoever was told once knows
     (record,) = caplog.records
     said = record.getMessage()
     assert said.count("in step") == 1
@@ -106,11 +109,11 @@ def test_what_cannot_be_captured_at_all_is_refused_without_a_warning(
 ) -> None:
     tries = []
 
-    def asking(x: Tensor) -> Tensor:
+    def asks(x: Tensor) -> Tensor:
         return x * 2 if torch.compiler.is_compiling() else x
 
     def step(x: Tensor) -> Tensor:
-        y = asking(weight * x) + asking(x)
+        y = asks(weight * x) + asks(x)
         return y * 2 if y.sum() > 0 else y
 
     compiled = _compiled(step)
