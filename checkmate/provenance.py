@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -24,17 +26,25 @@ def is_users(file: str) -> bool:
 def where(node: fx.Node) -> str:
     """The module that a node comes from and the line of the user's code, as far as tracing kept them.
 
-    For example ``layer1.0.conv2 (Conv2d, resnet.py:31)``.
+    For example ``layer1.0.conv2 (Conv2d, resnet.py:31)``, or ``In[3]:31`` for a line of a notebook's third cell.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path, kind = [*stack.values()][-1] if stack else ("", None)
     frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if is_users(f[0])]
     facts = [getattr(kind, "__name__", str(kind))] if kind is not None else []
-    facts += [f"{Path(file).name}:{line}" for file, line in frames[-1:]]
+    facts += [f"{source_name(file)}:{line}" for file, line in frames[-1:]]
     name = module_path(path)
     if name and facts:
         return f"{name} ({', '.join(facts)})"
     return name or ", ".join(facts) or "generated code"
+
+
+def source_name(file: str) -> str:
+    """The name of a source file without its folders; for a cell of a notebook, which has none, ``In[3]``."""
+    ask = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    compiler: Any = getattr(ask() if ask else None, "compile", None)
+    known = compiler.format_code_name(file) if hasattr(compiler, "format_code_name") else None  # ("Cell", "In[3]")
+    return known[1] if known else Path(file).name
 
 
 def module_path(path: str) -> str:

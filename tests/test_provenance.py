@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import checkmate
-from checkmate.provenance import is_users, module_path
+from checkmate.provenance import is_users, module_path, source_name
 
 
 def test_a_users_folder_may_have_any_name() -> None:
@@ -25,6 +25,18 @@ def test_a_users_folder_may_have_any_name() -> None:
 def test_pytorch_and_this_library_are_not_the_users() -> None:
     assert not is_users(torch.nn.functional.__file__)
     assert not is_users(str(Path(checkmate.__file__).parent / "compiler.py"))
+
+
+def test_a_cell_of_a_notebook_is_called_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's name for its file is a number that says nothing to a person: once 3371390298.py:24."""
+    shells = pytest.importorskip("IPython.core.interactiveshell")
+    shell = shells.InteractiveShell()
+    name = shell.compile.cache("1 + 1", 3)
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    assert source_name(name) == "In[3]"
+    assert source_name("/home/ann/resnet.py") == "resnet.py"
+    monkeypatch.setattr("IPython.get_ipython", lambda: None)  # imported, but not running
+    assert source_name("/home/ann/resnet.py") == "resnet.py"
 
 
 @pytest.mark.parametrize(
