@@ -43,6 +43,7 @@ LINES: tuple[Any, ...] = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 MARKERS = "osD^vP*X<>pdh"
 MOST_CELLS = 1000  # of a schedule's side: beyond it cells are averaged
 NAMED = 30  # ops up to which axes bear their names
+LEGEND_SIZE = 45  # square points of the marks in the legend of a schedule
 
 
 def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
@@ -81,7 +82,10 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
         ax.set_yticks(range(T), names)
     _halves(ax, solution.problem.graph.forward_length, T)
     shade = pyplot().Rectangle((0, 0), 1, 1, color=_shades()(1.0), label="at hand when the stage begins")
-    ax.legend(handles=[*ax.get_legend_handles_labels()[0], shade], loc="upper right", framealpha=1.0)
+    legend = ax.legend(handles=[*ax.get_legend_handles_labels()[0], shade], loc="upper right", framealpha=1.0)
+    marks: list[Any] = legend.legend_handles[:2]
+    for mark in marks:
+        mark.set_sizes([LEGEND_SIZE])  # a mark as large as a cell of a small schedule covers the words
     return ax
 
 

@@ -71,6 +71,12 @@ def test_the_schedule_shows_r_and_s() -> None:
     _drawn(ax)
 
 
+def test_the_legend_of_a_small_schedule_is_as_small_as_its_words() -> None:
+    """Its first mark once was as large as a cell, and covered the words."""
+    marks = plot.schedule(_again()).get_legend().legend_handles[:2]
+    assert [mark.get_sizes().tolist() for mark in marks] == [[plot.LEGEND_SIZE], [plot.LEGEND_SIZE]]
+
+
 def test_lines_divide_forward_from_backward() -> None:
     ax = plot.schedule(_again())
     assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines] == [(2.5, 0), (0, 2.5)]
