@@ -19,6 +19,7 @@ from checkmate.problem import Problem
 from checkmate.profiling.choose import Choice
 from checkmate.sized_steps import SizedSteps, maker_of, real_tensors
 from checkmate.solution import Solution
+from checkmate.solvers.checkpoint_all import checkpoint_all
 from checkmate.solvers.fingerprints import fingerprints
 from checkmate.solvers.largest import AUTO, KEEP_ALL, Attempt, Hunt, spread_sizes
 from checkmate.solvers.sizes import (
@@ -149,6 +150,7 @@ class _Search:
         self.smallest, self.largest, self.time_limit = smallest, largest, time_limit
         self.began = time.perf_counter()
         self.kept: Attempt | None = None
+        self.kept_in_time = True  # its search came to its end
         self.best: Attempt | None = None
         self.beyond: Attempt | None = None
         self.baselines: dict[str, SizePoint | None] = {}
@@ -187,7 +189,8 @@ class _Search:
         Raises:
             InfeasibleBudget: if there is none.
         """
-        self.kept = self._hunt(KEEP_ALL, SHARES["keep all"], sure=True).low
+        kept = self._hunt(KEEP_ALL, SHARES["keep all"], sure=True)
+        self.kept, self.kept_in_time = kept.low, kept.low is None or not kept.is_open()
         if self.interrupted:
             self.best = self.kept
             return
@@ -196,8 +199,17 @@ class _Search:
             assert hunt.high is not None
             raise self._refusal(hunt.high)
         self.best, self.beyond = hunt.low, hunt.high
+        self._recall_kept()
         if not self.interrupted:
             self._improve()
+
+    def _recall_kept(self) -> None:
+        """Take a larger size that keeps all, where its search was cut short and one was traced for something else."""
+        traced = self.family.traced
+        size = max((n for n, problem in traced.items() if problem.keep_all_peak <= self.budget), default=0)
+        if self.kept is not None and size > self.kept.size:
+            cap = most_seconds(traced[size], self.max_overhead)
+            self.kept = Attempt(size, checkpoint_all(traced[size], self.budget), cap, traced=True)
 
     def _improve(self) -> None:
         """Give the answer the best plan that some more time finds: so far the first under the cap was taken."""
@@ -298,6 +310,11 @@ class _Search:
 
     def result(self, measured: int | None) -> LargestBatch:
         """The answer."""
+        self._recall_kept()
+        if self.kept is not None:
+            self.points[self.kept.size] = _point(self.kept)
+            if KEEP_ALL in self.baselines:
+                self.baselines[KEEP_ALL] = self.points[self.kept.size]
         answer, beyond = self.answer, self.beyond
         if answer.size == self.largest:
             next_size = "asked for no more"
@@ -316,7 +333,7 @@ class _Search:
             fastest=self._fastest(),
             next_size=next_size,
             baselines=self.baselines,
-            cut_short=tuple(self.cut_short),
+            cut_short=(*self.cut_short, *([] if self.kept_in_time else [KEEP_ALL])),
             measured_peak=measured,
             seconds=time.perf_counter() - self.began,
             ended="interrupted" if self.interrupted else "time limit" if late else "",

@@ -55,7 +55,7 @@ class LargestBatch:
     fastest: SizePoint  # the highest predicted throughput of the points: often a smaller size
     next_size: str  # why not one more: "proven", "not found", "not looked at", or "asked for no more"
     baselines: Mapping[str, SizePoint | None]  # the largest size of other methods; None: they plan no size
-    cut_short: tuple[str, ...]  # of these, whose search the end of the time ended: they may plan more
+    cut_short: tuple[str, ...]  # of these, and "checkpoint-all", whose search the time ended: they may plan more
     measured_peak: int | None  # bytes of the plan as it ran
     seconds: float  # spent
     ended: str  # "", "time limit" or "interrupted"
@@ -95,7 +95,8 @@ class LargestBatch:
         if self.keep_all is None:
             yield "keep all", "fits at no size"
         else:
-            yield "keep all", f"{self.keep_all}, so {self.size / self.keep_all:.2f} times as large"
+            more = "; its search was cut short" if "checkpoint-all" in self.cut_short else ""
+            yield "keep all", f"{self.keep_all}, so {self.size / self.keep_all:.2f} times as large{more}"
         fast = self.fastest
         yield "fastest", f"{fast.size}: {fast.throughput:.4g} samples/s, {fast.overhead:+.1%} recomputation"
         for name, point in self.baselines.items():

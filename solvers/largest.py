@@ -81,7 +81,7 @@ class Hunt:
         if self.low is None and not self.traced(self.smallest).fits:
             return None
         self._spread()
-        while self.in_time and self._is_open():
+        while self.in_time and self.is_open():
             width = None if self.high is None else self._end - self._low.size
             guess = self._guess()
             if guess > self._low.size:
@@ -90,7 +90,7 @@ class Hunt:
                 break
             else:
                 self._stride()
-            if width is not None and self._is_open() and 2 * (self._end - self._low.size) > width:
+            if width is not None and self.is_open() and 2 * (self._end - self._low.size) > width:
                 self.traced((self._low.size + self._end) // 2)  # estimates are no good here
         return self.low
 
@@ -113,7 +113,8 @@ class Hunt:
         """The first size that is not to be tried."""
         return self.largest + 1 if self.high is None else self.high.size
 
-    def _is_open(self) -> bool:
+    def is_open(self) -> bool:
+        """Whether there are sizes between the one that fits and the one that does not."""
         return self._end - self._low.size > 1
 
     def _spread(self) -> None:

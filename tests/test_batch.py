@@ -282,7 +282,23 @@ def test_little_time_gives_an_answer_that_says_so(
     monkeypatch.setattr("checkmate.batch.SHARES", dict.fromkeys(("keep all", "largest", "plan", "baselines"), 0.0))
     found = _search(90)
     assert (found.size, found.keep_all, found.next_size, found.ended) == (1, 1, "not looked at", "time limit")
+    assert found.cut_short == ("checkpoint-all",)
     assert found.fastest.traced
+
+
+def test_a_size_that_keeps_all_is_known_though_its_search_was_cut_short(
+    monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
+) -> None:
+    """The search for it once ended at 16 where 136, traced as the fastest, kept everything too."""
+    shares = {"keep all": 0.0, "largest": 0.65, "plan": 0.7, "baselines": 0.9}
+    monkeypatch.setattr("checkmate.batch.SHARES", shares)
+    found = _search(90, baselines=["checkpoint-all"])
+    keeping = [point.size for point in found if point.traced and point.solution.problem.keep_all_peak <= 90]
+    assert found.size > 20 >= found.keep_all == max(keeping) > 1
+    kept = found.baselines["checkpoint-all"]
+    assert kept is not None
+    assert kept.size == found.keep_all
+    assert found.cut_short == ("checkpoint-all",)
 
 
 def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]) -> None:

@@ -79,6 +79,7 @@ def test_the_text_says_what_a_person_asks() -> None:
         ({"keep_all": None}, "fits at no size"),
         ({"ended": "time limit"}, "ended by time limit"),
         ({"cut_short": ("ap-greedy",)}, "2; its search was cut short"),
+        ({"cut_short": ("checkpoint-all",)}, "times as large; its search was cut short"),
         ({"next_size": "not found"}, "not proven"),
     ],
 )
