@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: help demo test lint format docs clean
+.PHONY: help demo test lint format notebooks docs clean
 
 help:
 	@echo "make demo    train two networks inside byte budgets, and compare with plain PyTorch"
 	@echo "make test    run the whole test suite"
 	@echo "make lint    check style and types"
 	@echo "make format  put the code in its layout"
+	@echo "make notebooks  run the notebooks anew, for what is committed with them"
 	@echo "make docs    make the pages of docs/ and of all docstrings, in build/docs"
 	@echo "make clean   remove the environment and everything generated"
 
@@ -29,6 +30,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+notebooks: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python notebooks/run.py
 
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
