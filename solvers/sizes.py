@@ -58,12 +58,7 @@ class Family:
         """The problem of a size from the traced sizes next to it; None where they differ in more than figures."""
         if size in self.traced:
             return self.traced[size]
-        inside = self.traced and min(self.traced) < size < max(self.traced)
-        below = sorted((n for n in self.traced if n < size), reverse=True)
-        above = sorted(n for n in self.traced if n > size)
-        ends = [below.pop(0), above.pop(0)] if inside else []
-        nearest = sorted([*below, *above], key=lambda n: abs(n - size))
-        sizes = ends + nearest[: 1 if inside else 2]
+        sizes = self._around(size)
         if len(sizes) < 2:
             return None
         kinds = [fingerprints(self.traced[n]).structure for n in sizes]
@@ -71,6 +66,22 @@ class Family:
             return None
         sizes = [n for n, kind in zip(sizes, kinds, strict=True) if kind == kinds[0]]
         return _mixed([self.traced[n] for n in sizes], _shares(sizes, size))
+
+    def _around(self, size: int) -> list[int]:
+        """Traced sizes to estimate from: those on both sides and a third, or two on one side.
+
+        None of them is so near to another that a jump of a few bytes, or seconds measured at a bad time, would be drawn
+        out to the size asked for.
+        """
+        below = sorted((n for n in self.traced if n < size), reverse=True)
+        above = sorted(n for n in self.traced if n > size)
+        nearest = sorted([*below, *above], key=lambda n: abs(n - size))
+        if below and above:
+            ends = [below[0], above[0]]
+            apart = [n for n in nearest if 2 * min(abs(n - end) for end in ends) >= ends[1] - ends[0]]
+            return [*ends, *apart[:1]]
+        apart = [n for n in nearest[1:] if 8 * abs(n - nearest[0]) >= abs(size - nearest[0])]
+        return [*nearest[:1], *(apart or nearest[1:])[:1]]
 
 
 def _shares(sizes: list[int], size: int) -> list[float]:

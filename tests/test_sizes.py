@@ -120,3 +120,16 @@ def test_it_stops_at_the_first_plan_under_the_cap() -> None:
     solution = plan_within(problem, budget, most_seconds(problem, ONE_FORWARD), time_limit=30.0)
     assert is_within(solution, most_seconds(problem, ONE_FORWARD))
     assert solution.seconds < 5
+
+
+def test_a_jump_between_neighbours_is_not_drawn_out() -> None:
+    def trace(n: int) -> Problem:
+        return Problem.from_dag([[], [0]], [n] * 2, sizes=[4 * n + (n == 101) * 100] * 2)
+
+    family = Family(trace)
+    for size in (50, 100, 101):
+        family.at(size)
+    assert family.estimate(75).live_bytes.tolist() == trace(75).live_bytes.tolist()  # type: ignore[union-attr]
+    far = family.estimate(150)
+    assert far is not None
+    assert far.live_bytes.max() < 2 * trace(150).live_bytes.max()
