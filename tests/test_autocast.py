@@ -50,6 +50,7 @@ def test_without_kept_copies_it_has_the_bits_of_plain_pytorch(layer: nn.Linear) 
     assert _verify(_within(_twice(layer), cache_enabled=False)).gradients == 2
 
 
+@pytest.mark.slow
 def test_weights_used_once_and_conversions_by_hand_are_no_obstacle(layer: nn.Linear) -> None:
     other = nn.Linear(8, 8)
     assert _verify(_within(lambda x: other(layer(x)).sum())).gradients == 4

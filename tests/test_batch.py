@@ -60,6 +60,7 @@ def found() -> LargestBatch:
     return _search(baselines=True, time_limit=60)
 
 
+@pytest.mark.slow
 def test_the_answer_fits_and_the_next_size_does_not(found: LargestBatch) -> None:
     step = _make_step()
     for size, fits in ((found.size, True), (found.size + 1, False)):
@@ -74,6 +75,7 @@ def test_the_answer_fits_and_the_next_size_does_not(found: LargestBatch) -> None
     assert found.solution.modules.forward is not None
 
 
+@pytest.mark.slow
 def test_what_keeps_all_is_found_exactly(found: LargestBatch) -> None:
     peaks = {n: trace(_make_step(), _make_batch(n), profile=ROOFLINE).keep_all_peak for n in _around(found.keep_all)}
     assert [peak <= BUDGET for peak in peaks.values()] == [True, False]
@@ -87,6 +89,7 @@ def _around(size: int | None) -> tuple[int, int]:
     return size, size + 1
 
 
+@pytest.mark.slow
 def test_the_curve_ends_at_the_answer_and_names_the_fastest(found: LargestBatch) -> None:
     sizes = [point.size for point in found]
     assert sizes == sorted(sizes)
@@ -100,6 +103,7 @@ def test_the_curve_ends_at_the_answer_and_names_the_fastest(found: LargestBatch)
     assert found.points[-1].traced
 
 
+@pytest.mark.slow
 def test_no_method_is_better_than_all(found: LargestBatch) -> None:
     assert list(found.baselines) == list(BASELINES)
     for name, point in found.baselines.items():
@@ -160,6 +164,7 @@ def test_batches_of_all_kinds(batch: object) -> None:
     assert _search(50_000, make_step=lambda: step, make_batch=make_batch, largest=2).size == 2
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_padding_is_climbed(found: LargestBatch) -> None:
     padded = _search(make_batch=lambda n: _make_batch(-(-n // 16) * 16), time_limit=60)

@@ -16,7 +16,7 @@ from tests.stepping import assert_same, train
 from tests.test_habits import HABITS, REFUSED
 
 SUPPORTED = (Path(__file__).parent.parent / "docs" / "supported.md").read_text()
-QUICK = {"VGG", "ViT (transformers)"}
+QUICK = {"ViT (transformers)"}
 WORKING = [name for name, family in FAMILIES.items() if not family.refused]
 
 

@@ -32,6 +32,7 @@ from checkmate.solvers.certify import certify
 from checkmate.timeline import ROLES, timeline
 from checkmate.units import format_bytes, format_seconds
 from tests import dags, oracle
+from tests.sampling import slow
 from tests.test_import_without_torch import BLOCK, _python
 from tests.test_timeline import _chain
 
@@ -174,6 +175,7 @@ def test_prices_are_there_where_asked_for(tmp_path: Path) -> None:
     assert tables["table-prices"]["rows"][0][2:5] == [["-", None], ["-", None], ["none fits", None]]
 
 
+@pytest.mark.slow
 def test_the_frontier_is_that_of_the_rows(tmp_path: Path) -> None:
     page = _again().report(tmp_path / "plan.html", frontier=_rows())
     data = _data(page)
@@ -481,7 +483,7 @@ def test_the_op_shown_says_where_it_is_from(opened: Open) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("along", ["time", "ops"])
+@pytest.mark.parametrize("along", ["time", slow("ops")])
 def test_the_pointer_finds_each_op_in_order(opened: Open, along: str) -> None:
     solution = certify(_chain(), 200, np.eye(4, dtype=bool), method="by hand")
     driver = opened(solution)

@@ -204,6 +204,7 @@ def test_where_plain_pytorch_does_not_repeat_itself_its_spread_is_allowed_and_to
     assert "within that spread" in record.getMessage()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_as_on_cuda")
 def test_more_than_the_spread_is_caught(
     net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
@@ -214,6 +215,7 @@ def test_more_than_the_spread_is_caught(
         compiled(batch[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_as_on_cuda")
 def test_what_plain_pytorch_repeats_must_be_equal_beside_what_it_does_not(
     net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
