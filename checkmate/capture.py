@@ -80,6 +80,7 @@ def read_joint(
     static_inputs: Iterable[int] = (),
     input_names: Sequence[str] = (),
     block_bytes: int = 1,
+    redraw: bool = True,
 ) -> Joint:
     """Read a joint graph of AOTAutograd.
 
@@ -89,12 +90,13 @@ def read_joint(
         static_inputs: positions of the inputs that are parameters and buffers.
         input_names: what to call the inputs, by position in what was traced.
         block_bytes: the allocator rounds every size up to a multiple of these.
+        redraw: masks of dropout may be drawn again. Where the step is planned for a GPU, they cannot.
 
     Raises:
         Unsupported: for sizes that depend on data, ops whose outputs alias only in part, and backward ops that read
             what the forward has overwritten.
     """
-    prepare(module.graph)
+    prepare(module.graph, redraw=redraw)
     return _Reader(module, num_fwd_outputs, frozenset(static_inputs), input_names, block_bytes).read()
 
 

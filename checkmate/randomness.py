@@ -2,7 +2,7 @@
 
 A draw changes the generator, so it runs once, and what it drew is kept; or, where that is large, what is kept is the
 state that the generator had before: the draw is then an op like any other, and can run again. Its first run leaves the
-generator as plain PyTorch does. Each later run sets it to the kept state, draws, and puts back the state it found.
+generator as plain PyTorch does. Each later run draws from a generator of its own, set to the kept state.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ def save_state(x: torch.Tensor) -> torch.Tensor:
 
 def draw_saved(saved: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.Tensor:
     """What ``draw_mask(x, p)`` draws, right after ``saved = save_state(x)``."""
-    order = saved[STATE_BYTES:].view(torch.int64).tolist()
-    return torch.empty_strided(shape, order, dtype=torch.bool).bernoulli_(p)
+    return _empty(saved, shape).bernoulli_(p)
 
 
 def draw_again(saved: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.Tensor:
-    """The same mask another time, at any time: the generator is left as it is."""
-    now = torch.get_rng_state()
-    torch.set_rng_state(saved[:STATE_BYTES])
-    try:
-        return draw_saved(saved, shape, p)
-    finally:
-        torch.set_rng_state(now)
+    """The same mask another time, at any time, from a generator of its own; in the same bytes of memory."""
+    generator = torch.Generator()
+    generator.set_state(saved[:STATE_BYTES])
+    return _empty(saved, shape).bernoulli_(p, generator=generator)
+
+
+def _empty(saved: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    order = saved[STATE_BYTES:].view(torch.int64).tolist()
+    return torch.empty_strided(shape, order, dtype=torch.bool)
 
 
 DRAWS: set[Any] = {draw_mask, draw_numbers, save_state}  # what may run only once, beside the ops that PyTorch marks

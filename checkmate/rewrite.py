@@ -18,8 +18,8 @@ from checkmate.randomness import DRAWS, STATE_BYTES, WORTH_BYTES, draw_mask, dra
 aten = torch.ops.aten
 
 
-def prepare(graph: fx.Graph) -> None:
-    """Rewrite a joint graph in place, pass by pass."""
+def prepare(graph: fx.Graph, *, redraw: bool = True) -> None:
+    """Rewrite a joint graph in place, pass by pass; ``redraw``: masks may be drawn again where it will run."""
     expose_dropout(graph)
     draw_as_in_place(graph)
     expose_cudnn(graph)
@@ -28,7 +28,8 @@ def prepare(graph: fx.Graph) -> None:
     skip_idle_views(graph)
     gather_copies(graph)
     graph.eliminate_dead_code(lambda node: node.target in DRAWS or node.is_impure())
-    save_states(graph)  # of draws that somebody reads
+    if redraw:
+        save_states(graph)  # of draws that somebody reads
     graph.lint()
 
 

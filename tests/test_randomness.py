@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
+from checkmate.memory import measure_peak
 from checkmate.randomness import STATE_BYTES, WORTH_BYTES, draw_again, draw_mask, draw_saved, save_state
 from tests.sampling import slow
 from tests.stepping import assert_same, train
@@ -143,6 +144,25 @@ def test_large_masks_are_drawn_again_where_memory_is_short(reseeded: bool) -> No
     assert plan.plan is not None
     assert any(plan.plan.runs.count(k) > 1 for k in drawing)
     assert any("draw_again" in str(node.target) for node in plan.modules.backward.graph.nodes)
+    peaks = train(net, compiled, (x,)).peaks
+    assert [plan.problem.resident + peak for peak in peaks] == [plan.peak] * len(peaks)
+
+
+def test_drawing_again_takes_no_more_memory_than_drawing() -> None:
+    saved = save_state(torch.empty(300, 300))
+    first, again = (
+        measure_peak(lambda draw=draw: draw(saved, (300, 300), 0.5)).peak for draw in (draw_saved, draw_again)
+    )
+    assert first == again == 300 * 300
+
+
+def test_for_a_gpu_masks_are_kept() -> None:
+    with torch.device("meta"):
+        net, _ = _wide(DROPS["dropout"])
+        x = torch.ones(4 * WORTH_BYTES // (2 * WIDTH * TOKENS), TOKENS, WIDTH)
+    problem = checkmate.trace(lambda x: net(x).square().mean(), x, profile="roofline:h100")
+    assert any("draw_mask" in op.target for op in problem.graph.ops)
+    assert not any("save_state" in op.target for op in problem.graph.ops)
 
 
 def test_small_masks_and_those_that_nobody_reads_are_drawn_once() -> None:
