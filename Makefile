@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: help demo test lint format notebooks docs clean
+.PHONY: help demo test lint format notebooks docs bench clean
 
 help:
 	@echo "make demo    train two networks inside byte budgets, and compare with plain PyTorch"
@@ -14,6 +14,7 @@ help:
 	@echo "make format  put the code in its layout"
 	@echo "make notebooks  run the notebooks anew, for what is committed with them"
 	@echo "make docs    make the pages of docs/ and of all docstrings, in build/docs"
+	@echo "make bench   compare with other ways to save memory: rows, tables, pictures; about an hour and a half"
 	@echo "make clean   remove the environment and everything generated"
 
 demo: $(STAMP)
@@ -37,6 +38,9 @@ notebooks: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
 	@echo "build/docs/index.html"
+
+bench: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers $(ARGS)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
