@@ -9,6 +9,9 @@ are bytes of the device as PyTorch's allocator counts them, whatever they belong
 Where plain PyTorch does not repeat its own numbers, the row says by how much its runs differ, and the compiled step
 from the nearest of them. ``--device cpu --quick`` runs small versions of two of the networks on the CPU.
 
+``--peers`` compares with PyTorch's own ways to save memory instead, as `benchmarks.peers` does on the CPU, on GPT-2
+medium, ResNet-50 with a batch of 256 and a U-Net with one of 32, in the same eight minutes.
+
 One row more is a demonstration: with the fraction of the device's memory that PyTorch may take set half way between
 the least and the most that GPT-2 needs, plain PyTorch runs out of memory, and the planned step trains.
 """
@@ -33,8 +36,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from benchmarks import measuring
+from benchmarks import measuring, peers, peers_report
 from benchmarks.measuring import Batch, Step
+from benchmarks.peer_networks import on_a_gpu
 from benchmarks.step import origin
 from checkmate.memory import MemoryUse, measure_peak
 from tests.models import language_model
@@ -44,6 +48,8 @@ from tests.models.unet import UNet
 from tests.models.vit import ViT
 
 RESULTS = Path(__file__).parent / "results" / "gpu.jsonl"
+PEER_KNOBS = ("each block", "keeps matmuls", "4 segments", "dp 0.2", "dp 0.5", "dp 0.8", "dp 1")
+PEER_SHARES = (0.0, 0.1, 0.4, 1.0)
 SHARES = (0.1, 0.4, 0.7)
 PLAIN_RUNS = 3
 LIMITED = "gpt2"  # trained within a hard limit too
@@ -325,6 +331,28 @@ def measured_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield {**about, "error": f"{type(error).__name__}: {error}"}
 
 
+def compared_with_peers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of `benchmarks.peers` on one GPU: an equal part of the time for each, a fifth of it for steps."""
+    networks = on_a_gpu(small=args.quick)
+    end = time.monotonic() + 60 * args.minutes
+    for left, network in zip(range(len(networks), 0, -1), networks.values(), strict=True):
+        seconds = (end - time.monotonic()) / left
+        options = peers.Options(
+            args.device,
+            only=("peers", "ours", "inductor") if args.device.type == "cuda" else ("peers", "ours"),
+            shares=PEER_SHARES,
+            time_limit=args.time_limit,
+            minutes=seconds / 60 / 10,  # twice: to find the best peers, and with ours among them
+            rounds=(2, 2) if args.quick else (3, 15),
+            deadline=time.monotonic() + 0.75 * seconds,
+            takes=lambda setting: setting.knob in PEER_KNOBS,
+        )
+        yield from peers.compare(network, options, partial(print, f"{network.name}:", file=sys.stderr, flush=True))
+        gc.collect()
+        if args.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
 def main() -> None:
     """Measure, append the rows to the file, print them as a table; fails if a row does."""
     parser = argparse.ArgumentParser(description="Compiled against plain training steps on one GPU.")
@@ -334,7 +362,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="no row is begun that may end later")
     parser.add_argument("--pairs", type=int, default=10, help="timed pairs of steps")
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds to plan for one budget")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--peers", action="store_true", help="compare with other ways to save memory instead")
+    parser.add_argument("--out", type=Path, help="by default gpu.jsonl, or gpu_peers.jsonl, of benchmarks/results")
     args = parser.parse_args()
     if unknown := set(args.networks) - set(NETWORKS):
         parser.error(f"unknown networks: {', '.join(sorted(unknown))}; there are {', '.join(NETWORKS)}")
@@ -343,9 +372,17 @@ def main() -> None:
     if args.device.type == "cuda" and args.device.index is None:
         args.device = torch.device("cuda", torch.cuda.current_device())
     if args.quick:
-        args.pairs, args.time_limit = 2, 1.0
+        args.pairs, args.time_limit, args.minutes = 2, 1.0, max(args.minutes, 60.0)
     about, cells, failed = origin_of(args.device), [], 0
+    args.out = args.out or (RESULTS.with_name("gpu_peers.jsonl") if args.peers else RESULTS)
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.peers:
+        with args.out.open("a") as out:
+            for found in compared_with_peers(args):
+                out.write(json.dumps({**about, **found}) + "\n")
+                out.flush()
+        print(peers_report.render(args.out))
+        return
     with args.out.open("a") as out:
         for found in measured_rows(args):
             out.write(json.dumps({**about, **found}) + "\n")

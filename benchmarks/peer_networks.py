@@ -208,9 +208,35 @@ NETWORKS = {
         ),
         Network(
             "lstm",
-            lambda: (LSTM(1024, width=256, segments=8), _tokens(16, 64, 1024)),
+            lambda: (LSTM(1024, width=256, segments=8), _tokens(32, 32, 1024)),
             blocks=lambda module: [segment for layer in module.layers for segment in layer],
             loss=language_model,
         ),
     )
 }
+
+
+def on_a_gpu(*, small: bool) -> dict[str, Network]:
+    """Networks at sizes that fill a GPU of 80 GB, trained plainly; ``small`` for a test on the CPU."""
+
+    def gpt2() -> tuple[nn.Module, Batch]:
+        if small:
+            return GPT2(64, 32, width=32, layers=2, heads=2, attention="sdpa"), _tokens(2, 32, 64)
+        return GPT2(50257, 1024, width=1024, layers=24, heads=16, attention="sdpa"), _tokens(16, 1024, 50257)
+
+    def unet() -> tuple[nn.Module, Batch]:
+        if small:
+            return UNet(4, depth=2, base=4), _pixels(2, 32, 4)
+        return UNet(20, depth=4, base=64), _pixels(32, 384, 20)
+
+    def resnet() -> tuple[nn.Module, Batch]:
+        if small:
+            return resnet18(CLASSES, base=4), _images(2, 32)
+        return resnet50(CLASSES), _images(256, 224)
+
+    networks = (
+        Network("gpt2-medium", gpt2, blocks=_gpt2_blocks, loss=language_model),
+        Network("resnet50-256", resnet, blocks=_residual_stages, chain=lambda module: [module.stages]),
+        Network("unet-32", unet, blocks=_unet_blocks),
+    )
+    return {network.name: network for network in networks}

@@ -44,7 +44,8 @@ _MATMULS = {
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_attention_math.default,
 }  # fmt: skip
-_NORMS_WITH_STATE = {
+_NORMS_WITH_STATE = {  # and what counts their batches
+    aten.add_.Tensor,
     aten.native_batch_norm.default,
     aten._batch_norm_with_update.default,
     aten.cudnn_batch_norm.default,

@@ -72,6 +72,7 @@ class Options:
     minutes: float = 6.0  # of timed rounds
     rounds: tuple[int, int] = ROUNDS
     deadline: float = float("inf")  # of time.monotonic: what is not compiled by then is left out
+    takes: Callable[[Setting], bool] = lambda setting: True  # which of the peers
 
 
 @dataclass
@@ -320,7 +321,7 @@ def compare(network: Network, options: Options, report: Callable[[str], None]) -
     comparison = Comparison(network, options, report)
     budgets = {comparison.budget(share) for share in options.shares}
     if "peers" in options.only:
-        comparison.add(peers(comparison.subject))
+        comparison.add(filter(options.takes, peers(comparison.subject)))
         report(f"{len(comparison.entries)} ways of PyTorch")
         comparison.time(comparison.different(), options.minutes, (min(LOOK, options.rounds[0]), LOOK))
         exact = [entry for entry in comparison.different() if entry.exact]
@@ -331,7 +332,7 @@ def compare(network: Network, options: Options, report: Callable[[str], None]) -
     if "heuristics" in options.only:
         comparison.add(plans_worth_running(comparison))
     if "inductor" in options.only:
-        comparison.add(inductor_peers())
+        comparison.add(filter(options.takes, inductor_peers()))
         comparison.add(ours_by_inductor(comparison.budget(share), options.time_limit) for share in INDUCTOR_SHARES)
     entries = comparison.different()
     report(f"{len(comparison.entries)} ways, {len(entries)} of them different")

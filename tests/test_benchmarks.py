@@ -108,6 +108,18 @@ def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_comparison_on_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "gpu_peers.jsonl"
+    printed = _run("benchmarks.gpu", "--device", "cpu", "--quick", "--peers", "--out", str(out))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    ours = [row for row in rows if row["family"] == "checkmate"]
+    assert {row["model"] for row in ours} == {"gpt2-medium", "resnet50-256", "unet-32"}
+    assert all(row["peak"] <= row["budget"] and row["same_gradients"] for row in ours)
+    assert {row["family"] for row in rows} > {"eager", "checkpoint", "selective", "compile budget"}
+    assert "| gpt2-medium |" in printed
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_benchmark_for_a_gpu_says_that_there_is_none() -> None:
     command = [sys.executable, "-m", "benchmarks.gpu"]
