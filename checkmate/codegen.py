@@ -63,10 +63,24 @@ def emit(joint: Joint, plan: Plan) -> Modules:
         before, [*joint.forward_outputs, *saved], [*joint.forward_descs, *descs]
     )
     backward = _Writer(joint, [*saved, *tangents], times).write(after, joint.backward_outputs, joint.backward_descs)
+    _draw_once(forward)
     for node in backward.graph.nodes:
         if node.op in ("call_function", "get_attr"):
             node.meta["autograd_backward"] = True
     return Modules(forward, backward, tuple(node.name for node in saved))
+
+
+def _draw_once(forward: fx.GraphModule) -> None:
+    """Save no random state for a mask that the plan draws once, right away, from a tensor that is read again later.
+
+    To save it and to read it back costs as much as a small op, at each dropout. The bytes stay as they are in the plan.
+    """
+    for state in forward.graph.find_nodes(op="call_function", target=randomness.save_state):
+        x, drawn = state.args[0], state.next
+        if list(state.users) == [drawn] and any(user > drawn for user in x.users):
+            state.target = randomness.hold_place
+            drawn.target, drawn.args = randomness.draw_once, (state, x, drawn.args[2])
+    forward.recompile()
 
 
 def _placeholders(joint: Joint, *kinds: Any) -> list[fx.Node]:

@@ -52,10 +52,25 @@ def draw_again(saved: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.T
     return _empty(saved, shape).bernoulli_(p, generator=generator)
 
 
+def hold_place(x: torch.Tensor) -> torch.Tensor:
+    """As many bytes as `save_state` gives, with nothing in them: for a mask that is drawn from the tensor itself."""
+    return torch.empty(STATE_BYTES + 8 * x.dim(), dtype=torch.uint8)
+
+
+def draw_once(place: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
+    """``draw_mask(x, p)``, while what holds the place of the state is there, as the plan counts it."""
+    return torch.empty_like(x, dtype=torch.bool).bernoulli_(p)
+
+
 def _empty(saved: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     order = saved[STATE_BYTES:].view(torch.int64).tolist()
     return torch.empty_strided(shape, order, dtype=torch.bool)
 
 
-DRAWS: set[Any] = {draw_mask, draw_numbers, save_state}  # what may run only once, beside the ops that PyTorch marks
+DRAWS: set[Any] = {
+    draw_mask,
+    draw_numbers,
+    draw_once,
+    save_state,
+}  # what may run only once, beside the ops that PyTorch marks
 AGAIN: dict[Any, Callable[..., torch.Tensor]] = {draw_saved: draw_again}  # what runs in place of an op after its first

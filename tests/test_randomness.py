@@ -6,12 +6,23 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
+from checkmate import codegen
 from checkmate.memory import measure_peak
-from checkmate.randomness import STATE_BYTES, WORTH_BYTES, draw_again, draw_mask, draw_saved, save_state
+from checkmate.randomness import (
+    STATE_BYTES,
+    WORTH_BYTES,
+    draw_again,
+    draw_mask,
+    draw_once,
+    draw_saved,
+    hold_place,
+    save_state,
+)
 from tests.sampling import slow
 from tests.stepping import assert_same, train
 
@@ -146,6 +157,38 @@ def test_large_masks_are_drawn_again_where_memory_is_short(reseeded: bool) -> No
     assert any("draw_again" in str(node.target) for node in plan.modules.backward.graph.nodes)
     peaks = train(net, compiled, (x,)).peaks
     assert [plan.problem.resident + peak for peak in peaks] == [plan.peak] * len(peaks)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_no_random_state_is_saved_for_a_mask_that_is_drawn_once() -> None:
+    net, x = _wide(DROPS["dropout"])
+    twin, _ = _wide(DROPS["dropout"])
+    compiled = checkmate.compile(lambda x: net(x).square().mean(), budget="1 GB")
+    found = train(net, compiled, (x,))
+    assert_same(found, train(twin, lambda x: twin(x).square().mean(), (x,)))
+    (plan,) = compiled.plans
+    targets = [node.target for node in plan.modules.forward.graph.nodes]
+    assert (targets.count(draw_once), targets.count(save_state)) == (3, 0)
+    assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_state_is_saved_where_the_tensor_is_not_read_again(again: bool) -> None:
+    """Then the plan frees it before the mask is made, and drawing from it would hold it longer."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    state = graph.call_function(save_state, (x,))
+    drawn = graph.call_function(draw_saved, (state, (WORTH_BYTES,), 0.5))
+    graph.output((drawn, x) if again else (drawn,))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    torch.manual_seed(0)
+    expected = module(torch.ones(WORTH_BYTES))[0]
+    codegen._draw_once(module)
+    assert [node.target for node in graph.nodes][1:3] == (
+        [hold_place, draw_once] if again else [save_state, draw_saved]
+    )
+    torch.manual_seed(0)
+    assert torch.equal(module(torch.ones(WORTH_BYTES))[0], expected)
 
 
 def test_drawing_again_takes_no_more_memory_than_drawing() -> None:
