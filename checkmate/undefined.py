@@ -47,21 +47,27 @@ def with_undefined(
 
 def keep_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
     """Have autograd hand None to a compiled function's backward where a result has no gradient, and not zeros."""
+    own: set[type] = set()  # of the nodes of its calls: each compiled function has a type of its own
 
     @wraps(run)
     def keeping(*args: Any) -> Any:
         results = run(*args)
-        given = {id(arg.grad_fn) for arg in args if isinstance(arg, torch.Tensor)}
-        for function in _compiled_functions(results, given):
-            function.set_materialize_grads(False)
+        leaves = results if isinstance(results, (list, tuple)) else tree_leaves(results)
+        direct: set[Any] = {t.grad_fn for t in leaves if isinstance(t, torch.Tensor)}
+        if not own or not all(f is None or type(f) in own for f in direct):  # the first call, or views of results
+            given = {id(arg.grad_fn) for arg in args if isinstance(arg, torch.Tensor)}
+            direct = set(_compiled_functions(direct, given))
+            own.update(map(type, direct))
+        for function in direct:
+            if function is not None:
+                function.set_materialize_grads(False)
         return results
 
     return keeping
 
 
-def _compiled_functions(results: Any, given: set[int]) -> Iterator[Any]:
-    """The autograd node of a compiled call, from its results; ``given`` are those it was called with."""
-    front: set[Any] = {t.grad_fn for t in tree_leaves(results) if isinstance(t, torch.Tensor)}
+def _compiled_functions(front: set[Any], given: set[int]) -> Iterator[Any]:
+    """The autograd node of a compiled call, from those of its results; ``given`` are those it was called with."""
     for _ in range(_DEPTH):
         front = {f for f in front if f is not None and id(f) not in given}
         yield from filter(is_compiled, front)
