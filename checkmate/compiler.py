@@ -89,7 +89,8 @@ def compile(
         fn: a module, or any function of tensors; with the loss computed inside it the loss is within the plan too.
         budget: bytes at any moment of forward and backward, parameters, buffers and inputs included; "8 GB" is 8e9.
         method: how to plan; see `checkmate.solve`.
-        time_limit: seconds to plan one captured graph; Ctrl-C ends planning earlier, with the best plan so far.
+        time_limit: seconds to plan one captured graph, at most: where less than a hundredth of the step can still be
+            saved, planning ends earlier, in proportion. So does Ctrl-C, with the best plan so far.
         reserve: bytes of the budget to leave for what the graph does not know: optimizer state, gradients that are kept
             from one step to the next, a loss outside ``fn``. On CUDA what is on the device when the first call plans
             is left out of the budget anyway, so that only what comes later is to be reserved.

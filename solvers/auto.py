@@ -48,6 +48,7 @@ def auto(
     *,
     time_limit: float = 60.0,
     gap: float = 1e-4,
+    settle: float = 0.0,
     threads: int = 1,
     seed: int = 0,
     start: Start | None = None,
@@ -56,6 +57,8 @@ def auto(
 
     Args:
         gap: stop once (cost - bound) / cost is at most this.
+        settle: the gap that is worth all of the time limit. A smaller one is worth less, in proportion: with 0.01, a
+            gap of 0.1% ends the search after a tenth of the time. 0: every gap is worth all of it.
         threads: of the solver.
         seed: of what is drawn at random.
         start: a known plan to begin with, of this problem or of one with the same ops and other sizes.
@@ -66,7 +69,7 @@ def auto(
     known = None if start is None else as_schedule(problem, start)
     if budget >= problem.keep_all_peak:
         return checkpoint_all(problem, budget)
-    search = Search(problem, budget, time_limit, gap, threads, seed)
+    search = Search(problem, budget, time_limit, gap, threads, seed, settle)
     if known is not None and start is not None:
         search.known, search.bound = known.R, max(search.bound, proven_by(problem, budget, start))
     for stage in STAGES:
@@ -82,8 +85,17 @@ def auto(
 class Search:
     """The best plan and the best bound so far, and the time that is left."""
 
-    def __init__(self, problem: Problem, budget: int, time_limit: float, gap: float, threads: int, seed: int) -> None:
-        self.problem, self.budget = problem, budget
+    def __init__(
+        self,
+        problem: Problem,
+        budget: int,
+        time_limit: float,
+        gap: float,
+        threads: int,
+        seed: int,
+        settle: float = 0.0,
+    ) -> None:
+        self.problem, self.budget, self.settle = problem, budget, settle
         self.time_limit, self.gap, self.threads, self.seed = time_limit, max(gap, OPTIMAL_GAP), threads, seed
         self.began = time.perf_counter()
         self.R: np.ndarray | None = None
@@ -99,8 +111,15 @@ class Search:
 
     @property
     def left(self) -> float:
-        """Seconds that are left."""
-        return self.time_limit - (time.perf_counter() - self.began)
+        """Seconds that are left, of what closing the gap is worth."""
+        return self.worth * self.time_limit - (time.perf_counter() - self.began)
+
+    @property
+    def worth(self) -> float:
+        """The share of the time limit that closing the gap is worth."""
+        if self.R is None or not self.settle or self.cost - self.bound >= self.settle * self.cost:
+            return 1.0
+        return (self.cost - self.bound) / (self.settle * self.cost)
 
     @property
     def is_open(self) -> bool:
@@ -192,7 +211,18 @@ def _first_bound(search: Search) -> None:
 
 
 def _better_bound(search: Search) -> None:
-    _bound(search, 0.4 * search.left, most=MOST_MOMENTS)
+    """More moments; one at a time, each answer tried as a guide, once the gap is worth less than all of the time."""
+    step = MOST_MOMENTS if search.worth == 1.0 else 1
+    until = time.perf_counter() + 0.4 * search.left
+    while True:
+        before = () if search.relaxed is None else search.relaxed.moments
+        left = min(search.left, until - time.perf_counter())
+        _bound(search, left, most=min(MOST_MOMENTS, len(before) + step))
+        if search.is_open:
+            _guided(search)
+        same = search.relaxed is None or search.relaxed.moments == before
+        if same or step > 1 or not search.is_open or time.perf_counter() >= until:
+            return
 
 
 def _bound(search: Search, limit: float, most: int) -> None:
@@ -334,7 +364,6 @@ STAGES = (
     _first_bound,
     _guided,
     _better_bound,
-    _guided,
     _first_tilted,
     _restricted,
     _exact,

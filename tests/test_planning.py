@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from checkmate import files
@@ -15,6 +16,7 @@ from checkmate import plan as plans
 from checkmate.problem import Problem, Profile
 from checkmate.solution import Solution, Status
 from checkmate.solvers import plan_cache, planning
+from checkmate.solvers.auto import Search
 from checkmate.solvers.plan_cache import Question, Record, lookup, store
 from checkmate.solvers.planning import plan
 from checkmate.solvers.solve import min_budget, solve
@@ -72,6 +74,24 @@ def test_the_second_time_nothing_is_solved(solves: list[dict]) -> None:
     assert again.details["from"] == "plan cache"
     assert (again.cost, again.bound, again.peak, again.status) == (first.cost, first.bound, first.peak, first.status)
     assert again.problem is not first.problem
+
+
+def test_a_small_gap_is_worth_little_of_the_time(solves: list[dict]) -> None:
+    problem = _problem()
+    budget = _between(problem)
+    plan(problem, budget, time_limit=5)
+    assert [options["settle"] for options in solves] == [planning.WAVER]
+    search = Search(problem, budget, 100.0, 1e-4, 1, 0, settle=0.01)
+    assert search.worth == 1.0  # there is no plan yet
+    search.R, search.cost = np.eye(1, dtype=bool), 1.0
+    shares = []
+    for bound in (0.9, 0.99, 0.995, 0.999):
+        search.bound = bound
+        shares.append(search.worth)
+    assert shares == pytest.approx([1.0, 1.0, 0.5, 0.1])
+    assert search.left < 10.0
+    search.settle = 0.0
+    assert search.worth == 1.0
 
 
 def test_without_the_cache_all_is_anew(solves: list[dict]) -> None:
