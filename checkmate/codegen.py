@@ -75,12 +75,14 @@ def _draw_once(forward: fx.GraphModule) -> None:
 
     To save it and to read it back costs as much as a small op, at each dropout. The bytes stay as they are in the plan.
     """
-    for state in forward.graph.find_nodes(op="call_function", target=randomness.save_state):
+    states = forward.graph.find_nodes(op="call_function", target=randomness.save_state)
+    for state in states:
         x, drawn = state.args[0], state.next
         if list(state.users) == [drawn] and any(user > drawn for user in x.users):
             state.target = randomness.hold_place
             drawn.target, drawn.args = randomness.draw_once, (state, x, drawn.args[2])
-    forward.recompile()
+    if states:
+        forward.recompile()
 
 
 def _placeholders(joint: Joint, *kinds: Any) -> list[fx.Node]:
