@@ -38,9 +38,12 @@ STYLES = {  # marker and colour, from a palette that colour-blind eyes tell apar
 
 
 def latest(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """For each network the rows of its last run, in the order of the runs."""
-    date = {row["model"]: row["date"] for row in rows}
-    return {model: [row for row in rows if row["model"] == model and row["date"] == date[model]] for model in date}
+    """For each network the rows of each way from the last run that had it, in the order of the runs."""
+    date = {(row["model"], row["family"]): row["date"] for row in rows}
+    last = [row for row in rows if row["date"] == date[row["model"], row["family"]]]
+    return {
+        model: [row for row in last if row["model"] == model] for model in dict.fromkeys(row["model"] for row in rows)
+    }
 
 
 def same_bits(row: Row) -> bool:
@@ -51,7 +54,8 @@ def same_bits(row: Row) -> bool:
 
 def compared(peer: Row, rows: Sequence[Row]) -> tuple[Row, float, str] | None:
     """The fastest of ours at the peer's peak or below, its time to the peer's, which is faster; None where none is."""
-    able = [row for row in rows if row["family"] == OURS and "error" not in row and row["peak"] <= peer["peak"]]
+    run = [row for row in rows if row["family"] == OURS and "error" not in row and row.get("date") == peer.get("date")]
+    able = [row for row in run if row["peak"] <= peer["peak"]]
     if not able:
         return None
     best = min(able, key=lambda row: row["ratio"])
