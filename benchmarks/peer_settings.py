@@ -106,7 +106,7 @@ def inductor_peers() -> Iterator[Setting]:
 def ours(budget: int, time_limit: float, method: str = "auto") -> Setting:
     """`checkmate.compile` within a budget of bytes."""
     family = OURS if method == "auto" else "heuristics"
-    knob = f"{budget / 1e6:.1f} MB" if method == "auto" else f"{method} {budget / 1e6:.1f} MB"
+    knob = f"{budget / 1e6:.2f} MB" if method == "auto" else f"{method} {budget / 1e6:.2f} MB"
     build = partial(_within, budget=budget, time_limit=time_limit, method=method)
     return Setting(family, knob, build, budget=budget)
 
@@ -114,7 +114,7 @@ def ours(budget: int, time_limit: float, method: str = "auto") -> Setting:
 def ours_by_inductor(budget: int, time_limit: float) -> Setting:
     """`checkmate.compile` with Inductor below."""
     build = partial(_within, budget=budget, time_limit=time_limit, backend="inductor")
-    return Setting(OURS_INDUCTOR, f"{budget / 1e6:.1f} MB", build, _masks_of_eager, budget, exact=False)
+    return Setting(OURS_INDUCTOR, f"{budget / 1e6:.2f} MB", build, _masks_of_eager, budget, exact=False)
 
 
 def _within(subject: Subject, **options: Any) -> Step:

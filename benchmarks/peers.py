@@ -82,6 +82,7 @@ class Entry:
     setting: Setting
     step: Step
     facts: dict[str, Any]
+    timed_with: Entry | None = None  # another one that does the very same, which is timed for both
     ratios: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -92,14 +93,16 @@ class Entry:
 
     def row(self) -> dict[str, Any]:
         """All that is known, with the quartiles of the ratios."""
-        low, middle, high = np.quantile(self.ratios, (0.25, 0.5, 0.75))
+        timed = self.timed_with or self
+        low, middle, high = np.quantile(timed.ratios, (0.25, 0.5, 0.75))
         return {
             **self.facts,
+            "timed_with": timed.setting.name,
             "ratio": float(middle),
             "ratio_low": float(low),
             "ratio_high": float(high),
-            "seconds": statistics.median(self.seconds),
-            "ratios": [round(ratio, 4) for ratio in self.ratios],
+            "seconds": statistics.median(timed.seconds),
+            "ratios": [round(ratio, 4) for ratio in timed.ratios],
         }
 
 
@@ -238,7 +241,7 @@ class Comparison:
         first: dict[tuple[str, str], Entry] = {}
         for i, entry in enumerate(self.entries):
             key = entry.setting.family, entry.facts["fingerprint"] or str(i)
-            entry.facts["timed_with"] = first.setdefault(key, entry).setting.name
+            entry.timed_with = first.setdefault(key, entry)
         return list(first.values())
 
     def time(self, entries: Sequence[Entry], minutes: float, rounds: tuple[int, int]) -> None:
@@ -278,12 +281,8 @@ class Comparison:
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each setting, timed, timed with another one, or failed."""
-        by_name = {entry.setting.name: entry for entry in self.entries}
-        found = []
-        for entry in self.entries:
-            timed = by_name[entry.facts["timed_with"]]
-            found.append({**self.about, **timed.row(), **entry.facts})
-        return [*found, *({**self.about, **facts} for facts in self.failed)]
+        done = [entry.row() for entry in self.entries]
+        return [{**self.about, **facts} for facts in (*done, *self.failed)]
 
 
 def _on_host(tensors: Iterable[Tensor]) -> list[Tensor]:

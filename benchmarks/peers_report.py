@@ -92,6 +92,23 @@ def summary(rows: Sequence[Row]) -> Row:
     }
 
 
+def short(rows: Sequence[Row]) -> str:
+    """A small table: of each way the least peak, and ours at the least that has the same bits, and at its own least."""
+    worked = [row for row in rows if "error" not in row]
+    chosen = [row for row in worked if row["family"] == EAGER.family]
+    of = {family: [row for row in worked if row["family"] == family] for family in PEERS}
+    chosen += [min(some, key=lambda row: (row["peak"], row["ratio"])) for some in of.values() if some]
+    there = summary(rows)["at least"]
+    least = min((row for row in worked if row["family"] == OURS), key=lambda row: row["peak"])
+    chosen += [least] if there is None or there[0] is least else [there[0], least]
+    lines = [f"| {chosen[0]['model']} | peak | step / plain | numbers |", "|---|--:|--:|---|"]
+    for row in chosen:
+        name = "plain PyTorch" if row["family"] == EAGER.family else f"{row['family']}, {row['knob']}"
+        name = f"**{name}**" if row["family"] == OURS else name
+        lines.append(f"| {name} | {_bytes(row['peak'])} | {row['ratio']:.2f} | {numbers(row)} |")
+    return "\n".join(lines)
+
+
 def render(rows_file: Path) -> str:
     """Write the document and the pictures next to a file of rows; returns the summary as text."""
     runs = latest([json.loads(line) for line in rows_file.read_text().splitlines()])
@@ -99,10 +116,14 @@ def render(rows_file: Path) -> str:
     folder.mkdir(exist_ok=True)
     for model, rows in runs.items():
         draw(rows, folder / f"{model}.png")
-    overall = "\n".join(_overall(runs))
-    sections = [line for model, rows in runs.items() for line in _section(model, rows, folder.name)]
-    rows_file.with_suffix(".md").write_text("\n".join([*_head(runs), overall, "", *sections]))
-    return overall
+    rows_file.with_suffix(".md").write_text(document(runs, folder.name))
+    return "\n".join(_overall(runs))
+
+
+def document(runs: dict[str, list[Row]], folder: str) -> str:
+    """The summary and the table of each network in Markdown; the pictures are in a folder."""
+    sections = [line for model, rows in runs.items() for line in _section(model, rows, folder)]
+    return "\n".join([*_head(runs), *_overall(runs), "", *sections])
 
 
 def _head(runs: dict[str, list[Row]]) -> list[str]:

@@ -185,3 +185,11 @@ def test_vgg_for_small_images_has_its_layers() -> None:
         module = SmallVGG16(10)
         assert sum(isinstance(part, nn.Conv2d) for part in module.modules()) == 13
         assert module(torch.empty(1, 3, 96, 96)).shape == (1, 10)
+
+
+def test_the_readme_and_the_document_say_what_the_rows_say() -> None:
+    runs = peers_report.latest([json.loads(line) for line in peers.RESULTS.read_text().splitlines()])
+    readme = (peers.RESULTS.parents[2] / "README.md").read_text()
+    assert sum(peers_report.short(rows) in readme for rows in runs.values()) == 2
+    assert peers.RESULTS.with_suffix(".md").read_text() == peers_report.document(runs, peers.RESULTS.stem)
+    assert all((peers.RESULTS.with_suffix("") / f"{model}.png").exists() for model in runs)
