@@ -253,7 +253,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     if highest and ours:  # ours may go on far above, where no peer is
         axes.set_ylim(top=min(1.15 * max(row["ratio"] for row in worked), max(2.0, 1.4 * max(highest))))
     axes.plot([], [], "x", color="#b00020", label="numbers are not those of plain PyTorch")
-    axes.set_xlim(left=0)
+    floor = (worked[0]["resident"] + worked[0]["gradients"]) / 1e6
+    axes.axvline(floor, color="black", linewidth=0.8, linestyle=":", label="parameters, batch and gradients alone")
+    axes.set_xlim(left=0.96 * min(floor, *(row["peak"] / 1e6 for row in worked)))
     axes.axhline(1.0, color="black", linewidth=0.6, alpha=0.5)
     axes.set_title(f"{worked[0]['model']}: step time against peak")
     axes.grid(alpha=0.3)
