@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.fx as fx
@@ -37,10 +37,15 @@ _INEXACT = {"lstm", "gru"}  # Dynamo lets them through if torch._dynamo.config.a
 
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Run the generated code as it is."""
+    forbid_donation()
+    return with_undefined(module, boxed)
+
+
+def forbid_donation() -> None:
+    """Tell AOTAutograd that the code now compiled reuses no saved tensors, so that the backward may run twice."""
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []  # the code reuses no buffers, so the backward may run twice
-    return with_undefined(module, boxed)
+        context.fw_metadata.bw_donated_idxs = []
 
 
 @dataclass(eq=False)
@@ -50,7 +55,8 @@ class Backend:
     ``plans`` holds the `Solution` of each captured training graph, in the order of capture. ``lower`` makes of a module
     and its inputs the function that runs. ``profile`` finds the costs of the ops; sizes are rounded up to a multiple of
     ``block_bytes``, or of what the allocator of the step's device takes if that is more. ``answer``: what captured code
-    is told that asks whether it is compiled.
+    is told that asks whether it is compiled. ``takes_none``: backwards that ``lower`` makes know what to do where a
+    result has no gradient.
     """
 
     planner: Planner
@@ -59,6 +65,14 @@ class Backend:
     block_bytes: int = 1
     plans: list[Solution] = field(default_factory=list)
     answer: Answer = field(default_factory=Answer)
+    takes_none: bool = True
+
+    exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
+    rounds_in: set[torch.dtype] = field(default_factory=set)  # types of what is rounded, if it is not exact
+
+    def limit(self, plan: Solution) -> int:
+        """Bytes that a step may take when it runs."""
+        return plan.budget
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         """What `torch.compile` calls for each captured graph.
@@ -83,7 +97,7 @@ class Backend:
         backward_outside_of_autocast = torch._functorch.config.patch(backward_pass_autocast="off")
         with eager_kernels(), keep_random_ops, backward_outside_of_autocast:
             run = compile_graph(module, inputs)
-        return refuse_watching(keep_undefined(run) if self.lower is run_generated_code else run, users)
+        return refuse_watching(keep_undefined(run) if self.takes_none else run, users)
 
     def _partition(
         self,

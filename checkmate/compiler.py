@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, get_args, overload
 
 import torch
 import torch.fx as fx
@@ -21,11 +21,13 @@ from checkmate.asking import plain_if_possible
 from checkmate.backend import Backend
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.fake import meta_as_cpu
+from checkmate.inductor import inductor, require_compiler
 from checkmate.kernels import with_recurrent_modules
 from checkmate.messages import explained, refuse_lazy
 from checkmate.problem import Problem
 from checkmate.profiling.choose import Choice, profiler
 from checkmate.profiling.measure import Measure
+from checkmate.results import watch_backward
 from checkmate.solution import Solution
 from checkmate.solvers import planning
 from checkmate.solvers.methods import METHODS
@@ -36,6 +38,7 @@ from checkmate.verification import Certificate, compare_with_plain
 M = TypeVar("M", bound=nn.Module)
 P = ParamSpec("P")
 R = TypeVar("R")
+Code = Literal["eager", "inductor"]
 log = logging.getLogger("checkmate.verification")
 
 
@@ -50,6 +53,7 @@ def compile(  # type: ignore[overload-overlap]  # a module is callable too, and 
     verify: bool = ...,
     profile: Choice = ...,
     cache: bool = ...,
+    backend: Code = ...,
 ) -> M: ...
 
 
@@ -64,6 +68,7 @@ def compile(
     verify: bool = ...,
     profile: Choice = ...,
     cache: bool = ...,
+    backend: Code = ...,
 ) -> CompiledStep[P, R]: ...
 
 
@@ -77,6 +82,7 @@ def compile(
     verify: bool = False,
     profile: Choice = "measure",
     cache: bool = True,
+    backend: Code = "eager",
 ) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -101,6 +107,9 @@ def compile(
             measured as the step runs: an estimate knows no workspaces.
         cache: take the costs of ops that were measured and the plans that were made on this machine before, in any
             process, and keep new ones (`checkmate.files` says where). False measures and plans anew and keeps nothing.
+        backend: what runs the plan: ``"eager"``, PyTorch's own kernels, or ``"inductor"``, kernels that Inductor makes
+            for the step. These round differently, and their peak is no plan's: the first call runs the step once more,
+            measures, and plans again or refuses where the budget does not hold. CPU only; it takes a C++ compiler.
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
@@ -110,7 +119,8 @@ def compile(
     Raises:
         BudgetError: at once, if the budget is no positive number of bytes.
         InfeasibleBudget: at the first call, if no plan fits; it names the op in the way and the smallest budget.
-        Unsupported: at the first call, if the step cannot be captured as one graph, or runs on several devices.
+        Unsupported: at the first call, if the step cannot be captured as one graph, or runs on several devices; at
+            once, if Inductor finds no C++ compiler that works.
         VerificationError: at the first call, with ``verify``, if anything differs.
 
     >>> import torch
@@ -120,7 +130,7 @@ def compile(
     >>> print(model.plans[0].status)
     Status.OPTIMAL
     """
-    new_backend = _backends(fn, budget, method, time_limit, reserve, profile, cache)
+    new_backend = _backends(fn, budget, method, time_limit, reserve, profile, cache, backend)
     if isinstance(fn, nn.Module):
         return _compile_module(fn, new_backend, verify)
     return CompiledStep(fn, new_backend, verify)
@@ -135,6 +145,7 @@ def verify(
     reserve: int | float | str = 0,
     profile: Choice = "measure",
     cache: bool = True,
+    backend: Code = "eager",
     **kwargs: Any,
 ) -> Certificate:
     """Run a step plainly and compiled on your own batch, and certify that nothing differs.
@@ -147,7 +158,8 @@ def verify(
 
     Args:
         fn: a module or function; args, kwargs: a batch for it.
-        budget, method, time_limit, reserve, profile, cache: as for `compile`.
+        budget, method, time_limit, reserve, profile, cache, backend: as for `compile`. Compiled by Inductor, a tensor
+            may be as far off as `torch.testing.assert_close` allows of its largest element.
 
     Raises:
         VerificationError: naming what differs, and the first op whose value does.
@@ -159,12 +171,12 @@ def verify(
     >>> report.outputs, report.gradients, report.repeats
     (1, 4, True)
     """
-    step = CompiledStep(fn, _backends(fn, budget, method, time_limit, reserve, profile, cache), verify=False)
+    step = CompiledStep(fn, _backends(fn, budget, method, time_limit, reserve, profile, cache, backend), verify=False)
     return step._compare(args, kwargs)
 
 
 def _backends(
-    fn: Any, budget: Any, method: str, time_limit: float, reserve: Any, profile: Choice, cache: bool
+    fn: Any, budget: Any, method: str, time_limit: float, reserve: Any, profile: Choice, cache: bool, backend: Code
 ) -> Callable[[], Backend]:
     """Check what a user gives, and make backends of it: one for each compiled object."""
     if not callable(fn):
@@ -174,19 +186,24 @@ def _backends(
         raise ValueError(f"Unknown method {method!r}; the methods are {', '.join(METHODS)}.")
     if not time_limit > 0:
         raise ValueError(f"time_limit is a positive number of seconds, not {time_limit!r}.")
+    if backend not in get_args(Code):
+        raise ValueError(f"Unknown backend {backend!r}; the backends are {', '.join(get_args(Code))}.")
     total = parse_bytes(budget)
     set_aside = 0 if reserve == 0 else parse_bytes(reserve)
 
     made: list[Solution] = []  # the last batch of an epoch is smaller than those before: their plans are of use
 
-    def plan(problem: Problem) -> Solution:
+    def plan(problem: Problem, more: int = 0) -> Solution:
         solution = _plan(
-            problem, total, set_aside, method=method, time_limit=time_limit, earlier=tuple(made), cache=cache
+            problem, total, set_aside + more, method=method, time_limit=time_limit, earlier=tuple(made), cache=cache
         )
         made.append(solution)
         return solution
 
     find_costs, block_bytes = profiler(profile, cache=cache)
+    if backend == "inductor":
+        require_compiler()
+        return functools.partial(inductor, plan, total - set_aside, profile=find_costs, block_bytes=block_bytes)
     return functools.partial(Backend, plan, profile=find_costs, block_bytes=block_bytes)
 
 
@@ -339,29 +356,8 @@ class CompiledStep(Generic[P, R]):
             if reason is error and not getattr(error, "from_kernel", False):
                 raise
             raise reason.with_traceback(None) from None
-        _watch_backward(result)
+        watch_backward(result)
         return result
-
-
-def _watch_backward(result: Any) -> None:
-    """Have a backward that the planned one is none of end in a clear error."""
-    tensors = [result] if isinstance(result, torch.Tensor) else torch.utils._pytree.tree_leaves(result)
-    functions = {t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None}
-    for function in functions:
-        function.register_prehook(_check_backward)
-
-
-def _check_backward(grads: Any) -> None:
-    if torch.is_grad_enabled():
-        raise Unsupported(
-            "create_graph=True: the backward of a compiled step cannot itself be differentiated. "
-            "Compute this loss with the plain model, which shares its parameters with the compiled one."
-        )
-    if torch._C._is_any_autocast_enabled():
-        raise Unsupported(
-            "backward() was called within torch.autocast, where plain PyTorch computes other gradients than outside of "
-            "it. Call it after the block, as PyTorch advises."
-        )
 
 
 def _compile_module(model: Any, new_backend: Callable[[], Backend], verify: bool) -> Any:

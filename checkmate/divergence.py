@@ -49,7 +49,7 @@ def first_difference(
         device: of the step.
     """
     notes = _Notes(solution, device)
-    run(capture(Backend(notes.plan, notes.lower, notes.profile)))
+    run(capture(Backend(notes.plan, notes.lower, notes.profile, takes_none=False)))
     if notes.joint is None or not notes.as_captured:
         return None
     return notes.by_plan() or _by_capture(notes.joint, notes.as_captured, run, plain)

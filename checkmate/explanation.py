@@ -18,8 +18,8 @@ from checkmate.problem import Problem
 from checkmate.profiling.choose import Choice
 from checkmate.provenance import is_users
 from checkmate.solvers.least import MinBudget
+from checkmate.state import tensors_within, unchanged
 from checkmate.units import format_bytes
-from checkmate.verification import tensors_within, unchanged
 
 
 @dataclass(frozen=True)

@@ -79,3 +79,24 @@ def _check(result: weakref.ref[torch.Tensor], later: tuple[int, ...]) -> Callabl
             )
 
     return check
+
+
+def watch_backward(result: Any) -> None:
+    """Have a backward that the planned one is none of end in a clear error."""
+    tensors = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
+    functions = {t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None}
+    for function in functions:
+        function.register_prehook(_check_backward)
+
+
+def _check_backward(grads: Any) -> None:
+    if torch.is_grad_enabled():
+        raise Unsupported(
+            "create_graph=True: the backward of a compiled step cannot itself be differentiated. "
+            "Compute this loss with the plain model, which shares its parameters with the compiled one."
+        )
+    if torch._C._is_any_autocast_enabled():
+        raise Unsupported(
+            "backward() was called within torch.autocast, where plain PyTorch computes other gradients than outside of "
+            "it. Call it after the block, as PyTorch advises."
+        )

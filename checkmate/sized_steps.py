@@ -25,7 +25,7 @@ from checkmate.profiling.choose import Choice, profiler
 from checkmate.solution import Solution
 from checkmate.solvers.certify import certify
 from checkmate.solvers.fingerprints import fingerprints
-from checkmate.verification import tensors_within, unchanged
+from checkmate.state import tensors_within, unchanged
 
 log = logging.getLogger("checkmate.batch")
 

@@ -286,18 +286,6 @@ def test_the_state_of_python_and_numpy_comes_back_too(net: nn.Module, batch: tup
     assert random.getstate() == state
 
 
-def test_tensors_are_called_as_their_modules_call_them(net: nn.Module) -> None:
-    other, x = nn.Linear(4, 2), torch.ones(1)
-    scale = {"weight": nn.Parameter(torch.ones(2))}
-    state = [*net.parameters(), *net.buffers(), *other.parameters(), scale["weight"], x]
-    both = lambda x: other(net(x))  # noqa: E731
-    names = list(verification._names(state, (both, x, net[0], scale)).values())
-    assert names[:3] == ["0.weight", "0.bias", "1.weight"]
-    assert names[9:] == ["weight", "bias", "tensor 11", "tensor 12"]
-    twice = verification._names([*other.parameters(), *net[0].parameters()], (other, net[0]))
-    assert list(twice.values()) == ["weight (tensor 0)", "bias (tensor 1)", "weight (tensor 2)", "bias (tensor 3)"]
-
-
 @pytest.mark.parametrize(
     ("draw", "generator"), [(np.random.rand, "NumPy's global generator"), (random.random, "Python's random")]
 )
