@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +25,7 @@ import torch.fx as fx
 from torch._dynamo.exc import TorchDynamoException
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from checkmate import randomness, rewrite
 from checkmate.backend import Backend, forbid_donation
@@ -37,7 +38,6 @@ from checkmate.solution import Solution
 from checkmate.state import unchanged
 from checkmate.undefined import with_undefined
 from checkmate.units import format_bytes
-from checkmate.verification import forward_and_backward
 
 log = logging.getLogger("checkmate.inductor")
 aten = torch.ops.aten
@@ -120,12 +120,20 @@ class Inductor(Backend):
 def _peak(run: Callable[..., Any], inputs: list[Any]) -> int:
     """Bytes that a compiled function and its backward take beyond its inputs; everything is as before afterwards.
 
-    The backward begins at all results at once. The inputs are handed in as tensors of the same memory that nobody has
-    hooks on, so that nothing outside runs.
+    The backward begins at all results at once, and autograd stores the gradients as in training: with tensors of its
+    own in the memory of the inputs, so that no hook runs and no ``grad`` of the user's is touched.
     """
     own = [t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in inputs]
+
+    def step() -> list[Any]:
+        results = tree_leaves(run(*own))
+        roots = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
+        with torch.autocast(CPU.type, enabled=False):  # as a backward after the block
+            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        return results
+
     with unchanged(own), torch.enable_grad():
-        return measure_peak(partial(forward_and_backward, run, own, {}, CPU)).peak
+        return measure_peak(step).peak
 
 
 def _refusal(budget: int, tried: list[tuple[Solution, int]]) -> InfeasibleBudget:

@@ -12,7 +12,6 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -302,7 +301,17 @@ def _outcome(
     device: torch.device,
 ) -> _Outcome:
     """What a step leaves behind, held on the CPU: on the step's device it would stand in the way of the next."""
-    use = measure_peak(partial(forward_and_backward, fn, args, kwargs, device), device)
+
+    def step() -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
+        outputs = [t for t in tree_leaves(fn(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+        roots = [t for t in outputs if t.requires_grad]
+        leaves = list(dict.fromkeys(leaf for root in roots for leaf in _leaves(root)))
+        ones = [torch.ones_like(t) for t in roots]
+        with torch.autocast(device.type, enabled=False):  # as a backward after the block
+            grads = torch.autograd.grad(roots, leaves, ones, allow_unused=True) if leaves else ()
+        return outputs, leaves, grads
+
+    use = measure_peak(step, device)
     outputs, leaves, grads = use.result
     results = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     results |= {
@@ -313,19 +322,6 @@ def _outcome(
     results |= {f"{names[id(t)]} of shape {tuple(t.shape)}": t.detach().clone() for t in state}
     on_host = {name: tensor.to(CPU) for name, tensor in results.items()}
     return _Outcome(on_host, _all_random_states(device), use.peak)
-
-
-def forward_and_backward(
-    fn: Callable[..., Any], args: Any, kwargs: Any, device: torch.device
-) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
-    """What a step returns, the leaves that it depends on, and their gradients, from ones at all its results."""
-    outputs = [t for t in tree_leaves(fn(*args, **kwargs)) if isinstance(t, torch.Tensor)]
-    roots = [t for t in outputs if t.requires_grad]
-    leaves = list(dict.fromkeys(leaf for root in roots for leaf in _leaves(root)))
-    ones = [torch.ones_like(t) for t in roots]
-    with torch.autocast(device.type, enabled=False):  # as a backward after the block
-        grads = torch.autograd.grad(roots, leaves, ones, allow_unused=True) if leaves else ()
-    return outputs, leaves, grads
 
 
 def _all_random_states(device: torch.device) -> dict[str, Any]:
