@@ -36,6 +36,7 @@ _SLACK = (
 )
 _OUTSIDE = " What hooks and code outside the compiled step allocate is in no plan."
 _TORCH, _PYTHON, _NUMPY = "torch", "Python's random", "NumPy's global generator"
+GRADIENT_RTOL = 2e-3  # of the largest gradient: those of a ResNet-18 in float32 are 8e-4 of it from float64's
 PLAIN_RUNS = 5  # of a plain step that a compiled one differs from: ten distances between them
 
 
@@ -264,6 +265,8 @@ def _compare_but_for_rounding(names: list[str], plain: _Outcome, found: _Outcome
     for name in names:
         kind = plain.results[name].dtype if name in plain.results else torch.bool
         rtol, atol = default_tolerances(kind, *(types if kind.is_floating_point or kind.is_complex else ()))
+        if name.startswith("the gradient") and kind != torch.float64:
+            rtol = max(rtol, GRADIENT_RTOL)
         allowed = atol + rtol * max(sizes.get(name, 0.0), steepest if name.startswith("the gradient") else 0.0)
         if not off[name] <= allowed:
             raise VerificationError(
