@@ -242,8 +242,8 @@ class _ForInductor(fx.Interpreter):
             return [target.copy_(source) for target, source in zip(*args, strict=True)]
         if n.target is rewrite.scale_mask:
             return args[0].to(args[2]).div(args[1])
-        if n.target in (randomness.draw_mask, randomness.draw_numbers):
-            return ops.draw(val.shape, val.stride(), args[1], val.dtype)
+        if n.target in (randomness.draw_mask, randomness.draw_numbers, randomness.draw_once):
+            return ops.draw(val.shape, val.stride(), args[-1], val.dtype)
         if n.target is randomness.save_state:
             return ops.save_state(args[0].shape, args[0].stride())
         if n.target in (randomness.draw_saved, randomness.draw_again):
