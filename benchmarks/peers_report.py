@@ -213,7 +213,9 @@ def numbers(row: Row) -> str:
     if same_bits(row):
         return "same bits" if row["same_random_state"] else "same bits, other random state"
     wrong = [kind for kind in ("loss", "gradients", "buffers") if not row[f"same_{kind}"]]
-    return f"{', '.join(wrong)} differ: {row['off']:.0e}" + (" (rounding)" if row["within_tolerance"] else "")
+    if row["within_tolerance"]:
+        return f"{', '.join(wrong)} differ by rounding, {row['off']:.0e}"
+    return f"{', '.join(wrong)} differ by {row['off']:.0%}"
 
 
 def _bytes(count: int) -> str:

@@ -142,9 +142,9 @@ def test_peers_with_other_numbers_do_not_count() -> None:
 
 def test_what_differs_is_told() -> None:
     row = _row("checkpoint", 1, _around(1.0), same_buffers=False, off=0.97, within_tolerance=False)
-    assert peers_report.numbers(row) == "buffers differ: 1e+00"
+    assert peers_report.numbers(row) == "buffers differ by 97%"
     rounding = {**row, "same_loss": False, "off": 2e-6, "within_tolerance": True}
-    assert peers_report.numbers(rounding) == "loss, buffers differ: 2e-06 (rounding)"
+    assert peers_report.numbers(rounding) == "loss, buffers differ by rounding, 2e-06"
 
 
 def test_the_networks_have_the_blocks_that_they_name() -> None:
