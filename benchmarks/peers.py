@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -353,6 +353,7 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=Options.time_limit, help="seconds to plan for one budget")
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="budgets of ours")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--knobs", nargs="+", metavar="KNOB", help='of the peers, for example "each block" "dp 0.5"')
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help="only make tables and pictures of the rows in the file")
     args = parser.parse_args()
@@ -362,6 +363,8 @@ def main() -> None:
         torch.set_num_threads(args.threads)
         about = origin()
         options = Options(args.device, args.only, args.shares, args.time_limit, args.minutes, tuple(args.rounds))
+        if args.knobs:
+            options = replace(options, takes=lambda setting: setting.knob in args.knobs)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         for name in args.networks or NETWORKS:
             began = time.monotonic()
