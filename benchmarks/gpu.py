@@ -340,12 +340,12 @@ def compared_with_peers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         options = peers.Options(
             args.device,
             only=("peers", "ours", "inductor") if args.device.type == "cuda" else ("peers", "ours"),
-            shares=PEER_SHARES,
+            shares=PEER_SHARES[1::2] if args.quick else PEER_SHARES,
             time_limit=args.time_limit,
             minutes=seconds / 60 / 10,  # twice: to find the best peers, and with ours among them
             rounds=(2, 2) if args.quick else (3, 15),
             deadline=time.monotonic() + 0.75 * seconds,
-            takes=lambda setting: setting.knob in PEER_KNOBS,
+            takes=lambda setting: setting.knob in (PEER_KNOBS[:2] if args.quick else PEER_KNOBS),
         )
         yield from peers.compare(network, options, partial(print, f"{network.name}:", file=sys.stderr, flush=True))
         gc.collect()
