@@ -53,8 +53,12 @@ def draw_again(saved: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.T
 
 
 def hold_place(x: torch.Tensor) -> torch.Tensor:
-    """As many bytes as `save_state` gives, with nothing in them: for a mask that is drawn from the tensor itself."""
-    return torch.empty(STATE_BYTES + 8 * x.dim(), dtype=torch.uint8)
+    """As many bytes as `save_state` takes and gives, with nothing in them: for a mask that is drawn once."""
+    size = STATE_BYTES + 8 * x.dim()
+    parts = torch.empty(size, dtype=torch.uint8)  # there while save_state puts its own together, as the plan counts it
+    place = torch.empty_like(parts)
+    del parts
+    return place
 
 
 def draw_once(place: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
