@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.fx as fx
-from torch._dynamo.exc import TorchDynamoException
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
@@ -43,7 +42,7 @@ log = logging.getLogger("checkmate.inductor")
 aten = torch.ops.aten
 TRIES = 3  # plans of one graph, each within less than the one before
 _INSTEAD = 'backend="eager" runs the step with PyTorch\'s own kernels.'
-_FAILS = (RuntimeError, NotImplementedError, AssertionError, TorchDynamoException)  # what Inductor raises
+_FAILS = (RuntimeError, AssertionError)  # what Inductor raises: its own errors are RuntimeErrors
 
 
 def inductor(plan: Callable[[Problem, int], Solution], budget: int, **options: Any) -> Inductor:
