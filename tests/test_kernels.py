@@ -60,6 +60,44 @@ def test_same_bits_as_eager(name: str) -> None:
     assert torch.equal(grad, torch.autograd.grad(expected, x)[0])
 
 
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "rotated": lambda x: x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
+    "window": lambda x: torch.cat([x, x], dim=3)[..., 2:9],
+    "expanded": lambda x: x[:, :, :1].expand(X),
+    "flat": lambda x: x.flatten(1).t().contiguous().t(),
+    "of three dimensions": lambda x: x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batch_norm_lays_its_result_out_as_the_kernel_does(layout: str, training: bool) -> None:
+    """A program that asks for the layout takes the branch that it takes in plain PyTorch."""
+    x = torch.randn(X, requires_grad=True)
+    seen: list[tuple[int, ...]] = []
+
+    def step(x: Tensor) -> Tensor:
+        laid_out = LAYOUTS[layout](x.sin())
+        channels = laid_out.shape[1]
+        y = F.batch_norm(laid_out, torch.zeros(channels), torch.ones(channels), training=training)
+        seen.append(y.stride())
+        return (y * 2 if y.is_contiguous() else y * 3).square().sum()
+
+    expected = step(x)
+    (wanted,) = torch.autograd.grad(expected, x)
+    strides = seen.pop()
+    compiled = checkmate.compile(step, budget="1 GB", time_limit=1)
+    found = compiled(x)
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.autograd.grad(found, x)[0], wanted)
+    assert checkmate.trace(step, x).keep_all_peak > 0
+    assert seen[-1] == strides
+
+
 def test_decompositions_come_back() -> None:
     op = torch.ops.aten.upsample_bilinear2d.vec
     before = dict(op.py_kernels)

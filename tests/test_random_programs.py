@@ -37,7 +37,7 @@ NO_CHECKS = list(HealthCheck)  # a program takes a third of a second
 
 
 def drawn(count: int, first_seed: int) -> Callable[[Any], Any]:
-    """Run a test on so many programs and budgets, the same ones each time."""
+    """Run a test on so many programs and budgets. Hypothesis draws them, from the seed and constants of our code."""
 
     def decorate(test: Any) -> Any:
         limits = settings(
