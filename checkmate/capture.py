@@ -50,6 +50,13 @@ _OUTSIDE_ITS_RUNNING_STATISTICS = {  # in training mode: what later ops read doe
     torch.ops.aten._native_batch_norm_legit_functional.default,
     cudnn.batch_norm,
 }
+_COPIES_OF_STORAGES = {  # given a part of a storage, they copy all of it; a cached fake result has lost the rest
+    torch.ops.aten.copy.default,
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select_scatter.default,
+    torch.ops.aten.diagonal_scatter.default,
+    torch.ops.aten.as_strided_scatter.default,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +279,7 @@ class _Reader:
             if key not in self.value_by_storage:
                 v = self.value_by_storage[key] = len(self.values)
                 name = self._name(node) if isinstance(node.meta["val"], torch.Tensor) else f"{node.name}[{i}]"
-                self.values.append(Value(name, self._as_allocated(tensor.untyped_storage().nbytes()), producer, role))
+                self.values.append(Value(name, self._as_allocated(self._storage_bytes(node, tensor)), producer, role))
                 self.faces.append([])
                 made.append(v)
         faces = [node] if isinstance(node.meta.get("val"), torch.Tensor) else getitems(node)
@@ -281,6 +288,14 @@ class _Reader:
                 if producer is None or v in made:
                     self.faces[v].append(face)
         return tuple(made)
+
+    def _storage_bytes(self, node: fx.Node, tensor: torch.Tensor) -> int:
+        if node.target in _COPIES_OF_STORAGES:
+            (part, *_) = leaf_nodes(node.args)
+            (v,) = self._values_of(part)
+            if tensor.stride() == part.meta["val"].stride():
+                return self.values[v].size_bytes
+        return tensor.untyped_storage().nbytes()
 
     def _as_allocated(self, size_bytes: int) -> int:
         return -(-size_bytes // self.block_bytes) * self.block_bytes

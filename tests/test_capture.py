@@ -45,6 +45,25 @@ def test_multi_output_ops_have_a_value_for_each_output() -> None:
     assert len(graph.users[sort.outputs[0]]) == 1  # the values, by the sum
 
 
+def test_a_step_traced_again_has_the_same_bytes() -> None:
+    """Writing into a part of a tensor copies all of it. PyTorch's cache of fake results makes only the part."""
+
+    def step(x: Tensor) -> Tensor:
+        copy = x.sin()
+        part = copy[:, 2:6]
+        part[0].mul_(2)
+        part[:, 1:] = x[:, :3].cos()
+        return copy.exp().square().sum()
+
+    x = torch.randn(8, 64, requires_grad=True)
+    sizes = []
+    for _ in range(3):
+        torch._dynamo.reset()
+        sizes.append([value.size_bytes for value in checkmate.trace(step, x).graph.values])
+    assert sizes[1] == sizes[0]
+    assert sizes[2] == sizes[0]
+
+
 def test_roles_and_resident_bytes() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5))
