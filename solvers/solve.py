@@ -13,7 +13,7 @@ from checkmate.errors import SolverError
 from checkmate.problem import Problem
 from checkmate.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.solvers.certify import certify
-from checkmate.solvers.least import TIME_LIMIT, MinBudget, bottleneck, min_budget
+from checkmate.solvers.least import TIME_LIMIT, MinBudget, bottleneck, least_runs, min_budget
 from checkmate.solvers.methods import METHODS, Method
 from checkmate.solvers.progress import Progress, contradicts
 from checkmate.solvers.starting import Start, as_schedule
@@ -23,7 +23,9 @@ __all__ = ["min_budget", "solve"]
 
 log = logging.getLogger("checkmate.solve")
 
-PATIENCE = 1.0  # seconds that any method but auto may take to look for the budget that a refusal names
+PATIENCE = 1.0  # seconds to look for each budget that a refusal names; auto may take longer for the smallest
+SLOW = 0.5  # overhead of the plan of the smallest budget from which on a refusal says so, and names a roomier budget
+ROOM = 1.1  # times the smallest budget, where a plan is found soon
 
 
 def solve(
@@ -154,7 +156,7 @@ def _infeasible(problem: Problem, budget: int, method: str, patience: float) -> 
     k, ends = int(np.argmax(problem.unavoidable_bytes)), min_budget(problem, time_limit=patience)
     message = (
         f"No schedule fits {format_bytes(budget)}: {_name(problem, k)} alone needs "
-        f"{format_bytes(problem.unavoidable_bytes[k])}. {_way_out(ends)}"
+        f"{format_bytes(problem.unavoidable_bytes[k])}. {_way_out(problem, ends)}"
     )
     solution = Solution(Status.INFEASIBLE, problem, budget, method, bound=float("inf"), message=message)
     return _without_plan(solution, ends, k)
@@ -174,7 +176,7 @@ def _explain(solution: Solution, patience: float) -> Solution:
     proven = solution.status is Status.INFEASIBLE
     claim = "No schedule fits" if proven else f"{solution.method} found no schedule within"
     failures = "".join(f"{solution.method} failed: {why} " for why in solution.details.get("failed", ()))
-    way_out = _way_out(ends) if ends.peak > solution.budget else "Method 'auto' has one."
+    way_out = _way_out(problem, ends) if ends.peak > solution.budget else "Method 'auto' has one."
     message = f"{failures}{claim} {format_bytes(solution.budget)}: {reason} {way_out}"
     return _without_plan(replace(solution, message=message), ends, k)
 
@@ -184,11 +186,26 @@ def _without_plan(solution: Solution, ends: MinBudget, k: int) -> Solution:
     return replace(solution, details=details)
 
 
-def _way_out(ends: MinBudget) -> str:
+def _way_out(problem: Problem, ends: MinBudget) -> str:
     below = "it" if ends.proven else f"{format_bytes(ends.bound)} ({ends.bound:,} bytes)"
     return (
         f"Smallest budget that works: {format_bytes(ends.peak)} ({ends.peak:,} bytes). "
-        f"No schedule at all fits below {below}."
+        f"No schedule at all fits below {below}.{_what_it_costs(problem)}"
+    )
+
+
+def _what_it_costs(problem: Problem) -> str:
+    """That the smallest budget is slow, and a budget that is not: at the very smallest hardly any order is left."""
+    smallest, R = least_runs(problem, time_limit=0.0)
+    times = float(R.sum(axis=0) @ problem.seconds) / problem.keep_all_cost if problem.keep_all_cost else 1.0
+    if times <= 1 + SLOW:
+        return ""
+    roomier = solve(problem, min(int(ROOM * smallest), problem.keep_all_peak), time_limit=PATIENCE, progress=False)
+    if roomier.plan is None or roomier.cost > 0.8 * times * problem.keep_all_cost:
+        return f" There a step takes {times:.1f} times as long."
+    return (
+        f" There a step takes {times:.1f} times as long; with {format_bytes(roomier.budget)}, "
+        f"{roomier.cost / problem.keep_all_cost:.1f} times."
     )
 
 

@@ -21,6 +21,7 @@ from checkmate.solution import Solution, Status
 from checkmate.solvers import highs
 from checkmate.solvers.checkpoint_all import checkpoint_all
 from checkmate.solvers.highs import Outcome, Result
+from checkmate.solvers.least import least_runs
 from checkmate.solvers.methods import METHODS
 from checkmate.solvers.model import Model
 from checkmate.solvers.solve import min_budget, solve
@@ -159,6 +160,19 @@ def test_a_refusal_names_the_op_and_a_budget_that_works(name: str) -> None:
     accepted = solve(problem, least, time_limit=5)
     check(accepted)
     assert accepted.peak == least or (accepted.peak is not None and accepted.peak <= least)
+
+
+def test_a_refusal_says_where_the_smallest_budget_is_slow_and_names_a_roomier_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = dags.unit_chain(16)
+    least, R = least_runs(problem)
+    times = R.sum() / problem.keep_all_cost
+    slow = f"There a step takes {times:.1f} times as long"
+    assert solve(problem, least - 1).message.endswith(f"{slow}.")
+    monkeypatch.setattr("checkmate.solvers.solve.ROOM", 2.0)
+    assert re.search(rf"{slow}; with 6 B, 1\.\d times\.$", solve(problem, least - 1).message)
+    assert "as long" not in solve(dags.unit_chain(2), 2).message
 
 
 def test_a_refusal_names_the_line_of_the_users_code() -> None:
