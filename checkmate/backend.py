@@ -122,7 +122,7 @@ class Backend:
             static_inputs=static_lifetime_input_indices or (),
             input_names=names,
             block_bytes=max(self.block_bytes, BLOCK_BYTES[device.type]),
-            redraw=self.block_bytes == 1,  # else it is planned for a GPU
+            on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
         )
         problem = problem_of(joint, self.profile)
         allocated = None if without_data else allocated_on(device)

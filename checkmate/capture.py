@@ -87,7 +87,7 @@ def read_joint(
     static_inputs: Iterable[int] = (),
     input_names: Sequence[str] = (),
     block_bytes: int = 1,
-    redraw: bool = True,
+    on_cpu: bool = True,
 ) -> Joint:
     """Read a joint graph of AOTAutograd.
 
@@ -97,13 +97,13 @@ def read_joint(
         static_inputs: positions of the inputs that are parameters and buffers.
         input_names: what to call the inputs, by position in what was traced.
         block_bytes: the allocator rounds every size up to a multiple of these.
-        redraw: masks of dropout may be drawn again. Where the step is planned for a GPU, they cannot.
+        on_cpu: the step is planned for the CPU: masks of dropout may be drawn again, convolutions are split.
 
     Raises:
         Unsupported: for sizes that depend on data, ops whose outputs alias only in part, and backward ops that read
             what the forward has overwritten.
     """
-    prepare(module.graph, redraw=redraw)
+    prepare(module.graph, on_cpu=on_cpu)
     return _Reader(module, num_fwd_outputs, frozenset(static_inputs), input_names, block_bytes).read()
 
 

@@ -18,8 +18,8 @@ from checkmate.randomness import DRAWS, STATE_BYTES, WORTH_BYTES, draw_mask, dra
 aten = torch.ops.aten
 
 
-def prepare(graph: fx.Graph, *, redraw: bool = True) -> None:
-    """Rewrite a joint graph in place, pass by pass; ``redraw``: masks may be drawn again where it will run."""
+def prepare(graph: fx.Graph, *, on_cpu: bool = True) -> None:
+    """Rewrite a joint graph in place, pass by pass; ``on_cpu``: there it will run, not on a GPU."""
     expose_dropout(graph)
     draw_as_in_place(graph)
     expose_cudnn(graph)
@@ -28,7 +28,8 @@ def prepare(graph: fx.Graph, *, redraw: bool = True) -> None:
     skip_idle_views(graph)
     gather_copies(graph)
     graph.eliminate_dead_code(lambda node: node.target in DRAWS or node.is_impure())
-    if redraw:
+    if on_cpu:
+        split_convolutions(graph)
         save_states(graph)  # of draws that somebody reads
     graph.lint()
 
@@ -162,6 +163,32 @@ def forget_running_statistics(graph: fx.Graph) -> None:
             node.update_arg(4, None)
 
 
+def split_convolutions(graph: fx.Graph) -> None:
+    """The gradient of a convolution's weight and that of its input become two ops, each with the bits it had.
+
+    PyTorch calls a kernel for each in any case. They lay out anew what they read: the input x and the incoming gradient
+    y for the weight's, y and the weight w for the input's. As one op, and with the input's gradient first, that takes
+    3x + 2y + w bytes at most; with the weight's first 2x + 2y + 2w, which is less where the weight is the smaller.
+    """
+    op = aten.convolution_backward.default
+    for node in graph.find_nodes(op="call_function", target=op):
+        *args, (needs_input, *needs_others) = node.args
+        val = node.meta["val"]
+        if not needs_input or not any(needs_others):
+            continue
+        parts = {  # suffix: mask, results, bytes of the largest
+            "weight": ([False, *needs_others], (None, *val[1:]), args[2].meta["val"].nbytes),
+            "input": ([True, False, False], (val[0], None, None), val[0].nbytes),
+        }
+        made = {}
+        with graph.inserting_before(node):
+            for name, (mask, results, _) in sorted(parts.items(), key=lambda part: part[1][2]):
+                made[name] = _call(graph, node, op, (*args, mask), name=f"{node.name}_{name}", val=results)
+        for getitem in list(node.users):
+            getitem.update_arg(0, made["weight" if getitem.args[1] else "input"])
+        graph.erase_node(node)
+
+
 def skip_idle_views(graph: fx.Graph) -> None:
     """Read through views that change nothing: ``detach``, ``alias``, and a transpose of a transpose.
 
@@ -215,7 +242,7 @@ def _call(
     *,
     name: str,
     stands_for: fx.Node | None = None,
-    val: torch.Tensor | None = None,
+    val: torch.Tensor | tuple[torch.Tensor | None, ...] | None = None,
 ) -> fx.Node:
     """A node with the provenance of another, and the fake result of the one it stands for: views of that share it.
 

@@ -72,6 +72,76 @@ def test_idle_views_are_read_through() -> None:
     assert not [t for t in targets if "detach" in t]
 
 
+CONVOLUTIONS = {
+    "plain": (F.conv2d, (4, 8, 14, 15), (8, 8, 3, 3), {"padding": 1}),
+    "of 1 x 1": (F.conv2d, (4, 8, 14, 15), (6, 8, 1, 1), {}),
+    "with stride": (F.conv2d, (4, 8, 14, 15), (6, 8, 3, 3), {"stride": 2, "padding": 1}),
+    "dilated": (F.conv2d, (4, 8, 14, 15), (6, 8, 3, 3), {"dilation": 2}),
+    "in groups": (F.conv2d, (4, 8, 14, 15), (6, 4, 3, 3), {"groups": 2}),
+    "depthwise": (F.conv2d, (4, 8, 14, 15), (8, 1, 3, 3), {"groups": 8, "padding": 1}),
+    "transposed": (F.conv_transpose2d, (4, 8, 14, 15), (8, 6, 2, 2), {"stride": 2}),
+    "in one dimension": (F.conv1d, (4, 8, 30), (6, 8, 5), {}),
+    "in three dimensions": (F.conv3d, (2, 4, 9, 8, 7), (6, 4, 3, 3, 3), {}),
+    "of a wide weight": (F.conv2d, (1, 64, 4, 4), (64, 64, 3, 3), {"padding": 1}),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("kind", "layout", "dtype"),
+    [
+        *((kind, "contiguous", torch.float32) for kind in CONVOLUTIONS),
+        ("plain", "channels-last", torch.float32),
+        ("plain", "transposed", torch.float64),
+        ("plain", "contiguous", torch.bfloat16),
+        ("in groups", "channels-last", torch.bfloat16),
+        ("transposed", "channels-last", torch.float32),
+    ],
+)
+def test_a_split_convolution_has_the_same_bits(kind: str, layout: str, dtype: torch.dtype) -> None:
+    convolve, shape, of_weight, options = CONVOLUTIONS[kind]
+    x, weight, bias = torch.randn(shape).to(dtype), torch.randn(of_weight).to(dtype), torch.randn(6).to(dtype)
+    if layout == "channels-last" and len(shape) == 4:
+        x = x.to(memory_format=torch.channels_last)
+    if layout == "transposed":
+        x = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    if 6 in (of_weight[0], of_weight[1]):
+        leaves.append(bias.requires_grad_())
+
+    def step(*leaves: Tensor) -> Tensor:
+        return convolve(*leaves, **options).square().sum()
+
+    problem = checkmate.trace(step, *leaves)
+    assert sum("convolution_backward" in op.target for op in problem.graph.ops) == 2
+    compiled = checkmate.compile(step, budget=problem.min_budget().peak)
+    expected = torch.autograd.grad(step(*leaves), leaves)
+    found = torch.autograd.grad(compiled(*leaves), leaves)
+    assert all(map(torch.equal, found, expected))
+    assert [grad.stride() for grad in found] == [grad.stride() for grad in expected]
+
+
+def test_of_a_split_convolution_the_smaller_gradient_is_first_and_the_peak_is_lower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        return F.conv2d(x, weight, padding=1).square().sum()
+
+    def traced(images: int, channels: int) -> checkmate.Problem:
+        x = torch.randn(images, channels, 24, 24, requires_grad=True)
+        return checkmate.trace(step, x, torch.randn(channels, channels, 3, 3, requires_grad=True))
+
+    def order(problem: checkmate.Problem) -> list[str]:
+        return [op.name.rsplit("_", 1)[1] for op in problem.graph.ops if "convolution_backward" in op.target]
+
+    large_images, large_weight = traced(8, 16), traced(1, 128)
+    assert order(large_images) == ["weight", "input"]
+    assert order(large_weight) == ["input", "weight"]
+    monkeypatch.setattr(rewrite, "split_convolutions", lambda graph: None)
+    assert large_images.min_budget().peak < traced(8, 16).min_budget().peak
+    assert large_weight.min_budget().peak <= traced(1, 128).min_budget().peak
+
+
 def test_statistics_of_batch_norm_are_not_saved() -> None:
     net = torch.nn.BatchNorm1d(6)
     problem = checkmate.trace(lambda x: net(x).square().sum(), torch.randn(4, 6))
