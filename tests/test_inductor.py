@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -125,6 +126,32 @@ def test_close_to_plain_pytorch_within_the_budget(make: Callable[[], Made], shar
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
+def test_gradients_through_pooling_are_those_of_plain_pytorch() -> None:
+    """With Inductor's own order of kernels all before a pooling layer were zero, where a plan runs something again."""
+
+    def block(channels: int, made: int) -> list[nn.Module]:
+        return [nn.Conv2d(channels, made, 3, padding=1), nn.ReLU()]
+
+    torch.manual_seed(0)
+    blocks = [*block(3, 16), *block(16, 16), nn.MaxPool2d(2), *block(16, 32), *block(32, 32), nn.MaxPool2d(2)]
+    blocks += [*block(32, 64), nn.MaxPool2d(2), *block(64, 64), nn.MaxPool2d(2)]
+    net = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
+    x, y = torch.randn(4, 3, 32, 32), torch.randint(10, (4,))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(net(x), y)
+
+    budget = checkmate.trace(step, x, y).min_budget().peak
+    expected = torch.autograd.grad(step(x, y), list(net.parameters()))
+    with patch.object(module_under_test, "_peak", lambda run, inputs: 0):  # whatever it takes
+        compiled = checkmate.compile(step, budget=budget, backend="inductor")
+        found = torch.autograd.grad(compiled(x, y), list(net.parameters()))
+    assert compiled.plans[0].overhead > 0
+    for mine, plain in zip(found, expected, strict=True):
+        assert_close(mine, plain, rtol=0, atol=1e-4 * float(plain.abs().max()))
+
+
 def test_each_way_to_call_it() -> None:
     net, _, (x,) = _mlp()
     plain = deepcopy(net)
