@@ -87,7 +87,7 @@ def test_a_file_is_what_is_traced_now(name: str) -> None:
 def test_the_command_writes_a_file(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.graphs", "vgg16", "--device", "laptop", "--out", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "vgg16   93" in run.stdout
+    assert "vgg16  105" in run.stdout
     assert Problem.from_json(tmp_path / "vgg16.json.gz").profile.source == "roofline estimate for laptop CPU"
 
 
