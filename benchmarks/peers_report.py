@@ -81,7 +81,7 @@ def summary(rows: Sequence[Row]) -> Row:
     return {
         "model": eager["model"],
         "eager": eager["peak"],
-        "ours": min(row["peak"] for row in worked if row["family"] == OURS),
+        "ours": min((row["peak"] for row in worked if row["family"] == OURS), default=None),
         "peer": least,
         "wrong": sum(row["family"] in PEERS and not same_bits(row) for row in worked),
         "exact": len(exact),
@@ -155,7 +155,7 @@ def _overall(runs: dict[str, list[Row]]) -> list[str]:
         cells = [
             s["model"],
             _bytes(s["eager"]),
-            _bytes(s["ours"]),
+            "–" if s["ours"] is None else _bytes(s["ours"]),
             "–" if peer is None else _bytes(peer["peak"]),
             "–" if peer is None else f"{peer['family']} {peer['knob']}",
             "–" if there is None else f"{there[1]:.2f} of its time",

@@ -133,6 +133,11 @@ def test_a_peer_below_all_of_ours_is_out_of_reach() -> None:
     assert (found["out of reach"], found["exact"], found["ours"], found["peer"]) == (1, 1, 90, peer)
 
 
+def test_a_run_without_ours_has_a_summary_too() -> None:
+    found = peers_report.summary([_row("eager", 100, _around(1.0)), _row("checkpoint", 80, _around(1.2))])
+    assert (found["ours"], found["out of reach"]) == (None, 1)
+
+
 def test_peers_with_other_numbers_do_not_count() -> None:
     wrong = _row("checkpoint", 80, _around(0.5), same_buffers=False)
     rows = [_row("eager", 120, _around(1.0)), _row(peer_settings.OURS, 90, _around(1.3)), wrong]
