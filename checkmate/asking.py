@@ -105,14 +105,14 @@ def _install() -> None:
 
 def _not_recorded(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """Libraries ask in one breath whether a stream is being recorded; Dynamo cannot capture this question."""
-    return None if _answer_of(tx.output.compiler_fn) is None else VariableTracker.build(tx, False)
+    return None if answer_of(tx.output.compiler_fn) is None else VariableTracker.build(tx, False)
 
 
 def _answering(handler: Callable[..., Any]) -> Callable[..., Any]:
     """Dynamo's handler of one of these functions, but for what our backends capture."""
 
     def answered(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = _answer_of(tx.output.compiler_fn)
+        answer = answer_of(tx.output.compiler_fn)
         if answer is None or not is_users(tx.f_code.co_filename):
             return handler(self, tx, *args, **kwargs)
         while tx.f_code.co_name.startswith("is_") and tx.parent is not None:
@@ -130,7 +130,7 @@ def _answering(handler: Callable[..., Any]) -> Callable[..., Any]:
     return answered
 
 
-def _answer_of(compiler: Any) -> Answer | None:
+def answer_of(compiler: Any) -> Answer | None:
     """That of a backend, within whatever PyTorch has wrapped around it."""
     while compiler is not None:
         if isinstance(answer := getattr(compiler, "answer", None), Answer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +19,9 @@ from checkmate.codegen import emit
 from checkmate.devices import BLOCK_BYTES, allocated_on, device_of, held_outside
 from checkmate.errors import Unsupported
 from checkmate.fake import is_fake
+from checkmate.formulas import eager_formulas
 from checkmate.kernels import eager_kernels
+from checkmate.layouts import eager_strides
 from checkmate.plan import Plan
 from checkmate.problem import Problem, Profile
 from checkmate.profiling.measure import Measure
@@ -32,7 +35,7 @@ Planner = Callable[[Problem], Solution]
 Profiler = Callable[[Joint], Profile]
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
-_INEXACT = {"lstm", "gru"}  # Dynamo lets them through if torch._dynamo.config.allow_rnn says so
+_INEXACT = {"lstm"}  # Dynamo lets them through if torch._dynamo.config.allow_rnn says so
 
 
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -95,7 +98,7 @@ class Backend:
         )
         keep_random_ops = torch._inductor.config.patch(fallback_random=True)  # those that nobody reads as well
         backward_outside_of_autocast = torch._functorch.config.patch(backward_pass_autocast="off")
-        with eager_kernels(), keep_random_ops, backward_outside_of_autocast:
+        with eager_kernels(), eager_formulas(), eager_strides(), keep_random_ops, backward_outside_of_autocast:
             run = compile_graph(module, inputs)
         return refuse_watching(keep_undefined(run) if self.takes_none else run, users)
 
@@ -163,8 +166,27 @@ def _refuse_inexact(module: fx.GraphModule) -> None:
         if node.op == "call_function" and getattr(node.target, "__name__", "") in _INEXACT:
             raise Unsupported(
                 f"{where(node)}: the kernel of {node.target.__name__} cannot be captured, and what takes its place "
-                "rounds differently. Call nn.LSTMCell or nn.GRUCell once for each step of the sequence."
+                "rounds differently. Call nn.LSTMCell once for each step of the sequence."
             )
+        if re.fullmatch(r"_foreach_\w+_", getattr(node.target, "__name__", "")):
+            _refuse_lost_writes(node)
+
+
+def _refuse_lost_writes(node: fx.Node) -> None:
+    """Refuse what tracing gets wrong of a write to a list of tensors: two writes to one of them, gradients of views."""
+    written: Any = node.args[0] if node.args else node.kwargs["self"]
+    name = node.target.__name__  # type: ignore[union-attr]
+    if len({*written}) < len(written):
+        raise Unsupported(
+            f"{where(node)}: {name} writes to one tensor more than once, of which tracing keeps the last write only. "
+            "Call it once for each write."
+        )
+    tensors = [n.meta["example_value"] for n in written]
+    if any(tensor._base is not None and tensor.requires_grad for tensor in tensors):
+        raise Unsupported(
+            f"{where(node)}: {name} writes to a view of a tensor, and tracing loses the gradient of that. "
+            "Write to the whole tensor, or call the op of one tensor for each."
+        )
 
 
 def _refuse_fakes(names: list[str], inputs: list[Any]) -> None:

@@ -26,12 +26,13 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
-from checkmate import randomness, rewrite
+from checkmate import layouts, randomness, rewrite
 from checkmate.backend import Backend, forbid_donation
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.memory import CPU, measure_peak
 from checkmate.nodes import is_collective, tensors
 from checkmate.problem import Problem
+from checkmate.provenance import where
 from checkmate.runtime import boxed
 from checkmate.solution import Solution
 from checkmate.state import unchanged
@@ -238,13 +239,20 @@ class _ForInductor(fx.Interpreter):
     """Runs a module with ops that Inductor knows, or cannot see into, in place of our own functions."""
 
     def run_node(self, n: fx.Node) -> Any:
-        args: Any = self.fetch_args_kwargs_from_env(n)[0]
+        args: Any
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
         val: Any = n.meta.get("val")
         ops = torch.ops.checkmate
         if n.target is aten._foreach_copy_.default:
             return [target.copy_(source) for target, source in zip(*args, strict=True)]
         if n.target is rewrite.scale_mask:
             return args[0].to(args[2]).div(args[1])
+        if n.target is rewrite.lay_out:
+            return aten.copy(args[0].new_empty_strided(*args[1:3], dtype=args[3]), args[0])
+        if n.target is layouts.write_copy:
+            return torch.func.functionalize(layouts.write_copy)(*args, **kwargs)
+        if n.target is layouts.draw_copy:
+            raise Unsupported(f"{where(n)}: Inductor draws other random numbers into a part of a tensor. {_INSTEAD}")
         if n.target in (randomness.draw_mask, randomness.draw_numbers, randomness.draw_once):
             return ops.draw(val.shape, val.stride(), args[-1], val.dtype)
         if n.target is randomness.save_state:

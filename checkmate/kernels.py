@@ -5,14 +5,12 @@ a bilinear upsampling differs in the last bits of its gradient. While a step is 
 aside; PyTorch then records the op itself and its own backward. None of them is peculiar to the CPU: they take the place
 of the kernels of every device. Batch norm by cuDNN is decomposed too and cannot be set aside here; see `cudnn`.
 
-Batch norm on the CPU lays its result out in the memory format that its input suggests, the fake one in the strides of
-its input. Of a transposed input a program, and every op after it, then saw strides that no run has: one that asks
-`Tensor.is_contiguous` took the other branch. Importing this module mends PyTorch's rule, for the process: a backend is
-called when Dynamo has traced already.
+Dynamo takes some ops apart before that, so that a number they take may be a tensor: ``addcdiv`` with a ``value``
+becomes a quotient, a product and a sum. Importing this module has it leave them whole in what our backends capture.
 
-Recurrent modules Dynamo captures only if told to. `nn.RNN` is then made of the ops that eager PyTorch runs on the CPU,
-and gives their bits. `nn.GRU` does not: eager applies its gates in place, to rows that lie apart, a functional graph to
-new tensors. `nn.LSTM` is one kernel of oneDNN, whose workspace tracing does not know. The backend refuses these two.
+Recurrent modules Dynamo captures only if told to. `nn.RNN` and `nn.GRU` are then made of the ops that eager PyTorch
+runs on the CPU, and give their bits. `nn.LSTM` is one kernel of oneDNN, whose workspace tracing does not know; the
+backend refuses it.
 """
 
 from __future__ import annotations
@@ -24,10 +22,11 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
-from torch._decomp import decompositions
 from torch._dynamo.exc import Unsupported
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+from checkmate.asking import answer_of
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _PREFIXES = (
@@ -39,6 +38,10 @@ _PREFIXES = (
     "hardshrink",
     "rnn_tanh",
     "rnn_relu",
+    "gru",
+    "matmul",
+    "broadcast_tensors",
+    "unsafe_chunk",
 )
 
 
@@ -77,23 +80,27 @@ def with_recurrent_modules(run: Callable[..., Any]) -> Callable[..., Any]:
     return running
 
 
+def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's handler of a function or method that it takes apart, but for what our backends capture."""
+
+    @wraps(handler)
+    def handled(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        return handler(self, tx, *args, **kwargs) if answer_of(tx.output.compiler_fn) is None else None
+
+    return handled
+
+
+def _install() -> None:
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    for function in handlers.keys() & {torch.addcdiv, torch._foreach_lerp_, torch._foreach_pow}:
+        handlers[function] = _whole(handlers[function])
+    for method in {"method_add_", "method_addcmul_", "method_addcdiv_"} & {*dir(TensorVariable)}:
+        setattr(TensorVariable, method, _whole(getattr(TensorVariable, method)))
+
+
 def _inexact() -> list[torch._ops.OpOverload]:
     packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if name.startswith(_PREFIXES)]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 
-def _in_the_layout_of_the_kernel(helper: Callable[..., Any]) -> Callable[..., Any]:
-    """The decomposition of every batch norm, which gives the fake results too, with the strides of the CPU's kernel."""
-
-    @wraps(helper)
-    def normalized(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        output, *statistics = helper(x, *args, **kwargs)
-        if x.device.type == "cpu":
-            output = output.contiguous(memory_format=suggest_memory_format(x))
-        return output, *statistics
-
-    return normalized
-
-
-decompositions.native_batch_norm_helper = _in_the_layout_of_the_kernel(decompositions.native_batch_norm_helper)
-FakeTensorMode.cache_clear()  # of results in the old strides
+_install()

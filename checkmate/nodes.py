@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
+from checkmate.layouts import draw_copy, write_copy
 from checkmate.randomness import DRAWS
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
@@ -45,9 +46,14 @@ def storage(tensor: torch.Tensor) -> int:
 
 def target_name(node: fx.Node) -> str:
     """What a node calls, the same in every process: ``aten.mm.default``, ``checkmate.draw_mask``."""
-    if isinstance(node.target, types.FunctionType):
+    if isinstance(node.target, types.FunctionType) and _op(node) is node.target:
         return f"{node.target.__module__.partition('.')[0]}.{node.target.__qualname__}"
-    return str(node.target)
+    return str(_op(node))
+
+
+def _op(node: fx.Node) -> Any:
+    """What a node calls, be it on a copy."""
+    return node.args[0] if node.target in (write_copy, draw_copy) else node.target
 
 
 def getitems(node: fx.Node) -> list[fx.Node]:
@@ -89,9 +95,10 @@ def is_random(node: fx.Node) -> bool:
     """Draws from a generator. Attention ops carry the tag even where their dropout probability is zero."""
     if node.target in DRAWS:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    op = _op(node)
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    for i, argument in enumerate(node.target._schema.arguments):
+    for i, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
             p = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
             return bool(p != 0.0)

@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from checkmate.cudnn import expose_cudnn
 from checkmate.errors import Unsupported
+from checkmate.layouts import draw_copy
 from checkmate.provenance import where
 from checkmate.randomness import DRAWS, STATE_BYTES, WORTH_BYTES, draw_mask, draw_numbers, draw_saved, save_state
 
@@ -26,6 +27,7 @@ def prepare(graph: fx.Graph, *, on_cpu: bool = True) -> None:
     correct_saved_statistics(graph)
     forget_running_statistics(graph)
     skip_idle_views(graph)
+    lay_out_at_once(graph)
     gather_copies(graph)
     graph.eliminate_dead_code(lambda node: node.target in DRAWS or node.is_impure())
     if on_cpu:
@@ -92,38 +94,27 @@ def save_states(graph: fx.Graph) -> None:
 
 
 def draw_as_in_place(graph: fx.Graph) -> None:
-    """Draw ``bernoulli_`` in the memory order of the tensor it fills, as eager PyTorch does.
+    """Let ``bernoulli_`` on a tensor that is not contiguous draw without reading it; its draws take memory order.
 
-    Tracing makes it the functional ``bernoulli``, which draws in logical order: where a tensor is not contiguous, each
-    entry gets the draw of another. `F.dropout(inplace=True)` and `F.alpha_dropout` are made of it.
+    `F.dropout(inplace=True)` and `F.alpha_dropout` are made of it.
 
     Raises:
-        Unsupported: where a functional call by the user cannot be told from one in place, and for `F.rrelu`, if the
-            tensor is not contiguous.
+        Unsupported: for `F.rrelu`, if the tensor is not contiguous.
     """
-    for node in graph.find_nodes(op="call_function", target=aten.bernoulli.p):
-        x, p = node.args[:2]
-        if x.meta["val"].is_contiguous():
-            continue
-        if x.target not in _EMPTY or node.kwargs.get("generator") is not None:
-            raise Unsupported(
-                f"{where(node)}: bernoulli on a tensor that is not contiguous draws in another order in place than out "
-                "of place, and tracing does not tell which this is. Draw into a new tensor: "
-                "torch.empty_like(x).bernoulli_(p)."
-            )
-        with graph.inserting_before(node):
-            drawn = _call(graph, node, draw_numbers, (x, p), name=f"{node.name}_drawn")
-        node.replace_all_uses_with(drawn)
-        graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=draw_copy):
+        op, x, *p = node.args
+        if op is aten.bernoulli_.float and not node.kwargs and aten.is_non_overlapping_and_dense(x.meta["val"]):
+            with graph.inserting_before(node):
+                args = x, *(p or (0.5,))
+                drawn = _call(graph, node, draw_numbers, args, name=f"{node.name}_drawn", stands_for=node)
+            node.replace_all_uses_with(drawn)
+            graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=aten.rrelu_with_noise_functional.default):
         if not node.args[0].meta["val"].is_contiguous():
             raise Unsupported(
                 f"{where(node)}: F.rrelu on a tensor that is not contiguous draws other random numbers when traced. "
                 "Call .contiguous() on it first."
             )
-
-
-_EMPTY = {aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default, aten.empty_permuted.default}
 
 
 def scale_mask(mask: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
@@ -203,6 +194,28 @@ def skip_idle_views(graph: fx.Graph) -> None:
         else:
             continue
         node.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
+
+
+def lay_out(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A copy in a shape that ``x`` broadcasts to, with these strides and of this type."""
+    return torch.empty_strided(shape, strides, dtype=dtype, device=x.device).copy_(x)
+
+
+def lay_out_at_once(graph: fx.Graph) -> None:
+    """Fill a new tensor as eager PyTorch does, where tracing has a functional copy: that makes one more.
+
+    Autograd lays out so the gradient of a tensor of which a view was written in place, and tracing (see `layouts`) what
+    was written.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        empty, source = node.args[:2]
+        val = node.meta["val"]
+        if empty.target is aten.new_empty_strided.default and source.meta["val"].device == val.device:
+            args = source, tuple(val.shape), tuple(val.stride()), val.dtype
+            with graph.inserting_before(node):
+                copy = _call(graph, node, lay_out, args, name=f"{node.name}_laid_out", stands_for=node)
+            node.replace_all_uses_with(copy)
+            graph.erase_node(node)
 
 
 def gather_copies(graph: fx.Graph) -> None:

@@ -173,6 +173,11 @@ def _checkpointed(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) 
 
 
 @_op
+def _extreme(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    return b * (a.max, a.min, a.median, lambda: a.abs().add(0.9).prod(1, keepdim=True))[n % 4]().tanh()
+
+
+@_op
 def _sorted(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
     values, indices = a.sort(dim=1)
     return values + b.gather(1, indices)
@@ -261,6 +266,25 @@ def _write_a_view(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) 
 
 
 @_op
+def _write_where_it_lies(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    """In the strides of what is written."""
+    copy = a * 1.1
+    part = (copy, copy[:, 2:9], copy[:, ::2], copy.t())[n % 4]
+    rows = pools.integers[n % len(pools.integers)][:4] % len(part)
+    other = b[: len(part), : part.shape[1]] if n % 4 < 3 else b.t()
+    (
+        lambda: part.masked_fill_(other > 0.3, 0.5),
+        lambda: part.index_add_(0, rows, other[:4], alpha=0.3),
+        lambda: part.cumsum_(1),
+        lambda: part.addmm_(other[:, :3], other[:3], beta=0.7),
+        lambda: part.addcmul_(other, other, value=0.3),
+        lambda: part.add_(other).sigmoid_(),
+        lambda: part.scatter_(0, rows.unsqueeze(1), other[:4]),
+    )[n % 7]()
+    return copy * part.sum()
+
+
+@_op
 def _write_what_was_read(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
     copy = a + b
     read = copy * 3
@@ -333,6 +357,14 @@ def _noise(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tens
 def _random_rows(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
     pools.integers.append(torch.randint(WIDTH, (ROWS,)))
     return a[torch.randperm(ROWS)]
+
+
+@_op
+def _random_in_a_part(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
+    noise = torch.zeros_like(a)
+    part = noise[:, 1:8] if n % 2 else noise.t()
+    (part.normal_, part.uniform_, part.bernoulli_, part.exponential_)[n % 4]()
+    return b * noise
 
 
 @_op

@@ -36,6 +36,11 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "norms": lambda x: F.group_norm(x, 3) + F.instance_norm(x) + F.local_response_norm(x, 2),
     "losses": lambda x: F.huber_loss(x, x.detach() * 2) + F.smooth_l1_loss(x, x.detach() * 3) + F.kl_div(x, x.exp()),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3) + F.normalize(x, dim=1),
+    "added products": lambda x: (
+        torch.addcdiv(x, x.cos(), x.exp(), value=0.3) + torch.addcmul(x, x.cos(), x, value=0.3)
+    ).addcdiv_(x.sin(), x.exp(), value=0.7),
+    "vector times matrices": lambda x: torch.linspace(0, 1, 9) @ x,
+    "matrix times matrices": lambda x: torch.linspace(0, 1, 36).view(4, 9) @ x,
     "linear algebra": lambda x: (
         torch.linalg.vector_norm(x, dim=1) + torch.cdist(x[0], x[1]).sum() + x.logcumsumexp(2)[:, 0]
     ),
@@ -60,44 +65,6 @@ def test_same_bits_as_eager(name: str) -> None:
     assert torch.equal(grad, torch.autograd.grad(expected, x)[0])
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
-    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
-    "rotated": lambda x: x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
-    "window": lambda x: torch.cat([x, x], dim=3)[..., 2:9],
-    "expanded": lambda x: x[:, :, :1].expand(X),
-    "flat": lambda x: x.flatten(1).t().contiguous().t(),
-    "of three dimensions": lambda x: x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2),
-}
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_batch_norm_lays_its_result_out_as_the_kernel_does(layout: str, training: bool) -> None:
-    """A program that asks for the layout takes the branch that it takes in plain PyTorch."""
-    x = torch.randn(X, requires_grad=True)
-    seen: list[tuple[int, ...]] = []
-
-    def step(x: Tensor) -> Tensor:
-        laid_out = LAYOUTS[layout](x.sin())
-        channels = laid_out.shape[1]
-        y = F.batch_norm(laid_out, torch.zeros(channels), torch.ones(channels), training=training)
-        seen.append(y.stride())
-        return (y * 2 if y.is_contiguous() else y * 3).square().sum()
-
-    expected = step(x)
-    (wanted,) = torch.autograd.grad(expected, x)
-    strides = seen.pop()
-    compiled = checkmate.compile(step, budget="1 GB", time_limit=1)
-    found = compiled(x)
-    assert torch.equal(found, expected)
-    assert torch.equal(torch.autograd.grad(found, x)[0], wanted)
-    assert checkmate.trace(step, x).keep_all_peak > 0
-    assert seen[-1] == strides
-
-
 def test_decompositions_come_back() -> None:
     op = torch.ops.aten.upsample_bilinear2d.vec
     before = dict(op.py_kernels)
@@ -112,15 +79,23 @@ def test_decompositions_come_back() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"nonlinearity": "relu"},
+        {},
         {"num_layers": 2, "bidirectional": True, "dropout": 0.3, "batch_first": True},
         {"bias": False, "bidirectional": True},
     ],
 )
-def test_recurrent_modules_run_the_kernels_of_plain_pytorch(options: dict[str, Any], precision: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU])
+def test_recurrent_modules_run_the_kernels_of_plain_pytorch(
+    kind: type[nn.RNNBase], options: dict[str, Any], precision: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    model = nn.RNN(5, 7, **options).to(precision)
-    hidden = torch.randn(model.num_layers * (1 + model.bidirectional), 3, 7, dtype=precision)
+    model = kind(5, 17, **options).to(precision)
+    hidden = torch.randn(model.num_layers * (1 + model.bidirectional), 3, 17, dtype=precision)
     x = torch.randn(3, 3, 5, dtype=precision)
     report = checkmate.verify(model, x, hidden, budget="1 MB", time_limit=1)
     assert (report.outputs, report.gradients) == (2, len([*model.parameters()]))
+
+
+def test_a_recurrent_module_of_rectifiers_runs_the_kernels_of_plain_pytorch() -> None:
+    model = nn.RNN(5, 7, nonlinearity="relu")
+    assert checkmate.verify(model, torch.randn(3, 3, 5), budget="1 MB", time_limit=1).outputs == 2

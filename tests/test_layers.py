@@ -10,9 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "cudnn", "figures", "folding", "provenance", "randomness", "version"},
-    {"units", "asking", "autocast", "display", "target", "fake", "kernels", "memory", "rewrite", "runtime", "files"},
-    {"graph", "messages", "nodes"},
+    {"errors", "cudnn", "figures", "folding", "formulas", "provenance", "randomness", "version"},
+    {"units", "asking", "autocast", "display", "target", "fake", "layouts", "memory", "runtime", "files"},
+    {"graph", "kernels", "messages", "nodes", "rewrite"},
     {"problem", "devices", "undefined"},
     {"schedule", "costs", "results", "state"},
     {"plan"},

@@ -280,13 +280,6 @@ def test_draws_in_place_follow_the_memory_order(draw: Callable[[Tensor], Tensor]
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    ("step", "words"),
-    [
-        (lambda x: (x * torch.zeros_like(x.t()).bernoulli_(0.5).t()).sum(), "another order in place"),
-        (lambda x: F.rrelu(x.t() * 2, training=True).sum(), "rrelu.*contiguous"),
-    ],
-)
-def test_draws_that_tracing_would_change_are_refused(step: Callable[[Tensor], Tensor], words: str) -> None:
-    with pytest.raises(checkmate.Unsupported, match=rf"test_rewrite.py:\d+.*{words}"):
-        checkmate.compile(step, budget="1 MB")(torch.randn(6, 8, requires_grad=True))
+def test_draws_that_tracing_would_change_are_refused() -> None:
+    with pytest.raises(checkmate.Unsupported, match=r"test_rewrite.py:\d+.*rrelu.*contiguous"):
+        checkmate.trace(lambda x: F.rrelu(x.t() * 2, training=True).sum(), torch.randn(6, 8, requires_grad=True))

@@ -103,7 +103,7 @@ FAMILIES: dict[str, Family] = {
     "LSTM, a loop in Python": _tokens(lambda: HandWrittenLSTM(VOCABULARY, 16)),
     "nn.LSTMCell": _tokens(lambda: CellLSTM(VOCABULARY, 16)),
     "nn.LSTM": _tokens(lambda: LibraryLSTM(VOCABULARY, 16), refused="nn.LSTMCell"),
-    "nn.GRU": _tokens(lambda: LibraryLSTM(VOCABULARY, 16, nn.GRU), refused="nn.GRUCell"),
+    "nn.GRU": _tokens(lambda: LibraryLSTM(VOCABULARY, 16, nn.GRU, num_layers=2, dropout=0.2)),
     "nn.RNN": _tokens(lambda: LibraryLSTM(VOCABULARY, 16, nn.RNN, num_layers=2, dropout=0.2)),
     "TreeLSTM": Family(_tree),
     **{name: Family(partial(_transformers, build)) for name, build in hugging_face.BUILDS.items()},

@@ -1,0 +1,92 @@
+"""Gradients by the formula that eager PyTorch takes.
+
+Of a few reductions autograd's formula depends on the data: it asks whether a number is zero, or is none, and goes on
+accordingly. Of tensors that are traced it cannot ask, and takes a formula for all cases, which rounds differently or
+has minus zero where eager has zero. While a step is captured, the gradient of such an op is traced as one op, which
+leaves the choice to eager PyTorch's autograd when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+
+aten = torch.ops.aten
+_OF_ALL = (aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default)
+_OPS = {str(op): op for op in (*_OF_ALL, aten.prod.default, aten.prod.dim_int)}
+
+_BY_AUTOGRAD = torch._C.DispatchKeySet(DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(
+    DispatchKey.ADInplaceOrView
+)
+
+
+@torch.library.custom_op("checkmate::gradient", mutates_args=())
+def gradient(op: str, grad: Tensor, x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    """The gradient with respect to ``x`` of a reduction over ``dims``, or over all, given that of its result.
+
+    Args:
+        op: its name, such as ``aten.prod.dim_int``.
+        grad: in the shape and type of the result.
+        dims, keepdim, dtype: with which it was called. ``dims`` has at most one element.
+    """
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    as_called = torch._C._ForceDispatchKeyGuard(included, excluded - _BY_AUTOGRAD)
+    with as_called, torch._C._DisablePythonDispatcher(), torch.enable_grad():  # it runs while a step is captured, too
+        leaf = x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(_call(op, leaf, dims, keepdim, dtype), leaf, grad)
+    return _like(op, x).copy_(found)
+
+
+@gradient.register_fake
+def _like(op: str, *args: Any) -> Tensor:
+    x = args[0] if len(args) == 1 else args[1]
+    return torch.empty_like(x, memory_format=torch.contiguous_format if _OPS[op] in _OF_ALL else torch.preserve_format)
+
+
+def _call(op: str, x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    options: dict[str, Any] = {"keepdim": keepdim} if dims else {}
+    if dtype is not None:
+        options["dtype"] = dtype
+    result: Tensor = _OPS[op](x, *dims, **options)
+    return result
+
+
+class _Reduction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: str, x: Tensor, *rest: Any) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.called = op, rest
+        with torch._C._AutoDispatchBelowAutograd():
+            return _call(op, x, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        op, rest = ctx.called
+        return None, gradient(op, grad, *ctx.saved_tensors, *rest), None, None, None
+
+
+@contextmanager
+def eager_formulas() -> Iterator[None]:
+    """Within the block, the gradients of these reductions are traced as ops that choose their formula when they run."""
+    for name, op in _OPS.items():
+        op.py_kernels[DispatchKey.Autograd] = _kernel(name)
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op in _OPS.values():
+            del op.py_kernels[DispatchKey.Autograd]
+            op._dispatch_cache.clear()
+
+
+def _kernel(op: str) -> Callable[..., Tensor]:
+    def kernel(x: Tensor, *dims: int, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+        result: Tensor = _Reduction.apply(op, x, [*dims[:1]], keepdim or dims[1:] == (True,), dtype)
+        return result
+
+    return kernel

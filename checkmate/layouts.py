@@ -1,0 +1,163 @@
+"""Keep tracing to the strides that tensors have in eager PyTorch.
+
+A sum over a tensor adds in the order of its memory, so that other strides are other bits; and a program that asks
+`Tensor.is_contiguous` takes the other branch. PyTorch's own tracing departs from eager in two ways.
+
+A write in place leaves a tensor's strides as they are. AOTAutograd makes of it an op with a new tensor for its result:
+of a transposed one ``masked_fill``, ``scatter_add`` or ``cumsum`` make a contiguous one, and ``addmm`` calls another
+kernel; into a part of a tensor ``normal`` draws in another order. While a step is captured, such a write is traced as
+itself, into a copy (`write_copy`).
+
+Batch norm on the CPU lays its result out in the memory format that its input suggests, the fake one in the strides of
+its input. Importing this module mends PyTorch's rule, for the process: a backend is called when Dynamo has traced
+already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch._decomp import decompositions
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
+from torch.fx.node import has_side_effect
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+_FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
+_LIKE_POINTWISE = {*_FILLS, aten.hardswish_.default}  # in all but their tag
+
+
+def write_copy(op: torch._ops.OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What ``x`` holds after a write by an op in place: a copy in the strides of x, on which the op was run."""
+    copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    op(copy, *args, **kwargs)
+    return copy
+
+
+@has_side_effect  # a draw that nobody reads leaves another random state
+def draw_copy(op: torch._ops.OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`write_copy` by an op that draws random numbers."""
+    return write_copy(op, x, *args, **kwargs)
+
+
+@contextmanager
+def eager_strides() -> Iterator[None]:
+    """Within the block, a tensor that is written in place is traced with the strides that it keeps in eager PyTorch."""
+    functional = FunctionalTensorMode.__torch_dispatch__
+
+    def keeping(mode: FunctionalTensorMode, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if not isinstance(op, torch._ops.OpOverload) or not op._schema.is_mutable:
+            return functional(mode, op, types, args, kwargs)
+        if _rewrites(op, args):
+            given = pytree.tree_map_only(FunctionalTensor, FunctionalTensor.from_functional, (args, kwargs or {}))
+            if _depends_on_strides(op, *given):
+                write = draw_copy if torch.Tag.nondeterministic_seeded in op.tags else write_copy
+                _set(args[0], _record(write, (op, *given[0]), given[1]))
+                return args[0]
+        result = functional(mode, op, types, args, kwargs)
+        for tensor in _written(op, args, kwargs or {}):
+            _keep_strides(tensor)
+        return result
+
+    FunctionalTensorMode.__torch_dispatch__ = keeping  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        FunctionalTensorMode.__torch_dispatch__ = functional  # type: ignore[method-assign]
+
+
+def _rewrites(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether an op is one of PyTorch's that write in place, on a tensor that is not contiguous."""
+    in_place = op.namespace == "aten" and _name(op).endswith("_") and torch.Tag.inplace_view not in op.tags
+    return in_place and isinstance(args[0], FunctionalTensor) and not args[0].is_contiguous()
+
+
+def _name(op: torch._ops.OpOverload) -> str:
+    return op._schema.name.partition("::")[2]
+
+
+def _depends_on_strides(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a write in place has other numbers, or leaves other strides, than the op that returns a new tensor.
+
+    A pointwise op computes the same; where it writes a part of a tensor, that part is read again from the whole.
+    """
+    (x, *_) = args
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return True
+    twin = getattr(getattr(aten, _name(op).removesuffix("_"), None), op._overloadname, None)
+    if aten.is_non_overlapping_and_dense(x):
+        with disable_proxy_modes_tracing():
+            return twin is not None and _strides(twin(*args, **kwargs)) != _strides(x)
+    return op not in _LIKE_POINTWISE and (twin is None or torch.Tag.pointwise not in twin.tags)
+
+
+def _record(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of fake tensors and put the call into the graph that is traced, if any, as one node."""
+    with disable_proxy_modes_tracing():
+        result = function(*args, **kwargs)
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if mode is None:
+        return result
+    proxies = pytree.tree_map(mode.tracer.unwrap_proxy, (args, kwargs))
+    proxy = mode.tracer.create_proxy("call_function", function, *proxies)
+    return track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
+
+
+def _written(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FunctionalTensor]:
+    """The tensors whose data an op writes. One that changes a tensor's own strides, like ``t_``, writes none."""
+    if torch.Tag.inplace_view in op.tags:
+        return []
+    arguments = op._schema.arguments
+    given = [*zip((a.name for a in arguments), args, strict=False), *kwargs.items()]
+    names = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    leaves = [leaf for name, arg in given if name in names for leaf in pytree.tree_leaves(arg)]
+    return [leaf for leaf in leaves if isinstance(leaf, FunctionalTensor)]
+
+
+def _keep_strides(tensor: FunctionalTensor) -> None:
+    """Lay out as before what stands for a tensor after a write.
+
+    For a storage functionalization keeps the value of its base, from which each view is taken again when it is read.
+    """
+    base: Any = tensor if tensor._base is None else tensor._base
+    value = base.from_functional()
+    if value.shape == base.shape and value.numel() and _strides(value) != _strides(base):
+        with torch.no_grad():
+            empty = value.new_empty_strided(value.shape, base.stride())
+            _set(base, aten.copy.default(empty, value))
+
+
+def _set(tensor: FunctionalTensor, value: torch.Tensor) -> None:
+    """Have a value stand for a tensor, and what shares its storage follow."""
+    tensor.replace_(value)
+    tensor.commit_update()
+    tensor.sync()
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """Those that say where an element is."""
+    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def _in_the_layout_of_the_kernel(helper: Callable[..., Any]) -> Callable[..., Any]:
+    """The decomposition of every batch norm, which gives the fake results too, with the strides of the CPU's kernel."""
+
+    @wraps(helper)
+    def normalized(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, *statistics = helper(x, *args, **kwargs)
+        if x.device.type == "cpu":
+            output = output.contiguous(memory_format=suggest_memory_format(x))
+        return output, *statistics
+
+    return normalized
+
+
+decompositions.native_batch_norm_helper = _in_the_layout_of_the_kernel(decompositions.native_batch_norm_helper)
+FakeTensorMode.cache_clear()  # of results in the old strides
