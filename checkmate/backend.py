@@ -35,7 +35,7 @@ Planner = Callable[[Problem], Solution]
 Profiler = Callable[[Joint], Profile]
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
-_INEXACT = {"lstm"}  # Dynamo lets them through if torch._dynamo.config.allow_rnn says so
+_BY_CUDNN = {"lstm", "gru"}  # modules that Dynamo lets through if torch._dynamo.config.allow_rnn says so
 
 
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -163,10 +163,10 @@ def _refuse_inexact(module: fx.GraphModule) -> None:
                 f"{where(node)}: a draw from NumPy's global generator is captured as one from torch's. "
                 "Draw with torch, or draw outside and pass the numbers in as a tensor."
             )
-        if node.op == "call_function" and getattr(node.target, "__name__", "") in _INEXACT:
+        if getattr(node.target, "__name__", "") in _BY_CUDNN and node.args[0].meta["example_value"].is_cuda:
             raise Unsupported(
-                f"{where(node)}: the kernel of {node.target.__name__} cannot be captured, and what takes its place "
-                "rounds differently. Call nn.LSTMCell once for each step of the sequence."
+                f"{where(node)}: on a GPU {node.target.__name__} is a kernel of cuDNN, which cannot be captured. "
+                "Call nn.LSTMCell or nn.GRUCell once for each step of the sequence."
             )
         if re.fullmatch(r"_foreach_\w+_", getattr(node.target, "__name__", "")):
             _refuse_lost_writes(node)

@@ -22,11 +22,11 @@ from checkmate.backend import Backend
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.fake import meta_as_cpu
 from checkmate.inductor import inductor, require_compiler
-from checkmate.kernels import with_recurrent_modules
 from checkmate.messages import explained, refuse_lazy
 from checkmate.problem import Problem
 from checkmate.profiling.choose import Choice, profiler
 from checkmate.profiling.measure import Measure
+from checkmate.recurrent import with_recurrent_modules
 from checkmate.results import watch_backward
 from checkmate.solution import Solution
 from checkmate.solvers import planning

@@ -26,7 +26,7 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
-from checkmate import layouts, randomness, rewrite
+from checkmate import layouts, randomness, recurrent, rewrite
 from checkmate.backend import Backend, forbid_donation
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.memory import CPU, measure_peak
@@ -43,6 +43,10 @@ log = logging.getLogger("checkmate.inductor")
 aten = torch.ops.aten
 TRIES = 3  # plans of one graph, each within less than the one before
 _INSTEAD = 'backend="eager" runs the step with PyTorch\'s own kernels.'
+_CANNOT: dict[Any, str] = {
+    layouts.draw_copy: "random numbers in place into a tensor that is not contiguous",
+    recurrent.lstm_layer: "nn.LSTM as one kernel",
+}
 _FAILS = (RuntimeError, AssertionError)  # what Inductor raises: its own errors are RuntimeErrors
 
 
@@ -251,8 +255,8 @@ class _ForInductor(fx.Interpreter):
             return aten.copy(args[0].new_empty_strided(*args[1:3], dtype=args[3]), args[0])
         if n.target is layouts.write_copy:
             return torch.func.functionalize(layouts.write_copy)(*args, **kwargs)
-        if n.target is layouts.draw_copy:
-            raise Unsupported(f"{where(n)}: Inductor draws other random numbers into a part of a tensor. {_INSTEAD}")
+        if n.target in _CANNOT:
+            raise Unsupported(f"{where(n)}: Inductor cannot compile {_CANNOT[n.target]}. {_INSTEAD}")
         if n.target in (randomness.draw_mask, randomness.draw_numbers, randomness.draw_once):
             return ops.draw(val.shape, val.stride(), args[-1], val.dtype)
         if n.target is randomness.save_state:

@@ -7,10 +7,6 @@ of the kernels of every device. Batch norm by cuDNN is decomposed too and cannot
 
 Dynamo takes some ops apart before that, so that a number they take may be a tensor: ``addcdiv`` with a ``value``
 becomes a quotient, a product and a sum. Importing this module has it leave them whole in what our backends capture.
-
-Recurrent modules Dynamo captures only if told to. `nn.RNN` and `nn.GRU` are then made of the ops that eager PyTorch
-runs on the CPU, and give their bits. `nn.LSTM` is one kernel of oneDNN, whose workspace tracing does not know; the
-backend refuses it.
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
-from torch._dynamo.exc import Unsupported
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -39,6 +34,7 @@ _PREFIXES = (
     "rnn_tanh",
     "rnn_relu",
     "gru",
+    "lstm",
     "matmul",
     "broadcast_tensors",
     "unsafe_chunk",
@@ -59,25 +55,6 @@ def eager_kernels() -> Iterator[None]:
         for op, kernels in set_aside.items():
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
-
-
-def with_recurrent_modules(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `torch.compile` that captures recurrent modules too, for its backend to judge.
-
-    Told to only where a capture has met one, since a change of Dynamo's configuration costs time at each call.
-    """
-
-    @wraps(run)
-    def running(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return run(*args, **kwargs)
-        except Unsupported as error:
-            if "RNN, GRU, or LSTM" not in str(error):
-                raise
-        with torch._dynamo.config.patch(allow_rnn=True):
-            return run(*args, **kwargs)
-
-    return running
 
 
 def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from checkmate.errors import Unsupported
 from checkmate.layouts import draw_copy
 from checkmate.provenance import where
 from checkmate.randomness import DRAWS, STATE_BYTES, WORTH_BYTES, draw_mask, draw_numbers, draw_saved, save_state
+from checkmate.recurrent import LAYER, lstm_layer
 
 aten = torch.ops.aten
 
@@ -28,6 +29,7 @@ def prepare(graph: fx.Graph, *, on_cpu: bool = True) -> None:
     forget_running_statistics(graph)
     skip_idle_views(graph)
     lay_out_at_once(graph)
+    leave_workspaces(graph)
     gather_copies(graph)
     graph.eliminate_dead_code(lambda node: node.target in DRAWS or node.is_impure())
     if on_cpu:
@@ -216,6 +218,12 @@ def lay_out_at_once(graph: fx.Graph) -> None:
                 copy = _call(graph, node, lay_out, args, name=f"{node.name}_laid_out", stands_for=node)
             node.replace_all_uses_with(copy)
             graph.erase_node(node)
+
+
+def leave_workspaces(graph: fx.Graph) -> None:
+    """Have layers of an LSTM leave the workspace that their backward reads, where gradients are not enabled too."""
+    for node in graph.find_nodes(op="call_function", target=LAYER):
+        node.target = lstm_layer
 
 
 def gather_copies(graph: fx.Graph) -> None:

@@ -8,6 +8,7 @@ index, so that lookups touch memory as real ones do; other integers are zero. Bo
 from __future__ import annotations
 
 import logging
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from checkmate.nodes import is_collective, target_name, tensors
 from checkmate.randomness import save_state
+from checkmate.recurrent import lstm_layer
 
 log = logging.getLogger("checkmate.profiling")
 aten = torch.ops.aten
@@ -90,6 +92,9 @@ def call_of(node: fx.Node) -> Callable[[], Any]:
             return arg
         if arg.target is save_state:  # a generator takes no made-up state
             return call_of(arg)()
+        source: Any = arg.args[0] if arg.target is operator.getitem else None
+        if source is not None and source.target is lstm_layer:  # nor its backward a made-up workspace
+            return call_of(source)()[arg.args[1]]
         return tree_map(lambda leaf: make_up(leaf, bounds.get(arg)), arg.meta["val"])
 
     args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), make)

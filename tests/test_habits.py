@@ -956,14 +956,6 @@ def test_a_number_that_changes_at_each_call_is_refused_before_long() -> None:
         step(x)
 
 
-@torch._dynamo.config.patch(allow_rnn=True)
-def test_an_lstm_is_refused_even_where_dynamo_lets_it_through() -> None:
-    """What it is traced as differs from its kernel in the last bits."""
-    model = nn.LSTM(16, 4)
-    with pytest.raises(checkmate.Unsupported, match="Cell once for each step"):
-        _compiled(lambda x, y: F.cross_entropy(model(x)[0], y))(*batch())
-
-
 # What differs from plain PyTorch, and is told in docs/supported.md
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import checkmate
 from tests.sampling import every
@@ -73,29 +72,3 @@ def test_decompositions_come_back() -> None:
         lambda x: F.interpolate(x, scale_factor=2, mode="bilinear").sum(), torch.randn(X, requires_grad=True)
     )
     assert dict(op.py_kernels) == before
-
-
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_layers": 2, "bidirectional": True, "dropout": 0.3, "batch_first": True},
-        {"bias": False, "bidirectional": True},
-    ],
-)
-@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU])
-def test_recurrent_modules_run_the_kernels_of_plain_pytorch(
-    kind: type[nn.RNNBase], options: dict[str, Any], precision: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    model = kind(5, 17, **options).to(precision)
-    hidden = torch.randn(model.num_layers * (1 + model.bidirectional), 3, 17, dtype=precision)
-    x = torch.randn(3, 3, 5, dtype=precision)
-    report = checkmate.verify(model, x, hidden, budget="1 MB", time_limit=1)
-    assert (report.outputs, report.gradients) == (2, len([*model.parameters()]))
-
-
-def test_a_recurrent_module_of_rectifiers_runs_the_kernels_of_plain_pytorch() -> None:
-    model = nn.RNN(5, 7, nonlinearity="relu")
-    assert checkmate.verify(model, torch.randn(3, 3, 5), budget="1 MB", time_limit=1).outputs == 2

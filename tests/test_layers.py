@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "cudnn", "figures", "folding", "formulas", "provenance", "randomness", "version"},
+    {"errors", "cudnn", "figures", "folding", "formulas", "provenance", "recurrent", "randomness", "version"},
     {"units", "asking", "autocast", "display", "target", "fake", "layouts", "memory", "runtime", "files"},
     {"graph", "kernels", "messages", "nodes", "rewrite"},
     {"problem", "devices", "undefined"},

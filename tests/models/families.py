@@ -6,7 +6,6 @@ Their names are those of the table there; a test holds the two against each othe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,12 +26,7 @@ CLASSES, VOCABULARY = 10, 50
 Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]
 
 
-@dataclass(frozen=True)
-class Family:
-    """``make()`` gives a module, its step, and a batch; ``refused``: words of the reason, for what does not work."""
-
-    make: Callable[[], Made]
-    refused: str = ""
+Family = Callable[[], Made]
 
 
 def _images(build: Callable[[], nn.Module], size: int = 16, *, pixels: bool = False) -> Family:
@@ -50,10 +44,10 @@ def _images(build: Callable[[], nn.Module], size: int = 16, *, pixels: bool = Fa
 
         return module, step, (torch.randn(4, 3, size, size), target)
 
-    return Family(make)
+    return make
 
 
-def _tokens(build: Callable[[], nn.Module], refused: str = "") -> Family:
+def _tokens(build: Callable[[], nn.Module]) -> Family:
     """The next token for each token."""
 
     def make() -> Made:
@@ -64,7 +58,7 @@ def _tokens(build: Callable[[], nn.Module], refused: str = "") -> Family:
 
         return module, step, (torch.randint(VOCABULARY, (4, 6)),)
 
-    return Family(make, refused)
+    return make
 
 
 def _tree() -> Made:
@@ -102,9 +96,9 @@ FAMILIES: dict[str, Family] = {
     "Swin": _images(lambda: Swin(16, 2, width=16, heads=2, classes=CLASSES)),
     "LSTM, a loop in Python": _tokens(lambda: HandWrittenLSTM(VOCABULARY, 16)),
     "nn.LSTMCell": _tokens(lambda: CellLSTM(VOCABULARY, 16)),
-    "nn.LSTM": _tokens(lambda: LibraryLSTM(VOCABULARY, 16), refused="nn.LSTMCell"),
+    "nn.LSTM": _tokens(lambda: LibraryLSTM(VOCABULARY, 16, num_layers=2, dropout=0.2)),
     "nn.GRU": _tokens(lambda: LibraryLSTM(VOCABULARY, 16, nn.GRU, num_layers=2, dropout=0.2)),
     "nn.RNN": _tokens(lambda: LibraryLSTM(VOCABULARY, 16, nn.RNN, num_layers=2, dropout=0.2)),
-    "TreeLSTM": Family(_tree),
-    **{name: Family(partial(_transformers, build)) for name, build in hugging_face.BUILDS.items()},
+    "TreeLSTM": _tree,
+    **{name: partial(_transformers, build) for name, build in hugging_face.BUILDS.items()},
 }

@@ -1,0 +1,85 @@
+"""Recurrent modules, captured as what eager PyTorch runs.
+
+Dynamo captures them only if told to. `nn.RNN` and `nn.GRU` are then made of the ops that eager PyTorch runs on the CPU,
+and so is `nn.LSTM` with projections. Else each layer and direction of `nn.LSTM` is one kernel of oneDNN, which leaves a
+workspace for its backward. PyTorch describes it as one of no bytes, and the gradients of the two biases as one tensor.
+Importing this module mends that, for the process: how many bytes there are is asked of the kernel itself, once for each
+shape. The kernel leaves no workspace where gradients are not enabled, which the code of a plan runs without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, _meta_registrations
+from torch._dynamo.exc import Unsupported
+from torch._subclasses.fake_impls import register_op_impl
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+
+
+def with_recurrent_modules(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `torch.compile` that captures recurrent modules too.
+
+    Told to only where a capture has met one, since a change of Dynamo's configuration costs time at each call.
+    """
+
+    @wraps(run)
+    def running(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except Unsupported as error:
+            if "RNN, GRU, or LSTM" not in str(error):
+                raise
+        with torch._dynamo.config.patch(allow_rnn=True):
+            return run(*args, **kwargs)
+
+    return running
+
+
+def lstm_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One layer of an LSTM in one direction: output, hidden state, cell state, workspace. Autograd does not see it."""
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        output, hidden, cell, workspace = LAYER(*args, **kwargs)
+        return output, hidden, cell, workspace
+
+
+@register_op_impl(LAYER)
+def _describe(mode: FakeTensorMode, op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """The fake results of one layer: output, hidden state, cell state, workspace."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    described = tuple(_Shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    size = _workspace_bytes(described, spec)
+    with mode:
+        *results, empty = _meta_registrations.mkldnn_rnn_layer(*args, **kwargs)
+        return *results, empty.new_empty(size)
+
+
+@register_op_impl(torch.ops.aten.mkldnn_rnn_layer_backward.default)
+def _describe_backward(mode: FakeTensorMode, op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """The fake gradients of one layer's input, four weights and two states; those of the biases are two tensors."""
+    with mode:
+        gradients = list(_meta_registrations.mkldnn_rnn_layer_backward(*args, **kwargs))
+        gradients[4] = gradients[3].new_empty(gradients[3].shape)
+        return tuple(gradients)
+
+
+class _Shape(tuple[Any, ...]):
+    """The shape and type of a tensor."""
+
+    def __new__(cls, tensor: Tensor) -> _Shape:
+        return super().__new__(cls, (tuple(tensor.shape), tensor.dtype))
+
+
+@cache
+def _workspace_bytes(described: tuple[Any, ...], spec: Any) -> int:
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
+        leaves = [torch.zeros(leaf[0], dtype=leaf[1]) if isinstance(leaf, _Shape) else leaf for leaf in described]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return int(lstm_layer(*args, **kwargs)[3].nbytes)
