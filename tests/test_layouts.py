@@ -79,8 +79,9 @@ WRITES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {  # y is (h, w)
     "addr": lambda y, a, b: y.addr_(a[:, 0], b[0]),
     "addcmul": lambda y, a, b: y.addcmul_(a, b, value=0.3),
     "addcdiv": lambda y, a, b: y.addcdiv_(a, b, value=0.3),
-    "add": lambda y, a, b: y.add_(a, alpha=0.3).mul_(b).exp_().sigmoid_(),
-    "hardswish": lambda y, a, b: F.hardswish(F.relu(y, inplace=True), inplace=True),
+    "add": lambda y, a, b: y.add_(a, alpha=0.3).mul_(b).sigmoid_(),
+    "relu": lambda y, a, b: F.relu(y.sub_(1), inplace=True),
+    "hardswish": lambda y, a, b: F.hardswish(y, inplace=True),
     "renorm": lambda y, a, b: y.renorm_(2, 0, 1.5),
     "tril": lambda y, a, b: y.tril_(),
     "copy": lambda y, a, b: y.copy_(a),
@@ -113,10 +114,7 @@ def test_a_write_in_place_leaves_what_eager_leaves(name: str, base: str) -> None
 
     torch.manual_seed(0)
     expected = step(x)
-    try:
-        (wanted,) = torch.autograd.grad(expected[0], x)
-    except RuntimeError:
-        pytest.skip("plain PyTorch's own backward reads what was written over")
+    (wanted,) = torch.autograd.grad(expected[0], x)
     state = torch.get_rng_state()
     compiled = checkmate.compile(step, budget=checkmate.trace(step, x).min_budget(time_limit=1).peak, time_limit=1)
     torch.manual_seed(0)
