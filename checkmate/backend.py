@@ -35,7 +35,7 @@ Planner = Callable[[Problem], Solution]
 Profiler = Callable[[Joint], Profile]
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
-_BY_CUDNN = {"lstm", "gru"}  # modules that Dynamo lets through if torch._dynamo.config.allow_rnn says so
+_BY_CUDNN = (torch.lstm, torch.gru)
 
 
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -163,7 +163,7 @@ def _refuse_inexact(module: fx.GraphModule) -> None:
                 f"{where(node)}: a draw from NumPy's global generator is captured as one from torch's. "
                 "Draw with torch, or draw outside and pass the numbers in as a tensor."
             )
-        if getattr(node.target, "__name__", "") in _BY_CUDNN and node.args[0].meta["example_value"].is_cuda:
+        if node.target in _BY_CUDNN and node.args[0].meta["example_value"].is_cuda:
             raise Unsupported(
                 f"{where(node)}: on a GPU {node.target.__name__} is a kernel of cuDNN, which cannot be captured. "
                 "Call nn.LSTMCell or nn.GRUCell once for each step of the sequence."

@@ -76,10 +76,13 @@ class _Shape(tuple[Any, ...]):
     def __new__(cls, tensor: Tensor) -> _Shape:
         return super().__new__(cls, (tuple(tensor.shape), tensor.dtype))
 
+    def zeros(self) -> Tensor:
+        return torch.zeros(self[0], dtype=self[1], device="cpu")
+
 
 @cache
 def _workspace_bytes(described: tuple[Any, ...], spec: Any) -> int:
     with _disable_current_modes(), torch._C._DisablePythonDispatcher():
-        leaves = [torch.zeros(leaf[0], dtype=leaf[1]) if isinstance(leaf, _Shape) else leaf for leaf in described]
+        leaves = [leaf.zeros() if isinstance(leaf, _Shape) else leaf for leaf in described]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return int(lstm_layer(*args, **kwargs)[3].nbytes)

@@ -65,3 +65,10 @@ def test_a_layer_of_an_lstm_leaves_no_graph() -> None:
     assert {type(t.grad_fn).__name__ for t in (output, hidden, cell)} <= {"CompiledFunctionBackward", "ViewBackward0"}
     with torch.no_grad():
         assert torch.equal(compiled(torch.ones(2, 3, 4))[0], model(torch.ones(2, 3, 4))[0])
+
+
+def test_an_lstm_without_data_is_planned() -> None:
+    with torch.device("meta"):
+        model, x = nn.LSTM(4, 8, num_layers=2), torch.randn(2, 3, 4)
+    estimated = checkmate.trace(lambda x: model(x)[0].sum(), x, profile="roofline:h100")
+    assert [op.target for op in estimated.graph.ops].count("checkmate.lstm_layer") == 2
