@@ -321,6 +321,11 @@ class _Reader:
                 f"{where(node)}: an output of {node.target} shares memory with {self.values[aliased[0]].name}, "
                 "another output does not. Clone the one that is a view."
             )
+        if phase == "backward" and is_with_effects(node):
+            raise Unsupported(
+                f"{where(node)}: {node.args[1]} is a side effect within the backward, which is not planned. "
+                "Call this op outside of the step, under torch.no_grad() if it needs no gradient."
+            )
         pinned = self._pinned(node)
         self.ops.append(Op(node.name, target_name(node), tuple(read), made, phase, pinned, where(node)))
         self.op_nodes.append(node)
@@ -361,7 +366,7 @@ class _Reader:
         """
         results = dict.fromkeys(v for n in leaf_nodes(self.fwd_outputs) for v in self._values_of(n))
         results.update(dict.fromkeys(self.tangents))
-        primals = [n for n in self.placeholders if _is_primal(n)]
+        primals = [n for n in self.placeholders if _is_primal(n) and not any(map(is_with_effects, n.users))]
         copied: list[tuple[fx.Node, torch.Tensor]] = []
         for primal, grad in zip(primals, self.bwd_outputs, strict=False):
             if not isinstance(grad, fx.Node):

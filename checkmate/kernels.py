@@ -3,7 +3,9 @@
 AOTAutograd traces some ops through decompositions in Python whose results are close to those of the kernels, not equal:
 a bilinear upsampling differs in the last bits of its gradient. While a step is captured these decompositions are set
 aside; PyTorch then records the op itself and its own backward. None of them is peculiar to the CPU: they take the place
-of the kernels of every device. Batch norm by cuDNN is decomposed too and cannot be set aside here; see `cudnn`.
+of the kernels of every device. Batch norm by cuDNN is decomposed too and cannot be set aside here; see `cudnn`. Matrix
+products are decomposed as in C++, which takes no tensor that is traced as it takes others, but for one mistake, mended
+here: it chose another kernel for a vector times a batch.
 
 Dynamo takes some ops apart before that, so that a number they take may be a tensor: ``addcdiv`` with a ``value``
 becomes a quotient, a product and a sum. Importing this module has it leave them whole in what our backends capture.
@@ -18,11 +20,13 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch._decomp import decompositions
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from checkmate.asking import answer_of
 
+_should_fold = decompositions.should_fold
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _PREFIXES = (
     "upsample_",
@@ -35,7 +39,6 @@ _PREFIXES = (
     "rnn_relu",
     "gru",
     "lstm",
-    "matmul",
     "broadcast_tensors",
     "unsafe_chunk",
 )
@@ -45,6 +48,7 @@ _PREFIXES = (
 def eager_kernels() -> Iterator[None]:
     """Within the block, ops that tracing would decompose inexactly are traced as themselves."""
     set_aside = {op: {key: op.py_kernels[key] for key in _KEYS if key in op.py_kernels} for op in _inexact()}
+    decompositions.should_fold = _folds  # type: ignore[assignment]
     try:
         for op, kernels in set_aside.items():
             for key in kernels:
@@ -52,9 +56,15 @@ def eager_kernels() -> Iterator[None]:
             op._dispatch_cache.clear()
         yield
     finally:
+        decompositions.should_fold = _should_fold
         for op, kernels in set_aside.items():
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
+
+
+def _folds(x: torch.Tensor, y: torch.Tensor, is_out: bool) -> bool:
+    """Whether a product of batches calls the kernel for one matrix: eager asks for the strides of y transposed."""
+    return bool(_should_fold(x, y if x.ndim >= y.ndim else y.mT, is_out))
 
 
 def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:

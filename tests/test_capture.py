@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -179,3 +181,19 @@ def test_collectives_run_once() -> None:
     finally:
         dist.destroy_process_group()
     assert [op.pinned for op in talking] == ["exchanges data with other ranks"] * 2  # send, and wait
+
+
+def test_a_side_effect_within_the_backward_is_refused() -> None:
+    """The backward of this op looks whether its matrix could be inverted."""
+    x = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(checkmate.Unsupported, match=r"test_capture.py:\d+: aten\._linalg_check_errors.* side effect"):
+        checkmate.trace(lambda x: torch.linalg.eig(x)[0].abs().sum(), x)
+
+
+@pytest.mark.parametrize("factorize", [torch.linalg.cholesky, torch.linalg.inv])
+def test_a_side_effect_within_the_forward_is_no_parameter(factorize: Callable[[Tensor], Tensor]) -> None:
+    """The check that a matrix can be inverted is handed a token before all inputs, which has no gradient."""
+    x = torch.eye(6) + 0.1 * torch.ones(6, 6)
+    report = checkmate.verify(lambda x: factorize(x).square().sum(), x.requires_grad_(), budget="1 MB", time_limit=1)
+    assert report.gradients == 1
+    assert report.measured_peak == report.predicted_peak

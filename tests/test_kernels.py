@@ -39,6 +39,9 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
         torch.addcdiv(x, x.cos(), x.exp(), value=0.3) + torch.addcmul(x, x.cos(), x, value=0.3)
     ).addcdiv_(x.sin(), x.exp(), value=0.7),
     "vector times matrices": lambda x: torch.linspace(0, 1, 9) @ x,
+    "matrices times one": lambda x: x[:, 0] @ torch.linspace(0, 1, 35).view(1, 7, 5),
+    "matrices of other strides times one": lambda x: x[0].transpose(1, 2) @ torch.linspace(0, 1, 18).view(9, 2),
+    "matrices times a vector": lambda x: x.transpose(2, 3) @ torch.linspace(0, 1, 9),
     "matrix times matrices": lambda x: torch.linspace(0, 1, 36).view(4, 9) @ x,
     "linear algebra": lambda x: (
         torch.linalg.vector_norm(x, dim=1) + torch.cdist(x[0], x[1]).sum() + x.logcumsumexp(2)[:, 0]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import checkmate
+from tests.sampling import slow
 
 TWO_WAYS = {"num_layers": 2, "bidirectional": True, "dropout": 0.3, "batch_first": True}
 
@@ -18,9 +19,12 @@ TWO_WAYS = {"num_layers": 2, "bidirectional": True, "dropout": 0.3, "batch_first
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        *((kind, options) for kind in (nn.RNN, nn.GRU, nn.LSTM) for options in ({}, TWO_WAYS, {"bias": False})),
-        (nn.RNN, {"nonlinearity": "relu"}),
-        (nn.LSTM, {"proj_size": 3}),
+        (nn.GRU, TWO_WAYS),
+        (nn.LSTM, TWO_WAYS),
+        *(slow(kind, options) for kind in (nn.RNN, nn.GRU, nn.LSTM) for options in ({}, {"bias": False})),
+        slow(nn.RNN, TWO_WAYS),
+        slow(nn.RNN, {"nonlinearity": "relu"}),
+        slow(nn.LSTM, {"proj_size": 3}),
     ],
 )
 def test_same_bits_as_eager(kind: type[nn.RNNBase], options: dict[str, Any], precision: torch.dtype) -> None:
