@@ -29,6 +29,7 @@ from torch._functorch.partitioners import (
 from checkmate import cudnn
 from checkmate.errors import Unsupported
 from checkmate.graph import Graph, Op, Phase, Role, Value
+from checkmate.layouts import obeys_layout
 from checkmate.nodes import (
     ancestors,
     getitems,
@@ -371,7 +372,7 @@ class _Reader:
         for primal, grad in zip(primals, self.bwd_outputs, strict=False):
             if not isinstance(grad, fx.Node):
                 continue
-            if _obeys_layout(grad.meta["val"], primal.meta["val"]):
+            if obeys_layout(grad.meta["val"], primal.meta["val"]):
                 results.update(dict.fromkeys(self._values_of(grad)))
             else:
                 copied.append((grad, primal.meta["val"]))
@@ -393,11 +394,3 @@ class _Reader:
             self.op_nodes.append(None)
             results[v] = None
         return tuple(v for v in results if self.values[v].producer is not None)
-
-
-def _obeys_layout(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether autograd takes a gradient as it is: the parameter's strides where that is dense, else contiguous."""
-    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        same = zip(grad.shape, grad.stride(), parameter.stride(), strict=True)
-        return all(a == b for size, a, b in same if size != 1)
-    return grad.is_contiguous()

@@ -39,12 +39,15 @@ def gradient(op: str, grad: Tensor, x: Tensor, dims: list[int], keepdim: bool, d
     with as_called, torch._C._DisablePythonDispatcher(), torch.enable_grad():  # it runs while a step is captured, too
         leaf = x.detach().requires_grad_()
         (found,) = torch.autograd.grad(_call(op, leaf, dims, keepdim, dtype), leaf, grad)
-    return _like(op, x).copy_(found)
+    return _empty(op, x).copy_(found)
 
 
 @gradient.register_fake
-def _like(op: str, *args: Any) -> Tensor:
-    x = args[0] if len(args) == 1 else args[1]
+def _describe(op: str, grad: Tensor, x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    return _empty(op, x)
+
+
+def _empty(op: str, x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format if _OPS[op] in _OF_ALL else torch.preserve_format)
 
 

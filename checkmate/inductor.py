@@ -251,7 +251,7 @@ class _ForInductor(fx.Interpreter):
             return [target.copy_(source) for target, source in zip(*args, strict=True)]
         if n.target is rewrite.scale_mask:
             return args[0].to(args[2]).div(args[1])
-        if n.target is rewrite.lay_out:
+        if n.target is layouts.lay_out:
             return aten.copy(args[0].new_empty_strided(*args[1:3], dtype=args[3]), args[0])
         if n.target is layouts.write_copy:
             return torch.func.functionalize(layouts.write_copy)(*args, **kwargs)

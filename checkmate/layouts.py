@@ -15,7 +15,7 @@ already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -34,9 +34,14 @@ _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.d
 _LIKE_POINTWISE = {*_FILLS, aten.hardswish_.default}  # in all but their tag
 
 
+def lay_out(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A copy in a shape that ``x`` broadcasts to, with these strides and of this type."""
+    return torch.empty_strided(shape, strides, dtype=dtype, device=x.device).copy_(x)
+
+
 def write_copy(op: torch._ops.OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What ``x`` holds after a write by an op in place: a copy in the strides of x, on which the op was run."""
-    copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    copy = lay_out(x, tuple(x.shape), x.stride(), x.dtype)
     op(copy, *args, **kwargs)
     return copy
 
@@ -62,8 +67,9 @@ def eager_strides() -> Iterator[None]:
                 _set(args[0], _record(write, (op, *given[0]), given[1]))
                 return args[0]
         result = functional(mode, op, types, args, kwargs)
-        for tensor in _written(op, args, kwargs or {}):
-            _keep_strides(tensor)
+        for tensor in written(op, args, kwargs or {}):
+            if isinstance(tensor, FunctionalTensor) and torch.Tag.inplace_view not in op.tags:
+                _keep_strides(tensor)
         return result
 
     FunctionalTensorMode.__torch_dispatch__ = keeping  # type: ignore[method-assign, assignment]
@@ -110,15 +116,12 @@ def _record(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
 
 
-def _written(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FunctionalTensor]:
-    """The tensors whose data an op writes. One that changes a tensor's own strides, like ``t_``, writes none."""
-    if torch.Tag.inplace_view in op.tags:
-        return []
+def written(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an op writes to, those of a list each, be they tensors or the nodes of a graph."""
     arguments = op._schema.arguments
     given = [*zip((a.name for a in arguments), args, strict=False), *kwargs.items()]
     names = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-    leaves = [leaf for name, arg in given if name in names for leaf in pytree.tree_leaves(arg)]
-    return [leaf for leaf in leaves if isinstance(leaf, FunctionalTensor)]
+    return [leaf for name, arg in given if name in names for leaf in pytree.tree_leaves(arg)]
 
 
 def _keep_strides(tensor: FunctionalTensor) -> None:
@@ -129,9 +132,7 @@ def _keep_strides(tensor: FunctionalTensor) -> None:
     base: Any = tensor if tensor._base is None else tensor._base
     value = base.from_functional()
     if value.shape == base.shape and value.numel() and _strides(value) != _strides(base):
-        with torch.no_grad():
-            empty = value.new_empty_strided(value.shape, base.stride())
-            _set(base, aten.copy.default(empty, value))
+        _set(base, _record(lay_out, (value, tuple(base.shape), base.stride(), value.dtype), {}))
 
 
 def _set(tensor: FunctionalTensor, value: torch.Tensor) -> None:
@@ -139,6 +140,14 @@ def _set(tensor: FunctionalTensor, value: torch.Tensor) -> None:
     tensor.replace_(value)
     tensor.commit_update()
     tensor.sync()
+
+
+def obeys_layout(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether autograd takes a gradient as it is: the parameter's strides where that is dense, else contiguous."""
+    if aten.is_non_overlapping_and_dense(parameter):
+        same = zip(grad.shape, grad.stride(), parameter.stride(), strict=True)
+        return all(a == b for size, a, b in same if size != 1)
+    return grad.is_contiguous()
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
-from checkmate.layouts import draw_copy, write_copy
+from checkmate import layouts
 from checkmate.randomness import DRAWS
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
@@ -53,7 +53,7 @@ def target_name(node: fx.Node) -> str:
 
 def _op(node: fx.Node) -> Any:
     """What a node calls, be it on a copy."""
-    return node.args[0] if node.target in (write_copy, draw_copy) else node.target
+    return node.args[0] if node.target in (layouts.write_copy, layouts.draw_copy) else node.target
 
 
 def getitems(node: fx.Node) -> list[fx.Node]:
@@ -85,10 +85,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     """The argument nodes that an op writes to."""
     if node.op != "call_function" or not is_mutating(node):
         return []
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = [*zip((a.name for a in arguments), node.args, strict=False), *node.kwargs.items()]
-    writes = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-    return [n for name, arg in given if name in writes for n in leaf_nodes(pytree.tree_leaves(arg))]
+    return leaf_nodes(layouts.written(node.target, node.args, node.kwargs))  # type: ignore[arg-type]
 
 
 def is_random(node: fx.Node) -> bool:

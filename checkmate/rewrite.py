@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from checkmate.cudnn import expose_cudnn
 from checkmate.errors import Unsupported
-from checkmate.layouts import draw_copy
+from checkmate.layouts import draw_copy, lay_out
 from checkmate.provenance import where
 from checkmate.randomness import DRAWS, STATE_BYTES, WORTH_BYTES, draw_mask, draw_numbers, draw_saved, save_state
 from checkmate.recurrent import LAYER, lstm_layer
@@ -198,16 +198,10 @@ def skip_idle_views(graph: fx.Graph) -> None:
         node.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
 
 
-def lay_out(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A copy in a shape that ``x`` broadcasts to, with these strides and of this type."""
-    return torch.empty_strided(shape, strides, dtype=dtype, device=x.device).copy_(x)
-
-
 def lay_out_at_once(graph: fx.Graph) -> None:
     """Fill a new tensor as eager PyTorch does, where tracing has a functional copy: that makes one more.
 
-    Autograd lays out so the gradient of a tensor of which a view was written in place, and tracing (see `layouts`) what
-    was written.
+    Autograd lays out so the gradient of a tensor of which a view was written in place.
     """
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         empty, source = node.args[:2]
