@@ -22,7 +22,7 @@ from checkmate.schedule import Schedule
 from checkmate.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.solvers import progress
 from checkmate.solvers.bound import Bound, lift, moment_bound, next_moments
-from checkmate.solvers.certify import certify, faults, peak_of
+from checkmate.solvers.certify import certify, contradicts, faults, peak_of
 from checkmate.solvers.checkpoint_all import checkpoint_all
 from checkmate.solvers.exchange import exchange
 from checkmate.solvers.least import TIME_LIMIT, least_runs, min_budget
@@ -136,7 +136,7 @@ class Search:
         if cost < self.cost:
             if wrong := faults(self.problem, self.budget, R):
                 raise SolverError(f"The schedule of {by} is wrong: {wrong[0]}.")
-            if progress.contradicts(self.bound, cost):
+            if contradicts(self.bound, cost):
                 log.warning("a bound of %.6g s was wrong: a verified schedule takes %.6g s", self.bound, cost)
                 self.bound = self.problem.keep_all_cost
             self.R, self.cost = R, cost
@@ -149,7 +149,7 @@ class Search:
         Raises:
             SolverError: if a schedule that is known contradicts it.
         """
-        if progress.contradicts(bound, self.cost):
+        if contradicts(bound, self.cost):
             raise SolverError(f"A bound of {bound:.6g} s is wrong: a verified schedule takes {self.cost:.6g} s.")
         self.bound = max(self.bound, bound)
         progress.proved(self.problem, self.budget, bound)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
 from checkmate import plan as plans
@@ -10,14 +12,17 @@ from checkmate.problem import Problem
 from checkmate.schedule import Schedule
 from checkmate.solution import OPTIMAL_GAP, Solution, Status
 
+ROUNDING = 1e-4  # a bound may exceed a cost by this share of it, from the tolerances of solvers
+log = logging.getLogger("checkmate.solve")
+
 
 def certify(
     problem: Problem, budget: int, R: np.ndarray, *, method: str, bound: float = 0.0, **fields: object
 ) -> Solution:
     """The Solution that runs R (T, T), verified and simulated.
 
-    The bound is raised to the cost of running each op once, which every schedule takes. OPTIMAL where the bound meets
-    the cost within `OPTIMAL_GAP`.
+    The bound is raised to the cost of running each op once, which every schedule takes; one that this schedule
+    contradicts was no proof, and does not count. OPTIMAL where the bound meets the cost within `OPTIMAL_GAP`.
 
     Raises:
         SolverError: if R breaks a rule or exceeds the budget; the method is wrong then, not the problem.
@@ -28,10 +33,19 @@ def certify(
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise SolverError(f"The schedule of {method} is wrong: {wrong[0]}{more}.")
     cost = plans.cost(plan, problem)
-    bound = min(max(problem.keep_all_cost, bound), cost)  # in this order, what is no number is no bound
+    if contradicts(bound, cost):
+        log.warning("a bound of %s, %.6g s, was wrong: a verified schedule takes %.6g s", method, bound, cost)
+        bound = problem.keep_all_cost
+    runs_once = np.array_equal(R, np.eye(len(R), dtype=bool))  # the least there is, whatever is lost in its sum
+    bound = cost if runs_once else min(max(problem.keep_all_cost, bound), cost)  # in this order, what is no number is no bound
     status = Status.OPTIMAL if cost - bound <= OPTIMAL_GAP * cost else Status.FEASIBLE
     peak = plans.simulate(plan, problem).peak
     return Solution(status, problem, budget, method, schedule, plan, cost, bound, peak, **fields)  # type: ignore[arg-type]
+
+
+def contradicts(bound: float, cost: float) -> bool:
+    """Whether a lower bound cannot be true if a schedule has this cost, beyond what solvers round."""
+    return bound > cost * (1 + ROUNDING)
 
 
 def faults(problem: Problem, budget: int, R: np.ndarray) -> list[str]:

@@ -20,10 +20,9 @@ from checkmate.display import data_frame, html_table, text_table
 from checkmate.errors import CheckmateError, SolverError
 from checkmate.problem import Problem
 from checkmate.solution import Solution, Status
-from checkmate.solvers.certify import certify
+from checkmate.solvers.certify import certify, contradicts
 from checkmate.solvers.methods import METHODS
 from checkmate.solvers.processes import Processes
-from checkmate.solvers.progress import contradicts
 from checkmate.solvers.solve import check_limits, check_method, min_budget, solve
 from checkmate.units import format_bytes, format_seconds, parse_bytes
 

@@ -209,8 +209,8 @@ def export(model: Model, path: str | os.PathLike[str]) -> None:
 
 def _result(solver: highspy.Highs, model: Model, relax: bool, seconds: float) -> Result:
     status = solver.getModelStatus()
-    if status == highspy.HighsModelStatus.kUnboundedOrInfeasible and np.isfinite(model.lower).all():
-        status = highspy.HighsModelStatus.kInfeasible  # every cost and column here is bounded below
+    if status == highspy.HighsModelStatus.kUnboundedOrInfeasible and np.isfinite(least_objective(model)):
+        status = highspy.HighsModelStatus.kInfeasible  # nothing that is bounded is unbounded
     if status not in _MODEL_STATUS:
         raise SolverError(f"HiGHS ended with status {solver.modelStatusToString(status)!r}, which solves nothing.")
     outcome = _MODEL_STATUS[status]

@@ -30,9 +30,8 @@ from checkmate.graph import MAX_BYTES
 from checkmate.problem import Problem
 from checkmate.schedule import Schedule
 from checkmate.solution import Solution
-from checkmate.solvers.certify import certify
+from checkmate.solvers.certify import certify, contradicts
 from checkmate.solvers.fingerprints import fingerprints
-from checkmate.solvers.progress import contradicts
 from checkmate.version import __version__
 
 log = logging.getLogger("checkmate.solve")

@@ -18,13 +18,12 @@ import numpy as np
 
 from checkmate.problem import Problem
 from checkmate.solution import Solution
-from checkmate.solvers.certify import certify, faults
+from checkmate.solvers.certify import certify, contradicts, faults
 from checkmate.units import format_seconds
 
 QUIET_SECONDS = 2.0  # a shorter solve shows nothing unless it is asked to
 REFRESH_SECONDS = 0.2
 NOTABLE = 1e-4  # a bound that rises by a smaller share is not worth a line: solvers report hundreds of them
-ROUNDING = 1e-4  # a bound may exceed a cost by this share of it, from the tolerances of solvers
 log = logging.getLogger("checkmate.solve")
 _current: ContextVar[Progress | None] = ContextVar("checkmate_progress", default=None)
 
@@ -110,11 +109,6 @@ class Progress:
     def _record(self, by: str) -> None:
         self.trajectory.append((self.elapsed, self.cost, min(self.bound, self.cost)))
         log.info("%s: %s after %s", by, self.describe(), format_seconds(self.elapsed))
-
-
-def contradicts(bound: float, cost: float) -> bool:
-    """Whether a lower bound cannot be true if a schedule has this cost, beyond what solvers round."""
-    return bound > cost * (1 + ROUNDING)
 
 
 def found(problem: Problem, budget: int, R: np.ndarray, by: str, *, verified: bool = False) -> None:

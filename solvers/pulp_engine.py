@@ -30,7 +30,9 @@ def run(
     """Solve a model with a solver that PuLP knows by this name, e.g. "CBC", "GUROBI" or "SCIP".
 
     PuLP passes no bound on, so there is one only where the solver says that it reached the asked gap, by its own
-    tolerances. ``start`` and ``target``, as in `highs.run`, are not passed on either.
+    tolerances, or that there is no solution; and it says so before its time is up. What a solver claims later proves
+    nothing: CBC, stopped in its preprocessing, calls a model that it has not finished with "Integer infeasible".
+    ``start`` and ``target``, as in `highs.run`, are not passed on either.
 
     Raises:
         SolverError: if PuLP does not know the solver, does not find it on this computer, or it fails.
@@ -38,12 +40,15 @@ def run(
     began = time.perf_counter()
     solver = _solver(name, time_limit, gap, threads)
     problem, variables = _to_pulp(model)
+    asked = time.perf_counter()
     try:
         problem.solve(solver)
     except pulp.PulpSolverError as error:
         raise SolverError(f"{name} failed: {error}") from error
-    seconds = time.perf_counter() - began
-    if problem.status == pulp.LpStatusInfeasible:
+    ended = time.perf_counter()
+    seconds = ended - began
+    proven = ended - asked < time_limit  # no less than the solver's own clock shows: it began later and ended earlier
+    if problem.status == pulp.LpStatusInfeasible and proven:
         return Result(Outcome.INFEASIBLE, None, float("inf"), float("inf"), seconds)
     x = np.array([variables[column].varValue or 0.0 for column in model.column_names()])
     x[model.integer] = x[model.integer].round()
@@ -51,7 +56,7 @@ def run(
     if not solved or model.broken(x, tolerance=1e-5):  # some leave the relaxation's values when time is up
         return Result(Outcome.STOPPED, None, float("inf"), highs.least_objective(model), seconds)
     objective = float(model.cost @ x)
-    if problem.sol_status == pulp.LpSolutionIntegerFeasible:
+    if problem.sol_status == pulp.LpSolutionIntegerFeasible or not proven:
         return Result(Outcome.STOPPED, x, objective, highs.least_objective(model), seconds)
     return Result(Outcome.OPTIMAL, x, objective, objective - gap * abs(objective), seconds)
 

@@ -12,10 +12,10 @@ import numpy as np
 from checkmate.errors import SolverError
 from checkmate.problem import Problem
 from checkmate.solution import OPTIMAL_GAP, Solution, Status
-from checkmate.solvers.certify import certify
+from checkmate.solvers.certify import certify, contradicts
 from checkmate.solvers.least import TIME_LIMIT, MinBudget, bottleneck, least_runs, min_budget
 from checkmate.solvers.methods import METHODS, Method
-from checkmate.solvers.progress import Progress, contradicts
+from checkmate.solvers.progress import Progress
 from checkmate.solvers.starting import Start, as_schedule
 from checkmate.units import format_bytes, format_seconds, parse_bytes
 

@@ -37,11 +37,19 @@ def test_a_bound_below_the_cost_leaves_a_gap() -> None:
     assert solution.gap == pytest.approx(0.5 / 6)
 
 
-@pytest.mark.parametrize(("bound", "expected"), [(0.0, 5.0), (100.0, 6.0), (float("inf"), 6.0)])
+@pytest.mark.parametrize(("bound", "expected"), [(0.0, 5.0), (5.5, 5.5), (6.0001, 6.0), (float("nan"), 5.0)])
 def test_the_bound_is_at_least_each_op_once_and_at_most_the_cost(bound: float, expected: float) -> None:
     R = ONCE.copy()
     R[3, 0] = True
     assert certify(CHAIN, 10, R, method="test", bound=bound).bound == expected
+
+
+@pytest.mark.parametrize("bound", [6.1, float("inf")])
+def test_a_bound_that_the_schedule_contradicts_proves_nothing(bound: float) -> None:
+    R = ONCE.copy()
+    R[3, 0] = True
+    solution = certify(CHAIN, 10, R, method="test", bound=bound)
+    assert (solution.status, solution.bound) == (Status.FEASIBLE, 5.0)
 
 
 def test_a_schedule_over_the_budget_is_refused() -> None:

@@ -75,6 +75,30 @@ def test_without_time_the_relaxation_still_bounds() -> None:
     assert result.bound == pytest.approx(len(problem.graph.ops))  # each op once, in units of the mean cost
 
 
+@pytest.mark.parametrize("budget", [4, 2])
+@pytest.mark.parametrize("relax", [True, False])
+def test_what_highs_has_no_time_for_it_does_not_prove(budget: int, relax: bool) -> None:
+    """Even that nothing fits, which it sees at once with a moment more."""
+    model, _ = build(dags.unit_chain(8), budget)
+    for gain in (1.0, -1.0):
+        model._cost = [gain * abs(cost) for cost in model._cost]
+        result = highs.run(model, relax=relax, time_limit=0.0)
+        assert (result.outcome, result.x, result.bound) == (Outcome.STOPPED, None, highs.least_objective(model))
+
+
+def test_unbounded_or_infeasible_is_a_proof_only_where_nothing_is_unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    says = highspy.HighsModelStatus.kUnboundedOrInfeasible
+    monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda solver: says)
+    for upper, cost, proven in ((np.inf, 1.0, True), (3.0, -1.0, True), (np.inf, -1.0, False)):
+        model = Model()
+        model.variables((1,), lower=0.0, upper=upper, cost=cost)
+        if proven:
+            assert highs.run(model).outcome is Outcome.INFEASIBLE
+        else:
+            with pytest.raises(SolverError, match="solves nothing"):
+                highs.run(model)
+
+
 def test_a_start_on_some_columns_is_completed_and_returned_without_time() -> None:
     model, x = build(dags.unit_chain(8), 20)
     there = x.R != -1

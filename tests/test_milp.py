@@ -363,6 +363,15 @@ def test_a_solver_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         milp(dags.unit_chain(3), 7)
 
 
+def test_a_proof_that_a_known_schedule_contradicts_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = dags.unit_chain(8)
+    start = milp(chain, 5).schedule
+    false = Result(Outcome.INFEASIBLE, None, float("inf"), float("inf"), 0.0)
+    monkeypatch.setattr(highs, "run", lambda model, **options: false)
+    solution = milp(chain, 5, start=start)
+    assert (solution.status, solution.cost, solution.bound) == (Status.FEASIBLE, 22, 17)
+
+
 def test_brute_force_knows_the_chain() -> None:
     every = oracle.outcomes(dags.unit_chain(2))
     assert optimum(every, 3) == milp(dags.unit_chain(2), 3).cost

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pulp
 import pytest
@@ -49,11 +52,48 @@ def test_the_impossible_is_proven_by_the_engine(formulation: str) -> None:
     assert pulp_engine.run(model, "CBC").outcome is Outcome.INFEASIBLE
 
 
-def test_without_time_nothing_false_is_said() -> None:
+@pytest.mark.parametrize("time_limit", [0.0, 0.006, 0.03])
+def test_without_time_nothing_false_is_said(time_limit: float) -> None:
     model, _ = build(dags.unit_chain(8), 4)
-    result = pulp_engine.run(model, "CBC", time_limit=0.01)
+    result = pulp_engine.run(model, "CBC", time_limit=time_limit)
+    assert result.outcome is not Outcome.INFEASIBLE
     assert result.bound <= 26 + 1e-6
     assert result.x is None or model.broken(result.x) == []
+
+
+# What CBC writes first, what there is of it in time, and when the time is up. The last two are what it wrote of a model
+# that has a solution when its preprocessing ran out of time, and of one that has none: only the clock tells which.
+SAYS = {
+    "Optimal - objective value 3": (Outcome.OPTIMAL, Outcome.STOPPED, True),
+    "Stopped on time - objective value 3": (Outcome.STOPPED, Outcome.STOPPED, True),
+    "Stopped on time (no integer solution - continuous used) - objective value 1": (
+        Outcome.STOPPED,
+        Outcome.STOPPED,
+        False,
+    ),
+    "Infeasible - objective value 1": (Outcome.INFEASIBLE, Outcome.STOPPED, False),
+    "Integer infeasible - objective value 1": (Outcome.INFEASIBLE, Outcome.STOPPED, False),
+}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="CBC is played by a shell script")
+@pytest.mark.parametrize("words", SAYS)
+@pytest.mark.parametrize("in_time", [True, False])
+def test_what_cbc_says_counts_as_proof_only_before_its_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, in_time: bool
+) -> None:
+    script, value = tmp_path / "cbc", 3 if SAYS[words][2] else 0.5
+    script.write_text(f"#!/bin/sh\nfor last; do :; done\nprintf '{words}\\n0 X0000000 {value} 1\\n' > $last\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(pulp_engine, "_solver", lambda *args: pulp.COIN_CMD(path=str(script), msg=False))
+    model = Model()
+    x = model.variables((1,), upper=9.0, cost=1.0, integer=True)
+    model.constrain("enough", [(x[None, :], 1.0)], lower=1.0)
+    result = pulp_engine.run(model, "CBC", time_limit=1e9 if in_time else 0.0)
+    outcome = SAYS[words][0 if in_time else 1]
+    bound = {Outcome.OPTIMAL: 3.0, Outcome.STOPPED: 0.0, Outcome.INFEASIBLE: float("inf")}[outcome]
+    assert (result.outcome, result.bound) == (outcome, bound)
+    assert result.x is None or (SAYS[words][2] and result.x.tolist() == [3])
 
 
 def test_bounds_of_all_kinds_are_passed_on() -> None:
