@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import checkmate
 from benchmarks import data, measuring
 from checkmate.memory import measure_peak
+from checkmate.state import differing
 from checkmate.units import format_bytes, format_seconds
 from tests.models import language_model
 from tests.models.gpt2 import GPT2
@@ -157,7 +158,7 @@ def _row(task: Task, budget: int, expected: list[Tensor]) -> Row:
         solution.gap,
         seconds,
         ratio,
-        measuring.same_bits(found, expected),
+        not differing(found, expected),
     )
 
 

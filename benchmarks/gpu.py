@@ -41,6 +41,7 @@ from benchmarks.measuring import Batch, Step
 from benchmarks.peer_networks import on_a_gpu
 from benchmarks.step import origin
 from checkmate.memory import MemoryUse, measure_peak
+from checkmate.state import differing
 from tests.models import language_model
 from tests.models.gpt2 import GPT2
 from tests.models.resnet import resnet50
@@ -153,8 +154,8 @@ def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 def compare(found: list[Tensor], plain: list[list[Tensor]]) -> dict[str, Any]:
     """Whether plain runs repeat their bits, whether these are the compiled step's, and how far all are apart."""
     return {
-        "plain_repeats": all(measuring.same_bits(plain[0], run) for run in plain[1:]),
-        "bitwise": any(measuring.same_bits(found, run) for run in plain),
+        "plain_repeats": all(not differing(plain[0], run) for run in plain[1:]),
+        "bitwise": any(not differing(found, run) for run in plain),
         "difference": min(distance(found, run) for run in plain),
         "plain_spread": max(distance(a, b) for i, a in enumerate(plain) for b in plain[:i]),
     }

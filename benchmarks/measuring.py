@@ -36,14 +36,6 @@ def train(module: nn.Module, step: Step, batches: Sequence[Batch], seed: int = 0
     return [torch.stack(losses), *grads, *state, torch.get_rng_state()]
 
 
-def same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    """Whether two lists of tensors are equal, bit for bit: signs of zero and NaNs included."""
-    return len(a) == len(b) and all(
-        x.dtype == y.dtype and x.shape == y.shape and x.numpy().tobytes() == y.numpy().tobytes()
-        for x, y in zip(a, b, strict=True)
-    )
-
-
 @contextmanager
 def nothing_on_disk() -> Iterator[None]:
     """No plan of an earlier run, and none of another budget, for planning to begin with."""

@@ -48,6 +48,7 @@ from benchmarks.peer_settings import (
 )
 from benchmarks.step import origin
 from checkmate.memory import CPU, measure_peak, record_allocations
+from checkmate.state import differing
 
 RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
 SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)  # from the smallest budget to keeping everything
@@ -207,10 +208,10 @@ class Comparison:
         """Whether loss, gradients, buffers and random state are those of the plain step, and how far they are off."""
         off = _off(self.expected, found)
         return {
-            "same_loss": measuring.same_bits(self.expected.loss, found.loss),
-            "same_gradients": measuring.same_bits(self.expected.gradients, found.gradients),
-            "same_buffers": measuring.same_bits(self.expected.buffers, found.buffers),
-            "same_random_state": bool(torch.equal(self.expected.random, found.random)),
+            "same_loss": not differing(self.expected.loss, found.loss),
+            "same_gradients": not differing(self.expected.gradients, found.gradients),
+            "same_buffers": not differing(self.expected.buffers, found.buffers),
+            "same_random_state": not differing(self.expected.random, found.random),
             "off": off,
             "within_tolerance": off <= TOLERANCE,
             "exact": setting.exact,

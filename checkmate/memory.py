@@ -58,9 +58,9 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> Mem
     allocator gave: multiples of 512, and for a tensor above 1 MiB up to 1 MiB more than asked for, unless it runs with
     ``expandable_segments:True``. Its peaks are reset by this.
 
-    On the CPU it counts what this thread and its backward allocate and free. Of what they hand to a thread of another
-    library the end is not seen: the buffers that DistributedDataParallel sends with gloo ahead of a forward may count as
-    if they stayed, in ``peak`` and in ``final``, in some runs and not in others.
+    On the CPU it counts what this thread and its backward allocate and free. That a thread of another library frees
+    something is not seen: the buffers that DistributedDataParallel sends with gloo ahead of a forward may count as if
+    they stayed, in ``peak`` and in ``final``, in some runs and not in others.
 
     Raises:
         Unsupported: on the CPU, if a profiler is running already; for another kind of device.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from checkmate.devices import same_random_state
 from checkmate.memory import CPU
@@ -78,7 +78,41 @@ def restored(state: list[torch.Tensor], device: torch.device) -> Iterator[None]:
 
 
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether two tensors are there and have the same shape, type and bits."""
+    """Whether two tensors are there and have the same shape, type and bits: signs of zero and NaNs included."""
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return torch.equal(_as_bytes(a), _as_bytes(b))  # noqa: TID251  # of bytes
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements as they are read: a conjugate, negative or zero that is only marked as such is written out."""
+    tensor = tensor.detach()
+    plain = torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor.resolve_conj().resolve_neg()
+    flat = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device).copy_(plain)
+    return flat.view(-1).view(torch.uint8)
+
+
+def differing(found: Any, expected: Any) -> list[str]:
+    """Where two trees of tensors, arrays and numbers are not the same bits; other leaves compare by type and value.
+
+    >>> differing({"loss": torch.zeros(1), "seen": 3}, {"loss": -torch.zeros(1), "seen": 3})
+    ["['loss']"]
+    """
+    a, b = _by_path(found), _by_path(expected)
+    return [path for path in {**b, **a} if path not in a or path not in b or not _same_leaf(a[path], b[path])]
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    leaves, _ = tree_flatten_with_path(list(tree) if isinstance(tree, Iterator) else tree)
+    return {keystr(path): leaf for path, leaf in leaves}
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return same_bits(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (np.ndarray, float, complex)):
+        x, y = np.asarray(a), np.asarray(b)
+        return (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+    return bool(a == b)

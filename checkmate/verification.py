@@ -25,7 +25,7 @@ from checkmate.divergence import first_difference
 from checkmate.errors import VerificationError
 from checkmate.memory import CPU, measure_peak
 from checkmate.solution import Solution
-from checkmate.state import names_of, restored, same_bits, tensors_within
+from checkmate.state import differing, names_of, restored, same_bits, tensors_within
 from checkmate.units import format_bytes
 
 log = logging.getLogger("checkmate.verification")
@@ -333,9 +333,7 @@ def _all_random_states(device: torch.device) -> dict[str, Any]:
 
 def _same_state(a: Any, b: Any) -> bool:
     """Whether two states of a generator are the same: sequences of tensors, arrays, tuples, numbers."""
-    return all(
-        torch.equal(x, y) if isinstance(x, torch.Tensor) else np.array_equal(x, y) for x, y in zip(a, b, strict=True)
-    )
+    return not differing(a, b)
 
 
 def _leaves(root: torch.Tensor) -> Iterator[torch.Tensor]:

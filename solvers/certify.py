@@ -37,7 +37,8 @@ def certify(
         log.warning("a bound of %s, %.6g s, was wrong: a verified schedule takes %.6g s", method, bound, cost)
         bound = problem.keep_all_cost
     runs_once = np.array_equal(R, np.eye(len(R), dtype=bool))  # the least there is, whatever is lost in its sum
-    bound = cost if runs_once else min(max(problem.keep_all_cost, bound), cost)  # in this order, what is no number is no bound
+    bound = max(problem.keep_all_cost, bound)  # in this order, what is no number is no bound
+    bound = cost if runs_once else min(bound, cost)
     status = Status.OPTIMAL if cost - bound <= OPTIMAL_GAP * cost else Status.FEASIBLE
     peak = plans.simulate(plan, problem).peak
     return Solution(status, problem, budget, method, schedule, plan, cost, bound, peak, **fields)  # type: ignore[arg-type]

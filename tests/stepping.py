@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from checkmate.memory import measure_peak
+from tests.bits import assert_same_bits
 
 Step = Callable[..., Tensor]
 
@@ -54,19 +55,4 @@ def train(module: nn.Module, step: Step, batch: tuple[Tensor, ...], *, steps: in
 
 def assert_same(found: Trained, expected: Trained) -> None:
     """Loss, gradients, parameters, buffers and random state are equal bit for bit."""
-    for i, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True)):
-        assert torch.equal(a, b), f"loss of step {i}"
-    for i, (a, b) in enumerate(zip(found.grads, expected.grads, strict=True)):
-        assert a.keys() == b.keys()
-        for name in a:
-            assert _same(a[name], b[name]), f"gradient of {name} in step {i}"
-    assert found.state.keys() == expected.state.keys()
-    for name in found.state:
-        assert torch.equal(found.state[name], expected.state[name]), name
-    assert torch.equal(found.random_state, expected.random_state), "random state"
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return torch.equal(a, b)
+    assert_same_bits(*({**vars(trained), "peaks": None} for trained in (found, expected)))

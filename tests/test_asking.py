@@ -16,6 +16,7 @@ from torch._dynamo.backends import registry
 import checkmate
 from checkmate import asking
 from checkmate.asking import Answer, plain_if_possible
+from tests.bits import assert_same_bits
 
 ASKING = [
     torch.compiler.is_compiling,
@@ -49,8 +50,8 @@ def test_the_answer_is_that_of_plain_pytorch(is_compiling: Callable[[], bool], w
 
     x = torch.ones(3)
     expected = step(x)
-    assert torch.equal(_compiled(step)(x), expected)
-    assert torch.equal(torch.compile(step, backend="aot_eager")(x), 3 * expected)  # others are told what they were
+    assert_same_bits(_compiled(step)(x), expected)
+    assert_same_bits(torch.compile(step, backend="aot_eager")(x), 3 * expected)  # others are told what they were
 
 
 def test_what_is_traced_has_the_ops_of_plain_pytorch(weight: Tensor) -> None:
@@ -75,7 +76,7 @@ def test_the_backend_that_is_found_by_name_tells_the_same(weight: Tensor, monkey
     options = {"budget": "1 MB", "profile": "roofline:h100"}
     try:
         compiled = torch.compile(step, backend="checkmate", options=options, dynamic=False)
-        assert torch.equal(compiled(torch.ones(3)), step(torch.ones(3)))
+        assert_same_bits(compiled(torch.ones(3)), step(torch.ones(3)))
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"asks at .*test_asking\.py:\d+ in looking"):
             torch.compile(looking, backend="checkmate", options=options, dynamic=False)(torch.ones(3))
     finally:
@@ -93,7 +94,7 @@ def test_who_cannot_be_captured_otherwise_is_told_yes_and_nobody_else(
 
     compiled, x = _compiled(step), torch.ones(3)
     with caplog.at_level(logging.WARNING, logger="checkmate.asking"):
-        assert torch.equal(compiled(x), step(x))
+        assert_same_bits(compiled(x), step(x))
         compiled(x)
         compiled(torch.ones(2, 3))  # another graph, of which all is known
         _compiled(step)(x)  # whoever was told once knows

@@ -16,6 +16,7 @@ from checkmate import InfeasibleBudget, LargestBatch, Problem, Unsupported, max_
 from checkmate.batch import BASELINES
 from checkmate.solvers.largest import Hunt
 from checkmate.solvers.sizes import ONE_FORWARD, is_within, most_seconds, plan_within
+from tests.bits import assert_same_bits
 from tests.dags import unit_chain
 from tests.test_sizes import grown
 
@@ -211,9 +212,9 @@ def test_measuring_changes_nothing() -> None:
         largest=8,
     )
     assert found.measured_peak <= 100_000
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert_same_bits(model.state_dict(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(state, torch.get_rng_state())
+    assert_same_bits(state, torch.get_rng_state())
 
 
 def test_where_more_is_measured_than_predicted_there_is_room_made(

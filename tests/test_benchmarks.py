@@ -14,6 +14,8 @@ import torch
 
 from benchmarks import data, gpu, measuring, profile
 from benchmarks.demo import Row
+from checkmate.state import differing
+from tests.bits import assert_same_bits
 from tests.models import CASES
 
 ROOT = Path(__file__).parent.parent
@@ -140,7 +142,7 @@ def test_adam_is_in_place_and_moved_nothing() -> None:
     module = torch.nn.Linear(3, 2)
     before = [parameter.clone() for parameter in module.parameters()]
     optimizer = gpu.adam(module)
-    assert all(map(torch.equal, module.parameters(), before))
+    assert_same_bits(module.parameters(), before)
     assert all(optimizer.state[parameter]["exp_avg_sq"].shape == parameter.shape for parameter in module.parameters())
 
 
@@ -156,16 +158,9 @@ def test_training_repeats_bitwise_and_another_seed_does_not(one_thread: None) ->
         module, step, batch = CASES["mlp"].make(0)
         return measuring.train(module, step, [batch] * 2, seed)
 
-    assert measuring.same_bits(trained(0), trained(0))
-    assert not measuring.same_bits(trained(0), trained(1))
-
-
-def test_bits_are_compared_as_bits() -> None:
-    zero, nan = torch.zeros(1), torch.full((1,), float("nan"))
-    assert measuring.same_bits([nan], [nan.clone()])
-    assert not measuring.same_bits([zero], [-zero])
-    assert not measuring.same_bits([zero], [zero.double()])
-    assert not measuring.same_bits([zero], [zero, zero])
+    first = trained(0)
+    assert_same_bits(trained(0), first)
+    assert differing(trained(1), first)
 
 
 def test_the_data_is_there() -> None:

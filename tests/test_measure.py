@@ -23,6 +23,7 @@ from checkmate.profiling import measure as measuring
 from checkmate.profiling.cache import OpCost
 from checkmate.profiling.filling import fill
 from checkmate.profiling.roofline import DEVICES, roofline, roofline_seconds
+from tests.bits import assert_same_bits
 
 
 @pytest.fixture(autouse=True)
@@ -362,8 +363,8 @@ def test_neither_the_random_state_nor_a_tensor_is_touched() -> None:
     x = torch.randn(16, 8)
     state, before = torch.get_rng_state(), {name: t.clone() for name, t in net.state_dict().items()}
     checkmate.trace(lambda x: net(x).sum(), x, cache=False)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    assert_same_bits(torch.get_rng_state(), state)
+    assert_same_bits(net.state_dict(), before)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="measures on a CUDA device, and there is none")

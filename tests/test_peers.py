@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks import peer_settings, peers, peers_report
 from benchmarks.peer_networks import LSTM, NETWORKS, Network, SmallVGG16, Subject
+from tests.bits import assert_same_bits
 
 ROUNDS = 8
 
@@ -95,10 +96,7 @@ def test_a_peer_that_fails_is_a_row_and_leaves_nothing_behind(one_thread: None) 
     comparison.add([peer_settings.Setting("checkpoint", "of a kind that fails", build)])
     assert comparison.failed[0]["error"] == "RuntimeError: too much"
     assert all(parameter.grad is None for parameter in comparison.subject.module.parameters())
-    assert all(
-        torch.equal(tensor, comparison.subject.state[name])
-        for name, tensor in comparison.subject.module.state_dict().items()
-    )
+    assert_same_bits(comparison.subject.module.state_dict(), comparison.subject.state)
 
 
 def _row(family: str, peak: int, ratios: list[float], **facts: Any) -> dict[str, Any]:
@@ -182,7 +180,7 @@ def test_a_recurrent_network_in_segments_is_the_same_in_one() -> None:
         hidden[:2] = layers[0][0].cell(token, (hidden[0], hidden[1]))
         hidden[2:] = layers[1][0].cell(hidden[0], (hidden[2], hidden[3]))
         expected.append(hidden[2])
-    assert torch.equal(model(tokens), model.head(torch.stack(expected, dim=1)))
+    assert_same_bits(model(tokens), model.head(torch.stack(expected, dim=1)))
 
 
 def test_vgg_for_small_images_has_its_layers() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import checkmate
 from checkmate.results import computed_from
+from tests.bits import assert_same_bits
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_what_a_hook_within_the_step_sees_is_that_of_plain_pytorch(
         return F.cross_entropy(logits, y), logits
 
     found, expected = (torch.autograd.grad(run(*batch)[0], list(net.parameters())) for run in (_compiled(step), step))
-    assert all(map(torch.equal, found, expected))
+    assert_same_bits(found, expected)
 
 
 def test_where_the_gradient_comes_from_outside_it_is_that_of_plain_pytorch(
@@ -83,7 +84,7 @@ def test_where_the_gradient_comes_from_outside_it_is_that_of_plain_pytorch(
         logits.retain_grad()
         F.cross_entropy(logits, batch[1]).backward()
         grads.append(logits.grad)
-    assert torch.equal(*grads)
+    assert_same_bits(*grads)
 
 
 def test_results_side_by_side_or_detached_may_be_watched(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
@@ -98,7 +99,7 @@ def test_results_side_by_side_or_detached_may_be_watched(net: nn.Module, batch: 
             result.retain_grad()
         torch.stack([result.sum() for result in results]).sum().backward()
         grads.append([result.grad for result in results[:2]])
-    assert all(map(torch.equal, *grads))
+    assert_same_bits(*grads)
 
 
 def test_computed_from() -> None:

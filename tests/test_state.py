@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
-from checkmate.state import names_of, same_bits, tensors_within, unchanged
+from checkmate.state import differing, names_of, same_bits, tensors_within, unchanged
+from tests.bits import assert_same_bits
 
 
 def test_all_that_a_step_reaches_comes_back() -> None:
@@ -23,8 +26,8 @@ def test_all_that_a_step_reaches_comes_back() -> None:
     with unchanged((step, x)):
         step(torch.randn(3, 4))
         x.add_(random.random() + np.random.rand())  # noqa: NPY002
-    assert all(map(torch.equal, [*net.state_dict().values(), x], before))
-    assert torch.equal(torch.get_rng_state(), states[0])
+    assert_same_bits([*net.state_dict().values(), x], before)
+    assert_same_bits(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert np.random.get_state()[1].tolist() == states[2]  # noqa: NPY002
 
@@ -35,6 +38,36 @@ def test_bits_tell_apart_what_numbers_do_not() -> None:
     assert not same_bits(zero, -zero)
     assert not same_bits(zero, zero.double())
     assert not same_bits(zero, None)
+
+
+@pytest.mark.parametrize("x", [torch.arange(6.0)[::2], torch.ones(4)[::2][:1], torch.ones(3, 4).T, torch.ones(0)])
+def test_bits_of_any_strides_are_compared(x: Tensor) -> None:
+    assert same_bits(x, x.clone())
+    assert same_bits(x, -x) == (x.numel() == 0)
+    with unchanged((x,)):
+        x.mul_(2)
+    assert same_bits(x, x.clone())
+
+
+def test_what_is_only_marked_as_conjugate_or_negative_is_read_as_it_is_seen() -> None:
+    z = torch.randn(3, dtype=torch.complex64)
+    assert same_bits(z.conj(), z.conj().resolve_conj())
+    assert not same_bits(z.conj(), z)
+    assert same_bits(z.conj().imag, -z.imag)
+    assert same_bits(torch._efficientzerotensor(3), torch.zeros(3))
+
+
+def test_what_differs_in_a_tree_is_named() -> None:
+    zero, nan = torch.zeros(2), float("nan")
+    tree = {"loss": zero, "others": [zero, None, nan, 0.0, np.zeros(2), "text"]}
+    assert differing(tree, {"others": (zero.clone(), None, nan, 0.0, np.zeros(2), "text"), "loss": zero.clone()}) == []
+    assert differing(tree, {**tree, "loss": -zero}) == ["['loss']"]
+    for i, other in enumerate((zero.double(), zero, 1.0, -0.0, -np.zeros(2), "texts")):
+        others = [other if k == i else leaf for k, leaf in enumerate(tree["others"])]
+        assert differing(tree, {"loss": zero, "others": others}) == [f"['others'][{i}]"]
+    assert differing(iter([zero]), iter([zero, zero])) == ["[1]"]
+    with pytest.raises(AssertionError, match=re.escape("not the same bits: ['loss']")):
+        assert_same_bits(tree, {**tree, "loss": -zero})
 
 
 def test_tensors_are_called_as_their_modules_call_them() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import checkmate
 from checkmate import rewrite, runtime, verification
 from checkmate.verification import _distance
+from tests.bits import assert_same_bits
 
 
 @pytest.fixture
@@ -44,11 +45,9 @@ def test_passes_and_leaves_no_trace(net: nn.Module, batch: tuple[Tensor, Tensor]
     state = torch.get_rng_state()
     torch.manual_seed(5)
     F.cross_entropy(twin(batch[0]), batch[1]).backward()
-    assert torch.equal(torch.get_rng_state(), state)
-    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
-    for a, b in zip(net.buffers(), twin.buffers(), strict=True):
-        assert torch.equal(a, b)
+    assert_same_bits(torch.get_rng_state(), state)
+    assert_same_bits((p.grad for p in net.parameters()), (p.grad for p in twin.parameters()))
+    assert_same_bits(net.buffers(), twin.buffers())
 
 
 def test_modules_are_verified_too(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
@@ -132,7 +131,7 @@ def test_state_comes_back_where_the_plain_step_fails(net: nn.Module, batch: tupl
     with pytest.raises(RuntimeError, match="half way"):
         checkmate.compile(step, budget="1 MB", verify=True, profile="roofline:h100")(*batch)
     assert next(calls) == 2  # the compiled step, which plans, and the plain one
-    assert all(torch.equal(a, b) for a, b in zip(net.buffers(), before, strict=True))
+    assert_same_bits(net.buffers(), before)
 
 
 def _wavering_sum(monkeypatch: pytest.MonkeyPatch, off: float = 0.0) -> Callable[[Tensor], Tensor]:
@@ -254,8 +253,8 @@ def test_verify_reports_what_it_compared(net: nn.Module, batch: tuple[Tensor, Te
     assert report.repeats
     assert report.spread == 0
     assert report.measured_peak <= report.predicted_peak <= report.budget == budget < report.plain_peak
-    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), state)
+    assert_same_bits(net.state_dict(), before)
+    assert_same_bits(torch.get_rng_state(), state)
     assert all(p.grad is None for p in net.parameters())
     lines = str(report).splitlines()
     assert lines[0] == "verified: the same bits as plain PyTorch"
