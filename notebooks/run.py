@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 ALIKE = 24  # steps of 256 in which colours may differ that are taken for one
 
 
-def executed(path: Path, timeout: int = 120) -> nbformat.NotebookNode:
+def executed(path: Path, timeout: int = 900) -> nbformat.NotebookNode:
     """The notebook with fresh outputs.
 
     Raises:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import checkmate
 import checkmate.compiler
+from tests.clock import count_own_seconds
 
 LAYERS, CHANNELS, BATCH, SIZE = 24, 16, 20, 128
 STEPS = 2
@@ -57,4 +58,5 @@ def main(budget: str, above: str | None = None) -> None:
 
 
 if __name__ == "__main__":
+    count_own_seconds()
     main(*sys.argv[1:])

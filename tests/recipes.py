@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import checkmate
 from tests.bits import assert_same_bits
+from tests.clock import count_own_seconds
 
 TEXT = (Path(__file__).parent.parent / "docs" / "ecosystem.md").read_text()
 RECIPES = dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```", TEXT, flags=re.DOTALL | re.MULTILINE))
@@ -68,4 +69,5 @@ def _left(namespace: dict[str, Any]) -> list[torch.Tensor]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    count_own_seconds()
     compare(sys.argv[1])

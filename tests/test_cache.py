@@ -140,7 +140,7 @@ def test_a_held_lock_is_waited_for() -> None:
         thread.start()
         time.sleep(0.1)
         assert load(PLACE) == {}
-    thread.join(5)
+    thread.join()
     assert load(PLACE) == COSTS
 
 

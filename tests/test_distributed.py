@@ -22,6 +22,7 @@ from checkmate.dynamo import backend
 from checkmate.memory import measure_peak
 from checkmate.solution import Solution
 from tests.bits import assert_same_bits
+from tests.clock import count_own_seconds
 
 RANKS, WIDTH, BATCH = 2, 256, 1024
 BUDGET = 12_000_000
@@ -249,6 +250,7 @@ def _run(rank: int, meeting: str, folder: str) -> None:
     os.environ["CHECKMATE_CACHE_DIR"] = f"{folder}/{rank}"  # as on two machines: each rank measures for itself
     logging.getLogger("checkmate").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    count_own_seconds()
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     for scene in SCENES:
         torch._dynamo.reset()

@@ -119,7 +119,7 @@ def test_the_time_limit_holds_and_more_time_is_used() -> None:
     assert second.gap <= 0.002
     began = time.perf_counter()
     assert min_budget(problem, time_limit=1) == second
-    assert time.perf_counter() - began < 0.1
+    assert time.perf_counter() - began < 0.2  # not looked for again
 
 
 def test_a_step_captured_again_has_the_same_smallest_budget_at_once() -> None:
