@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: help demo test lint format notebooks docs bench clean
+.PHONY: help demo test test-long lint format notebooks docs bench clean
 
 help:
 	@echo "make demo    train two networks inside byte budgets, and compare with plain PyTorch"
-	@echo "make test    run the whole test suite"
+	@echo "make test    run the test suite"
+	@echo "make test-long  run more cases of the same: random programs, networks, notebooks"
 	@echo "make lint    check style and types"
 	@echo "make format  put the code in its layout"
 	@echo "make notebooks  run the notebooks anew, for what is committed with them"
@@ -22,6 +23,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+test-long: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m long $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ from tests.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.sampling import every
 
 
-@pytest.mark.parametrize("block", every(3, range(10)))
+@pytest.mark.parametrize("block", every(5, range(10)))
 def test_never_above_the_optimum(block: int) -> None:
     for seed in range(25 * block, 25 * block + 25):
         problem = random_problem(seed, most_ops=4)

@@ -14,15 +14,18 @@ from torch import Tensor, nn
 import checkmate
 from checkmate.codegen import AGAIN
 from checkmate.memory import measure_peak
+from tests.bits import assert_same_bits
 from tests.models import CASES
-from tests.sampling import slow
+from tests.sampling import long, slow
 from tests.stepping import Trained, assert_same, train
 
 QUICK = {"mlp": (0.0, 0.4, 1.0), "resnet18": (0.4,), "gpt2-sdpa": (0.4,)}
 
 
 def _case(name: str, share: float) -> Any:
-    return (name, share) if share in QUICK.get(name, ()) else slow(name, share)
+    if share in QUICK.get(name, ()):
+        return name, share
+    return slow(name, share) if share == 0.0 else long(name, share)
 
 
 @functools.cache
@@ -55,8 +58,7 @@ def test_same_numbers_within_the_budget(name: str, share: float) -> None:
     assert (len(plan.modules.again) > 0) == (share < 1.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["vgg", "resnet18", "unet", "gpt2-sdpa"])
+@pytest.mark.parametrize("name", [slow("vgg"), long("resnet18"), long("unet"), slow("gpt2-sdpa")])
 def test_within_the_budget_on_two_threads(name: str) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -115,8 +117,8 @@ def test_trace_changes_nothing() -> None:
     state = torch.get_rng_state()
     checkmate.trace(lambda x, y: F.cross_entropy(net(x), y), x, y)
     checkmate.trace(net, x)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    assert_same_bits(torch.get_rng_state(), state)
+    assert_same_bits(net.state_dict(), before)
     assert all(p.grad is None for p in net.parameters())
 
 
@@ -209,7 +211,7 @@ def test_as_many_sizes_as_torch_compile_allows_and_then_a_refusal_that_spoils_no
         found = torch.autograd.grad(step(x[:5], y[:5]), list(net.parameters()))
         torch.manual_seed(0)
         expected = torch.autograd.grad(F.cross_entropy(net(x[:5]), y[:5]), list(net.parameters()))
-    assert all(map(torch.equal, found, expected))
+    assert_same_bits(found, expected)
     assert len(step.plans) == most
 
 
@@ -233,7 +235,7 @@ def test_backward_twice_with_retain_graph() -> None:
     loss = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget="1 MB")(x, y)
     first = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
     second = torch.autograd.grad(loss, list(net.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_same_bits(first, second)
 
 
 def test_two_forwards_then_two_backwards_and_accumulation() -> None:
@@ -248,14 +250,14 @@ def test_two_forwards_then_two_backwards_and_accumulation() -> None:
         a.backward()
         return [p.grad for p in net.parameters()] + [t.clone() for t in net.buffers()]
 
-    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+    assert_same_bits(run(True), run(False))
 
 
 def test_without_gradients_nothing_is_planned() -> None:
     net, x, _ = _net()
     compiled = checkmate.compile(net.eval(), budget=1)
     with torch.no_grad():
-        assert torch.equal(compiled(x), net(x))
+        assert_same_bits(compiled(x), net(x))
     assert compiled.plans == []
 
 
@@ -271,8 +273,7 @@ def test_keyword_arguments_and_results_in_a_dict() -> None:
     found = compiled(x, target=y, scale=2.0)
     torch.manual_seed(0)
     expected = step(x, target=y, scale=2.0)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[k], expected[k]) for k in found)
+    assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -292,8 +293,8 @@ def test_dropout_is_that_of_eager(dtype: torch.dtype, memory_format: torch.memor
     found = torch.autograd.grad(compiled(x), x)[0], torch.get_rng_state()
     torch.manual_seed(3)
     expected = torch.autograd.grad(step(x), x)[0], torch.get_rng_state()
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
+    assert_same_bits(found[0], expected[0])
+    assert_same_bits(found[1], expected[1])
 
 
 def test_batch_norm_statistics_are_updated_once() -> None:
@@ -307,7 +308,7 @@ def test_batch_norm_statistics_are_updated_once() -> None:
         compiled(x, y).backward()
         F.cross_entropy(plain(x), y).backward()
     assert net[1].num_batches_tracked == 2
-    assert all(torch.equal(a, b) for a, b in zip(net.buffers(), plain.buffers(), strict=True))
+    assert_same_bits(net.buffers(), plain.buffers())
 
 
 def test_batch_norm_runs_again_after_another_call_has_updated_its_statistics() -> None:
@@ -320,7 +321,7 @@ def test_batch_norm_runs_again_after_another_call_has_updated_its_statistics() -
     found, expected = (torch.autograd.grad((run(x) - run(-x)).square().mean(), weights) for run in (compiled, net))
     (plan,) = compiled.plans
     assert any("batch_norm" in name for name in plan.modules.again)
-    assert all(map(torch.equal, found, expected))
+    assert_same_bits(found, expected)
 
 
 def test_gradient_that_autograd_copies_is_counted() -> None:

@@ -17,6 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import checkmate
 from tests import recipes
+from tests.bits import assert_same_bits
+from tests.sampling import long, slow
 
 ROOT = Path(__file__).parent.parent
 ON_SEVERAL_RANKS = ("DistributedDataParallel", "FSDP2")
@@ -26,8 +28,7 @@ def test_every_tool_has_its_recipe() -> None:
     assert [*recipes.RECIPES] == [*ON_SEVERAL_RANKS, "Hugging Face Trainer", "Lightning"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Hugging Face Trainer", "Lightning"])
+@pytest.mark.parametrize("name", [slow("Lightning"), long("Hugging Face Trainer")])
 def test_in_one_process(name: str, one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch._dynamo.reset()
@@ -70,20 +71,21 @@ def test_the_trainer_of_hugging_face(one_thread: None, tmp_path: Path) -> None:
     found, saved = trained("compiled", lambda model: checkmate.compile(model, budget="1.1 MB", time_limit=1))
     assert found == plain
     assert len(plain) > 5
-    assert all(torch.equal(saved[name], state[name]) for name in state)
+    assert_same_bits(saved, state)
     names = [
         {file.relative_to(tmp_path / run) for file in (tmp_path / run).rglob("*")} for run in ("plain", "compiled")
     ]
     assert names[0] == names[1]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
-@pytest.mark.parametrize("name", [*ON_SEVERAL_RANKS, "Hugging Face Trainer"])
+@pytest.mark.parametrize(
+    "name", [slow(ON_SEVERAL_RANKS[0]), *map(long, ON_SEVERAL_RANKS[1:]), long("Hugging Face Trainer")]
+)
 def test_by_torchrun(name: str, tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.recipes", name]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
     )
     assert run.returncode == 0, run.stderr[-4000:]

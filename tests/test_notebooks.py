@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from notebooks.run import executed, smaller
+from tests.sampling import long, slow
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -76,8 +77,9 @@ def test_a_picture_keeps_the_hues_of_its_areas() -> None:
     assert len(small) < len(raw.getvalue()) / 10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [slow(path) if path.stem == "quickstart" else long(path) for path in NOTEBOOKS], ids=lambda path: path.stem
+)
 def test_a_notebook_runs(path: Path) -> None:
     committed = nbformat.read(path, as_version=4)
     fresh = executed(path)

@@ -1,6 +1,7 @@
 """Programs that nobody wrote: the same numbers as plain PyTorch at any budget that can be met.
 
-``CHECKMATE_PROGRAMS=20000`` runs so many in place of the slow tests' 500, and ``CHECKMATE_SEED=1`` draws others.
+``CHECKMATE_PROGRAMS=20000`` runs so many in place of 500, of which 100 are in the suite and 400 with ``-m long``;
+``CHECKMATE_SEED=1`` draws others.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from checkmate.profiling.choose import profiler
 from checkmate.randomness import WORTH_BYTES
 from checkmate.solution import Solution
 from checkmate.solvers.solve import solve
+from tests.bits import assert_same_bits
 from tests.programs import Program, Spec, batch, programs
+from tests.sampling import few
 
 METHODS = ("auto", "next-use", "next-use", "lp-rounding", "checkpoint-all")
 MANY = int(os.environ.get("CHECKMATE_PROGRAMS", "500"))
@@ -106,13 +109,6 @@ def run(
     return found, peak
 
 
-def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """The same bits, NaN included."""
-    if a is None or b is None:
-        return a is b
-    return a.shape == b.shape and a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
-
-
 def check(spec: Spec, budget: float, method: str) -> None:
     with patch.object(rewrite, "WORTH_BYTES", spec.seed % 2 * WORTH_BYTES):  # small masks are drawn again too in half
         _check(spec, budget, method)
@@ -129,8 +125,7 @@ def _check(spec: Spec, budget: float, method: str) -> None:
     step = _capture(program, backend)
     found, peak = run(program, step, spec, metered=spec.extra == "none")
 
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not same(found[name], expected[name])] == []
+    assert_same_bits(found, expected)
     (plan,) = backend.plans
     assert plan.peak is not None
     if spec.extra == "none":
@@ -151,8 +146,7 @@ def test_a_few_programs(spec: Spec, budget: float, method: str) -> None:
     check(spec, budget, method)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread", "_quick")
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", few(PARTS, [(part,) for part in range(PARTS)]))
 def test_many_programs(part: int) -> None:
     drawn(-(-MANY // PARTS), 1000 * SEED + part + 1)(check)()
