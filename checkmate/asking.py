@@ -4,9 +4,9 @@ Dynamo answers yes to `torch.compiler.is_compiling` and its like, and libraries 
 transformers scans its states in another order, whose gradients differ in the last bits. Here the user's code is told
 no; PyTorch's own code, which asks what it may do while it is traced, is told yes. Other backends are not affected.
 
-Some code cannot be captured unless it is told yes: it would look at the values of a tensor. Where a capture fails, who
-asked last before that is told yes and it is tried again; a warning says who was told. A backend that PyTorch calls by
-its name cannot try again: there the error says who asked.
+Some code cannot be captured unless it is told yes: it would call a kernel that cannot be traced. Where a capture fails,
+who asked last before that is told yes and it is tried again; a warning says who was told. A backend that PyTorch calls
+by its name cannot try again: there the error says who asked.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ log = logging.getLogger("checkmate.asking")
 _QUESTIONS = (
     torch.compiler.is_compiling,
     torch.compiler.is_dynamo_compiling,
+    torch.compiler.is_exporting,
     torch._dynamo.external_utils.is_compiling,  # torch._dynamo.is_compiling
     torch._utils.is_compiling,
 )
@@ -37,7 +38,6 @@ _COMPUTE_NOTHING = {  # functions that need a yes to be captured, and have nothi
     "transformers.utils.output_capturing.set",  # chooses between a context variable and a global one
     "transformers.modeling_utils.warn_if_padding_and_no_attention_mask",
 }
-_LOOK_AT_VALUES = {"transformers.masking_utils"}  # modules that do so where told no: they need not fail first
 _said: set[str] = set()  # places that the user was told of
 _FRAME = re.compile(r'File "[^"]+", line \d+')
 
@@ -48,6 +48,7 @@ class Answer:
 
     compiled: set[str] = field(default_factory=set)  # places that are told yes
     asked: dict[str, None] = field(default_factory=dict)  # in this capture, in order of the last time
+    said: set[Any] = field(default_factory=set)  # what captured code has logged or printed
 
 
 def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., Any]:
@@ -70,7 +71,7 @@ def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., 
                     raise
                 except TorchDynamoException as error:
                     told_no = [place for place in answer.asked if place not in answer.compiled]
-                    if not told_no:
+                    if not told_no or getattr(error, "is_users", False):
                         answer.compiled.intersection_update(before)  # it made no difference
                         raise
                     log.debug("cannot be captured as plain PyTorch runs it", exc_info=True)
@@ -121,8 +122,6 @@ def _answering(handler: Callable[..., Any]) -> Callable[..., Any]:
         if f"{module}.{function}" in _COMPUTE_NOTHING:
             return handler(self, tx, *args, **kwargs)
         place = f"{tx.f_code.co_filename}:{tx.lineno} in {function}"
-        if module in _LOOK_AT_VALUES:
-            answer.compiled.add(place)
         answer.asked.pop(place, None)
         answer.asked[place] = None
         return handler(self, tx, *args, **kwargs) if place in answer.compiled else VariableTracker.build(tx, False)

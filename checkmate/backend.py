@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
 
+from checkmate import speaking  # noqa: F401  # has Dynamo follow what a step asks and says
 from checkmate.asking import Answer
 from checkmate.autocast import keeps_copies, refuse_shared_copies
 from checkmate.capture import Joint, read_joint
@@ -22,14 +23,17 @@ from checkmate.fake import is_fake
 from checkmate.formulas import eager_formulas
 from checkmate.kernels import eager_kernels
 from checkmate.layouts import eager_strides
+from checkmate.memory import CPU, measure_peak
 from checkmate.plan import Plan
 from checkmate.problem import Problem, Profile
 from checkmate.profiling.measure import Measure
 from checkmate.provenance import input_names, where
+from checkmate.questions import Question, asking_first, taken_out
 from checkmate.results import computed_from, refuse_watching
 from checkmate.runtime import boxed
 from checkmate.solution import Solution
 from checkmate.undefined import keep_undefined, with_undefined
+from checkmate.units import format_bytes
 
 Planner = Callable[[Problem], Solution]
 Profiler = Callable[[Joint], Profile]
@@ -83,6 +87,7 @@ class Backend:
         Raises:
             Unsupported: if ops are to be measured on tensors without data, or cannot be traced with their own bits.
         """
+        questions, known = taken_out(module), len(self.plans)
         _refuse_inexact(module)
         if isinstance(self.profile, Measure):
             _refuse_fakes(input_names(module), inputs)
@@ -100,7 +105,9 @@ class Backend:
         backward_outside_of_autocast = torch._functorch.config.patch(backward_pass_autocast="off")
         with eager_kernels(), eager_formulas(), eager_strides(), keep_random_ops, backward_outside_of_autocast:
             run = compile_graph(module, inputs)
-        return refuse_watching(keep_undefined(run) if self.takes_none else run, users)
+        if questions and isinstance(self.profile, Measure) and len(self.plans) > known:
+            self.plans[-1] = _with_questions(self.plans[-1], questions, inputs, self.limit(self.plans[-1]))
+        return asking_first(refuse_watching(keep_undefined(run) if self.takes_none else run, users), questions)
 
     def _partition(
         self,
@@ -153,6 +160,27 @@ def with_what_is_held(problem: Problem, allocated: int | None) -> Problem:
     if not held:
         return problem
     return replace(problem, profile=replace(problem.profile, resident_bytes=problem.resident + held))
+
+
+def _with_questions(plan: Solution, questions: list[Question], inputs: list[Any], limit: int) -> Solution:
+    """The plan, its peak that of what is asked before the step where that is higher.
+
+    Raises:
+        Unsupported: where it is above the limit.
+    """
+    device = next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device != CPU), CPU)
+    for question in questions:
+        taken = measure_peak(partial(question.ask, inputs), device).peak
+        peak = plan.problem.resident + taken
+        if peak > limit:
+            raise Unsupported(
+                f"{question.where}: the step asks for the value of a tensor, which is found out before the step runs. "
+                f"That takes {format_bytes(taken)}, with what is resident {format_bytes(peak)}, of a budget of "
+                f"{format_bytes(limit)}. Ask outside of the step, and pass the answer in as a bool."
+            )
+        if plan.peak is not None and peak > plan.peak:
+            plan = replace(plan, peak=peak, details={**plan.details, "asked_bytes": taken})
+    return plan
 
 
 def _refuse_inexact(module: fx.GraphModule) -> None:

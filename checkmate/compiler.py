@@ -26,6 +26,7 @@ from checkmate.messages import explained, refuse_lazy
 from checkmate.problem import Problem
 from checkmate.profiling.choose import Choice, profiler
 from checkmate.profiling.measure import Measure
+from checkmate.questions import by_answers
 from checkmate.recurrent import with_recurrent_modules
 from checkmate.results import watch_backward
 from checkmate.solution import Solution
@@ -254,7 +255,7 @@ def trace(
         reason = explained(error, fn)
         if reason is error:
             raise
-        raise reason.with_traceback(None) from None
+        raise reason.with_traceback(None) from reason.__cause__
     if not problems:
         raise Unsupported(
             f"{_name(fn)} computes nothing that needs a gradient, so there is no backward to plan. "
@@ -308,10 +309,12 @@ def _capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
     def step(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
-    own = types.FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
-    own.__kwdefaults__ = step.__kwdefaults__
-    run = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
-    return plain_if_possible(with_recurrent_modules(run), backend.answer)
+    def clone() -> Callable[..., Any]:
+        own = types.FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
+        own.__kwdefaults__ = step.__kwdefaults__
+        return with_recurrent_modules(torch.compile(own, fullgraph=True, dynamic=False, backend=backend))
+
+    return plain_if_possible(by_answers(clone), backend.answer)
 
 
 class CompiledStep(Generic[P, R]):
@@ -355,7 +358,7 @@ class CompiledStep(Generic[P, R]):
             reason = explained(error, self._fn)
             if reason is error and not getattr(error, "from_kernel", False):
                 raise
-            raise reason.with_traceback(None) from None
+            raise reason.with_traceback(None) from reason.__cause__
         watch_backward(result)
         return result
 

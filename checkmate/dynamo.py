@@ -45,6 +45,7 @@ def backend(
     asked, told_yes = [*answer.asked], {*answer.compiled}
     answer.asked.clear()
     answer.compiled.clear()
+    answer.said.clear()  # captured: the next capture may say it again
     if mode is not None:
         raise ValueError(f"The backend checkmate has no modes, and {mode!r} is one of another.")
     if "budget" not in options:

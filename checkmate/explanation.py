@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.asking import Answer
 from checkmate.compiler import trace
 from checkmate.display import html_table, text_table
 from checkmate.errors import CheckmateError
 from checkmate.fake import is_fake
 from checkmate.problem import Problem
-from checkmate.profiling.choose import Choice
+from checkmate.profiling.choose import Choice, profiler
 from checkmate.provenance import is_users
 from checkmate.solvers.least import MinBudget
 from checkmate.state import tensors_within, unchanged
@@ -127,12 +128,13 @@ def explain(
     >>> explain(lambda x: model(x) * x.sum().item(), torch.ones(2, 8)).can_be_planned
     False
     """
+    profiler(profile, cache=cache)  # a profile that there is none of is no fault of the step
     try:
         problem = trace(fn, *args, profile=profile, cache=cache, **kwargs)
     except CheckmateError as error:
         return Explanation((), tuple(_breaks(fn, args, kwargs)), str(error), None, None, top)
-    except RuntimeError as error:  # plain PyTorch fails on this batch as well
-        return Explanation((), (), str(error), None, None, top)
+    except Exception as error:  # noqa: BLE001  # plain PyTorch fails on this batch as well
+        return Explanation((), (), f"{type(error).__name__}: {error}", None, None, top)
     return Explanation(_pinned(problem), (), "", problem, problem.min_budget(), top)
 
 
@@ -168,6 +170,8 @@ def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
             at = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-1:]]
             found[Break("".join(at), reason.reason.strip().splitlines()[0])] = None
         return module.forward
+
+    note.answer = Answer()  # type: ignore[attr-defined]  # captured as a step is
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)

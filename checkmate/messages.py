@@ -31,8 +31,9 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     (r"optimizer\.", "Return the loss, and call backward() and the optimizer outside."),
     (r"retain_grad", "Register a hook instead: tensor.register_hook(...)."),
     (
-        r"warning_once",
-        "Leave these warnings out: torch._dynamo.config.ignore_logging_functions.add(logging.Logger.warning_once).",
+        r"asks for the value of a tensor",
+        "Compute without asking: torch.where(condition, a, b). Or ask outside, and pass the answer in as a bool: each "
+        "of the two gets its plan.",
     ),
     (
         r"generator",
@@ -40,13 +41,13 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
         "the compiled function and pass the numbers in.",
     ),
     (r"random\.", "Draw with torch, or draw outside and pass the number in as a tensor."),
-    (r"observed exception", "The function itself raises here; call it without checkmate to read what."),
+    (r"is raised here", "Call the function without checkmate: is it raised there too?"),
     (r"unhandled tensor method|has no attribute|TypeError", "Call the function without checkmate: does it run?"),
     (r"bind arguments", "The function was called with other arguments than it takes."),
 )
 _ONE_GRAPH = (
     "The whole step is planned at once, so it must be captured as one graph: move this out of the compiled function "
-    "(logging, .item(), branches on tensor values), or compile a part that does not need it."
+    "(.item(), sizes that depend on data), or compile a part that does not need it."
 )
 
 
@@ -69,6 +70,11 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
         )
     if isinstance(error, dynamo.TorchRuntimeError):  # plain PyTorch fails as well
         return RuntimeError(f"{_message(error)}{_place(error)}")
+    if (users := getattr(error, "users", None)) is not None:
+        if error.is_users:  # type: ignore[attr-defined]
+            return _with_place(users, error)
+        said = f"{type(users).__name__}: {users} is raised here.{_place(error)}"
+        return Unsupported(f"Cannot capture {name}: {said}\n{_advice(said, _ONE_GRAPH)}")
     if isinstance(error, (dynamo.Unsupported, dynamo.UserError)):
         said = f"{_reason(error)}{_place(error)}"
         return Unsupported(f"Cannot capture {name}: {said}\n{_advice(said, _ONE_GRAPH)}")
@@ -135,6 +141,13 @@ def _place(error: Exception) -> str:
         return ""
     file, line, function, code = frames[-1]
     return f"\n  {file}:{line} in {function}: {code.strip()}"
+
+
+def _with_place(raised: Exception, error: Exception) -> Exception:
+    """An exception of the user's own, with the line that raised it as a note, where Python has notes."""
+    if hasattr(raised, "add_note") and (place := _place(error)):
+        raised.add_note(f"raised at{place.rstrip()}")
+    return raised
 
 
 def _advice(said: str, otherwise: str) -> str:

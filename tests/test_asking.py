@@ -21,6 +21,7 @@ from tests.bits import assert_same_bits
 ASKING = [
     torch.compiler.is_compiling,
     torch.compiler.is_dynamo_compiling,
+    torch.compiler.is_exporting,
     torch._dynamo.is_compiling,
     torch._utils.is_compiling,
 ]
@@ -42,6 +43,11 @@ def _compiled(step: Any) -> Any:
     return checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100")
 
 
+def _uncaptured(x: Tensor) -> bool:
+    torch._dynamo.graph_break()
+    return bool((x > 0).all())
+
+
 @pytest.mark.parametrize("is_compiling", ASKING, ids=lambda asked: f"{asked.__module__}.{asked.__name__}")
 @pytest.mark.filterwarnings("ignore:.*is_compiling:UserWarning", "ignore::FutureWarning")
 def test_the_answer_is_that_of_plain_pytorch(is_compiling: Callable[[], bool], weight: Tensor) -> None:
@@ -51,7 +57,8 @@ def test_the_answer_is_that_of_plain_pytorch(is_compiling: Callable[[], bool], w
     x = torch.ones(3)
     expected = step(x)
     assert_same_bits(_compiled(step)(x), expected)
-    assert_same_bits(torch.compile(step, backend="aot_eager")(x), 3 * expected)  # others are told what they were
+    if is_compiling is not torch.compiler.is_exporting:
+        assert_same_bits(torch.compile(step, backend="aot_eager")(x), 3 * expected)  # others are told what they were
 
 
 def test_what_is_traced_has_the_ops_of_plain_pytorch(weight: Tensor) -> None:
@@ -71,7 +78,8 @@ def test_the_backend_that_is_found_by_name_tells_the_same(weight: Tensor, monkey
         return (weight * x * (3 if torch.compiler.is_compiling() else 1)).sum()
 
     def looking(x: Tensor) -> Tensor:
-        return step(x) if torch.compiler.is_compiling() or (x > 0).all() else step(-x)
+        y = weight * x
+        return step(y) if torch.compiler.is_compiling() or _uncaptured(y) else step(-y)
 
     options = {"budget": "1 MB", "profile": "roofline:h100"}
     try:
@@ -88,7 +96,7 @@ def test_who_cannot_be_captured_otherwise_is_told_yes_and_nobody_else(
 ) -> None:
     def step(x: Tensor) -> Tensor:
         y = weight * x
-        if torch.compiler.is_compiling() or (x > 0).all():
+        if torch.compiler.is_compiling() or _uncaptured(x):
             y = y * 2
         return y.exp().sum() if torch.compiler.is_compiling() else y.sum()
 
@@ -115,12 +123,12 @@ def test_what_cannot_be_captured_at_all_is_refused_without_a_warning(
 
     def step(x: Tensor) -> Tensor:
         y = asks(weight * x) + asks(x)
-        return y * 2 if y.sum() > 0 else y
+        return y * 2 if _uncaptured(y) else y
 
     compiled = _compiled(step)
     counted = compiled._run.__wrapped__
     compiled._run = plain_if_possible(lambda *args: tries.append(1) or counted(*args), compiled._backend.answer)
-    with pytest.raises(checkmate.Unsupported, match=r"y\.sum"):
+    with pytest.raises(checkmate.Unsupported, match="_uncaptured"):
         compiled(torch.ones(3))
     assert len(tries) == 2
     assert not caplog.records
@@ -149,18 +157,3 @@ def test_mamba_scans_as_in_plain_pytorch() -> None:
     model, tokens = transformers.MambaForCausalLM(config), torch.randint(11, (4, 8))
     report = checkmate.verify(lambda x: model(x, labels=x).loss, tokens, budget="1 GB")
     assert report.gradients == len([*model.parameters()])
-
-
-@pytest.mark.slow
-def test_a_padding_mask_is_kept_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Plain PyTorch drops a mask of ones, which needs its values; here it is as if there were padding."""
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    model, tokens, mask = transformers.BertForMaskedLM(config), torch.randint(11, (4, 8)), torch.ones(4, 8).long()
-    mask[0, 5:] = 0
-    with caplog.at_level(logging.WARNING, logger="checkmate.asking"):
-        checkmate.verify(lambda x, m: model(x, attention_mask=m, labels=x).loss, tokens, mask, budget="1 GB")
-    (record,) = caplog.records
-    assert "masking_utils.py" in record.getMessage()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -93,15 +92,15 @@ def test_not_callable() -> None:
 
 
 def test_graph_break_says_where_and_what_to_do(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    def printing(x: Tensor, y: Tensor) -> Tensor:
+    def breaking(x: Tensor, y: Tensor) -> Tensor:
         logits = net(x)
-        print("here")  # noqa: T201
-        return F.cross_entropy(logits, y) + float(torch.sum(logits).item())
+        torch._dynamo.graph_break()
+        return F.cross_entropy(logits, y)
 
     with pytest.raises(checkmate.Unsupported, match="one graph") as caught:
-        checkmate.compile(printing, budget="1 GB")(*batch)
+        checkmate.compile(breaking, budget="1 GB")(*batch)
     assert "test_compile_errors.py" in str(caught.value)
-    assert "printing" in str(caught.value)
+    assert "breaking" in str(caught.value)
 
 
 def test_branch_on_a_value(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
@@ -109,7 +108,7 @@ def test_branch_on_a_value(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None
         loss = F.cross_entropy(net(x), y)
         return loss * 2 if loss > 3 else loss
 
-    with pytest.raises(checkmate.Unsupported, match="loss \\* 2 if loss > 3"):
+    with pytest.raises(checkmate.Unsupported, match=r"costs too much(.|\n)*loss \* 2 if loss > 3"):
         checkmate.compile(branching, budget="1 GB")(*batch)
 
 
@@ -213,17 +212,6 @@ def test_what_to_do_is_said(
     assert caught.value.__suppress_context__
 
 
-def test_an_exception_of_the_function_itself(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    def refusing(x: Tensor) -> Tensor:
-        if x.shape[0] > 3:
-            raise ValueError("too many")
-        return net(x).sum()
-
-    with pytest.raises(checkmate.Unsupported, match="itself raises") as caught:
-        checkmate.compile(refusing, budget="1 GB")(batch[0])
-    assert 'raise ValueError("too many")' in str(caught.value)
-
-
 def test_a_tensor_hook_that_changes_the_shape(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     def hooked(x: Tensor) -> Tensor:
         logits = net(x)
@@ -287,21 +275,3 @@ def test_faults_of_hooks_read_as_they_are(net: nn.Sequential, batch: tuple[Tenso
     loss = checkmate.compile(lambda x: net(x).sum(), budget="1 GB", time_limit=1)(batch[0])
     with pytest.raises(AttributeError, match="nonesuch"):
         loss.backward()
-
-
-def test_warnings_that_models_give_once() -> None:
-    """As the models of Hugging Face do."""
-    logger = logging.getLogger("tests.model")
-
-    def warning_once(self: logging.Logger, message: str) -> None:
-        self.warning(message)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.Logger, "warning_once", warning_once, raising=False)
-
-        def step(x: Tensor) -> Tensor:
-            logger.warning_once("an old setting")
-            return x.sin().sum()
-
-        with pytest.raises(checkmate.Unsupported, match="ignore_logging_functions"):
-            checkmate.compile(step, budget="1 GB")(torch.ones(3, requires_grad=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -36,7 +35,6 @@ def test_in_one_process(name: str, one_thread: None, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-@torch._dynamo.config.patch(ignore_logging_functions={logging.Logger.warning_once})
 def test_the_trainer_of_hugging_face(one_thread: None, tmp_path: Path) -> None:
     """In bfloat16, with several shapes, evaluation in between, checkpoints and what is saved in the end."""
     tokens = torch.randint(97, (14, 32))

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors", "cudnn", "figures", "folding", "formulas", "provenance", "recurrent", "randomness", "version"},
     {"units", "asking", "autocast", "display", "target", "fake", "layouts", "memory", "runtime", "files"},
-    {"graph", "kernels", "messages", "nodes", "rewrite"},
-    {"problem", "devices", "undefined"},
-    {"schedule", "costs", "results", "state"},
+    {"graph", "kernels", "messages", "nodes", "questions", "rewrite"},
+    {"problem", "devices", "predicates", "undefined"},
+    {"schedule", "costs", "results", "speaking", "state"},
     {"plan"},
     {"solution", "timeline"},
     {"solvers", "capture", "throughput", "records", "plot_graph", "difference"},
