@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import logging
-import types
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
@@ -17,8 +17,8 @@ from torch import nn
 from typing_extensions import ParamSpec
 
 from checkmate import ranks
-from checkmate.asking import plain_if_possible
 from checkmate.backend import Backend
+from checkmate.captures import MOST, Captures, capture
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.fake import meta_as_cpu
 from checkmate.inductor import inductor, require_compiler
@@ -26,8 +26,6 @@ from checkmate.messages import explained, refuse_lazy
 from checkmate.problem import Problem
 from checkmate.profiling.choose import Choice, profiler
 from checkmate.profiling.measure import Measure
-from checkmate.questions import by_answers
-from checkmate.recurrent import with_recurrent_modules
 from checkmate.results import watch_backward
 from checkmate.solution import Solution
 from checkmate.solvers import planning
@@ -55,6 +53,7 @@ def compile(  # type: ignore[overload-overlap]  # a module is callable too, and 
     profile: Choice = ...,
     cache: bool = ...,
     backend: Code = ...,
+    max_plans: int = ...,
 ) -> M: ...
 
 
@@ -70,6 +69,7 @@ def compile(
     profile: Choice = ...,
     cache: bool = ...,
     backend: Code = ...,
+    max_plans: int = ...,
 ) -> CompiledStep[P, R]: ...
 
 
@@ -84,13 +84,14 @@ def compile(
     profile: Choice = "measure",
     cache: bool = True,
     backend: Code = "eager",
+    max_plans: int = MOST,
 ) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
     Nothing happens until the first call, which captures the step, measures its ops, plans and generates code. Another
     shape, or a change between training and evaluation, gets a plan of its own; that of a smaller batch is made from the
     one before, in a few seconds at most. Plans are kept on disk: a script that is started again takes them from there.
-    Without gradients nothing is planned.
+    Without gradients, under `torch.no_grad` or where nothing needs one, plain PyTorch runs.
 
     Args:
         fn: a module, or any function of tensors; with the loss computed inside it the loss is within the plan too.
@@ -111,17 +112,20 @@ def compile(
         backend: what runs the plan: ``"eager"``, PyTorch's own kernels, or ``"inductor"``, kernels that Inductor makes
             for the step. These round differently, and their peak is no plan's: the first call runs the step once more,
             measures, and plans again or refuses where the budget does not hold. CPU only; it takes a C++ compiler.
+        max_plans: how many captured graphs are kept with their plans and code, one for each kind of input; the least
+            recently used goes first.
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
         with the one given, which is left as it was. For a function a function. Both have ``.plans``, the `Solution` of
-        each captured graph.
+        each captured graph that is kept.
 
     Raises:
         BudgetError: at once, if the budget is no positive number of bytes.
         InfeasibleBudget: at the first call, if no plan fits; it names the op in the way and the smallest budget.
         Unsupported: at the first call, if the step cannot be captured as one graph, or runs on several devices; at
-            once, if Inductor finds no C++ compiler that works.
+            once, if Inductor finds no C++ compiler that works; at a later call, if a number that changes from call to
+            call has used up ``max_plans``.
         VerificationError: at the first call, with ``verify``, if anything differs.
 
     >>> import torch
@@ -131,10 +135,12 @@ def compile(
     >>> print(model.plans[0].status)
     Status.OPTIMAL
     """
+    if isinstance(max_plans, bool) or not isinstance(max_plans, int) or max_plans < 1:
+        raise ValueError(f"max_plans is a whole number of plans, 1 at least, not {max_plans!r}.")
     new_backend = _backends(fn, budget, method, time_limit, reserve, profile, cache, backend)
     if isinstance(fn, nn.Module):
-        return _compile_module(fn, new_backend, verify)
-    return CompiledStep(fn, new_backend, verify)
+        return _compile_module(fn, new_backend, verify, max_plans)
+    return CompiledStep(fn, new_backend, verify, max_plans)
 
 
 def verify(
@@ -192,13 +198,14 @@ def _backends(
     total = parse_bytes(budget)
     set_aside = 0 if reserve == 0 else parse_bytes(reserve)
 
-    made: list[Solution] = []  # the last batch of an epoch is smaller than those before: their plans are of use
+    made: list[weakref.ref[Solution]] = []  # the last batch of an epoch is smaller: the plans before are of use
 
     def plan(problem: Problem, more: int = 0) -> Solution:
+        earlier = tuple(solution for known in made if (solution := known()) is not None)
         solution = _plan(
-            problem, total, set_aside + more, method=method, time_limit=time_limit, earlier=tuple(made), cache=cache
+            problem, total, set_aside + more, method=method, time_limit=time_limit, earlier=earlier, cache=cache
         )
-        made.append(solution)
+        made[:] = map(weakref.ref, (*earlier, solution))
         return solution
 
     find_costs, block_bytes = profiler(profile, cache=cache)
@@ -248,7 +255,7 @@ def trace(
 
     try:
         with nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu():
-            _capture(fn, Backend(keep_all, _stop, find_costs, block_bytes))(*args, **kwargs)
+            capture(fn, Backend(keep_all, _stop, find_costs, block_bytes))(*args, **kwargs)
     except _Captured:
         pass
     except Exception as error:
@@ -303,57 +310,49 @@ def _plan(problem: Problem, budget: int, reserve: int, **options: Any) -> Soluti
     return solution
 
 
-def _capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
-    """``fn`` compiled with a backend, in a cache of its own: Dynamo keeps compiled code with the code object."""
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
-
-    def clone() -> Callable[..., Any]:
-        own = types.FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
-        own.__kwdefaults__ = step.__kwdefaults__
-        return with_recurrent_modules(torch.compile(own, fullgraph=True, dynamic=False, backend=backend))
-
-    return plain_if_possible(by_answers(clone), backend.answer)
-
-
 class CompiledStep(Generic[P, R]):
     """A function with a plan for each graph that was captured of it. Made by `compile`."""
 
-    def __init__(self, fn: Callable[P, R], new_backend: Callable[[], Backend], verify: bool) -> None:
+    def __init__(
+        self, fn: Callable[P, R], new_backend: Callable[[], Backend], verify: bool, max_plans: int = MOST
+    ) -> None:
         self._fn = fn
         self._backend = new_backend()
         self._verify = verify
-        self._run = _capture(fn, self._backend)
+        self._run = Captures(fn, self._backend, max_plans, _name(fn))
         self._ready = False
         functools.update_wrapper(self, fn, updated=())
 
     @property
     def plans(self) -> list[Solution]:
-        """The `Solution` of each captured graph, in the order of capture."""
+        """The `Solution` of each captured graph that is kept, in the order of capture."""
         return self._backend.plans
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The step; the first call for a kind of input plans it. Within another compiled step it is a part of that."""
-        if torch.compiler.is_compiling():
+        """The step; the first call for a kind of input plans it.
+
+        Within another compiled step it is a part of that. Without gradients it is the plain one.
+        """
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._fn(*args, **kwargs)
         if not self._ready:
             refuse_lazy(self._fn, args)
             ranks.refuse_inner(self._fn, args)
             self._ready = True
-        if self._verify and torch.is_grad_enabled():
+        if self._verify:
             log.info("%s", self._compare(args, kwargs))
             self._verify = False
         return self._guarded(*args, **kwargs)
 
     def _compare(self, args: Any, kwargs: Any) -> Certificate:
-        capture = functools.partial(_capture, self._fn)
-        return compare_with_plain(self._fn, self._guarded, self._backend, args, kwargs, capture)
+        anew = functools.partial(capture, self._fn)
+        return compare_with_plain(self._fn, self._guarded, self._backend, args, kwargs, anew)
 
     def _guarded(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_grad_enabled():
+            return self._fn(*args, **kwargs)
         try:
-            with ranks.in_one_piece():
-                result = self._run(*args, **kwargs)
+            result: R = self._run(*args, **kwargs)
         except Exception as error:
             reason = explained(error, self._fn)
             if reason is error and not getattr(error, "from_kernel", False):
@@ -363,7 +362,7 @@ class CompiledStep(Generic[P, R]):
         return result
 
 
-def _compile_module(model: Any, new_backend: Callable[[], Backend], verify: bool) -> Any:
+def _compile_module(model: Any, new_backend: Callable[[], Backend], verify: bool, max_plans: int) -> Any:
     """The same module, in a class of its own whose forward is compiled: both objects have one ``__dict__``."""
     if "forward" in vars(model):
         raise Unsupported(
@@ -371,7 +370,7 @@ def _compile_module(model: Any, new_backend: Callable[[], Backend], verify: bool
             "Compile a function that calls it: checkmate.compile(lambda x: model(x), budget=...)."
         )
     plain: Any = type(model)
-    step = CompiledStep(plain.forward, new_backend, verify)
+    step = CompiledStep(plain.forward, new_backend, verify, max_plans)
 
     class Compiled(plain):
         plans = property(lambda self: step.plans, doc=CompiledStep.plans.__doc__)
@@ -386,7 +385,7 @@ def _compile_module(model: Any, new_backend: Callable[[], Backend], verify: bool
             copy = object.__new__(plain)
             memo[id(self)] = copy
             copy.__dict__ = deepcopy(self.__dict__, memo)
-            return _compile_module(copy, new_backend, verify)
+            return _compile_module(copy, new_backend, verify, max_plans)
 
     functools.update_wrapper(Compiled.forward, plain.forward)
     Compiled.__name__, Compiled.__qualname__, Compiled.__module__ = plain.__name__, plain.__qualname__, plain.__module__

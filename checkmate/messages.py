@@ -59,15 +59,9 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
         if isinstance(cause, CheckmateError):
             return cause
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
-    if not isinstance(error, (dynamo.TorchDynamoException, dynamo.FailOnRecompileLimitHit)):
+    if not isinstance(error, dynamo.TorchDynamoException):
         return error
     log.debug("%s failed in capture", name, exc_info=error)
-    if isinstance(error, dynamo.FailOnRecompileLimitHit):
-        return Unsupported(
-            f"{name} was called with more kinds of input than are compiled (torch._dynamo.config.recompile_limit). "
-            "Pad the batches to fewer shapes. A number that changes from call to call, an argument or an attribute of "
-            "the module, is part of what is compiled: make it a tensor. Or raise the limit."
-        )
     if isinstance(error, dynamo.TorchRuntimeError):  # plain PyTorch fails as well
         return RuntimeError(f"{_message(error)}{_place(error)}")
     if (users := getattr(error, "users", None)) is not None:

@@ -3,7 +3,7 @@
 While a step is captured, each question is answered by running what it depends on, on the tensors of that call, and the
 capture goes on with the answer. It stands in the captured graph as a call of `decided`. At each later call the
 questions are asked again, in order and before anything else runs; on another answer nothing has changed yet, and
-`by_answers` takes another capture of the same step, or makes one.
+`captures` takes another capture of the same step, or makes one.
 
 A question is not answered, and the step refused, where the answer cannot be had beforehand or would cost too much: it
 depends on random numbers of the step, on values that the step has overwritten, or on a product of matrices, a
@@ -29,8 +29,7 @@ from checkmate.errors import Unsupported
 from checkmate.fake import is_fake
 from checkmate.provenance import where
 
-LIMIT = 64  # captures of one step for different answers
-WITHOUT_TENSORS = (torch.equal, torch.allclose, torch.is_nonzero)  # they give a bool, which no graph may hold
+WITHOUT_TENSORS = (torch.equal, torch.allclose, torch.is_nonzero)  # noqa: TID251  # no graph may hold their bools
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _NO_DATA = "it depends on tensors that have no data here, fake or on the meta device"
 _COSTLY = ("batch_norm", "rnn", "lstm", "gru", "attention")  # in the names of ops; batch norm writes as well
@@ -38,6 +37,14 @@ _COSTLY = ("batch_norm", "rnn", "lstm", "gru", "attention")  # in the names of o
 
 class AnotherAnswer(Unsupported):
     """A question was answered otherwise when the step was captured. Nothing of this call has run."""
+
+    def __init__(self, where: str, was: bool | int, now: bool | int) -> None:
+        super().__init__(
+            f"{where}: the step asks for the value of a tensor, which was {was} when the step was captured and is "
+            f"{now} now. checkmate.compile plans a step for each answer; a backend that torch.compile calls by its "
+            "name sees one of them only."
+        )
+        self.where, self.now = where, now
 
 
 class CannotTellError(Exception):
@@ -224,11 +231,7 @@ class Question:
         """
         now = self.ask(inputs)
         if now != self.answer:
-            raise AnotherAnswer(
-                f"{self.where}: the step asks for the value of a tensor, which was {self.answer} when the step was "
-                f"captured and is {now} now. checkmate.compile plans a step for each answer; a backend that "
-                "torch.compile calls by its name sees one of them only."
-            )
+            raise AnotherAnswer(self.where, self.answer, now)
 
 
 def taken_out(module: fx.GraphModule) -> list[Question]:
@@ -285,29 +288,3 @@ def asking_first(run: Callable[..., Any], questions: Sequence[Question]) -> Call
         return run(*inputs)
 
     return asking
-
-
-def by_answers(capture: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """A step that is captured once more where its questions have other answers than in each capture so far.
-
-    Args:
-        capture: makes the step anew, with nothing captured.
-    """
-    captures = [capture()]
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        for known in [*captures]:
-            try:
-                return known(*args, **kwargs)
-            except AnotherAnswer as another:
-                place = str(another).split(": the step asks")[0]
-        if len(captures) >= LIMIT:
-            raise Unsupported(
-                f"{place}: the step asks for the value of a tensor, and had {LIMIT} different sets of answers by now, "
-                "each with a plan of its own. Compute without asking: torch.where(condition, a, b), or x[:, index] "
-                "with a tensor as index."
-            )
-        captures.append(capture())
-        return captures[-1](*args, **kwargs)
-
-    return run

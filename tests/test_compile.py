@@ -197,24 +197,6 @@ def test_a_smaller_last_batch_trains_within_the_budget_with_the_same_numbers(cas
     assert rest.details.get("from") == "another size" or rest.peak == rest.problem.keep_all_peak
 
 
-def test_as_many_sizes_as_torch_compile_allows_and_then_a_refusal_that_spoils_nothing() -> None:
-    net, x, y = _net()
-    step = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget="1 MB", profile="roofline:h100")
-    most = 4
-    with torch._dynamo.config.patch(recompile_limit=most):
-        for n in range(2, most + 2):
-            step(x[:n], y[:n]).backward()
-        for n in (most + 2, most + 3):
-            with pytest.raises(checkmate.Unsupported, match=r"more kinds of input .*recompile_limit"):
-                step(x[:n], y[:n])
-        torch.manual_seed(0)
-        found = torch.autograd.grad(step(x[:5], y[:5]), list(net.parameters()))
-        torch.manual_seed(0)
-        expected = torch.autograd.grad(F.cross_entropy(net(x[:5]), y[:5]), list(net.parameters()))
-    assert_same_bits(found, expected)
-    assert len(step.plans) == most
-
-
 def test_ctrl_c_while_planning_trains_with_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt

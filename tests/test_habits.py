@@ -825,16 +825,6 @@ def test_the_bits_of_plain_pytorch(name: str) -> None:
 # What is refused, with what to do instead
 
 
-class _Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.calls = net(), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.body(x) / self.calls
-
-
 def _backward_within() -> Any:
     model = net()
 
@@ -936,22 +926,6 @@ def test_lazy_modules_are_to_be_called_once_before(hold: Callable[[nn.Module], A
         _compiled(hold(model))(x)
     model(x)
     assert_same_bits(_compiled(hold(model))(x), hold(model)(x))
-
-
-@torch._dynamo.config.patch(recompile_limit=2)
-def test_a_number_that_changes_at_each_call_is_refused_before_long() -> None:
-    """Each value of it is another program, with a plan of its own; each gives the bits of plain PyTorch."""
-    model, plain = _Counting(), _Counting()
-    plain.load_state_dict(model.state_dict())
-    x, _ = batch()
-    step = _compiled(model)
-    for _ in range(2):
-        torch.manual_seed(0)
-        found = step(x)
-        torch.manual_seed(0)
-        assert_same_bits(found, plain(x))
-    with pytest.raises(checkmate.Unsupported, match="make it a tensor"):
-        step(x)
 
 
 # What differs from plain PyTorch, and is told in docs/supported.md

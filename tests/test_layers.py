@@ -10,7 +10,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "cudnn", "figures", "folding", "formulas", "provenance", "recurrent", "randomness", "version"},
+    {
+        "errors",
+        "cudnn",
+        "figures",
+        "folding",
+        "formulas",
+        "provenance",
+        "reasons",
+        "recurrent",
+        "randomness",
+        "version",
+    },
     {"units", "asking", "autocast", "display", "target", "fake", "layouts", "memory", "runtime", "files"},
     {"graph", "kernels", "messages", "nodes", "questions", "rewrite"},
     {"problem", "devices", "predicates", "undefined"},
@@ -20,7 +31,7 @@ LAYERS = (
     {"solvers", "capture", "throughput", "records", "plot_graph", "difference"},
     {"profiling", "codegen", "ranks", "plot", "peak"},
     {"backend", "report_data"},
-    {"divergence", "inductor", "report"},
+    {"captures", "divergence", "inductor", "report"},
     {"verification"},
     {"compiler"},
     {"dynamo", "explanation", "sized_steps"},

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from checkmate import rewrite
 from checkmate.backend import Backend
-from checkmate.compiler import _capture
+from checkmate.captures import capture
 from checkmate.memory import measure_peak
 from checkmate.problem import Problem
 from checkmate.profiling.choose import profiler
@@ -122,7 +122,7 @@ def _check(spec: Spec, budget: float, method: str) -> None:
         return
     find_costs, block_bytes = profiler("measure", cache=True)
     backend = Backend(solve_within(budget, method), profile=find_costs, block_bytes=block_bytes)
-    step = _capture(program, backend)
+    step = capture(program, backend)
     found, peak = run(program, step, spec, metered=spec.extra == "none")
 
     assert_same_bits(found, expected)

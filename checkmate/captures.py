@@ -1,0 +1,208 @@
+"""A step as it was captured: once for each kind of input, the least recently used forgotten.
+
+Dynamo keeps compiled code with a code object, looks through all of it at each call, and gives up at eight
+(`torch._dynamo.config.recompile_limit`). Here each capture is a code object of its own. Which of them may be the one
+for a call is looked up by the shapes and types of its tensors; Dynamo's guards decide. So the tenth shape costs what
+the second did, and a capture that is forgotten is freed, with its code and its plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._C._dynamo.eval_frame import reset_code
+
+from checkmate import ranks
+from checkmate.asking import plain_if_possible
+from checkmate.backend import Backend
+from checkmate.errors import Unsupported
+from checkmate.questions import AnotherAnswer
+from checkmate.reasons import Reason, asked, spelled, too_many, why_not
+from checkmate.recurrent import with_recurrent_modules
+from checkmate.solution import Solution
+
+log = logging.getLogger("checkmate.captures")
+MOST = 64  # captures that are kept, if not told otherwise
+MISS: Any = object()  # what a captured function gives for a call that no code of its is for
+
+
+class _NothingToPlan(Exception):
+    """Raised by captured code in which nothing needs a gradient: plain PyTorch runs it."""
+
+
+def capture(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` compiled with a backend, in a code object of its own: Dynamo keeps compiled code with it."""
+    return _compiled(_copy_of(fn), backend)
+
+
+def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
+    """A function that Dynamo captures as ``fn``. Where it runs as it is, for want of compiled code, it gives `MISS`."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return MISS
+        return fn(*args, **kwargs)
+
+    own = types.FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
+    own.__kwdefaults__ = step.__kwdefaults__
+    return own
+
+
+def _compiled(own: types.FunctionType, backend: Any) -> Callable[..., Any]:
+    run = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    return plain_if_possible(with_recurrent_modules(run), backend.answer)
+
+
+@dataclass(eq=False)
+class _Capture:
+    """One captured graph."""
+
+    kind: Any  # of the calls that it may be for
+    own: types.FunctionType
+    replay: Callable[..., Any]  # runs what was captured, or gives `MISS`
+    plans: list[Solution]
+    because: Reason | None  # the value for which an earlier capture was not for its call
+    used: int = 0  # at which call, the last time
+
+    def free(self) -> None:
+        """Let Dynamo forget the code. What autograd holds of it lives until the backward has run."""
+        reset_code(self.own.__code__)
+
+
+class Captures:
+    """A function that is captured anew for each kind of call.
+
+    Args:
+        fn: what is captured.
+        backend: compiles each capture; its plans are those of the captures that are kept.
+        most: how many are kept.
+        name: of ``fn``, for messages.
+    """
+
+    def __init__(self, fn: Callable[..., Any], backend: Backend, most: int, name: str) -> None:
+        self._fn, self._backend, self._most, self._name = fn, backend, most, name
+        self._kept: dict[Any, list[_Capture]] = {}  # by kind, the last used first
+        self._calls = itertools.count(1)
+        self._warned = False
+
+        def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+            planned = len(backend.plans)
+            run = backend(module, inputs, **options)
+            return run if len(backend.plans) > planned else _hand_back
+
+        compile_graph.answer = backend.answer  # type: ignore[attr-defined]
+        self._compile_graph = compile_graph
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's results, by the capture for this call, which is made if there is none.
+
+        Raises:
+            Unsupported: if a value that changes from call to call has used up the captures that are kept.
+        """
+        kind, other = _kind((args, kwargs)), None
+        for place, known in enumerate(self._kept.get(kind, ())):
+            try:
+                result = known.replay(*args, **kwargs)
+            except AnotherAnswer as answer:
+                other = answer
+                continue
+            except _NothingToPlan:
+                result = self._fn(*args, **kwargs)
+            if result is not MISS:
+                self._note_use(known, place)
+                return result
+        return self._anew(kind, args, kwargs, other)
+
+    def _anew(self, kind: Any, args: Any, kwargs: Any, other: AnotherAnswer | None) -> Any:
+        """Capture the call; ``other``: what a capture said that is not for it, if it asked."""
+        because = next((r for one in self._kept.get(kind, ()) if (r := why_not(one.own, self._fn, args, kwargs))), None)
+        because = because or (asked(other.where, other.now) if other else None)
+        self._make_room(because)
+        own, planned = _copy_of(self._fn), len(self._backend.plans)
+        made = _Capture(kind, own, torch._dynamo.run(own), [], because)
+        try:
+            with ranks.in_one_piece():
+                result = _compiled(own, self._compile_graph)(*args, **kwargs)
+        except _NothingToPlan:
+            result = self._fn(*args, **kwargs)
+        except BaseException:
+            del self._backend.plans[planned:]
+            made.free()
+            raise
+        if result is MISS:  # torch.compile is turned off
+            return self._fn(*args, **kwargs)
+        made.plans += self._backend.plans[planned:]
+        self._kept.setdefault(kind, []).insert(0, made)
+        self._note_use(made, 0)
+        self._warn_at_half(because)
+        return result
+
+    def _note_use(self, one: _Capture, place: int) -> None:
+        one.used = next(self._calls)
+        if place:
+            same = self._kept[one.kind]
+            same.insert(0, same.pop(place))
+
+    def _all(self) -> Iterator[_Capture]:
+        return itertools.chain.from_iterable(self._kept.values())
+
+    def _make_room(self, because: Reason | None) -> None:
+        """Forget captures until there is room for one more, those first that were not used for longest.
+
+        Raises:
+            Unsupported: if half of them were made because of the same value.
+        """
+        while len(kept := sorted(self._all(), key=lambda one: one.used)) >= self._most:
+            reasons = [one.because for one in kept if one.because and because and one.because.source == because.source]
+            if because and len(reasons) >= self._most // 2:
+                raise Unsupported(too_many(self._fn, self._name, [*reasons, because], self._most))
+            self._forget(kept[0])
+
+    def _forget(self, one: _Capture) -> None:
+        self._kept[one.kind].remove(one)
+        if not self._kept[one.kind]:
+            del self._kept[one.kind]
+        gone = set(map(id, one.plans))
+        self._backend.plans[:] = [plan for plan in self._backend.plans if id(plan) not in gone]
+        one.free()
+
+    def _warn_at_half(self, because: Reason | None) -> None:
+        count = sum(1 for _ in self._all())
+        if self._warned or count < self._most // 2 or count < 2:
+            return
+        self._warned = True
+        why = f"The last one because {spelled(because.source, self._fn)} was {because.value!r}. " if because else ""
+        log.warning(
+            "%s was captured and planned %d times, for as many kinds of input. %sOf %d, beyond which the least "
+            "recently used is dropped, that is half; max_plans= raises it.",
+            self._name,
+            count,
+            why,
+            self._most,
+        )
+
+
+def _hand_back(*inputs: Any) -> Any:
+    raise _NothingToPlan
+
+
+def _kind(given: Any) -> Any:
+    """What two calls have in common that one capture may be for: shapes and types, down to the leaves of containers.
+
+    Numbers are left to the guards of a capture, which may be for all of them.
+    """
+    if isinstance(given, torch.Tensor) and not given.is_nested:
+        return given.shape, given.dtype, given.device, given.requires_grad
+    kind = type(given)
+    if kind in (tuple, list):
+        return kind, *map(_kind, given)
+    if kind is dict:
+        return kind, *((name, _kind(value)) for name, value in given.items())
+    return given if kind in (bool, str) else kind
