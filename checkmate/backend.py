@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from checkmate.formulas import eager_formulas
 from checkmate.kernels import eager_kernels
 from checkmate.layouts import eager_strides
 from checkmate.memory import CPU, measure_peak
+from checkmate.numbers import sources_of
 from checkmate.plan import Plan
 from checkmate.problem import Problem, Profile
 from checkmate.profiling.measure import Measure
@@ -73,6 +74,9 @@ class Backend:
     plans: list[Solution] = field(default_factory=list)
     answer: Answer = field(default_factory=Answer)
     takes_none: bool = True
+    numbers: Collection[str] = ()  # Dynamo's names of inputs that are no tensors
+    check: Callable[[Joint], None] = lambda joint: None  # what was captured with such inputs
+    last: Joint | None = None  # what was planned last
 
     exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
     rounds_in: set[torch.dtype] = field(default_factory=set)  # types of what is rounded, if it is not exact
@@ -97,12 +101,18 @@ class Backend:
             bw_compiler=self.lower,
             inference_compiler=self.lower,
             partition_fn=partial(
-                self._partition, input_names(module), any(map(is_fake, inputs)), keeps_copies(module), users
+                self._partition,
+                input_names(module),
+                sources_of(module, self.numbers),
+                any(map(is_fake, inputs)),
+                keeps_copies(module),
+                users,
             ),
             keep_inference_input_mutations=True,
         )
         keep_random_ops = torch._inductor.config.patch(fallback_random=True)  # those that nobody reads as well
         backward_outside_of_autocast = torch._functorch.config.patch(backward_pass_autocast="off")
+        self.last = None
         with eager_kernels(), eager_formulas(), eager_strides(), keep_random_ops, backward_outside_of_autocast:
             run = compile_graph(module, inputs)
         if questions and isinstance(self.profile, Measure) and len(self.plans) > known:
@@ -112,6 +122,7 @@ class Backend:
     def _partition(
         self,
         names: list[str],
+        numbers: dict[int, str],
         without_data: bool,
         shares_copies: bool,
         users: dict[int, tuple[int, ...]],
@@ -133,12 +144,16 @@ class Backend:
             input_names=names,
             block_bytes=max(self.block_bytes, BLOCK_BYTES[device.type]),
             on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
+            numbers=numbers,
         )
+        if numbers:
+            self.check(joint)
         problem = problem_of(joint, self.profile)
         allocated = None if without_data else allocated_on(device)
         solution = self.planner(with_what_is_held(problem, allocated))
         modules = solution.modules
         self.plans.append(solution)
+        self.last = joint
         return modules.forward, modules.backward
 
 

@@ -8,8 +8,9 @@ tell what aliases what), tells views from ops, forward from backward, and which 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from checkmate.nodes import (
     tensors,
     written,
 )
+from checkmate.numbers import check_sizes, number_placeholders, written_out
 from checkmate.provenance import where
 from checkmate.randomness import save_state
 from checkmate.rewrite import prepare
@@ -69,11 +71,18 @@ class Joint:
     nodes: tuple[fx.Node | None, ...]  # for each op its node; None: stands for something autograd does
     value_of: dict[fx.Node, tuple[int, ...]]  # for each node, the values that its tensors are, or are views of
     faces: tuple[tuple[fx.Node, ...], ...]  # for each value, the nodes that name its producer's output directly
+    numbers: Mapping[fx.Node, str]  # placeholders of numbers, with what Dynamo calls them
     placeholders: tuple[fx.Node, ...]
     forward_outputs: tuple[Any, ...]  # nodes or constants
     backward_outputs: tuple[Any, ...]
     forward_descs: tuple[Any, ...]
     backward_descs: tuple[Any, ...]
+
+    def with_numbers(self, given: Mapping[str, int | float]) -> list[Any]:
+        """What is computed when numbers have these values, as data that two captures of the same share."""
+        primals = [n for n in self.placeholders if _is_primal(n)]
+        gradients = [g for n, g in zip(primals, self.backward_outputs, strict=False) if n not in self.numbers]
+        return written_out(self.module.graph, self.numbers, [*self.forward_outputs, *gradients], given)
 
     @property
     def resident_bytes(self) -> int:
@@ -89,6 +98,7 @@ def read_joint(
     input_names: Sequence[str] = (),
     block_bytes: int = 1,
     on_cpu: bool = True,
+    numbers: Mapping[int, str] = MappingProxyType({}),
 ) -> Joint:
     """Read a joint graph of AOTAutograd.
 
@@ -99,13 +109,16 @@ def read_joint(
         input_names: what to call the inputs, by position in what was traced.
         block_bytes: the allocator rounds every size up to a multiple of these.
         on_cpu: the step is planned for the CPU: masks of dropout may be drawn again, convolutions are split.
+        numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.numbers`.
 
     Raises:
+        NotFree: if a shape depends on such a number.
         Unsupported: for sizes that depend on data, ops whose outputs alias only in part, and backward ops that read
             what the forward has overwritten.
     """
     prepare(module.graph, on_cpu=on_cpu)
-    return _Reader(module, num_fwd_outputs, frozenset(static_inputs), input_names, block_bytes).read()
+    check_sizes(module.graph, numbers)
+    return _Reader(module, num_fwd_outputs, frozenset(static_inputs), input_names, block_bytes, numbers).read()
 
 
 class _Reader:
@@ -118,8 +131,10 @@ class _Reader:
         static_inputs: frozenset[int],
         input_names: Sequence[str],
         block_bytes: int,
+        numbers: Mapping[int, str],
     ) -> None:
         self.module = module
+        self.numbers = number_placeholders(module.graph, numbers)
         self.block_bytes = block_bytes
         self.nodes = list(module.graph.nodes)
         outputs = _extract_fwd_bwd_outputs(module, num_fwd_outputs=num_fwd_outputs)
@@ -134,30 +149,15 @@ class _Reader:
         self.op_nodes: list[fx.Node | None] = []
 
     def read(self) -> Joint:
-        for node in self.nodes:
-            if node.op == "placeholder" and is_sym_node(node):
-                raise Unsupported(
-                    "A size of the inputs is marked as dynamic (torch._dynamo.mark_dynamic). A plan counts bytes, so "
-                    "it is for fixed sizes: take the mark away, and each size gets a plan of its own."
-                )
-            if node.op != "output" and is_sym_node(node):
-                raise Unsupported(
-                    f"{where(node)}: {node.name} is a size that depends on data; sizes must be fixed. Mask "
-                    "what is left out (torch.where, an ignored index) in place of selecting the rest."
-                )
-            if any(tensor.layout != torch.strided for tensor in tensors(node.meta.get("val"))):
-                raise Unsupported(
-                    f"{where(node)}: {node.name} is a sparse tensor, whose bytes depend on data. "
-                    "Use dense ones: nn.Embedding(..., sparse=False)."
-                )
         self.is_view = {n for n in self.nodes if is_view(n)}
         self.after_tangent = self._after_tangent()
         self.overwritten = self._overwritten()
         self._add_external_values()
         forward, backward = self._phases()
+        self.handed_in = self._add_handed_in("numbers", [n for n in self.numbers if tensors(n.meta["val"])])
         for node in forward:
             self._add_op(node, "forward")
-        self._add_tangents()
+        self.handed_in += self._add_handed_in("tangents", [n for n in self.placeholders if n in self.after_tangent])
         for node in backward:
             self._add_op(node, "backward")
         results = self._results()
@@ -167,6 +167,7 @@ class _Reader:
             nodes=tuple(self.op_nodes),
             value_of={n: self._values_of(n) for n in self.nodes if n.op != "output"},
             faces=tuple(map(tuple, self.faces)),
+            numbers=self.numbers,
             placeholders=tuple(self.placeholders),
             forward_outputs=self.fwd_outputs,
             backward_outputs=self.bwd_outputs,
@@ -214,7 +215,8 @@ class _Reader:
         """
 
         def is_op(n: fx.Node) -> bool:
-            return n.op == "call_function" and n not in self.is_view and n.target is not operator.getitem
+            is_value = n not in self.is_view and n.target is not operator.getitem and not is_sym_node(n)
+            return n.op == "call_function" and is_value
 
         def must_run_in_forward(n: fx.Node) -> bool:
             if not is_op(n) or n in self.after_tangent:
@@ -260,7 +262,9 @@ class _Reader:
         """Parameters, buffers and inputs, once for each storage."""
         position = 0
         for n in self.nodes:
-            if n.op == "placeholder" and n not in self.after_tangent:
+            if n in self.numbers:
+                position += 1
+            elif n.op == "placeholder" and n not in self.after_tangent:
                 role: Role = "input"
                 if position in self.static_inputs:
                     role = "parameter" if n.meta["val"].requires_grad or self._has_gradient(position) else "buffer"
@@ -349,15 +353,17 @@ class _Reader:
             return f"reads {name}, which the step overwrites"
         return None
 
-    def _add_tangents(self) -> None:
-        """The incoming gradients: made between forward and backward, and held by autograd to the end."""
-        tangents = [n for n in self.placeholders if n in self.after_tangent]
+    def _add_handed_in(self, name: str, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
+        """What is made outside of the captured code, within the step, and held to the end.
+
+        Gradients between forward and backward, by autograd; numbers before the forward: Dynamo puts each in a tensor.
+        """
         k = len(self.ops)
-        made = [v for n in tangents for v in self._add_values(n, k, "tangent")]
-        self.tangents = tuple(made)
+        made = [v for n in nodes for v in self._add_values(n, k, "tangent" if name == "tangents" else "intermediate")]
         if made:
-            self.ops.append(Op("tangents", "autograd", (), self.tangents, "forward", "is handed in by autograd"))
+            self.ops.append(Op(name, "autograd", (), tuple(made), "forward", "is handed in by autograd"))
             self.op_nodes.append(None)
+        return tuple(made)
 
     def _results(self) -> tuple[int, ...]:
         """Values that are held to the end of the step: outputs, tangents, and gradients as autograd stores them.
@@ -366,7 +372,7 @@ class _Reader:
         op here, and the gradient is free after it.
         """
         results = dict.fromkeys(v for n in leaf_nodes(self.fwd_outputs) for v in self._values_of(n))
-        results.update(dict.fromkeys(self.tangents))
+        results.update(dict.fromkeys(self.handed_in))
         primals = [n for n in self.placeholders if _is_primal(n) and not any(map(is_with_effects, n.users))]
         copied: list[tuple[fx.Node, torch.Tensor]] = []
         for primal, grad in zip(primals, self.bwd_outputs, strict=False):

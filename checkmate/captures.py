@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,11 @@ from torch._C._dynamo.eval_frame import reset_code
 from checkmate import ranks
 from checkmate.asking import plain_if_possible
 from checkmate.backend import Backend
+from checkmate.capture import Joint
 from checkmate.errors import Unsupported
+from checkmate.numbers import NotFree, as_inputs
 from checkmate.questions import AnotherAnswer
-from checkmate.reasons import Reason, asked, spelled, too_many, why_not
+from checkmate.reasons import Reason, asked, constants, spelled, too_many, value_now, why_not
 from checkmate.recurrent import with_recurrent_modules
 from checkmate.solution import Solution
 
@@ -69,6 +71,8 @@ class _Capture:
     replay: Callable[..., Any]  # runs what was captured, or gives `MISS`
     plans: list[Solution]
     because: Reason | None  # the value for which an earlier capture was not for its call
+    numbers: frozenset[str] = frozenset()  # that are inputs, by Dynamo's names
+    joint: Joint | None = None
     used: int = 0  # at which call, the last time
 
     def free(self) -> None:
@@ -90,6 +94,7 @@ class Captures:
         self._fn, self._backend, self._most, self._name = fn, backend, most, name
         self._kept: dict[Any, list[_Capture]] = {}  # by kind, the last used first
         self._calls = itertools.count(1)
+        self._fixed: set[str] = set()  # Dynamo's names of numbers that cannot be inputs
         self._warned = False
 
         def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
@@ -111,7 +116,7 @@ class Captures:
             try:
                 result = known.replay(*args, **kwargs)
             except AnotherAnswer as answer:
-                other = answer
+                other = other or answer
                 continue
             except _NothingToPlan:
                 result = self._fn(*args, **kwargs)
@@ -121,24 +126,84 @@ class Captures:
         return self._anew(kind, args, kwargs, other)
 
     def _anew(self, kind: Any, args: Any, kwargs: Any, other: AnotherAnswer | None) -> Any:
-        """Capture the call; ``other``: what a capture said that is not for it, if it asked."""
-        because = next((r for one in self._kept.get(kind, ()) if (r := why_not(one.own, self._fn, args, kwargs))), None)
-        because = because or (asked(other.where, other.now) if other else None)
-        self._make_room(because)
-        own, planned = _copy_of(self._fn), len(self._backend.plans)
-        made = _Capture(kind, own, torch._dynamo.run(own), [], because)
+        """Capture the call. Numbers that have changed since another one become inputs, where they can.
+
+        ``other``: what a capture said that is not for this call, if it asked.
+        """
+        known, reasons = self._nearest(kind, args, kwargs)
+        if known is not None and self._may_be_inputs(reasons):
+            sources = known.numbers | {reason.source for reason in reasons}
+            check = self._like(known, sources, args, kwargs)
+            try:
+                result = self._captured(kind, args, kwargs, None, sources, check)
+            except Exception:  # whatever it is, it comes again without
+                log.debug("%s cannot be inputs of %s", sources, self._name, exc_info=True)
+                self._fixed.update(sources)
+            else:
+                self._forget(known)  # the new one is for its numbers too
+                return result
+        if other is not None and not reasons:
+            reasons = [asked(other.where, other.was, other.now)]
+        return self._captured(kind, args, kwargs, reasons[0] if reasons else None)
+
+    def _nearest(self, kind: Any, args: Any, kwargs: Any) -> tuple[_Capture | None, list[Reason]]:
+        """A capture that is not for a call because of values alone, as far as one knows, and these."""
+        for one in self._kept.get(kind, ()):
+            if reasons := why_not(one.own, self._fn, args, kwargs):
+                return one, reasons
+        return None, []
+
+    def _may_be_inputs(self, reasons: list[Reason]) -> bool:
+        return self._backend.exact and all(
+            type(reason.now) is type(reason.value)
+            and type(reason.now) in (int, float)
+            and reason.source not in self._fixed
+            for reason in reasons
+        )
+
+    def _like(self, known: _Capture, sources: Set[str], args: Any, kwargs: Any) -> Callable[[Joint], None]:
+        """A check that a captured graph is that of another capture, where numbers are as they were there."""
+        given = {"args": args, "kwargs": kwargs, "fn": self._fn}
+        then = constants(known.own)
+        values: Any = {s: then[s] if s in then else value_now(s, known.own, given) for s in sources}
+
+        def check(joint: Joint) -> None:
+            if known.joint is None or joint.with_numbers(values) != known.joint.with_numbers(values):
+                raise NotFree(f"with {values} the step is another one than before")
+
+        return check
+
+    def _captured(
+        self,
+        kind: Any,
+        args: Any,
+        kwargs: Any,
+        because: Reason | None,
+        numbers: Set[str] = frozenset(),
+        check: Callable[[Joint], None] = lambda joint: None,
+    ) -> Any:
+        """Capture the call, with some of its numbers as inputs, and keep what was captured."""
+        if not numbers:
+            self._make_room(because)
+        backend = self._backend
+        own, planned = _copy_of(self._fn), len(backend.plans)
+        made = _Capture(kind, own, torch._dynamo.run(own), [], because, frozenset(numbers))
+        backend.numbers, backend.check = numbers, check
         try:
-            with ranks.in_one_piece():
+            with ranks.in_one_piece(), as_inputs(numbers):
                 result = _compiled(own, self._compile_graph)(*args, **kwargs)
         except _NothingToPlan:
             result = self._fn(*args, **kwargs)
         except BaseException:
-            del self._backend.plans[planned:]
+            del backend.plans[planned:]
             made.free()
             raise
+        finally:
+            made.joint, backend.last = backend.last, None
         if result is MISS:  # torch.compile is turned off
             return self._fn(*args, **kwargs)
-        made.plans += self._backend.plans[planned:]
+        made.plans += backend.plans[planned:]
+        self._fixed.update(numbers & constants(own).keys())
         self._kept.setdefault(kind, []).insert(0, made)
         self._note_use(made, 0)
         self._warn_at_half(because)
@@ -180,8 +245,8 @@ class Captures:
         self._warned = True
         why = f"The last one because {spelled(because.source, self._fn)} was {because.value!r}. " if because else ""
         log.warning(
-            "%s was captured and planned %d times, for as many kinds of input. %sOf %d, beyond which the least "
-            "recently used is dropped, that is half; max_plans= raises it.",
+            "%s was captured and planned %d times, for as many kinds of input. %sHalf of max_plans=%d is used; beyond "
+            "it the least recently used is dropped.",
             self._name,
             count,
             why,

@@ -21,6 +21,7 @@ from torch._functorch.partitioners import (
     _is_fwd_seed_offset,
     _is_primal,
     _is_tangent,
+    is_sym_node,
 )
 
 from checkmate import randomness
@@ -53,16 +54,20 @@ class Modules:
 def emit(joint: Joint, plan: Plan) -> Modules:
     """Write the modules of a plan."""
     before, after = plan.steps[: plan.boundary], plan.steps[plan.boundary :]
-    saved = sorted(_saved(joint, after), key=_is_unchecked)  # AOTAutograd wants the unchecked last
+    needed = _saved(joint, after)
+    saved = sorted((n for n in needed if not is_sym_node(n)), key=_is_unchecked)  # AOTAutograd wants the unchecked last
+    numbers = [n for n in needed if is_sym_node(n)]  # and numbers after them
     kinds = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
-    descs = [kinds[_is_unchecked(node)](i) for i, node in enumerate(saved)]
+    descs = [kinds[_is_unchecked(node)](i) for i, node in enumerate([*saved, *numbers])]
     inputs = _placeholders(joint, _is_primal, _is_fwd_seed_offset)
     tangents = _placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state)
     times: Counter[fx.Node] = Counter()
     forward = _Writer(joint, inputs, times).write(
-        before, [*joint.forward_outputs, *saved], [*joint.forward_descs, *descs]
+        before, [*joint.forward_outputs, *saved, *numbers], [*joint.forward_descs, *descs]
     )
-    backward = _Writer(joint, [*saved, *tangents], times).write(after, joint.backward_outputs, joint.backward_descs)
+    backward = _Writer(joint, [*numbers, *saved, *tangents], times).write(
+        after, joint.backward_outputs, joint.backward_descs
+    )
     _draw_once(forward)
     for node in backward.graph.nodes:
         if node.op in ("call_function", "get_attr"):
@@ -110,8 +115,8 @@ def _saved(joint: Joint, steps: Iterable[Step]) -> list[fx.Node]:
 
 
 def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
-    """What a node is a view of: placeholders and direct outputs of ops; itself if it is one. Constants have none."""
-    if node.op == "placeholder" or any(node in joint.faces[v] for v in joint.value_of[node]):
+    """What a node is a view of: placeholders, numbers, outputs of ops; itself if it is one. Constants have none."""
+    if is_sym_node(node) or node.op == "placeholder" or any(node in joint.faces[v] for v in joint.value_of[node]):
         return [] if node.op == "get_attr" else [node]
     return [root for a in node.all_input_nodes for root in _roots(joint, a)]
 

@@ -44,7 +44,7 @@ class AnotherAnswer(Unsupported):
             f"{now} now. checkmate.compile plans a step for each answer; a backend that torch.compile calls by its "
             "name sees one of them only."
         )
-        self.where, self.now = where, now
+        self.where, self.was, self.now = where, was, now
 
 
 class CannotTellError(Exception):

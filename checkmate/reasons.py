@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,45 +23,104 @@ _SPELLINGS = (
 )
 
 
+Constant = int | float | bool | str
+
+
 @dataclass(frozen=True)
 class Reason:
-    """A guard that fails: something that had a value, a number or a text, and has another now."""
+    """Something that had a value, a number or a text, and has another now."""
 
     source: str  # as Dynamo names it
-    value: int | float | bool | str | None  # what it was
-    line: str  # of the user's code, where it is used; empty if not known
+    value: Constant  # what it was
+    now: Constant
+    line: str = ""  # of the user's code, where it is used, if known
     advice: str = ""  # what to do about it, if that is not to make it a tensor
 
 
-def why_not(own: types.FunctionType, fn: Callable[..., Any], args: Any, kwargs: Any) -> Reason | None:
-    """The value that keeps what Dynamo captured of a function from being for a call.
+def constants(own: types.FunctionType) -> dict[str, Constant]:
+    """The values that are a part of what Dynamo captured of a function, by their sources."""
+    return {source: value for source, value, _ in _compared(own)}
 
-    None if it is something else, such as a shape or a mode, or if Dynamo does not say.
+
+def why_not(own: types.FunctionType, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Reason]:
+    """The values that keep what Dynamo captured of a function from being for a call.
+
+    None, if it is something else, such as a shape or a mode, or if Dynamo does not say.
 
     Args:
         own: what was captured, a function of any arguments which calls ``fn``.
         fn: the user's; args, kwargs: of the call.
     """
+    given = {"args": args, "kwargs": kwargs, "fn": fn}
     try:
-        entries = eval_frame._debug_get_cache_entry_list(own.__code__)
-        given = {"args": args, "kwargs": kwargs, "fn": fn}
-        said = [entry.guard_manager.check_verbose(given).verbose_code_parts for entry in entries]
+        failed = [
+            part for entry in _entries(own) for part in entry.guard_manager.check_verbose(given).verbose_code_parts
+        ]
     except (AttributeError, TypeError, RuntimeError):  # none of this is a public interface
+        return []
+    if not any(map(read, failed)):
+        return []
+    found = []
+    for source, value, line in _compared(own):
+        now = value_now(source, own, given)
+        if now is not None and (type(now) is not type(value) or now != value):
+            found.append(Reason(source, value, now, line))
+    return found
+
+
+def _compared(own: types.FunctionType) -> list[tuple[str, Constant, str]]:
+    """What `read` finds in all guards."""
+    try:
+        roots = [entry.guard_manager.root for entry in _entries(own)]
+        guards = [guard for root in roots for guard in (*_leaves(root), *root.get_epilogue_lambda_guards())]
+        return [found for guard in guards for part in guard.verbose_code_parts() if (found := read(part))]
+    except (AttributeError, TypeError):
+        return []
+
+
+def _leaves(manager: Any) -> Iterator[Any]:
+    yield from manager.get_leaf_guards()
+    children = list(manager.get_child_managers())
+    if hasattr(manager, "get_key_value_managers"):  # of a dict
+        children += [child for pair in manager.get_key_value_managers().values() for child in pair if child is not None]
+    for child in children:
+        yield from _leaves(child)
+
+
+def value_now(source: str, own: types.FunctionType, given: dict[str, Any]) -> Constant | None:
+    """What a source gives in a call; None if it is no number or text. ``given``: the call's arguments, as in `why_not`.
+
+    Sources are expressions of Dynamo's, which its guards evaluate.
+    """
+    try:
+        value = eval(source, {"L": given, "G": _entries(own)[0].guard_manager.global_scope})
+    except (
+        AttributeError,
+        LookupError,
+        NameError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # it is gone, or needs a function of Dynamo's
         return None
-    return next((reason for parts in said for part in parts if (reason := read(part))), None)
+    return value if type(value) in (int, float, bool, str) else None
 
 
-def asked(where: str, value: bool | int) -> Reason:
-    """A value of a tensor that the step asks for, in a place of the user's code, and that is another one now."""
+def _entries(own: types.FunctionType) -> list[Any]:
+    return eval_frame._debug_get_cache_entry_list(own.__code__)
+
+
+def asked(where: str, value: bool | int, now: bool | int) -> Reason:
+    """A value of a tensor that the step asks for, in a place of the user's code."""
     advice = "Compute without asking: torch.where(condition, a, b), or x[:, index] with a tensor as index."
-    return Reason(f"the value of a tensor that the step asks for ({where})", value, "", advice)
+    return Reason(f"the value of a tensor that the step asks for ({where})", value, now, advice=advice)
 
 
-def read(guard: str) -> Reason | None:
-    """A guard's text as a reason, if it compares with a value.
+def read(guard: str) -> tuple[str, Constant, str] | None:
+    """Source, value and line of a guard's text, if it compares with a value.
 
     >>> read("L['args'][0].beta == 0.5     # x * self.beta  # vae.py:12 in forward")
-    Reason(source="L['args'][0].beta", value=0.5, line='x * self.beta  # vae.py:12 in forward')
+    ("L['args'][0].beta", 0.5, 'x * self.beta  # vae.py:12 in forward')
     """
     found = _EQUALS.match(guard.strip())
     if found is None:
@@ -70,9 +129,7 @@ def read(guard: str) -> Reason | None:
         value = ast.literal_eval(found["value"])
     except (SyntaxError, ValueError):
         return None
-    if not isinstance(value, (int, float, bool, str)):
-        return None
-    return Reason(found["source"], value, found["line"] or "")
+    return (found["source"], value, found["line"] or "") if isinstance(value, (int, float, bool, str)) else None
 
 
 def spelled(source: str, fn: Callable[..., Any]) -> str:
@@ -112,28 +169,28 @@ def too_many(fn: Callable[..., Any], name: str, reasons: Sequence[Reason], most:
 
     Args:
         fn: the step; name: of the step.
-        reasons: of the last captures, oldest first, each with the value that another capture is for.
+        reasons: of the last captures, oldest first.
         most: how many captures are kept.
     """
-    changed = spelled(reasons[-1].source, fn)
-    values = ", ".join(repr(reason.value) for reason in reasons[-3:])
-    line = f"\n  {reasons[-1].line}" if reasons[-1].line else ""
+    last = reasons[-1]
+    changed = spelled(last.source, fn)
+    values = ", ".join(repr(value) for value in (*(reason.value for reason in reasons[-3:]), last.now))
+    line = f"\n  {last.line}" if last.line else ""
     return (
-        f"{changed} changes from call to call of {name}, and each value is captured and planned anew: {most} captures "
-        f"are kept (max_plans={most}), and they are used up. Its last values: {values}.{line}\n"
-        f"{_advice(changed, reasons[-1])}"
+        f"{changed} changes from call to call of {name}, and each value is captured and planned anew. Of the {most} "
+        f"captures that are kept (max_plans={most}) half or more are for values of it. The last ones: {values}.{line}\n"
+        f"{last.advice or _advice(changed, last.now)}"
     )
 
 
-def _advice(changed: str, reason: Reason) -> str:
-    if reason.advice:
-        return reason.advice
-    if isinstance(reason.value, (bool, str)):
+def _advice(changed: str, value: Constant) -> str:
+    if isinstance(value, (bool, str)):
         return "Compile one function for each value, or raise max_plans."
-    if re.fullmatch(r"self(\.\w+)+", changed):
+    made = f"{changed} = torch.tensor({value!r})"
+    if re.fullmatch(r"self(\.\w+|\[\d+\])*\.\w+", changed):
         owner, _, attribute = changed.rpartition(".")
-        return (
-            f"Make it a tensor: {owner}.register_buffer({attribute!r}, torch.tensor({reason.value!r})), and write to "
-            f"it with {changed}.fill_(...)."
-        )
-    return f"Make it a tensor: pass torch.tensor({reason.value!r}) for it, and write to it with fill_(...)."
+        made = f"{owner}.register_buffer({attribute!r}, torch.tensor({value!r}))"
+    return (
+        f"Make it a tensor: {made} once, and {changed}.fill_(...) to change it. Where it is a size, let it take fewer "
+        "values, or raise max_plans."
+    )

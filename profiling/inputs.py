@@ -19,6 +19,7 @@ from torch._functorch._aot_autograd.utils import is_with_effects
 from torch.utils._pytree import tree_map
 
 from checkmate.nodes import is_collective, target_name, tensors
+from checkmate.numbers import value_of
 from checkmate.randomness import save_state
 from checkmate.recurrent import lstm_layer
 
@@ -72,7 +73,7 @@ def _describe(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         dtype = str(leaf.dtype).removeprefix("torch.")
         return _Text(f"{dtype}{[*leaf.shape]}{[*leaf.stride()]}{leaf.device.type}")
-    return _Text(leaf.type) if isinstance(leaf, torch.device) else leaf
+    return _Text(leaf.type) if isinstance(leaf, torch.device) else value_of(leaf)
 
 
 def runs_alone(node: fx.Node) -> bool:
@@ -105,7 +106,7 @@ def call_of(node: fx.Node) -> Callable[[], Any]:
 def make_up(leaf: Any, bound: int | None = None) -> Any:
     """A tensor like a fake one; ``bound``: its integers are indices below this."""
     if not isinstance(leaf, torch.Tensor):
-        return leaf
+        return value_of(leaf)
     real = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
     flat = real.as_strided((real.untyped_storage().nbytes() // real.element_size(),), (1,), 0)
     if leaf.dtype.is_complex:

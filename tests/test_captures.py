@@ -10,10 +10,11 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import checkmate
+from checkmate.memory import measure_peak
 from checkmate.state import same_bits
 
 
@@ -112,7 +113,7 @@ def test_the_least_recently_used_is_dropped_and_freed(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         step(batches[1])
     assert "captured and planned 2 times" in caplog.text
-    assert "Of 4" in caplog.text
+    assert "Half of max_plans=4" in caplog.text
     caplog.clear()
     code = [weakref.ref(plan.modules.forward) for plan in step.plans]
     for x in (batches[2], batches[3], batches[0], batches[4]):  # that of the second batch was not used for longest
@@ -162,3 +163,148 @@ def test_modes_within_one_length() -> None:
 def test_the_limit_is_a_whole_number(most: object) -> None:
     with pytest.raises(ValueError, match="max_plans"):
         checkmate.compile(nn.Linear(2, 2), budget="1 MB", max_plans=most)
+
+
+class Annealed(nn.Module):
+    """Numbers as attributes and as an argument, in the computation and beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.step, self.seen, self.beta, self.temperature = 0, 0.0, 0.25, 1.5
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.step += 1
+        self.seen += 0.5
+        y = F.dropout(self.body(x), 0.1)
+        kl = (self.head(y) / self.temperature).log_softmax(-1).square().sum()
+        return (1 - self.beta) * y.mean() * scale + min(1, self.step / 3) * self.beta * kl
+
+
+def test_numbers_that_change_are_inputs() -> None:
+    model = Annealed()
+    twin, x = copy.deepcopy(model), torch.randn(4, 8)
+    compiled = checkmate.compile(model, budget="1 MB", time_limit=1)
+    for i, scale in enumerate([0.1, -0.0, 7.3, float("inf"), 1e-300]):
+        for each in (model, twin):
+            each.beta, each.temperature = 0.3 * i, 1.1**i
+        torch.manual_seed(i)
+        found = compiled(x, scale)
+        torch.manual_seed(i)
+        expected = twin(x, scale)
+        assert same_bits(found, expected)
+        model.zero_grad()
+        twin.zero_grad()
+        found.backward()
+        expected.backward()
+        assert all(same_bits(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        assert (model.step, model.seen, type(model.step)) == (twin.step, twin.seen, int)
+        assert len(compiled.plans) == 1  # the second is for the first call too
+        if i == 1:
+            torch._dynamo.utils.counters.clear()
+    assert _no_dynamo()
+
+
+def test_the_peak_with_numbers_as_inputs_is_within_the_plan() -> None:
+    model, x = Annealed(), torch.randn(64, 8)
+    compiled = checkmate.compile(model, budget="1 MB", time_limit=1)
+
+    def step() -> None:
+        compiled(x, 1.0 + model.step).backward()
+        model.beta += 0.1
+
+    step()
+    step()
+    (plan,) = compiled.plans
+    use = measure_peak(step)
+    assert compiled.plans == [plan]
+    assert plan.peak - 8 * 4 <= plan.problem.resident + use.peak <= plan.peak
+
+
+def test_a_counter_beside_the_computation_costs_one_capture_more() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.step = nn.Linear(4, 4), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.step += 1
+            return self.body(x)
+
+    model, x = Counting(), torch.randn(3, 4)
+    compiled = checkmate.compile(model, budget="1 MB", time_limit=1, max_plans=1)
+    for i in range(1, 6):
+        assert same_bits(compiled(x), model.body(x))
+        assert model.step == i
+        if i == 2:
+            torch._dynamo.utils.counters.clear()
+    assert _no_dynamo()
+
+
+def test_what_depends_on_a_number_in_other_ways_is_captured_for_each_value() -> None:
+    """Branches, sizes, a switch of dropout, the types of integer tensors."""
+    model = nn.Linear(8, 8)
+
+    def step(x: Tensor, keep: int, p: float, warmup: int) -> Tensor:
+        y = F.dropout(model(x)[:, :keep], p)
+        whole = torch.arange(keep) * min(1, warmup / 2)
+        return y.sum() * whole.sum() * (3.0 if warmup < 2 else p)
+
+    compiled = checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100")
+    x = torch.randn(3, 8)
+    values = [(8, 0.5, 1), (7, 0.5, 1), (7, 0.25, 1), (7, 1.0, 1), (7, 0.5, 2), (7, 0.5, 3), (8, 0.5, 1), (6, 0.1, 9)]
+    for given in values:
+        torch.manual_seed(1)
+        found = compiled(x, *given)
+        torch.manual_seed(1)
+        assert same_bits(found, step(x, *given))
+
+
+def test_at_the_limit_the_number_is_named() -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.width = nn.Linear(8, 8), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.width += 1
+            return self.body(x)[:, : self.width].sum()
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Identity(), Growing())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)
+
+    model, x = Outer(), torch.randn(2, 8)
+    compiled = checkmate.compile(model, budget="1 MB", time_limit=1, profile="roofline:h100", max_plans=3)
+    for _ in range(3):
+        compiled(x).backward()
+    with pytest.raises(checkmate.Unsupported) as caught:
+        compiled(x)
+    said = str(caught.value)
+    assert "self.layers[1].width changes from call to call of " in said
+    assert "max_plans=3" in said
+    assert "The last ones: 0, 1, 2, 3" in said
+    assert "self.width" in said
+    assert "test_captures.py" in said
+    assert 'self.layers[1].register_buffer("width", torch.tensor(3))' in said.replace("'", '"')
+    assert model.layers[1].width == 3  # nothing has run
+    model.layers[1].width = 1
+    compiled(x).backward()  # those that are kept still run
+
+
+def test_at_the_limit_an_argument_is_named() -> None:
+    model = nn.Linear(8, 8)
+
+    def step(x: Tensor, keep: int) -> Tensor:
+        return model(x)[:, :keep].sum()
+
+    compiled = checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100", max_plans=2)
+    x = torch.randn(2, 8)
+    for keep in (5, 6, 5, 6):
+        assert same_bits(compiled(x, keep), step(x, keep))
+    with pytest.raises(checkmate.Unsupported, match=r"The last ones: 5, 6, 7.*\n.*\n.*keep = torch\.tensor\(7\)"):
+        compiled(x, 7)

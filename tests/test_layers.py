@@ -24,7 +24,7 @@ LAYERS = (
     },
     {"units", "asking", "autocast", "display", "target", "fake", "layouts", "memory", "runtime", "files"},
     {"graph", "kernels", "messages", "nodes", "questions", "rewrite"},
-    {"problem", "devices", "predicates", "undefined"},
+    {"problem", "devices", "numbers", "predicates", "undefined"},
     {"schedule", "costs", "results", "speaking", "state"},
     {"plan"},
     {"solution", "timeline"},

@@ -243,7 +243,7 @@ def test_too_many_answers() -> None:
     compiled = _compiled(step, max_plans=2)
     for first in (0, 1):
         compiled(torch.full((8,), float(first)))
-    with pytest.raises(checkmate.Unsupported, match=r"asks for \(.*Its last values: 1, 2\.\nCompute without asking"):
+    with pytest.raises(checkmate.Unsupported, match=r"asks for \(.*The last ones: 0, 1, 2\.\nCompute without asking"):
         compiled(torch.full((8,), 2.0))
     compiled(torch.zeros(8))
     assert len(compiled.plans) == 2
