@@ -13,7 +13,8 @@ from checkmate.errors import SolverError
 from checkmate.solvers import highs
 from checkmate.solvers.formulation import build
 from checkmate.solvers.highs import Outcome
-from checkmate.solvers.model import Model
+from checkmate.solvers.milp import milp
+from checkmate.solvers.model import NONE, Model
 from tests import dags
 
 
@@ -73,6 +74,26 @@ def test_without_time_the_relaxation_still_bounds() -> None:
     result = highs.run(model, relax=True, time_limit=0.0)
     assert result.outcome is Outcome.STOPPED
     assert result.bound == pytest.approx(len(problem.graph.ops))  # each op once, in units of the mean cost
+
+
+def test_what_highs_has_when_a_limit_of_its_own_stops_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on nodes, which ends it at the same place on every machine."""
+    model, x = build(dags.unit_chain(8), 4, formulation="paper")
+    known = milp(dags.unit_chain(8), 4).schedule
+    assert known is not None
+    set_option = highs._set
+
+    def limited(solver: highspy.Highs, option: str, value: bool | int | float | str) -> None:
+        set_option(solver, option, value)
+        set_option(solver, "mip_max_nodes", 0)
+
+    monkeypatch.setattr(highs, "_set", limited)
+    there = x.R != NONE
+    result = highs.run(model, start=(x.R[there], known.R[there].astype(float)))
+    assert (result.outcome, round(result.objective)) == (Outcome.STOPPED, 26)
+    assert result.x is not None
+    assert model.broken(result.x) == []
+    assert 17 <= result.bound + 1e-6 < 26
 
 
 @pytest.mark.parametrize("budget", [4, 2])
