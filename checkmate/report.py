@@ -13,6 +13,7 @@ import html
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import metadata, resources
@@ -159,7 +160,8 @@ def _written(character: str) -> str:
 
 
 def _html(text: str) -> str:
-    return html.escape(_plain(text))
+    """Escaped, with places at which a long name may end a line: after its underscores, as in the page's script."""
+    return re.sub(r"(?<=\w_)(?=[^_])", "<wbr>", html.escape(_plain(text)))
 
 
 def _term(name: str, *texts: str) -> str:

@@ -646,6 +646,94 @@ def test_nothing_is_wider_than_the_page(opened: Open, width: int, scheme: str) -
         assert wide == []
 
 
+def _long_names() -> Solution:
+    """The chain of 17 ops, their names and those of their values as long as PyTorch makes them."""
+    solution = _again()
+    graph = solution.problem.graph
+    ops = tuple(replace(op, name=f"_native_batch_norm_legit_functional_backward_{k}") for k, op in enumerate(graph.ops))
+    values = tuple(replace(value, name=f"{ops[0].name}_{v}") for v, value in enumerate(graph.values))
+    problem = replace(solution.problem, graph=replace(graph, ops=ops, values=values))
+    return replace(solution, problem=problem)
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_names_break_after_underscores(opened: Open, width: int) -> None:
+    """Wherever it is shown; a name that nothing breaks may stand out of its table, which scrolls."""
+    driver = opened(_long_names(), width=width)
+    lines = driver.execute_script(
+        """
+        return [...document.querySelectorAll(arguments[0])].filter((e) => e.offsetParent).map((element) => {
+          const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
+          const lines = [];
+          let top = null;
+          for (let node = walker.nextNode(); node; node = walker.nextNode()) for (let i = 0; i < node.length; i++) {
+            const range = document.createRange();
+            range.setStart(node, i);
+            range.setEnd(node, i + 1);
+            const box = range.getClientRects()[0];
+            // a space at the end of a line has no box
+            if (box && (top === null || box.top - top > box.height / 2)) [top] = [box.top, lines.push("")];
+            lines[lines.length - 1] += node.data[i];
+          }
+          return lines;
+        })""",
+        "#memory-readout h3, #memory-readout dd, #memory-readout tbody th, #memory-text, #table-ops th[scope=row]",
+    )
+    broken = [some for some in lines if len(some) > 1 and any("native" in line for line in some)]
+    assert broken
+    assert [some for some in broken if any(line[-1] not in "_ " for line in some[:-1])] == []
+
+
+def test_the_values_alive_take_the_height_of_their_box(opened: Open) -> None:
+    """They once stood below the facts, where four of a hundred could be seen."""
+    driver = opened(_resnet())
+    box, values = (_one(driver, css).rect for css in ("#memory-readout", "#memory-readout .values"))
+    assert values["height"] > 0.9 * box["height"]
+    shown = driver.execute_script(
+        "const box = document.querySelector('.values').getBoundingClientRect();"
+        "return [...document.querySelectorAll('.values tbody tr')].filter((row) => {"
+        " const r = row.getBoundingClientRect(); return r.top >= box.top && r.bottom <= box.bottom; }).length"
+    )
+    assert shown >= 8
+    facts = _one(driver, "#memory-readout .facts").rect
+    assert facts["x"] + facts["width"] <= values["x"]
+
+
+def test_a_table_on_a_phone_scrolls_within_itself(opened: Open) -> None:
+    driver = opened(_long_names(), width=360, frontier=None)
+    tables = driver.execute_script(
+        """return [...document.querySelectorAll(".values, .wide")].map((box) => {
+          box.scrollTo(10000, 0);
+          const cell = box.querySelector("tbody tr td:last-child").getBoundingClientRect();
+          return [box.scrollWidth > box.clientWidth, box.scrollLeft > 0,
+            cell.right <= box.getBoundingClientRect().right + 1];
+        })"""
+    )
+    assert len(tables) == 4
+    assert all(all(facts) for facts in tables)
+    assert driver.execute_script("scrollTo(10000, 0); return scrollX") == 0
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= 360
+    readout = "const box = document.getElementById('memory-readout'); return [box.scrollWidth, box.clientWidth]"
+    wide, room = driver.execute_script(readout)
+    assert wide <= room
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_what_a_legend_says_stands_nearer_to_its_own_entry_than_to_the_next(opened: Open, width: int) -> None:
+    driver = opened(_resnet(), width=width)
+    gaps = driver.execute_script(
+        """const rows = [...document.querySelectorAll(".under .legend li")].map((li) =>
+          ["span", ".about"].map((css) => {
+            const range = document.createRange();
+            range.selectNodeContents(li.querySelector(css));
+            return range.getBoundingClientRect();
+          }));
+        return rows.slice(1).map(([name], i) => [rows[i][1].top - rows[i][0].bottom, name.top - rows[i][1].bottom])"""
+    )
+    assert len(gaps) >= 4
+    assert all(2 * max(own, 0) < next_one for own, next_one in gaps)
+
+
 def test_hostile_names_do_nothing_but_stand_there(opened: Open) -> None:
     solution = _hostile()
     driver = opened(solution)

@@ -5,13 +5,19 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement;
 
+/** A text in parts between which a line may end: long names have no spaces, but underscores. */
+function broken(text) {
+  const parts = text.split(/(?<=\w_)(?=[^_])/);
+  return parts.flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part]));
+}
+
 function el(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children);
+  element.append(...children.flatMap((child) => (typeof child === "string" ? broken(child) : [child])));
   return element;
 }
 

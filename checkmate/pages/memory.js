@@ -13,6 +13,7 @@ const memory = (() => {
   const legend = el("ul", { class: "legend", "aria-label": "Bytes by role at the op shown" });
   const readout = el("div", { id: "memory-readout", class: "readout", role: "region", tabindex: "0",
     "aria-label": "The op shown" });
+  const values = el("div", { class: "values", role: "region", tabindex: "0", "aria-label": "Values alive" });
 
   const tops = []; // for each role, the bytes up to and with it
   for (const role of roles) {
@@ -241,10 +242,13 @@ const memory = (() => {
         ["line", line],
         ["must run once", data.pinned[k] ?? ""],
       ]),
+      values,
+    );
+    values.replaceChildren(
       plainTable("Values alive" + (here.length > rows.length ? `, the ${rows.length} largest of ${here.length}` : ""),
         [["value"], ["bytes", true], ["role"], ["next read by"]], rows),
     );
-    readout.scrollTop = 0;
+    values.scrollTo(0, 0);
   }
 
   function show(i) {
