@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from checkmate.figures import BLUE, axes_of, pyplot
 from checkmate.folding import fold
@@ -32,9 +35,9 @@ class _Node:
 def graph(problem: Problem, *, most: int = NODES, ax: Axes | None = None) -> Axes:
     r"""The ops as boxes with their seconds and the bytes they make: the forward downwards, the backward upwards.
 
-    Arrows are values, the wider the more bytes; those from forward to backward, which a plan keeps or makes again, bear
-    their bytes. The darker a box the more time it takes. Where there are more than ``most`` ops, those of a module are
-    one box, or those of neighbouring modules.
+    Arrows are values, the wider the more bytes; beside those from forward to backward, which a plan keeps or makes again,
+    stand their bytes, where there is room. The darker a box the more time it takes. Where there are more than ``most``
+    ops, those of a module are one box, or those of neighbouring modules.
 
     Raises:
         ValueError: if ``most`` is less than 2.
@@ -58,11 +61,11 @@ def graph(problem: Problem, *, most: int = NODES, ax: Axes | None = None) -> Axe
         many = f"{len(node.ops)} ops, " if len(node.ops) > 1 else ""
         facts = f"{many}{format_seconds(node.seconds)}, makes {format_bytes(node.bytes)}"
         ax.text(node.x, node.y, f"{node.name}\n{facts}", ha="center", va="center", fontsize=7.5)
+    ax.set(xlim=(-1.0, 3.0), ylim=(-rows + 0.3, 1.2))  # before labels look for room
     _draw_edges(ax, problem, nodes)
     for x, head in ((0.0, "forward, downwards"), (2.0, "backward, upwards")):
         if any(node.x == x for node in nodes):
             ax.text(x, 0.75, head, ha="center", weight="bold")
-    ax.set(xlim=(-1.0, 3.0), ylim=(-rows + 0.3, 1.2))
     ax.set_axis_off()
     drawn = "" if len(nodes) == len(problem.graph.ops) else f" in {len(nodes)} boxes"
     step = f"{format_seconds(problem.keep_all_cost)}, {format_bytes(problem.keep_all_peak)} keeping all"
@@ -105,9 +108,6 @@ def _ends(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} - {names[-1]}"
 
 
-_PAPER = {"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.8}
-
-
 def _draw_edges(ax: Axes, problem: Problem, nodes: list[_Node]) -> None:
     """An arrow for each pair of boxes between which values go; neighbours straight, others around the column."""
     from matplotlib.patches import FancyArrowPatch
@@ -119,6 +119,7 @@ def _draw_edges(ax: Axes, problem: Problem, nodes: list[_Node]) -> None:
             for b in {box[k] for k in problem.graph.users[v]} - {box[value.producer]}:
                 edges[box[value.producer], b] = edges.get((box[value.producer], b), 0) + value.size_bytes
     most = max(edges.values(), default=0) or 1
+    crossing = []  # from forward to backward: bytes, ends, width
     for (a, b), size in edges.items():
         begin, end = nodes[a], nodes[b]
         across, down = begin.x != end.x, -1.0 if end.y < begin.y else 1.0
@@ -142,6 +143,49 @@ def _draw_edges(ax: Axes, problem: Problem, nodes: list[_Node]) -> None:
             label=f"{begin.name} -> {end.name}: {format_bytes(size)}", zorder=0.5, **look,
         )  # fmt: skip
         ax.add_patch(arrow)
-        if across and size >= 0.02 * most:
-            x, y = (0.7 * p + 0.3 * q for p, q in zip(*points, strict=True))
-            ax.text(x, y, format_bytes(size), fontsize=7, ha="center", va="center", bbox=_PAPER)
+        if across:
+            crossing.append((size, np.array(points), look["lw"]))
+    crossing.sort(key=lambda arrow: -arrow[0])
+    _label(ax, [(format_bytes(size) if size >= 0.02 * most else "", ends, lw) for size, ends, lw in crossing])
+
+
+PLACES = (0.2, 0.3, 0.12, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88)  # of the way along an arrow, where its label may stand
+
+
+def _label(ax: Axes, arrows: list[tuple[str, np.ndarray, float]]) -> None:
+    """Write beside each arrow what is said of it, above or below, where no arrow and no other label is.
+
+    Arrows are a text, two points and a width; the first ones choose first. What finds no room is not written.
+    """
+    points = ax.figure.dpi / 72  # pixels of one
+    lines = [(ax.transData.transform(ends), (0.5 * width + 1.5) * points) for _, ends, width in arrows]
+    taken: list[np.ndarray] = []  # the lower left and the upper right corner of each label
+    for (words, _, _), (ends, margin) in zip(arrows, lines, strict=True):
+        if not words:
+            continue
+        text = ax.text(0, 0, words, fontsize=7, ha="center", va="center")
+        extent = text.get_window_extent()
+        half = np.array([extent.width, extent.height]) / 2
+        along = ends[1] - ends[0]
+        off = half[1] + abs(along[1] / along[0]) * half[0] + 1.05 * margin
+        for share, side in itertools.product(PLACES, (1, -1)):
+            middle = ends[0] + share * along + [0, side * off]
+            box = np.array([middle - half, middle + half])
+            inside = ends[0][0] < box[0][0] and box[1][0] < ends[1][0]
+            free = not any(_crosses(*other, box) for other in lines)
+            if inside and free and not any((box[0] < b[1]).all() and (b[0] < box[1]).all() for b in taken):
+                text.set_position(ax.transData.inverted().transform(middle))
+                taken.append(box)
+                break
+        else:
+            text.remove()
+
+
+def _crosses(ends: np.ndarray, margin: float, box: np.ndarray) -> bool:
+    """Whether a straight line comes nearer to a box than the margin, above or below it."""
+    (x, y), (dx, dy) = ends[0], ends[1] - ends[0]
+    over = np.clip(box[:, 0], *sorted(ends[:, 0]))  # from where to where the line is over or under the box
+    if over[0] == over[1]:
+        return False
+    heights = y + (over - x) * dy / dx
+    return bool(heights.min() - margin < box[1][1] and heights.max() + margin > box[0][1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,7 @@ import pytest
 import checkmate
 from checkmate import Problem
 from checkmate import plan as plans
+from checkmate.figures import BLUE
 from checkmate.plot_graph import _nodes
 from checkmate.solvers.certify import certify
 from checkmate.timeline import timeline
@@ -246,6 +248,42 @@ def test_a_large_graph_is_folded_and_loses_nothing(name: str) -> None:
     assert sum(node.bytes for node in nodes) == problem.sizes.sum()
     assert all(node.name for node in nodes)
     assert len({(node.x, node.y) for node in nodes}) == len(nodes)
+
+
+def _along(arrow: Any) -> np.ndarray:
+    """Points along the line of an arrow, in pixels, a tenth of a pixel apart or less."""
+    path = arrow.get_path()
+    path.codes = None if path.codes is None else path.codes.copy()
+    (line,) = path.cleaned(curves=False).to_polygons(closed_only=False)[:1]
+    parts = [np.linspace(a, b, 20 + int(10 * np.hypot(*(b - a)))) for a, b in itertools.pairwise(line)]
+    return arrow.get_transform().transform(np.concatenate(parts))
+
+
+@pytest.mark.parametrize("name", ["resnet50", "gpt2-12", "unet", "chain", *range(4)])
+def test_labels_stand_beside_arrows_and_beside_each_other(name: str | int) -> None:
+    """Those of the bytes once stood on the arrows."""
+    if isinstance(name, int):
+        problem = oracle.random_problem(name)
+    else:
+        problem = _chain() if name == "chain" else Problem.from_json(f"benchmarks/problems/{name}.json.gz")
+    ax = plot.graph(problem)
+    _drawn(ax)
+    arrows = [patch for patch in ax.patches if isinstance(patch, matplotlib.patches.FancyArrowPatch)]
+    texts = {text: text.get_window_extent() for text in ax.texts}
+    for text, box in texts.items():
+        for arrow in arrows:
+            half = arrow.get_linewidth() / 2 * ax.figure.dpi / 72
+            x, y = _along(arrow).T
+            on = (box.x0 - half < x) & (x < box.x1 + half) & (box.y0 - half < y) & (y < box.y1 + half)
+            assert not on.any(), (text.get_text(), arrow.get_label())
+    for a, b in itertools.combinations(texts, 2):
+        assert not texts[a].overlaps(texts[b]), (a.get_text(), b.get_text())
+    across = [arrow for arrow in arrows if arrow.get_edgecolor()[:3] == matplotlib.colors.to_rgb(BLUE)]
+    sizes = {arrow: arrow.get_label().rpartition(": ")[2] for arrow in across}
+    most = max((arrow.get_linewidth() for arrow in across), default=0.0)
+    thick = [size for arrow, size in sizes.items() if arrow.get_linewidth() > 0.5 * most]
+    written = [text.get_text() for text in ax.texts]
+    assert all(written.count(size) >= thick.count(size) for size in thick)  # what matters most has room
 
 
 def test_a_forward_alone_is_one_column() -> None:
