@@ -35,9 +35,9 @@ class _Node:
 def graph(problem: Problem, *, most: int = NODES, ax: Axes | None = None) -> Axes:
     r"""The ops as boxes with their seconds and the bytes they make: the forward downwards, the backward upwards.
 
-    Arrows are values, the wider the more bytes; beside those from forward to backward, which a plan keeps or makes again,
-    stand their bytes, where there is room. The darker a box the more time it takes. Where there are more than ``most``
-    ops, those of a module are one box, or those of neighbouring modules.
+    Arrows are values, the wider the more bytes; the bytes of those from forward to backward, which a plan keeps or
+    makes again, stand beside them where there is room. The darker a box the more time it takes. Where there are more
+    than ``most`` ops, those of a module are one box, or those of neighbouring modules.
 
     Raises:
         ValueError: if ``most`` is less than 2.
