@@ -174,7 +174,8 @@ def _label(ax: Axes, arrows: list[tuple[str, np.ndarray, float]]) -> None:
             inside = ends[0][0] < box[0][0] and box[1][0] < ends[1][0]
             free = not any(_crosses(*other, box) for other in lines)
             if inside and free and not any((box[0] < b[1]).all() and (b[0] < box[1]).all() for b in taken):
-                text.set_position(ax.transData.inverted().transform(middle))
+                x, y = ax.transData.inverted().transform(middle)
+                text.set_position((x, y))
                 taken.append(box)
                 break
         else:
