@@ -86,7 +86,7 @@ def section(rows: Rows) -> str:
         "",
         "Each language model that transformers lists (causal, masked, sequence to sequence) and one network of",
         "each family of timm, tiny and with random weights, trained for two steps plainly, and compiled at 30 % of the",
-        "way from the smallest budget to keeping everything. *Counted* are those that plain PyTorch trains, and repeats",
+        "way from the smallest budget to keeping everything. *Counted* are those that plain PyTorch trains and repeats",
         "bit for bit. *Right*: losses, gradients, parameters, buffers and random state have the same bits, and the",
         f"measured peak is that of the plan; {again} of these ran ops again.{left_out}",
         "",
