@@ -109,19 +109,25 @@ def small(default: PretrainedConfig, **options: Any) -> PretrainedConfig:
     return kind(**{**found, **said, **options})
 
 
+def _own(config: PretrainedConfig) -> dict[str, Any]:
+    """Its values by all their names. Asked for one by one it refuses those that differ from layer to layer."""
+    values = vars(config)
+    return values | {name: values[kept] for name, kept in config.attribute_map.items() if kept in values}
+
+
 def _different(default: PretrainedConfig) -> dict[str, Any]:
     """What a part of a larger model is told, that is not so in a part by itself."""
-    alone, own = vars(type(default)()), vars(default)
+    alone, own = _own(type(default)()), _own(default)
     plain = (bool, int, float, str)
     return {
-        field.name: own[field.name]
+        field.name: _smaller(field.name, own[field.name])
         for field in dataclasses.fields(default)
         if isinstance(own.get(field.name), plain) and own[field.name] != alone.get(field.name)
     }
 
 
 def _shrunk(default: PretrainedConfig) -> Iterator[tuple[str, Any]]:
-    specials, own = iter(range(3, 10)), vars(default)  # not getattr: it refuses what differs from layer to layer
+    specials, own = iter(range(3, 10)), _own(default)
     for field in dataclasses.fields(default):
         value = own.get(field.name)
         if SPECIAL_TOKEN.fullmatch(field.name):
@@ -143,7 +149,7 @@ def _most(name: str, value: int) -> int:
 
 def _one_of_each(default: PretrainedConfig) -> dict[str, Any]:
     """Layers of each kind that the configuration lists, two at least: the lists, and how many layers there are."""
-    count = vars(default).get("num_hidden_layers")
+    count = _own(default).get("num_hidden_layers")
     lists = {
         name: value
         for name, value in vars(default).items()
