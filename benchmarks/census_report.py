@@ -98,9 +98,10 @@ def section(rows: Rows) -> str:
     if wrong:
         lines += ["", "| model | result | why |", "|---|---|---|"]
         lines += [f"| `{row['model']}` | {KINDS[row['status']]} | {_cell(reason(row))} |" for row in wrong]
-    aside = [f"`{row['model']}`" for row in rows.values() if row["status"] in NOT_COUNTED]
+    aside = [row for row in rows.values() if row["status"] in NOT_COUNTED]
     if aside:
-        lines += ["", f"Not counted: {', '.join(aside)}."]
+        lines += ["", "Not counted, for what plain PyTorch says, or because they could not be made small:", ""]
+        lines += [f"- `{row['model']}`: {_cell(reason(row) or 'other bits the second time')}" for row in aside]
     return "\n".join([*lines, ""])
 
 
