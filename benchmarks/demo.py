@@ -25,7 +25,7 @@ import checkmate
 from benchmarks import data, measuring
 from checkmate.memory import measure_peak
 from checkmate.state import differing
-from checkmate.units import format_bytes, format_seconds
+from checkmate.units import exact_bytes, format_bytes, format_seconds
 from tests.models import language_model
 from tests.models.gpt2 import GPT2
 from tests.models.resnet import resnet18
@@ -70,19 +70,23 @@ class Row:
         """The promises that do not hold, in words."""
         found = []
         if self.measured > self.budget:
-            found.append(f"the measured peak of {self.measured:,} bytes exceeds the budget of {self.budget:,}")
+            found.append(
+                f"the measured peak of {exact_bytes(self.measured)} exceeds the budget of {exact_bytes(self.budget)}"
+            )
         if self.measured != self.predicted:
-            found.append(f"the measured peak of {self.measured:,} bytes is not the predicted {self.predicted:,}")
+            found.append(
+                f"the measured peak of {exact_bytes(self.measured)} is not the predicted {exact_bytes(self.predicted)}"
+            )
         if not self.bitwise:
-            found.append(f"at a budget of {self.budget:,} bytes the numbers differ from plain PyTorch")
+            found.append(f"at a budget of {exact_bytes(self.budget)} the numbers differ from plain PyTorch")
         return found
 
     def cells(self) -> list[str]:
         """The row as text."""
         return [
             format_bytes(self.budget),
-            f"{self.predicted:,}",
-            f"{self.measured:,}",
+            f"{self.predicted:_}",
+            f"{self.measured:_}",
             f"{self.overhead:.1%}",
             f"{self.gap:.1%}",
             format_seconds(self.seconds),
@@ -133,8 +137,8 @@ def run(task: Task) -> list[str]:
     plain = measure_peak(partial(measuring.step_and_back, module, step, task.batches[0])).peak + problem.resident
     losses = expected[0]
     print(
-        f"{len(problem.graph.ops)} operations; plain PyTorch peaks at {plain:,} bytes, "
-        f"parameters and batch ({problem.resident:,}) included; loss {losses[0]:.3f} -> {losses[-1]:.3f} "
+        f"{len(problem.graph.ops)} operations; plain PyTorch peaks at {exact_bytes(plain)}, "
+        f"parameters and batch ({exact_bytes(problem.resident)}) included; loss {losses[0]:.3f} -> {losses[-1]:.3f} "
         f"in {len(losses)} steps\n"
     )
     budgets = [lowest + int(share * (keep_all - lowest)) for share in SHARES]

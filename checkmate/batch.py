@@ -33,7 +33,7 @@ from checkmate.solvers.sizes import (
 )
 from checkmate.solvers.solve import check_limits, check_method, solve
 from checkmate.throughput import LargestBatch, SizePoint
-from checkmate.units import format_bytes, parse_bytes
+from checkmate.units import exact_bytes, format_bytes, parse_bytes
 
 log = logging.getLogger("checkmate.batch")
 
@@ -244,7 +244,7 @@ class _Search:
         why = why or f"{op} stands in the way" + (" (proven)" if attempt.refuted else "")
         return InfeasibleBudget(
             f"Not even size {size} fits {format_bytes(self.budget)}: {why}. Smallest budget known to work for it: "
-            f"{format_bytes(known)} ({known:,} bytes).",
+            f"{exact_bytes(known)}.",
             budget=self.total,
             min_budget=known,
             op=op,

@@ -31,7 +31,7 @@ from checkmate.solution import Solution
 from checkmate.solvers import planning
 from checkmate.solvers.methods import METHODS
 from checkmate.solvers.solve import solve
-from checkmate.units import format_bytes, parse_bytes
+from checkmate.units import exact_bytes, format_bytes, parse_bytes
 from checkmate.verification import Certificate, compare_with_plain
 
 M = TypeVar("M", bound=nn.Module)
@@ -95,7 +95,7 @@ def compile(
 
     Args:
         fn: a module, or any function of tensors; with the loss computed inside it the loss is within the plan too.
-        budget: bytes at any moment of forward and backward, parameters, buffers and inputs included; "8 GB" is 8e9.
+        budget: bytes at any moment of forward and backward, parameters, buffers and inputs included; "8 GB" or "8G" is 8e9.
         method: how to plan; see `checkmate.solve`.
         time_limit: seconds to plan one captured graph, at most: where less than a hundredth of the step can still be
             saved, planning ends earlier, in proportion. So does Ctrl-C, with the best plan so far.
@@ -293,7 +293,7 @@ def _plan(problem: Problem, budget: int, reserve: int, **options: Any) -> Soluti
         smallest = problem.min_budget().peak + reserve
         raise InfeasibleBudget(
             f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(budget)}. "
-            f"Smallest budget that works: {format_bytes(smallest)} ({smallest:_} bytes).",
+            f"Smallest budget that works: {exact_bytes(smallest)}.",
             budget=budget,
             min_budget=smallest,
             op="",

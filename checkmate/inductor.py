@@ -37,7 +37,7 @@ from checkmate.runtime import boxed
 from checkmate.solution import Solution
 from checkmate.state import unchanged
 from checkmate.undefined import with_undefined
-from checkmate.units import format_bytes
+from checkmate.units import exact_bytes, format_bytes
 
 log = logging.getLogger("checkmate.inductor")
 aten = torch.ops.aten
@@ -145,7 +145,7 @@ def _refusal(budget: int, tried: list[tuple[Solution, int]]) -> InfeasibleBudget
     least = min(measured for _, measured in tried)
     return InfeasibleBudget(
         f"Compiled by Inductor, no plan stays within the budget of {format_bytes(budget)}. Measured in a run: {runs}. "
-        f"Smallest that was measured: {format_bytes(least)} ({least:_} bytes). {_INSTEAD}",
+        f"Smallest that was measured: {exact_bytes(least)}. {_INSTEAD}",
         budget=budget,
         min_budget=least,
         op="",

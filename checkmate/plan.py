@@ -13,6 +13,7 @@ import numpy as np
 from checkmate.graph import Graph
 from checkmate.problem import Problem
 from checkmate.schedule import Schedule
+from checkmate.units import exact_bytes
 
 
 @dataclass(frozen=True)
@@ -165,4 +166,5 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
     if budget is not None and plan.runs:
         usage = simulate(plan, problem)
         if usage.peak > budget:
-            yield f"the peak of {usage.peak} bytes at {graph.ops[usage.peak_op].name} exceeds the budget of {budget}"
+            where, most = graph.ops[usage.peak_op].name, exact_bytes(budget)
+            yield f"the peak of {exact_bytes(usage.peak)} at {where} exceeds the budget of {most}"

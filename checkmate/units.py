@@ -11,10 +11,10 @@ from checkmate.errors import BudgetError
 
 _PREFIXES = ("", "k", "m", "g", "t", "p")
 _UNITS = {
-    **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES)},
-    **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES) if prefix},
-    "": 1,
+    **{f"{prefix}{b}": 1000**power for power, prefix in enumerate(_PREFIXES) for b in ("", "b")},
+    **{f"{prefix}i{b}": 1024**power for power, prefix in enumerate(_PREFIXES) for b in ("", "b") if prefix},
 }
+_FEW = 1000  # of fewer bytes a fraction is no rounding of a large number: GB were meant, or a share
 _BYTES = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
@@ -22,13 +22,15 @@ def parse_bytes(budget: int | float | str) -> int:
     """Read a number of bytes.
 
     Args:
-        budget: a positive count of bytes, or text such as ``"8 GB"`` (10**9) or ``"512 MiB"`` (2**20).
+        budget: a positive count of bytes, or text such as ``"8 GB"`` (10**9) or ``"512 MiB"`` (2**20). The B may be
+            left out: ``"8G"`` is 8 GB, and ``"8Gi"`` 8 GiB, as Kubernetes writes them. The G of Slurm and Docker is a
+            GiB, so that a number taken over from there stays below theirs.
 
     Raises:
         BudgetError: if it is not a positive, finite number of whole bytes, or its unit is unknown.
 
-    >>> parse_bytes("1.5 GB"), parse_bytes("2 GiB"), parse_bytes(4096)
-    (1500000000, 2147483648, 4096)
+    >>> parse_bytes("1.5 GB"), parse_bytes("2 GiB"), parse_bytes("8G"), parse_bytes(4096)
+    (1500000000, 2147483648, 8000000000, 4096)
     """
     if isinstance(budget, str):
         return _parse_text(budget)
@@ -43,6 +45,8 @@ def parse_bytes(budget: int | float | str) -> int:
         )
     if budget <= 0:
         raise BudgetError(f"A budget is a positive number of bytes, not {budget!r}.")
+    if budget < _FEW and budget != int(budget):
+        raise _no_whole_number(budget)
     return int(budget)
 
 
@@ -53,11 +57,19 @@ def _parse_text(text: str) -> int:
     number, unit = match.groups()
     scale = _UNITS.get(unit.lower())
     if scale is None:
-        raise BudgetError(f"Unknown unit {unit!r} in the budget {text!r}. Use B, kB, MB, GB, TB or KiB, MiB, GiB, TiB.")
+        raise BudgetError(
+            f"Unknown unit {unit!r} in the budget {text!r}. Use B, kB, MB, GB, TB or KiB, MiB, GiB, TiB; B is optional."
+        )
     value = Decimal(number) * scale
     if value < 1:
         raise BudgetError(f"A budget is at least one byte: {text!r} is {value:f} bytes.")
+    if scale == 1 and value < _FEW and value != int(value):
+        raise _no_whole_number(number)
     return int(value)
+
+
+def _no_whole_number(budget: object) -> BudgetError:
+    return BudgetError(f"A budget is a whole number of bytes, not {budget}. Write '{budget} GB' for gigabytes.")
 
 
 def format_bytes(count: float) -> str:
@@ -72,6 +84,15 @@ def format_bytes(count: float) -> str:
         if abs(count) < 999.995 * 1000**power:
             return f"{count / 1000**power:.2f} {unit}"
     return f"{count / 1000**4:.2f} TB"
+
+
+def exact_bytes(count: int) -> str:
+    """Write a number of bytes to the last one, too, as Python and ``parse_bytes`` read it: for errors.
+
+    >>> exact_bytes(2_162_592), exact_bytes(812)
+    ('2.16 MB (2_162_592 bytes)', '812 B')
+    """
+    return format_bytes(count) if abs(count) < 1000 else f"{format_bytes(count)} ({count:_} bytes)"
 
 
 def format_seconds(seconds: float) -> str:

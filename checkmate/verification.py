@@ -26,7 +26,7 @@ from checkmate.errors import VerificationError
 from checkmate.memory import CPU, measure_peak
 from checkmate.solution import Solution
 from checkmate.state import differing, names_of, restored, same_bits, tensors_within
-from checkmate.units import format_bytes
+from checkmate.units import exact_bytes, format_bytes
 
 log = logging.getLogger("checkmate.verification")
 
@@ -167,13 +167,13 @@ def _check_peak(measured: int, plan: Solution, backend: Backend, device: torch.d
     """
     if measured > backend.limit(plan):
         raise VerificationError(
-            f"The measured peak of {measured:_} bytes is above the budget of {backend.limit(plan):_} bytes."
+            f"The measured peak of {exact_bytes(measured)} is above the budget of {exact_bytes(backend.limit(plan))}."
             f"{_SLACK if device.type == 'cuda' else _OUTSIDE} Please report this."
         )
     if device.type == "cpu" and backend.exact and plan.peak is not None and measured > plan.peak:
         raise VerificationError(
-            f"The measured peak of {measured:_} bytes is above the predicted one of {plan.peak:_} bytes, though within "
-            f"the budget of {plan.budget:_}.{_OUTSIDE} Please report this."
+            f"The measured peak of {exact_bytes(measured)} is above the predicted one of {exact_bytes(plan.peak)}, "
+            f"though within the budget of {exact_bytes(plan.budget)}.{_OUTSIDE} Please report this."
         )
 
 

@@ -17,6 +17,7 @@ from checkmate.solvers.certify import certify, peak_of
 from checkmate.solvers.formulation import Variables, build, cost_unit
 from checkmate.solvers.highs import Outcome, Result
 from checkmate.solvers.model import NONE, Model
+from checkmate.units import exact_bytes
 
 ATTEMPTS = 4  # at a schedule that breaks the budget by less than the solver's tolerance
 
@@ -69,7 +70,8 @@ def milp(
     method = "milp" if formulation == "strengthened" else f"milp ({formulation})"
     if (needed := problem.unavoidable_bytes).max() > budget:
         worst = problem.graph.ops[int(needed.argmax())].name
-        message = f"at least {needed.max()} bytes are at hand while {worst} runs, and the budget is {budget}"
+        most = exact_bytes(budget)
+        message = f"at least {exact_bytes(needed.max())} are at hand while {worst} runs, and the budget is {most}"
         return Solution(Status.INFEASIBLE, problem, budget, method, bound=float("inf"), message=message)
     incumbent = start.R if start is not None and _excess(problem, budget, start.R) <= 0 else None
     bound, margin = 0.0, 0

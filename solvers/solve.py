@@ -17,7 +17,7 @@ from checkmate.solvers.least import TIME_LIMIT, MinBudget, bottleneck, least_run
 from checkmate.solvers.methods import METHODS, Method
 from checkmate.solvers.progress import Progress
 from checkmate.solvers.starting import Start, as_schedule
-from checkmate.units import format_bytes, format_seconds, parse_bytes
+from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_bytes
 
 __all__ = ["min_budget", "solve"]
 
@@ -187,9 +187,9 @@ def _without_plan(solution: Solution, ends: MinBudget, k: int) -> Solution:
 
 
 def _way_out(problem: Problem, ends: MinBudget) -> str:
-    below = "it" if ends.proven else f"{format_bytes(ends.bound)} ({ends.bound:,} bytes)"
+    below = "it" if ends.proven else exact_bytes(ends.bound)
     return (
-        f"Smallest budget that works: {format_bytes(ends.peak)} ({ends.peak:,} bytes). "
+        f"Smallest budget that works: {exact_bytes(ends.peak)}. "
         f"No schedule at all fits below {below}.{_what_it_costs(problem)}"
     )
 

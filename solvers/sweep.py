@@ -17,7 +17,7 @@ from checkmate.problem import Problem
 from checkmate.solution import Solution, Status
 from checkmate.solvers.candidates import why_no_chain
 from checkmate.solvers.certify import certify, peak_of
-from checkmate.units import format_bytes
+from checkmate.units import exact_bytes
 
 COARSE = 0.5  # the share of the trials that spreads over all settings; the others go to where the best was
 
@@ -104,7 +104,7 @@ def answer(sweep: Sweep, method: str, began: float, *, details: dict[str, Any], 
     if sweep.R is not None:
         solution = certify(problem, budget, sweep.R, method=method, details=details)
         return replace(solution, seconds=time.perf_counter() - began)
-    message = f"the smallest peak it reaches is {format_bytes(sweep.peak)} ({sweep.peak:,} bytes){remedy}"
+    message = f"the smallest peak it reaches is {exact_bytes(sweep.peak)}{remedy}"
     details["peak"] = sweep.peak
     seconds = time.perf_counter() - began
     return Solution(Status.NOT_FOUND, problem, budget, method, message=message, seconds=seconds, details=details)

@@ -10,6 +10,7 @@ from checkmate.schedule import Schedule
 from checkmate.solution import Status
 from checkmate.solvers.kept import on_demand
 from checkmate.solvers.last_node import last_node
+from checkmate.units import exact_bytes
 from tests import dags
 from tests.oracle import random_problem
 
@@ -50,4 +51,4 @@ def test_where_it_does_not_fit_it_says_what_it_takes() -> None:
     assert last_node(problem, peak).peak == peak
     refused = last_node(problem, peak - 1)
     assert (refused.status, refused.details["peak"], refused.plan) == (Status.NOT_FOUND, peak, None)
-    assert f"({peak:,} bytes)" in refused.message
+    assert exact_bytes(peak) in refused.message

@@ -15,6 +15,7 @@ from checkmate.solvers import least
 from checkmate.solvers.certify import peak_of
 from checkmate.solvers.least import MinBudget, bottleneck, least_runs, min_budget
 from checkmate.solvers.solve import solve
+from checkmate.units import exact_bytes
 from tests import dags
 from tests.oracle import outcomes, random_problem
 from tests.sampling import every
@@ -102,7 +103,7 @@ def test_a_budget_below_the_bound_is_refused_as_proven() -> None:
     assert refused.status is Status.INFEASIBLE
     assert refused.details["min_budget"] == ends.peak
     assert refused.details["op"] == problem.graph.ops[bottleneck(problem)].name
-    assert f"{ends.peak:,} bytes" in refused.message
+    assert exact_bytes(ends.peak) in refused.message
     assert "No schedule at all fits below" in refused.message
     met = solve(problem, ends.peak, time_limit=5)
     assert met.peak is not None

@@ -112,7 +112,7 @@ def test_the_strengthened_relaxation_alone_proves_the_chain_of_16(budget: int, c
 def test_below_the_smallest_budget_of_the_chain_nothing_fits() -> None:
     solution = milp(dags.unit_chain(8), 2)
     assert solution.status is Status.INFEASIBLE
-    assert "at least 3 bytes are at hand while op9 runs" in solution.message
+    assert "at least 3 B are at hand while op9 runs" in solution.message
 
 
 @pytest.mark.parametrize("formulation", FORMULATIONS)

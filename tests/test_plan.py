@@ -109,7 +109,7 @@ def test_each_fault_is_found(plan: Plan, says: str) -> None:
 
 def test_a_peak_beyond_the_budget_is_found() -> None:
     assert verify(KEEP_ALL, PROBLEM, budget=2_110_999) == [
-        "the peak of 2111000 bytes at a_grad exceeds the budget of 2110999"
+        "the peak of 2.11 MB (2_111_000 bytes) at a_grad exceeds the budget of 2.11 MB (2_110_999 bytes)"
     ]
 
 

@@ -25,6 +25,7 @@ from checkmate.solvers.least import least_runs
 from checkmate.solvers.methods import METHODS
 from checkmate.solvers.model import Model
 from checkmate.solvers.solve import min_budget, solve
+from checkmate.units import exact_bytes
 from tests import dags
 from tests.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.sampling import every, slow
@@ -155,7 +156,7 @@ def test_a_refusal_names_the_op_and_a_budget_that_works(name: str) -> None:
     least = refused.details["min_budget"]
     assert refused.details["op"] == op
     assert op in refused.message
-    assert f"{least:,} bytes" in refused.message
+    assert exact_bytes(least) in refused.message
     assert least == min_budget(problem).peak == problem.min_budget().peak >= floor
     accepted = solve(problem, least, time_limit=5)
     check(accepted)

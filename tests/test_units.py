@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.errors import BudgetError, CheckmateError
-from checkmate.units import format_bytes, format_seconds, parse_bytes
+from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_bytes
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
@@ -25,6 +30,14 @@ from checkmate.units import format_bytes, format_seconds, parse_bytes
         ("2 MiB", 2 * 2**20),
         ("1 TiB", 2**40),
         ("0.1 GB", 100_000_000),
+        ("8G", 8 * 10**9),
+        ("8 g", 8 * 10**9),
+        ("512M", 512 * 10**6),
+        ("64K", 64_000),
+        ("2T", 2 * 10**12),
+        ("8Gi", 8 * 2**30),
+        ("2_162_592 B", 2_162_592),
+        ("4096.9", 4096),
         ("9007199254740993", 2**53 + 1),  # as a float it would be 2**53
     ],
 )
@@ -46,7 +59,13 @@ def test_numbers(budget: float) -> None:
         ("lots", "Cannot read the budget 'lots'"),
         ("-1 GB", "Cannot read the budget '-1 GB'"),
         ("1e9", "Cannot read the budget '1e9'"),
-        ("8 G", "Unknown unit 'G'"),
+        ("8 GBB", "Unknown unit 'GBB'"),
+        ("8 X", "Unknown unit 'X'"),
+        ("1.5", "whole number of bytes, not 1.5. Write '1.5 GB' for gigabytes"),
+        ("24.5 B", "whole number of bytes, not 24.5"),
+        (1.5, "whole number of bytes, not 1.5. Write '1.5 GB' for gigabytes"),
+        (999.5, "whole number of bytes, not 999.5"),
+        (np.float64(1.5), "whole number of bytes, not 1.5"),
         ("1.2.3 GB", "Cannot read"),
         ("0 GB", "at least one byte: '0 GB' is 0 bytes"),
         ("0.5", "at least one byte: '0.5' is 0.5 bytes"),
@@ -106,3 +125,22 @@ def test_format_bytes(count: int, text: str) -> None:
 )
 def test_format_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@given(st.integers(min_value=1000, max_value=10**15))
+def test_exact_bytes_can_be_pasted_as_a_budget(count: int) -> None:
+    (digits,) = re.findall(r"\((.*) bytes\)", exact_bytes(count))
+    assert parse_bytes(digits) == count
+    assert exact_bytes(count).startswith(f"{format_bytes(count)} (")
+
+
+def test_all_write_bytes_in_this_one_form() -> None:
+    """A number of bytes in full comes from `exact_bytes`; only `files`, of the same layer, cannot import that."""
+    written = {"units.py", "files.py"}
+    sources = [
+        p for folder in ("checkmate", "solvers", "profiling", "benchmarks") for p in (ROOT / folder).glob("*.py")
+    ]
+    assert len(sources) > 100
+    for source in sources:
+        found = re.findall(r"\{[^{}\n]*:[_,]\}\)? bytes", source.read_text())
+        assert source.name in written or not found, f"{source}: {found}"
