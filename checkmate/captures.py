@@ -24,6 +24,7 @@ from checkmate.asking import plain_if_possible
 from checkmate.backend import Backend
 from checkmate.capture import Joint
 from checkmate.errors import Unsupported
+from checkmate.messages import quietly
 from checkmate.numbers import NotFree, as_inputs
 from checkmate.questions import AnotherAnswer
 from checkmate.reasons import Reason, asked, constants, spelled, too_many, value_now, why_not
@@ -190,7 +191,7 @@ class Captures:
         made = _Capture(kind, own, torch._dynamo.run(own), [], because, frozenset(numbers))
         backend.numbers, backend.check = numbers, check
         try:
-            with ranks.in_one_piece(), as_inputs(numbers):
+            with ranks.in_one_piece(), as_inputs(numbers), quietly():
                 result = _compiled(own, self._compile_graph)(*args, **kwargs)
         except _NothingToPlan:
             result = self._fn(*args, **kwargs)

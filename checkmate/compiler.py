@@ -22,7 +22,7 @@ from checkmate.captures import MOST, Captures, capture
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.fake import meta_as_cpu
 from checkmate.inductor import inductor, require_compiler
-from checkmate.messages import explained, refuse_lazy
+from checkmate.messages import explained, quietly, refuse_lazy
 from checkmate.problem import Problem
 from checkmate.profiling.choose import Choice, profiler
 from checkmate.profiling.measure import Measure
@@ -95,7 +95,7 @@ def compile(
 
     Args:
         fn: a module, or any function of tensors; with the loss computed inside it the loss is within the plan too.
-        budget: bytes at any moment of forward and backward, parameters, buffers and inputs included; "8 GB" or "8G" is 8e9.
+        budget: bytes at any moment of the step, parameters, buffers and inputs included; "8 GB", or "8G", is 8e9.
         method: how to plan; see `checkmate.solve`.
         time_limit: seconds to plan one captured graph, at most: where less than a hundredth of the step can still be
             saved, planning ends earlier, in proportion. So does Ctrl-C, with the best plan so far.
@@ -254,7 +254,7 @@ def trace(
         return solve(problem, max(1, problem.keep_all_peak), method="checkpoint-all")
 
     try:
-        with nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu():
+        with quietly(), nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu():
             capture(fn, Backend(keep_all, _stop, find_costs, block_bytes))(*args, **kwargs)
     except _Captured:
         pass

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch._dynamo.exc as dynamo
@@ -14,6 +16,7 @@ from checkmate.errors import CheckmateError, Unsupported
 from checkmate.provenance import is_users
 
 log = logging.getLogger("checkmate.messages")
+_WRONG_TYPE = re.compile(r"^TypeError when making fake tensor call.*?context: TypeError .+?>: (.+?)$", re.DOTALL | re.M)
 _USER_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)')
 _INTERNAL = (
     "If it runs without checkmate, please report this; the log of checkmate.messages has the traceback, at level DEBUG."
@@ -21,6 +24,11 @@ _INTERNAL = (
 WRAP_OUTSIDE = (
     "DistributedDataParallel speaks with the other ranks in its forward, outside of any plan. Compile the module "
     "within, and wrap what comes out: DistributedDataParallel(checkmate.compile(model, budget=...))."
+)
+_capturing: ContextVar[bool] = ContextVar("checkmate_capturing", default=False)
+_NO_DATA = (
+    "What is on the meta device has no data: put the model and the batch on one device; "
+    'or plan without data, with all on meta: checkmate.trace(..., profile="roofline:h100").'
 )
 _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and what to do
     (r"modified by an inplace operation", "Plain PyTorch refuses this too: write to a copy, x.clone(), instead."),
@@ -43,6 +51,7 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     (r"random\.", "Draw with torch, or draw outside and pass the number in as a tensor."),
     (r"is raised here", "Call the function without checkmate: is it raised there too?"),
     (r"unhandled tensor method|has no attribute|TypeError", "Call the function without checkmate: does it run?"),
+    (r"as_proxy", "An op was given what is no tensor. Pass the tensors of a batch, not what gives batches."),
     (r"bind arguments", "The function was called with other arguments than it takes."),
 )
 _ONE_GRAPH = (
@@ -69,6 +78,9 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
             return _with_place(users, error)
         said = f"{type(users).__name__}: {users} is raised here.{_place(error)}"
         return Unsupported(f"Cannot capture {name}: {said}\n{_advice(said, _ONE_GRAPH)}")
+    if refused := _WRONG_TYPE.search(str(error)):
+        said = re.sub(r"\bimmutable_(list|dict)\b", r"\1", refused.group(1))  # as fx calls them
+        return TypeError(f"{said}{_place(error)}")
     if isinstance(error, (dynamo.Unsupported, dynamo.UserError)):
         said = f"{_reason(error)}{_place(error)}"
         return Unsupported(f"Cannot capture {name}: {said}\n{_advice(said, _ONE_GRAPH)}")
@@ -77,6 +89,23 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
     return Unsupported(
         f"Cannot compile {name}: {type(inner).__name__}: {said}{_place(error)}\n{_advice(str(inner), _INTERNAL)}"
     )
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keep from standard error what fake tensors log of an op that fails: the error says it, in one sentence."""
+    before = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(before)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not (_capturing.get() and str(record.msg).startswith("failed while attempting to run meta"))
+
+
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_news)
 
 
 def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -124,8 +153,12 @@ def _reason(error: Exception) -> str:
 
 def _message(error: Exception) -> str:
     """What PyTorch itself said of an op that fails on the shapes or types it was given."""
-    said = re.search(r"got \w+\((['\"])(.+?)\1\)", str(error), re.DOTALL)
-    return said.group(2) if said else str(error)
+    text = str(error)
+    if said := re.search(r"got \w+\((['\"])(.+?)\1\)", text, re.DOTALL):
+        return said.group(2)
+    if said := re.search(r"Explanation: (.+)", text):
+        return f"{said.group(1)} {_NO_DATA}" if re.search(r"\bmeta\b", said.group(1)) else said.group(1)
+    return text
 
 
 def _place(error: Exception) -> str:

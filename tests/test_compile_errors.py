@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -275,3 +276,56 @@ def test_faults_of_hooks_read_as_they_are(net: nn.Sequential, batch: tuple[Tenso
     loss = checkmate.compile(lambda x: net(x).sum(), budget="1 GB", time_limit=1)(batch[0])
     with pytest.raises(AttributeError, match="nonesuch"):
         loss.backward()
+
+
+class Kept(logging.Handler):
+    """What is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@pytest.fixture
+def of_fake_tensors() -> Iterator[list[str]]:
+    """What PyTorch's fake tensors log, of which each record is printed with a traceback of twenty lines."""
+    log, kept = logging.getLogger("torch._subclasses.fake_tensor"), Kept()
+    log.addHandler(kept)
+    yield kept.said
+    log.removeHandler(kept)
+
+
+def test_a_wrong_shape_is_one_sentence_and_a_line(
+    net: nn.Module, batch: tuple[Tensor, Tensor], of_fake_tensors: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    x = batch[0][:, :3]
+    for call in (checkmate.compile(lambda x: net(x).sum(), budget="1 GB"), lambda x: checkmate.trace(net, x)):
+        with pytest.raises(RuntimeError, match="same reduction dim") as caught:
+            call(x)
+        assert str(caught.value).count("\n") <= 1
+    assert of_fake_tensors == []
+    assert capfd.readouterr().err == ""
+    with pytest.raises(RuntimeError):  # what others compile is logged as ever
+        torch.compile(net, backend="eager", fullgraph=True)(x)
+    assert len(of_fake_tensors) == 1
+
+
+def test_a_model_without_data_and_a_batch_with(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    without = net.to("meta")
+    with pytest.raises(RuntimeError, match=r"two devices, cpu and meta! .* no data: .*roofline") as caught:
+        checkmate.compile(lambda x: without(x).sum(), budget="1 GB")(batch[0])
+    _, line = str(caught.value).splitlines()
+    assert "test_compile_errors.py" in line
+    assert "without(x).sum()" in line
+
+
+def test_a_batch_that_is_no_tensor(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    compiled = checkmate.compile(net, budget="1 GB")
+    with pytest.raises(TypeError, match=r"^linear\(\): argument 'input' \(position 1\) must be Tensor, not list"):
+        compiled(list(batch))  # in the words of plain PyTorch
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch))
+    with pytest.raises(checkmate.Unsupported, match="Pass the tensors of a batch"):
+        compiled(loader)
