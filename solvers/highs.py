@@ -126,7 +126,7 @@ class _Run:
         self._stop = False
         self._over = threading.Event()
         self._status = highspy.HighsStatus.kError
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         for asks in (solver.cbSimplexInterrupt, solver.cbIpmInterrupt, solver.cbMipInterrupt):
             asks.subscribe(self._answer)
         solver.cbMipImprovingSolution.subscribe(self._improve)
@@ -144,6 +144,7 @@ class _Run:
             self._over.wait(PATIENCE)
             raise
         if self._error is not None:
+            self._over.wait(PATIENCE)
             raise self._error
         if over:
             self._thread.join()
@@ -154,14 +155,14 @@ class _Run:
     def _wait(self, seconds: float) -> bool:
         until = time.perf_counter() + seconds
         while (left := until - time.perf_counter()) > 0:  # in turns, for on Windows a long wait hears no Ctrl-C
-            if self._over.wait(min(0.1, left)):
+            if self._over.wait(min(0.1, left)) or self._error is not None:
                 return True
         return self._over.is_set()
 
     def _run(self) -> None:
         try:
             self._status = self._solver.run()
-        except Exception as error:  # noqa: BLE001  # raised again by `wait`
+        except BaseException as error:  # noqa: BLE001  # raised again by `wait`
             self._error = SolverError(f"HiGHS failed: {error}")
             self._error.__cause__ = error
         finally:
@@ -185,7 +186,7 @@ class _Run:
         try:
             if call is not None:
                 call(value)
-        except Exception as error:  # noqa: BLE001  # raised again by `wait`
+        except BaseException as error:  # noqa: BLE001  # Ctrl-C too: raised again by `wait`
             self._error, self._stop = error, True
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import highspy
 import numpy as np
@@ -160,6 +162,50 @@ def test_what_a_callback_raises_is_raised_to_the_caller(callback: str) -> None:
     model, _ = build(dags.unit_chain(8), 4)
     with pytest.raises(LookupError, match="own trouble"):
         highs.run(model, **{callback: fail})
+
+
+@pytest.mark.parametrize("callback", ["on_incumbent", "on_bound"])
+def test_ctrl_c_within_a_callback_is_not_lost(callback: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no Exception, and in a thread of its own it would end as a traceback on standard error."""
+    unheard: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", unheard.append)
+
+    def interrupted(value: object) -> None:
+        raise KeyboardInterrupt
+
+    model, _ = build(dags.unit_chain(8), 4)
+    with pytest.raises(KeyboardInterrupt):
+        highs.run(model, **{callback: interrupted})
+    assert unheard == []
+
+
+def test_what_a_callback_raises_does_not_wait_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS may be busy for seconds before it asks again whether to stop."""
+    busy = threading.Event()
+
+    def run(solver: highspy.Highs) -> highspy.HighsStatus:
+        going[0]._improve(SimpleNamespace(data_out=SimpleNamespace(mip_solution=[1.0])))
+        busy.wait()
+        return highspy.HighsStatus.kOk
+
+    going: list[highs._Run] = []
+    start = highs._Run.__init__
+
+    def keep(self: highs._Run, *args: Any) -> None:
+        going.append(self)
+        start(self, *args)
+
+    def interrupted(value: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(highs._Run, "__init__", keep)
+    monkeypatch.setattr(highspy.Highs, "run", run)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            highs.run(knapsack(), on_incumbent=interrupted)
+        assert not busy.is_set()
+    finally:
+        busy.set()
 
 
 @pytest.mark.wall_clock
