@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import logging
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any, Generic, Literal, TypeVar, get_args, overload
 
 import torch
@@ -118,7 +117,8 @@ def compile(
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
         with the one given, which is left as it was. For a function a function. Both have ``.plans``, the `Solution` of
-        each captured graph that is kept.
+        each captured graph that is kept. A copy, or what is loaded where it was saved whole, is compiled with the same
+        options.
 
     Raises:
         BudgetError: at once, if the budget is no positive number of bytes.
@@ -137,10 +137,13 @@ def compile(
     """
     if isinstance(max_plans, bool) or not isinstance(max_plans, int) or max_plans < 1:
         raise ValueError(f"max_plans is a whole number of plans, 1 at least, not {max_plans!r}.")
-    new_backend = _backends(fn, budget, method, time_limit, reserve, profile, cache, backend)
+    options: dict[str, Any] = {"budget": budget, "method": method, "time_limit": time_limit, "reserve": reserve}
+    options |= {"profile": profile, "cache": cache, "backend": backend}
+    new_backend = _backends(fn, **options)
+    again = functools.partial(compile, verify=verify, max_plans=max_plans, **options)
     if isinstance(fn, nn.Module):
-        return _compile_module(fn, new_backend, verify, max_plans)
-    return CompiledStep(fn, new_backend, verify, max_plans)
+        return _compile_module(fn, new_backend, verify, max_plans, again)
+    return CompiledStep(fn, new_backend, verify, max_plans, again)
 
 
 def verify(
@@ -195,8 +198,7 @@ def _backends(
         raise ValueError(f"time_limit is a positive number of seconds, not {time_limit!r}.")
     if backend not in get_args(Code):
         raise ValueError(f"Unknown backend {backend!r}; the backends are {', '.join(get_args(Code))}.")
-    total = parse_bytes(budget)
-    set_aside = 0 if reserve == 0 else parse_bytes(reserve)
+    total, set_aside = parse_bytes(budget), 0 if reserve == 0 else parse_bytes(reserve)
 
     made: list[weakref.ref[Solution]] = []  # the last batch of an epoch is smaller: the plans before are of use
 
@@ -314,9 +316,14 @@ class CompiledStep(Generic[P, R]):
     """A function with a plan for each graph that was captured of it. Made by `compile`."""
 
     def __init__(
-        self, fn: Callable[P, R], new_backend: Callable[[], Backend], verify: bool, max_plans: int = MOST
+        self,
+        fn: Callable[P, R],
+        new_backend: Callable[[], Backend],
+        verify: bool,
+        max_plans: int = MOST,
+        again: Any = None,
     ) -> None:
-        self._fn = fn
+        self._fn, self._again = fn, again  # who calls `again` with the function has such a step, without its plans
         self._backend = new_backend()
         self._verify = verify
         self._run = Captures(fn, self._backend, max_plans, _name(fn))
@@ -327,6 +334,9 @@ class CompiledStep(Generic[P, R]):
     def plans(self) -> list[Solution]:
         """The `Solution` of each captured graph that is kept, in the order of capture."""
         return self._backend.plans
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._again, (self._fn,)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The step; the first call for a kind of input plans it.
@@ -362,7 +372,7 @@ class CompiledStep(Generic[P, R]):
         return result
 
 
-def _compile_module(model: Any, new_backend: Callable[[], Backend], verify: bool, max_plans: int) -> Any:
+def _compile_module(model: Any, new_backend: Callable[[], Backend], verify: bool, max_plans: int, again: Any) -> Any:
     """The same module, in a class of its own whose forward is compiled: both objects have one ``__dict__``."""
     if "forward" in vars(model):
         raise Unsupported(
@@ -379,13 +389,13 @@ def _compile_module(model: Any, new_backend: Callable[[], Backend], verify: bool
             return step(self, *args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return copyreg._reconstructor, (plain, object, None), self.__dict__  # type: ignore[attr-defined]  # as given
+            return again, (model,)  # which has the same __dict__, and is pickled as its class says
+
+        def __copy__(self) -> Any:
+            return _compile_module(copy(model), new_backend, verify, max_plans, again)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            copy = object.__new__(plain)
-            memo[id(self)] = copy
-            copy.__dict__ = deepcopy(self.__dict__, memo)
-            return _compile_module(copy, new_backend, verify, max_plans)
+            return _compile_module(deepcopy(model, memo), new_backend, verify, max_plans, again)
 
     functools.update_wrapper(Compiled.forward, plain.forward)
     Compiled.__name__, Compiled.__qualname__, Compiled.__module__ = plain.__name__, plain.__qualname__, plain.__module__

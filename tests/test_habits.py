@@ -694,7 +694,7 @@ def the_model_saved_and_loaded(wrap: Wrap) -> Any:
         torch.save(what, file)
         file.seek(0)
         loaded.append(torch.load(file, weights_only=False))
-        assert type(loaded[-1]) is nn.Sequential
+        assert isinstance(loaded[-1], nn.Sequential)
     return left, [after_backward(m, m(batch()[0]).square().mean()) for m in loaded]
 
 
