@@ -33,6 +33,7 @@ from checkmate.questions import Question, asking_first, taken_out
 from checkmate.results import computed_from, refuse_watching
 from checkmate.runtime import boxed
 from checkmate.solution import Solution
+from checkmate.statusline import showing
 from checkmate.undefined import keep_undefined, with_undefined
 from checkmate.units import format_bytes
 
@@ -85,6 +86,7 @@ class Backend:
         """Bytes that a step may take when it runs."""
         return plan.budget
 
+    @showing("capturing")
     def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         """What `torch.compile` calls for each captured graph.
 

@@ -32,6 +32,7 @@ from checkmate.solvers.sizes import (
     plan_within,
 )
 from checkmate.solvers.solve import check_limits, check_method, solve
+from checkmate.statusline import showing
 from checkmate.throughput import LargestBatch, SizePoint
 from checkmate.units import exact_bytes, format_bytes, parse_bytes
 
@@ -101,26 +102,30 @@ def max_batch_size(
     total = parse_bytes(budget)
     steps = SizedSteps(maker_of(make_step), make_batch, profile, cache)
     search = _Search(Family(steps.problem), total, max_overhead, smallest, largest, time_limit)
-    measured = None
     if measure:
         real_tensors(*steps.make(smallest))
+    with showing(search.text, share=search.share):
+        measured = _found(search, steps if measure else None)
+        search.compare(names)
+        search.draw()
+    return search.result(measured)
+
+
+def _found(search: _Search, steps: SizedSteps | None) -> int | None:
+    """Find the largest size, and where there are steps to measure, one that stays within the budget: its bytes."""
     for _ in range(ROUNDS):
         search.run()
-        if not measure or search.interrupted:
-            break
+        if steps is None or search.interrupted:
+            return None
         measured = steps.measured_peak(search.answer.size, search.answer.solution)
-        if measured <= total:
-            break
+        if measured <= search.total:
+            return measured
         log.info("size %d took %s, not within the budget", search.answer.size, format_bytes(measured))
         search.make_room(measured)
-    else:
-        raise Unsupported(
-            f"Size {search.answer.size} was predicted to stay within {format_bytes(search.budget)} and took "
-            f"{format_bytes(measured or 0)} when it ran. Measure the costs of ops on this machine (profile='measure')."
-        )
-    search.compare(names)
-    search.draw()
-    return search.result(measured)
+    raise Unsupported(
+        f"Size {search.answer.size} was predicted to stay within {format_bytes(search.budget)} and took "
+        f"{format_bytes(measured)} when it ran. Measure the costs of ops on this machine (profile='measure')."
+    )
 
 
 def _checked(baselines: bool | Sequence[str], smallest: int, largest: int, time_limit: float) -> tuple[str, ...]:
@@ -157,6 +162,23 @@ class _Search:
         self.cut_short: list[str] = []  # of the baselines
         self.points: dict[int, SizePoint] = {}
         self.interrupted = False
+        self.last = "looking for the largest size"  # what was learnt last, in words
+
+    def text(self) -> str:
+        """What a line shows."""
+        return f"{self.last}, {time.perf_counter() - self.began:.0f} of {self.time_limit:g} s"
+
+    def share(self) -> float:
+        """Of the time, how much is over."""
+        return (time.perf_counter() - self.began) / self.time_limit
+
+    def note(self, attempt: Attempt) -> None:
+        """Say what was learnt of a size."""
+        verdict = "fits" if attempt.fits else "does not fit" if attempt.refuted else "no plan found"
+        how = "" if attempt.traced else " (estimated)"
+        again = f", {max(0.0, attempt.solution.overhead):.1%} recomputed" if attempt.solution.plan else ""
+        self.last = f"size {attempt.size} {verdict}"
+        log.info("size %d%s: %s%s", attempt.size, how, verdict, again)
 
     @property
     def answer(self) -> Attempt:
@@ -171,7 +193,7 @@ class _Search:
         """The search of a method, until a share of the time is over, ended by Ctrl-C if it has an answer."""
         each = self.time_limit / ATTEMPTS
         sizes, until = (self.smallest, self.largest), self._until(share)
-        hunt = Hunt(self.family, self.budget, self.max_overhead, *sizes, until, each, method, sure, _report, low)
+        hunt = Hunt(self.family, self.budget, self.max_overhead, *sizes, until, each, method, sure, self.note, low)
         if method not in (KEEP_ALL, AUTO) and self.kept is not None:
             hunt.hint = self.kept.size
         try:
@@ -304,7 +326,7 @@ class _Search:
         options: dict[str, Any] = {"start": start} if same else {}
         found = solve(problem, self.budget, time_limit=limit, gap=GAP, progress=False, **options)
         attempt = Attempt(size, found, most_seconds(problem, self.max_overhead), size in self.family.traced)
-        _report(attempt)
+        self.note(attempt)
         if attempt.fits:
             self.points[size] = _point(attempt)
 
@@ -342,11 +364,3 @@ class _Search:
 
 def _point(attempt: Attempt) -> SizePoint:
     return SizePoint.of(attempt.size, attempt.solution, traced=attempt.traced)
-
-
-def _report(attempt: Attempt) -> None:
-    """A line for who watches."""
-    verdict = "fits" if attempt.fits else "does not fit" if attempt.refuted else "no plan found"
-    how = "" if attempt.traced else " (estimated)"
-    again = f", {max(0.0, attempt.solution.overhead):.1%} recomputed" if attempt.solution.plan else ""
-    log.info("size %d%s: %s%s", attempt.size, how, verdict, again)

@@ -30,6 +30,7 @@ from checkmate.questions import AnotherAnswer
 from checkmate.reasons import Reason, asked, constants, spelled, too_many, value_now, why_not
 from checkmate.recurrent import with_recurrent_modules
 from checkmate.solution import Solution
+from checkmate.statusline import at_first, showing
 
 log = logging.getLogger("checkmate.captures")
 MOST = 64  # captures that are kept, if not told otherwise
@@ -42,7 +43,7 @@ class _NothingToPlan(Exception):
 
 def capture(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` compiled with a backend, in a code object of its own: Dynamo keeps compiled code with it."""
-    return _compiled(_copy_of(fn), backend)
+    return at_first(_compiled(_copy_of(fn), backend), lambda: "capturing")
 
 
 def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
@@ -88,11 +89,11 @@ class Captures:
         fn: what is captured.
         backend: compiles each capture; its plans are those of the captures that are kept.
         most: how many are kept.
-        name: of ``fn``, for messages.
     """
 
-    def __init__(self, fn: Callable[..., Any], backend: Backend, most: int, name: str) -> None:
-        self._fn, self._backend, self._most, self._name = fn, backend, most, name
+    def __init__(self, fn: Callable[..., Any], backend: Backend, most: int) -> None:
+        self._fn, self._backend, self._most = fn, backend, most
+        self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._kept: dict[Any, list[_Capture]] = {}  # by kind, the last used first
         self._calls = itertools.count(1)
         self._fixed: set[str] = set()  # Dynamo's names of numbers that cannot be inputs
@@ -190,8 +191,12 @@ class Captures:
         own, planned = _copy_of(self._fn), len(backend.plans)
         made = _Capture(kind, own, torch._dynamo.run(own), [], because, frozenset(numbers))
         backend.numbers, backend.check = numbers, check
+
+        def doing() -> str:
+            return "first run" if len(backend.plans) > planned else "capturing"
+
         try:
-            with ranks.in_one_piece(), as_inputs(numbers), quietly():
+            with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing):
                 result = _compiled(own, self._compile_graph)(*args, **kwargs)
         except _NothingToPlan:
             result = self._fn(*args, **kwargs)

@@ -18,10 +18,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from checkmate.errors import BudgetError, CheckmateError
 from checkmate.records import finite, solution_record, steps_of
+from checkmate.statusline import hidden
 from checkmate.target import UsageError, find_function, maker
 from checkmate.units import parse_bytes
 from checkmate.version import __version__
@@ -54,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(end.code or 0)
     _watch(args)
     try:
-        code: int = args.run(args)
+        with hidden() if args.quiet or args.verbose else nullcontext():
+            code: int = args.run(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -77,11 +80,11 @@ def _say(message: str, code: int) -> int:
 
 
 def _watch(args: argparse.Namespace) -> None:
-    """Show on standard error what happens: everything if asked to; on a terminal the sizes that are tried."""
-    if args.verbose or (sys.stderr.isatty() and not args.quiet):
+    """Log everything on standard error if asked to; otherwise a line shows what goes on, on a terminal."""
+    if args.verbose:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(message)s"))
-        log = logging.getLogger("checkmate" if args.verbose else "checkmate.batch")
+        log = logging.getLogger("checkmate")
         log.setLevel(logging.INFO)
         log.handlers, log.propagate = [handler], False
 
@@ -242,7 +245,7 @@ def _answer(args: argparse.Namespace, problem: Problem) -> int:
     if args.method not in METHODS:
         raise UsageError(f"there is no method {args.method!r}; the methods are {', '.join(METHODS)}")
     limits = {"time_limit": args.time_limit, "gap": args.gap}
-    solution = solve(problem, args.budget, method=args.method, progress=False if args.quiet else None, **limits)
+    solution = solve(problem, args.budget, method=args.method, **limits)
     if args.save_plan and solution.plan is not None:
         _write_json(args.save_plan, {**solution_record(solution), "steps": steps_of(solution)})
     if args.report and solution.plan is not None:
@@ -283,6 +286,8 @@ def _max_batch(args: argparse.Namespace) -> int:
         return last[size]
 
     both(args.smallest)  # what is wrong with the function is said before anything else
+    if not (args.quiet or args.verbose or sys.stderr.isatty()):
+        _say(f"looking for the largest size, for {args.time_limit:g} s at most (--verbose: each size)", DONE)
     found = max_batch_size(
         lambda size: both(size)[0],
         lambda size: both(size)[1],

@@ -266,8 +266,9 @@ def trace(
             raise
         raise reason.with_traceback(None) from reason.__cause__
     if not problems:
+        name = getattr(fn, "__qualname__", type(fn).__name__)
         raise Unsupported(
-            f"{_name(fn)} computes nothing that needs a gradient, so there is no backward to plan. "
+            f"{name} computes nothing that needs a gradient, so there is no backward to plan. "
             "Is it called under torch.no_grad(), or are all its parameters frozen?"
         )
     return problems[0]
@@ -326,7 +327,7 @@ class CompiledStep(Generic[P, R]):
         self._fn, self._again = fn, again  # who calls `again` with the function has such a step, without its plans
         self._backend = new_backend()
         self._verify = verify
-        self._run = Captures(fn, self._backend, max_plans, _name(fn))
+        self._run = Captures(fn, self._backend, max_plans)
         self._ready = False
         functools.update_wrapper(self, fn, updated=())
 
@@ -402,7 +403,3 @@ def _compile_module(model: Any, new_backend: Callable[[], Backend], verify: bool
     compiled = object.__new__(Compiled)
     compiled.__dict__ = model.__dict__
     return compiled
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__qualname__", type(fn).__name__)

@@ -26,6 +26,7 @@ from checkmate.solution import Solution
 from checkmate.solvers.certify import certify
 from checkmate.solvers.fingerprints import fingerprints
 from checkmate.state import tensors_within, unchanged
+from checkmate.statusline import showing
 
 log = logging.getLogger("checkmate.batch")
 
@@ -105,7 +106,8 @@ class SizedSteps:
         step, args, kwargs = self.make(size)
         began = time.perf_counter()
         try:
-            problem = trace(step, *args, profile=self.profile, cache=self.cache, **kwargs)
+            with showing("tracing", name=f"size {size}"):
+                problem = trace(step, *args, profile=self.profile, cache=self.cache, **kwargs)
         except (CheckmateError, RuntimeError, ValueError) as error:
             raise Unsupported(f"The step of size {size} cannot be traced: {_said(error)} {_OTHER_SIZES}") from error
         log.info("size %d traced in %.1f s: %r", size, time.perf_counter() - began, problem)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch.utils._python_dispatch import _disable_current_modes
-from tqdm import tqdm
 
 from checkmate.capture import Joint
 from checkmate.errors import Unsupported
@@ -28,10 +27,10 @@ from checkmate.profiling import cpu, cuda
 from checkmate.profiling.cache import Costs, OpCost, OpTable, Place, load, store, write
 from checkmate.profiling.filling import fill
 from checkmate.profiling.inputs import device_of, key_of, runs_alone
+from checkmate.statusline import showing
 
 log = logging.getLogger("checkmate.profiling")
 
-QUIET_SECONDS = 2.0  # measuring that takes less shows no progress bar
 DEVICES = {"cpu": cpu.measure_ops, "cuda": cuda.measure_ops}
 EXACT = ("none", "ieee")  # float32 as it is
 Key = tuple[Place, str]
@@ -174,11 +173,13 @@ def _measure_ops(new: dict[Key, fx.Node]) -> dict[Key, OpCost | None]:
         return found
     began = time.perf_counter()
     cards = sorted({device.index for _, node in todo if (device := device_of(node)).type == "cuda"})
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=cards):
-        steps = _measure_each(todo)
-        found |= tqdm(steps, "measuring ops", len(todo), delay=QUIET_SECONDS, disable=None, leave=False, unit="op")
+    line = showing(lambda: f"measuring {len(done)} of {len(todo)} ops", share=lambda: len(done) / len(todo))
+    done: dict[Key, OpCost | None] = {}
+    with line, _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=cards):
+        for key, cost in _measure_each(todo):
+            done[key] = cost  # noqa: PERF403  # which the line counts
     log.info("Measured %d distinct ops in %.1f s.", len(todo), time.perf_counter() - began)
-    return found
+    return found | done
 
 
 def _measure_each(todo: list[tuple[Key, fx.Node]]) -> Iterator[tuple[Key, OpCost | None]]:

@@ -7,7 +7,6 @@ interrupted, or one of whose solvers fails, still has its best plan, and a perso
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from contextvars import ContextVar
@@ -19,10 +18,9 @@ import numpy as np
 from checkmate.problem import Problem
 from checkmate.solution import Solution
 from checkmate.solvers.certify import certify, contradicts, faults
+from checkmate.statusline import showing
 from checkmate.units import format_seconds
 
-QUIET_SECONDS = 2.0  # a shorter solve shows nothing unless it is asked to
-REFRESH_SECONDS = 0.2
 NOTABLE = 1e-4  # a bound that rises by a smaller share is not worth a line: solvers report hundreds of them
 log = logging.getLogger("checkmate.solve")
 _current: ContextVar[Progress | None] = ContextVar("checkmate_progress", default=None)
@@ -35,7 +33,7 @@ class Progress:
         problem: what is solved.
         budget: bytes.
         time_limit: seconds, for the line.
-        shown: show a line on standard error; None: on a terminal only, after `QUIET_SECONDS`.
+        shown: show a line on standard error; None: on a terminal only, after two seconds.
 
     >>> problem = Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[4, 4])
     >>> with Progress(problem, budget=8, time_limit=1.0) as progress:
@@ -46,30 +44,32 @@ class Progress:
 
     def __init__(self, problem: Problem, budget: int, time_limit: float, shown: bool | None = None) -> None:
         self.problem, self.budget, self.time_limit = problem, budget, time_limit
-        self.shown = shown
         self.began = time.perf_counter()
         self.R: np.ndarray | None = None
         self.cost = float("inf")
         self.bound = problem.keep_all_cost
         self.trajectory: list[tuple[float, float, float]] = []  # (seconds, cost, bound) at each notable change
         self._lock = threading.Lock()  # solvers report from threads of their own
-        self._line: _Line | None = None
+        self._line = showing(self._text, share=lambda: self.elapsed / time_limit, shown=shown)
 
     @property
     def elapsed(self) -> float:
         """Seconds since the solve began."""
         return time.perf_counter() - self.began
 
+    @property
+    def gap(self) -> float:
+        """(cost - bound) / cost of what is known so far."""
+        return max(0.0, 1 - self.bound / self.cost) if self.cost else 0.0
+
     def __enter__(self) -> Progress:
         self._token = _current.set(self)
-        if self.shown or (self.shown is None and sys.stderr.isatty()):
-            self._line = _Line(self, delay=0.0 if self.shown else QUIET_SECONDS)
+        self._line.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         _current.reset(self._token)
-        if self._line is not None:
-            self._line.close()
+        self._line.__exit__(kind, error, at)
 
     def take(self, R: np.ndarray, by: str, verified: bool = False) -> None:
         """Keep a schedule (T, T) if it is cheaper than the best so far and the verifier has nothing against it."""
@@ -103,8 +103,14 @@ class Progress:
         bound = f"bound {self.bound / base - 1:+.2%}"
         if self.R is None:
             return f"no plan yet, {bound}"
-        gap = max(0.0, 1 - self.bound / self.cost) if self.cost else 0.0
-        return f"step {self.cost / base - 1:+.2%}, {bound}, gap {gap:.2%}"
+        return f"step {self.cost / base - 1:+.2%}, {bound}, gap {self.gap:.2%}"
+
+    def _text(self) -> str:
+        """What a line has room for."""
+        time_spent = f"{self.elapsed:.0f} of {self.time_limit:g} s"
+        if self.R is None:
+            return f"no plan yet, {time_spent}"
+        return f"step {self.cost / (self.problem.keep_all_cost or 1.0) - 1:+.2%}, gap {self.gap:.2%}, {time_spent}"
 
     def _record(self, by: str) -> None:
         self.trajectory.append((self.elapsed, self.cost, min(self.bound, self.cost)))
@@ -126,34 +132,3 @@ def proved(problem: Problem, budget: int, bound: float) -> None:
     progress = _current.get()
     if progress is not None and progress.problem is problem and budget >= progress.budget:
         progress.raise_bound(bound)
-
-
-class _Line:
-    """A bar of the time spent with what is known, redrawn by a thread: solvers are silent for seconds at a time."""
-
-    def __init__(self, progress: Progress, delay: float) -> None:
-        self._progress, self._delay = progress, delay
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._draw, name="checkmate-progress", daemon=True)
-        self._thread.start()
-
-    def _draw(self) -> None:
-        if self._over.wait(self._delay):
-            return
-        from tqdm.auto import tqdm  # here, so that only those who see a bar pay for its import
-
-        progress = self._progress
-        layout = "{desc} |{bar:20}| {postfix}"
-        with tqdm(total=progress.time_limit, bar_format=layout, desc="checkmate", leave=False, file=sys.stderr) as bar:
-            while True:
-                over = self._over.wait(REFRESH_SECONDS)
-                bar.n = min(progress.elapsed, progress.time_limit)
-                time_spent = f"{progress.elapsed:.0f} of {progress.time_limit:g} s"
-                bar.set_postfix_str(f"{progress.describe()}, {time_spent}")
-                if over:
-                    return
-
-    def close(self) -> None:
-        """Take the line away."""
-        self._over.set()
-        self._thread.join()

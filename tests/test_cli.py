@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import checkmate
-from checkmate import Problem
+from checkmate import Problem, statusline
 from checkmate.cli import main
 from tests.dags import unit_chain
 
@@ -49,10 +51,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
     sys.modules.pop("my_step", None)
-    for name in ("checkmate", "checkmate.batch"):
-        log = logging.getLogger(name)
-        log.setLevel(logging.NOTSET)
-        log.handlers, log.propagate = [], True
+    log = logging.getLogger("checkmate")
+    log.setLevel(logging.NOTSET)
+    log.handlers, log.propagate = [], True
 
 
 def _json(capsys: pytest.CaptureFixture[str], *command: str) -> Any:
@@ -191,6 +192,27 @@ def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert out.startswith("largest size within 100.00 kB")
     assert "size 1 traced" in err
+
+
+@pytest.mark.parametrize(
+    ("terminal", "words", "says"),
+    [
+        (False, [], r"checkmate: looking for the largest size, for 120 s at most .*\n"),
+        (False, ["--quiet"], ""),
+        (True, [], r"[^\n]*size \d+ fits[^\n]*"),
+        (True, ["--quiet"], ""),
+    ],
+)
+def test_the_largest_batch_shows_one_line(
+    terminal: bool, words: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that moves on a terminal, and in a file one that says what is done and how to see more."""
+    import_module("tqdm.auto")
+    monkeypatch.setattr(statusline, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(statusline, "REFRESH_SECONDS", 0.01)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    assert main(["max-batch", "my_step:example", "--device", "h100", "--budget", "9kB", "--largest", "9", *words]) == 0
+    assert re.fullmatch(says, capsys.readouterr().err)
 
 
 def test_a_budget_too_small_for_any_batch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ LAYERS = (
         "reasons",
         "recurrent",
         "randomness",
+        "statusline",
         "version",
     },
     {"units", "asking", "autocast", "display", "target", "fake", "layouts", "memory", "runtime", "files"},
@@ -69,6 +70,7 @@ WITHOUT_TORCH = {
     "report_data",
     "timeline",
     "records",
+    "statusline",
     "throughput",
     "version",
 }

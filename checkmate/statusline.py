@@ -1,0 +1,151 @@
+"""One line on standard error that says what goes on: capturing, measuring, planning; gone at the end.
+
+Whoever works says so with `showing`; work within work shows the innermost. A thread draws, as solvers are silent for
+seconds at a time. What takes less than `QUIET_SECONDS` in all shows nothing, unless it is asked to.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from typing import TypeVar
+
+from typing_extensions import ParamSpec
+
+QUIET_SECONDS = 2.0
+REFRESH_SECONDS = 0.2
+WIDTH, BAR = 60, 8  # columns of all and of the bar
+NAME = "checkmate"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_allowed: ContextVar[bool] = ContextVar("checkmate_line", default=True)
+_lock = threading.Lock()  # of the line that there is
+_line: _Line | None = None
+
+
+@contextmanager
+def showing(
+    text: Callable[[], str] | str,
+    *,
+    share: Callable[[], float] | None = None,
+    name: str = "",
+    shown: bool | None = None,
+) -> Iterator[None]:
+    """Show what is done within, and how far it is.
+
+    Args:
+        text: a few words, asked for at each drawing.
+        share: of the work that is done, from 0 to 1.
+        name: of what the work is about, such as "size 8", for work within it, too.
+        shown: True: at once, on a terminal or not; None: on a terminal, after `QUIET_SECONDS`; False: not at all.
+    """
+    if shown is False or (shown is None and not (_allowed.get() and sys.stderr is not None and sys.stderr.isatty())):
+        yield
+        return
+    part = _Part((lambda: text) if isinstance(text, str) else text, share, name)
+    _enter(part, at_once=shown is True)
+    try:
+        yield
+    finally:
+        _leave(part)
+
+
+def at_first(run: Callable[P, R], text: Callable[[], str]) -> Callable[P, R]:
+    """The function, whose first call is shown."""
+    begun = False
+
+    @wraps(run)
+    def watched(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal begun
+        if begun:
+            return run(*args, **kwargs)
+        begun = True
+        with showing(text):
+            return run(*args, **kwargs)
+
+    return watched
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """No line within, unless one is asked to be shown."""
+    before = _allowed.set(False)
+    try:
+        yield
+    finally:
+        _allowed.reset(before)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Something that is being done."""
+
+    text: Callable[[], str]
+    share: Callable[[], float] | None
+    name: str
+
+
+def _enter(part: _Part, at_once: bool) -> None:
+    global _line  # a terminal has one last line
+    with _lock:
+        if _line is None:
+            _line = _Line()
+        _line.parts.append(part)
+        if at_once:
+            _line.due = 0.0
+
+
+def _leave(part: _Part) -> None:
+    global _line
+    with _lock:
+        assert _line is not None
+        _line.parts.remove(part)
+        if not _line.parts:
+            _line.close()
+            _line = None
+
+
+class _Line:
+    """The line of what is being done, drawn by a thread."""
+
+    def __init__(self) -> None:
+        self.parts: list[_Part] = []  # the innermost last
+        self.due = time.perf_counter() + QUIET_SECONDS
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._draw, name="checkmate-line", daemon=True)
+        self._thread.start()
+
+    def _draw(self) -> None:
+        while time.perf_counter() < self.due:
+            if self._over.wait(min(REFRESH_SECONDS, max(0.0, self.due - time.perf_counter()))):
+                return
+        from tqdm.auto import tqdm  # here, so that only those who see a line pay for its import
+
+        with tqdm(total=1.0, bar_format="{desc}", leave=False, file=sys.stderr) as bar:
+            over = False
+            while not over:
+                if parts := tuple(self.parts):  # without the lock: a process that is forked now would keep it locked
+                    bar.n, bar.bar_format = written(parts)
+                    bar.refresh()
+                over = self._over.wait(REFRESH_SECONDS)
+
+    def close(self) -> None:
+        """Take the line away."""
+        self._over.set()
+        self._thread.join()
+
+
+def written(parts: tuple[_Part, ...]) -> tuple[float, str]:
+    """How much of tqdm's bar is full, and the line around it, of at most `WIDTH` columns."""
+    part = parts[-1]
+    name = next((outer.name for outer in reversed(parts) if outer.name), NAME)
+    share = 0.0 if part.share is None else min(1.0, max(0.0, part.share()))
+    text = part.text()[: WIDTH - len(name) - BAR - len(" || ")].replace("{", "{{").replace("}", "}}")
+    return share, f"{name} |{{bar:{BAR}}}| {text}"
