@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from checkmate.display import data_frame, html_table, text_table
-from checkmate.solution import Solution, Status
+from checkmate.solution import OPTIMAL_GAP, Solution, Status
+from checkmate.solvers.certify import certify
 from checkmate.solvers.solve import solve
 from checkmate.timeline import Moment, Span, Timeline, timeline
 from checkmate.units import format_bytes, format_seconds, parse_bytes
@@ -64,6 +65,7 @@ class PeakExplanation:
     resident: dict[str, int]  # bytes that are there all the time, by role
     seconds: float  # of the plan's step
     top: int = 10  # how many values are printed
+    better: Solution | None = None  # a faster plan within the same budget, if the prices came upon one
 
     def __iter__(self) -> Iterator[Held]:
         return iter(self.held)
@@ -114,6 +116,8 @@ class PeakExplanation:
         if self.prices:
             table = text_table(_PRICE_HEADS, map(_price_cells, self.prices), _PRICE_NUMBERS)
             blocks.append(f"{self._about_prices()}\n{table}")
+        if self.better is not None:
+            blocks.append(self._about_better(self.better))
         return "\n\n".join(blocks)
 
     def _repr_html_(self) -> str:
@@ -121,10 +125,18 @@ class PeakExplanation:
         if not self.prices:
             return facts
         prices = html_table(_PRICE_HEADS, map(_price_cells, self.prices))
-        return f"{facts}{html_table((self._about_prices(),), ())}{prices}"
+        better = "" if self.better is None else html_table((self._about_better(self.better),), ())
+        return f"{facts}{html_table((self._about_prices(),), ())}{prices}{better}"
 
     def _about_prices(self) -> str:
         return f"What less or more memory would change of this step of {format_seconds(self.seconds)}:"
+
+    def _about_better(self, better: Solution) -> str:
+        saved = format_seconds(self.seconds - better.cost)
+        return (
+            f"On the way a better plan for the same budget was found: a step of {format_seconds(better.cost)}, {saved} "
+            "less. It is in .better; given more time, solve finds such a plan itself."
+        )
 
 
 _HEADS = ("value", "bytes", "role", "needed next by", "dropping costs", "where")
@@ -176,7 +188,8 @@ def explain_peak(
     The cost of dropping a value is the seconds of the ops that make it again, right before the op that needs it next,
     from what the plan has at hand then. It is of this value alone, while the rest stays as it is; and whether there is
     room for making it is not asked. What fewer or more bytes would really cost the prices say: for each, the problem is
-    solved again, beginning with this plan. The plan found there is one, and the bound is proven for all.
+    solved again, beginning with this plan. The plan found there is one, and the bound is proven for all. Where one of
+    these plans is faster and fits this plan's budget as well, it is said, and is ``better``.
 
     Args:
         solution: one with a plan.
@@ -207,8 +220,11 @@ def explain_peak(
     moment = line.peak_moment
     remake = Remaking(solution, line)
     held = tuple(_held(solution, line, moment, span, remake) for span in line.alive(moment.index))
-    asked = tuple(_prices(solution, size, time_limit)) if prices else ()
-    return PeakExplanation(held, asked, line.peak, solution.budget, moment, line.resident, solution.cost, top)
+    asked = list(_prices(solution, size, time_limit)) if prices else []
+    best = _better(solution, [answer for _, answer in asked])
+    bought = tuple(price for price, _ in asked)
+    about = (line.peak, solution.budget, moment, line.resident, solution.cost, top, best)
+    return PeakExplanation(held, bought, *about)
 
 
 class Remaking:
@@ -271,15 +287,27 @@ def _held(solution: Solution, line: Timeline, moment: Moment, span: Span, remake
     )
 
 
-def _prices(solution: Solution, step: int, time_limit: float) -> Iterator[Price]:
-    """Of a step less than the peak, if so much can be taken away, and of a step more than the budget."""
+def _better(solution: Solution, answers: list[Solution]) -> Solution | None:
+    """The fastest plan that fits the budget too, if one of the answers is faster."""
+    least = solution.cost * (1 - OPTIMAL_GAP)
+    faster = [a for a in answers if a.peak is not None and a.peak <= solution.budget and a.cost < least]
+    if not faster:
+        return None
+    best = min(faster, key=lambda answer: answer.cost)
+    assert best.schedule is not None
+    bound = min(solution.bound, best.cost)
+    return certify(solution.problem, solution.budget, best.schedule.R, method=best.method, bound=bound)
+
+
+def _prices(solution: Solution, step: int, time_limit: float) -> Iterator[tuple[Price, Solution]]:
+    """Of a step less than the peak, if so much can be taken away, and of one more than the budget; with the plans."""
     assert solution.peak is not None
     for budget, change in ((solution.peak - step, -step), (solution.budget + step, step)):
         if budget > 0:
             yield _price(solution, budget, change, time_limit)
 
 
-def _price(solution: Solution, budget: int, change: int, time_limit: float) -> Price:
+def _price(solution: Solution, budget: int, change: int, time_limit: float) -> tuple[Price, Solution]:
     answer = solve(solution.problem, budget, time_limit=time_limit, start=solution, progress=False)
     cost, bound = answer.cost, answer.bound
     if change < 0:  # fewer bytes: what is proven of this plan's budget holds there as well
@@ -287,4 +315,5 @@ def _price(solution: Solution, budget: int, change: int, time_limit: float) -> P
     else:  # this plan fits there
         cost = min(cost, solution.cost)
         bound = min(bound, cost)
-    return Price(change, budget, answer.status, cost, bound, cost - solution.cost, bound - solution.cost)
+    price = Price(change, budget, answer.status, cost, bound, cost - solution.cost, bound - solution.cost)
+    return price, answer

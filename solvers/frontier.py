@@ -24,6 +24,7 @@ from checkmate.solvers.certify import certify, contradicts
 from checkmate.solvers.methods import METHODS
 from checkmate.solvers.processes import Processes
 from checkmate.solvers.solve import check_limits, check_method, min_budget, solve
+from checkmate.statusline import showing
 from checkmate.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -107,9 +108,9 @@ _NUMBERS = set(_HEADS) - {"method", "status"}
 def _cells(row: Row) -> tuple[str, ...]:
     """A row as text, in the order of the heads."""
     known = row.peak is not None
-    status = (
-        row.status.label if row.from_budget is None else f"{row.status.label}, from {format_bytes(row.from_budget)}"
-    )
+    reason = str(row.solution.details.get("reason", row.message)).partition(";")[0]
+    note = f": {reason}" if reason and not known else ""
+    note = note if row.from_budget is None else f", from {format_bytes(row.from_budget)}"
     return (
         row.method,
         format_bytes(row.budget),
@@ -119,13 +120,13 @@ def _cells(row: Row) -> tuple[str, ...]:
         format_seconds(row.bound) if np.isfinite(row.bound) else "-",
         f"{row.gap:.2%}" if known else "-",
         format_seconds(row.seconds),
-        status,
+        f"{row.status.label}{note}",
     )
 
 
 def frontier(
     problem: Problem,
-    budgets: Iterable[int | float | str] | None = None,
+    budgets: Iterable[int | float | str] | int | float | str | None = None,
     *,
     methods: Sequence[str] = ("auto",),
     time_limit: float = 60.0,
@@ -139,7 +140,8 @@ def frontier(
     Ctrl-C ends it with what has been found, if anything.
 
     Args:
-        budgets: bytes, or text such as ``"8 GB"``; by default a few from the smallest that works to keeping everything.
+        budgets: bytes, or text such as ``"8 GB"``, many or one; by default a few from the smallest that works to
+            keeping everything.
         methods: of `checkmate.methods()`.
         time_limit: seconds for each pair of a method and a budget.
         gap: stop each once (cost - bound) / cost is at most this.
@@ -161,6 +163,8 @@ def frontier(
     >>> [(row.budget, row.cost, row.status) for row in frontier(problem, ["3 B", 2], jobs=1)]
     [(2, inf, Status.INFEASIBLE), (3, 4.0, Status.OPTIMAL)]
     """
+    if isinstance(budgets, (int, float, str)):
+        budgets = (budgets,)
     taken = _options_by_method(methods, options)
     check_limits(time_limit, gap)
     if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
@@ -225,18 +229,19 @@ def _solve_there(problem: Problem, calls: list[Call], client: Any) -> list[Solut
     futures = [client.submit(_answer, bare, *call) for call in calls]
     solutions: list[Solution] = []
     interrupted = False
-    for (method, budget, _), future in zip(calls, futures, strict=True):
-        try:
-            if interrupted and not future.done():
-                raise SolverError("interrupted before it was solved")
-            solutions.append(_certified(problem, budget, method, future.result()))
-            log.info("frontier: %d of %d solved", len(solutions), len(calls))
-        except KeyboardInterrupt:
-            interrupted = True
-            solutions.append(_failed(problem, method, budget, "interrupted before it was solved"))
-        except Exception as error:  # noqa: BLE001  # whatever happened there, the other rows are as good as before
-            log.warning("frontier: %s within %s failed: %s", method, format_bytes(budget), error)
-            solutions.append(_failed(problem, method, budget, str(error)))
+    with showing(lambda: f"{len(solutions)} of {len(calls)} solved", share=lambda: len(solutions) / len(calls)):
+        for (method, budget, _), future in zip(calls, futures, strict=True):
+            try:
+                if interrupted and not future.done():
+                    raise SolverError("interrupted before it was solved")
+                solutions.append(_certified(problem, budget, method, future.result()))
+                log.info("frontier: %d of %d solved", len(solutions), len(calls))
+            except KeyboardInterrupt:
+                interrupted = True
+                solutions.append(_failed(problem, method, budget, "interrupted before it was solved"))
+            except Exception as error:  # noqa: BLE001  # whatever happened there, the other rows are as good as before
+                log.warning("frontier: %s within %s failed: %s", method, format_bytes(budget), error)
+                solutions.append(_failed(problem, method, budget, str(error)))
     if interrupted and all(solution.plan is None for solution in solutions):
         raise KeyboardInterrupt
     return solutions

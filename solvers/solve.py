@@ -58,7 +58,7 @@ def solve(
 
     Returns:
         A Solution of any status. Where there is a plan, ``details["trajectory"]`` lists (seconds, cost, bound) at each
-        improvement; where there is none, ``details["min_budget"]`` and ``details["op"]`` say what would work.
+        improvement; where there is none, ``details["reason"]`` says why, ``details["min_budget"]`` what would work.
 
     Raises:
         BudgetError: if the budget is not a positive number of bytes.
@@ -83,7 +83,9 @@ def solve(
             limits = {"time_limit": time_limit, "gap": gap}
             taken = {name: limit for name, limit in limits.items() if name in chosen.options}
             solution = _best(_run(chosen, known, {**taken, **options}), known)
-            solution = _explain(solution, patience) if solution.plan is None else _with_trajectory(solution, known)
+            solution = (
+                _explain(solution, patience, known) if solution.plan is None else _with_trajectory(solution, known)
+            )
     solution = replace(solution, seconds=known.elapsed)
     log.info("%s", solution)
     return solution
@@ -154,35 +156,36 @@ def _with_trajectory(solution: Solution, known: Progress) -> Solution:
 def _infeasible(problem: Problem, budget: int, method: str, patience: float) -> Solution:
     """No schedule fits because one op alone needs more, with what every schedule holds while it runs."""
     k, ends = int(np.argmax(problem.unavoidable_bytes)), min_budget(problem, time_limit=patience)
-    message = (
-        f"No schedule fits {format_bytes(budget)}: {_name(problem, k)} alone needs "
-        f"{format_bytes(problem.unavoidable_bytes[k])}. {_way_out(problem, ends)}"
-    )
+    reason = f"{_name(problem, k)} alone needs {format_bytes(problem.unavoidable_bytes[k])}"
+    message = f"No schedule fits {format_bytes(budget)}: {reason}. {_way_out(problem, ends)}"
     solution = Solution(Status.INFEASIBLE, problem, budget, method, bound=float("inf"), message=message)
-    return _without_plan(solution, ends, k)
+    return _without_plan(solution, ends, k, reason)
 
 
-def _explain(solution: Solution, patience: float) -> Solution:
-    """Add to an answer without a plan what would work; and that nothing does, where that is proven."""
+def _explain(solution: Solution, patience: float, known: Progress) -> Solution:
+    """Add to an answer without a plan why, and what would work; and that nothing does, where that is proven."""
+    in_time, spent = known.elapsed < known.time_limit, format_seconds(known.elapsed)
     problem, ends = solution.problem, min_budget(solution.problem, time_limit=patience)
     if solution.budget < ends.bound:
         solution = replace(solution, status=Status.INFEASIBLE, bound=float("inf"))
         k = bottleneck(problem)
-        reason = f"{_name(problem, k)} with what it is made from takes {format_bytes(ends.bound)}."
+        reason = f"{_name(problem, k)} with what it is made from takes {format_bytes(ends.bound)}"
     else:
         k = int(solution.details.get("stuck", bottleneck(problem)))
         says_why = solution.message and solution.status is not Status.INFEASIBLE
-        reason = f"{solution.message}." if says_why else f"{_name(problem, k)} stands in the way."
+        unsaid = f"{_name(problem, k)} stands in the way" if in_time else f"the time was over, after {spent}"
+        reason = solution.message if says_why else unsaid
     proven = solution.status is Status.INFEASIBLE
     claim = "No schedule fits" if proven else f"{solution.method} found no schedule within"
     failures = "".join(f"{solution.method} failed: {why} " for why in solution.details.get("failed", ()))
     way_out = _way_out(problem, ends) if ends.peak > solution.budget else "Method 'auto' has one."
-    message = f"{failures}{claim} {format_bytes(solution.budget)}: {reason} {way_out}"
-    return _without_plan(replace(solution, message=message), ends, k)
+    message = f"{failures}{claim} {format_bytes(solution.budget)}: {reason}. {way_out}"
+    return _without_plan(replace(solution, message=message), ends, k, f"{failures}{reason}")
 
 
-def _without_plan(solution: Solution, ends: MinBudget, k: int) -> Solution:
-    details = {**solution.details, "min_budget": ends.peak, "op": solution.problem.graph.ops[k].name}
+def _without_plan(solution: Solution, ends: MinBudget, k: int, reason: str) -> Solution:
+    known = {"min_budget": ends.peak, "op": solution.problem.graph.ops[k].name, "reason": reason}
+    details = {**solution.details, **known}
     return replace(solution, details=details)
 
 

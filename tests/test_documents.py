@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,13 @@ def test_the_first_example_runs_and_prints_what_the_readme_shows() -> None:
 
 @pytest.mark.slow
 def test_the_example_of_the_largest_batch_runs() -> None:
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "found =" in block)
+    """To the letter, but for the seconds that it took; a busy machine may not come to the end in time."""
+    blocks = re.findall(r"```(?:python)?\n(.*?)```", README, flags=re.DOTALL)
+    code, shown = next(pair for pair in pairwise(blocks) if "found =" in pair[0])
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.startswith("largest size within 1.00 GB, recomputing one forward at most: ")
+    took = r"found in .*"
+    assert re.sub(took, "", run.stdout) == re.sub(took, "", shown) or "ended by time limit" in run.stdout
+    assert float(re.findall(r"so (.*) times as large", run.stdout)[0]) > 1.5
 
 
 def test_the_commands_of_the_readme_are_ones_that_it_knows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -269,6 +271,31 @@ def test_an_error_of_one_solve_here_loses_no_other_row(monkeypatch: pytest.Monke
     found = frontier(CHAIN, [5, 6], methods=["milp"], jobs=1)
     assert [row.status for row in found] == [Status.NOT_FOUND, Status.OPTIMAL]
     assert found[0].message == "out of luck"
+
+
+# Why there is no plan.
+
+
+def test_the_table_says_why_a_method_found_nothing() -> None:
+    methods = ["auto", "checkpoint-all", "chen-sqrt"]
+    table = repr(frontier(CHAIN, [2, 4], methods=methods, jobs=1))
+    whys = [line.partition("infeasible: ")[2] or line.partition("not found: ")[2] for line in table.splitlines()[1:]]
+    alone = "op9 alone needs 3 B"
+    reached = "the smallest peak it reaches is 6 B, and it has no other schedule"
+    assert whys == [alone, "", alone, "keeping everything takes 10 B", alone, reached]
+    table = repr(frontier(dags.resnet((1, 1)), [10**5], methods=["chen-sqrt"], jobs=1))
+    assert re.search(r"not found: it is for chains, and this forward is none|infeasible: \w+ .*needs", table)
+
+
+def test_time_that_was_over_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(problem: Problem, budget: int, **options: Any) -> Solution:
+        time.sleep(0.02)
+        return Solution(Status.NOT_FOUND, problem, budget, "milp")
+
+    method = replace(METHODS["milp"], run=slow)
+    monkeypatch.setitem(METHODS, "milp", method)
+    assert "not found: the time was over, after " in repr(frontier(CHAIN, 5, methods=["milp"], time_limit=0.01, jobs=1))
+    assert "stands in the way" in repr(frontier(CHAIN, 5, methods=["milp"], time_limit=9.0, jobs=1))
 
 
 # What is asked for.

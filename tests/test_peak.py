@@ -152,14 +152,26 @@ def test_below_the_smallest_budget_nothing_fits() -> None:
 def test_a_plan_that_is_not_the_best_is_told_so() -> None:
     """Running an op for nothing: even with less memory a faster plan is known, and the change is negative."""
     solution = _by_hand(dags.unit_chain(4), (2, 0), (3, 0), budget=9)
-    less, _ = solution.explain_peak(step=1).prices
+    peak = solution.explain_peak(step=1)
+    less, _ = peak.prices
     assert less.found_change < 0
     assert less.found_change >= less.proven_change
+    assert peak.better is not None
+    assert (peak.better.cost, peak.better.budget) == (9.0, 9)  # each of the nine ops once
+    assert peak.better.peak <= solution.budget
+    for text in (repr(peak), peak._repr_html_()):
+        assert "a better plan for the same budget was found: a step of 9.0 s, 2.0 s less" in text
+
+
+def test_of_the_best_plan_no_better_one_is_told() -> None:
+    peak = checkmate.solve(dags.unit_chain(4), 9).explain_peak(step=1)
+    assert peak.better is None
+    assert "better plan" not in repr(peak) + peak._repr_html_()
 
 
 def test_the_step_is_a_hundredth_of_the_peak_or_100_mb(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("checkmate.peak._price", lambda solution, budget, *_: asked.append(budget))
+    monkeypatch.setattr("checkmate.peak._price", lambda solution, budget, *_: (asked.append(budget), solution))
     for resident, step in ((0, 1), (1000, 10), (10**11, 10**8)):
         problem = dags.unit_chain(2)
         solution = _by_hand(replace(problem, profile=replace(problem.profile, resident_bytes=resident)), budget=10**12)
@@ -177,7 +189,7 @@ def test_without_prices_nothing_is_solved(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_it_prints_as_tables() -> None:
     peak = _by_hand(_chain(), (3, 0), budget=150).explain_peak(step=5, top=2)
-    title, values, prices = repr(peak).split("\n\n")
+    title, values, prices, better = repr(peak).split("\n\n")
     assert title.splitlines() == [
         "The peak of 145 B is at d (net.py:3), in the backward.",
         "  budget     150 B, of which 5 B are left",
@@ -189,7 +201,8 @@ def test_it_prints_as_tables() -> None:
     assert prices.splitlines()[0] == "What less or more memory would change of this step of 16.0 s:"
     assert prices.splitlines()[2].split() == ["-5", "B", "140", "B", "-", "-", "none", "fits", "infeasible"]
     assert prices.splitlines()[3].split()[:10] == ["+5", "B", "155", "B", "15.0", "s", "-1.0", "s", "at", "least"]
-    assert peak._repr_html_().count("<table>") == 4
+    assert peak._repr_html_().count("<table>") == 5  # one for the better plan
+    assert better.startswith("On the way a better plan for the same budget was found")
 
 
 def test_a_peak_at_a_rematerialization_says_so() -> None:
