@@ -210,22 +210,36 @@ def _overhead(text: str) -> float | str | None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    parse_bytes(args.budget)  # before anything that takes time
+    _check(args)  # before anything that takes time
     from checkmate.compiler import trace
     from checkmate.sized_steps import arguments_of
 
     profile, make = _profile(args), _target(args)
     step, batch = make(args.size) if args.size else make()
     positional, named = arguments_of(batch)
-    problem = trace(step, *positional, profile=profile, **named)
+    try:
+        problem = trace(step, *positional, profile=profile, **named)
+    except (RuntimeError, TypeError) as error:  # plain PyTorch fails as well
+        if args.debug:
+            raise
+        raise CheckmateError(f"The step of {args.target} fails on its batch: {error}") from error
     if args.save_problem:
         problem.to_json(args.save_problem)
     return _answer(args, problem)
 
 
 def _solve(args: argparse.Namespace) -> int:
-    parse_bytes(args.budget)
+    _check(args)
     return _answer(args, _read(args.problem))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse a budget or a method that is none."""
+    parse_bytes(args.budget)
+    from checkmate.solvers.methods import METHODS
+
+    if args.method not in METHODS:
+        raise UsageError(f"there is no method {args.method!r}; the methods are {', '.join(METHODS)}")
 
 
 def _read(path: str) -> Problem:
@@ -239,11 +253,8 @@ def _read(path: str) -> Problem:
 
 def _answer(args: argparse.Namespace, problem: Problem) -> int:
     """Solve, and show what was found."""
-    from checkmate.solvers.methods import METHODS
     from checkmate.solvers.solve import solve
 
-    if args.method not in METHODS:
-        raise UsageError(f"there is no method {args.method!r}; the methods are {', '.join(METHODS)}")
     limits = {"time_limit": args.time_limit, "gap": args.gap}
     solution = solve(problem, args.budget, method=args.method, **limits)
     if args.save_plan and solution.plan is not None:

@@ -189,8 +189,9 @@ def _backends(
     fn: Any, budget: Any, method: str, time_limit: float, reserve: Any, profile: Choice, cache: bool, backend: Code
 ) -> Callable[[], Backend]:
     """Check what a user gives, and make backends of it: one for each compiled object."""
-    if not callable(fn):
-        raise TypeError(f"checkmate.compile takes a module or a function, not {type(fn).__name__}.")
+    if not callable(fn) or isinstance(fn, type):
+        kind = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
+        raise TypeError(f"checkmate.compile takes a module or a function, not {kind}.")
     ranks.refuse_wrapped(fn)
     if method not in METHODS:
         raise ValueError(f"Unknown method {method!r}; the methods are {', '.join(METHODS)}.")

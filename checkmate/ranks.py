@@ -141,11 +141,13 @@ def _follow(document: dict[str, Any], problem: Problem, budget: int, planner: st
 
 
 def refuse_wrapped(fn: object) -> None:
-    """Refuse a module that is wrapped or sharded already: what it does beside its forward is in no plan.
+    """Refuse a module that is wrapped, sharded or compiled already: what it does beside its forward is in no plan.
 
     Raises:
         Unsupported: with the order that works.
     """
+    if isinstance(fn, torch._dynamo.OptimizedModule):
+        raise Unsupported("torch.compile has compiled this module already. Give checkmate.compile the plain one.")
     if isinstance(fn, nn.Module) and (advice := _advice(fn)):
         raise Unsupported(advice)
 

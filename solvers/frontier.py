@@ -23,7 +23,7 @@ from checkmate.solution import Solution, Status
 from checkmate.solvers.certify import certify, contradicts
 from checkmate.solvers.methods import METHODS
 from checkmate.solvers.processes import Processes
-from checkmate.solvers.solve import check_limits, check_method, min_budget, solve
+from checkmate.solvers.solve import check_limits, check_method, check_problem, min_budget, solve
 from checkmate.statusline import showing
 from checkmate.units import format_bytes, format_seconds, parse_bytes
 
@@ -157,12 +157,14 @@ def frontier(
 
     Raises:
         BudgetError: if a budget is no positive number of bytes.
+        TypeError: if the problem is none.
         ValueError: if a method or an option is unknown, or a limit is out of range.
 
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> [(row.budget, row.cost, row.status) for row in frontier(problem, ["3 B", 2], jobs=1)]
     [(2, inf, Status.INFEASIBLE), (3, 4.0, Status.OPTIMAL)]
     """
+    check_problem(problem)
     if isinstance(budgets, (int, float, str)):
         budgets = (budgets,)
     taken = _options_by_method(methods, options)

@@ -62,6 +62,7 @@ def solve(
 
     Raises:
         BudgetError: if the budget is not a positive number of bytes.
+        TypeError: if the problem is none.
         ValueError: if no method has this name, it has no such option, a limit is out of range, or the start is of
             another graph.
         KeyboardInterrupt: on Ctrl-C before there is a plan.
@@ -70,6 +71,7 @@ def solve(
     >>> solve(problem, "3 B").cost
     4.0
     """
+    check_problem(problem)
     if start is not None:
         options = {**options, "start": start if method == "auto" else as_schedule(problem, start)}
     chosen = check_method(method, options)
@@ -89,6 +91,13 @@ def solve(
     solution = replace(solution, seconds=known.elapsed)
     log.info("%s", solution)
     return solution
+
+
+def check_problem(problem: object) -> None:
+    """Raise a TypeError for what is no problem: a model, say."""
+    if not isinstance(problem, Problem):
+        kind = type(problem).__name__
+        raise TypeError(f"This takes a Problem, as checkmate.trace makes it of a step and a batch, not {kind}.")
 
 
 def check_method(name: str, options: dict[str, Any]) -> Method:

@@ -34,6 +34,9 @@ def named(n=4):
 def fails(n=4):
     raise IndexError("no data")
 
+def too_wide(n=4):
+    return example()[0], torch.ones(n, 9)
+
 def wrong(n=4):
     return 3
 
@@ -135,6 +138,8 @@ def test_methods(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "my_step:none", "--budget", "8GB"], 2, "example"),
         (["plan", "my_step:not_a_function", "--budget", "8GB"], 2, "no function"),
         (["plan", "my_step:wrong", "--budget", "8GB"], 2, "return (step, batch), not int"),
+        (["plan", "my_step:too_wide", "--budget", "8GB"], 1, "my_step:too_wide fails on its batch: a and b must have"),
+        (["plan", "my_step:fails", "--budget", "8GB", "--method", "chen"], 2, "there is no method 'chen'"),
         (["plan", "my_step:fails", "--budget", "8GB"], 1, "IndexError: no data"),
         (["plan", "my_step:example", "--budget", "8GB", "--device", "abacus"], 2, "no device 'abacus'"),
         (["plan", "my_step:example", "--budget", "8GB", "--size", "0"], 2, "whole number"),

@@ -87,9 +87,15 @@ def test_bad_options_fail_at_the_call(options: dict, error: type[Exception], wor
         checkmate.compile(nn.Linear(2, 2), budget="1 GB", **options)
 
 
-def test_not_callable() -> None:
-    with pytest.raises(TypeError, match="module or a function"):
-        checkmate.compile(3, budget="1 GB")
+@pytest.mark.parametrize(("what", "named"), [(3, "int"), (None, "NoneType"), (nn.Linear, "the class Linear")])
+def test_not_callable(what: object, named: str) -> None:
+    with pytest.raises(TypeError, match=f"module or a function, not {named}"):
+        checkmate.compile(what, budget="1 GB")
+
+
+def test_compiled_by_torch_already(net: nn.Module) -> None:
+    with pytest.raises(checkmate.Unsupported, match=r"Give checkmate\.compile the plain one"):
+        checkmate.compile(torch.compile(net), budget="1 GB")
 
 
 def test_graph_break_says_where_and_what_to_do(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:

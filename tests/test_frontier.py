@@ -301,6 +301,18 @@ def test_time_that_was_over_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None
 # What is asked for.
 
 
+def test_one_budget_is_asked_for_as_it_is() -> None:
+    assert (
+        [row.cost for row in frontier(CHAIN, "4 B", jobs=1)] == [row.cost for row in frontier(CHAIN, 4, jobs=1)] == [26]
+    )
+
+
+@pytest.mark.parametrize("call", [solve, frontier])
+def test_a_model_is_no_problem(call: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=r"takes a Problem, as checkmate.trace makes it .* not dict"):
+        call({}, 4)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

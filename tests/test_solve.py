@@ -346,7 +346,7 @@ def test_a_plan_that_was_reported_survives_the_failure_of_its_method(monkeypatch
 def test_one_op_is_a_problem_too() -> None:
     problem = Problem.from_dag([[]], seconds=[1.0], sizes=[4])
     assert solve(problem, 4).cost == 1.0
-    assert solve(problem, 3).details == {"min_budget": 4, "op": "op0"}
+    assert solve(problem, 3).details == {"min_budget": 4, "op": "op0", "reason": "op0 alone needs 4 B"}
 
 
 def test_a_step_of_no_time_and_no_bytes() -> None:
