@@ -13,13 +13,16 @@ import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
 
 from checkmate import speaking  # noqa: F401  # has Dynamo follow what a step asks and says
+from checkmate.aliases import added_within, refuse_views
 from checkmate.asking import Answer
 from checkmate.autocast import keeps_copies, refuse_shared_copies
 from checkmate.capture import Joint, read_joint
 from checkmate.codegen import emit
+from checkmate.contributions import counted_contributions, sharing_of, with_contributions
 from checkmate.devices import BLOCK_BYTES, allocated_on, device_of, held_outside
 from checkmate.errors import Unsupported
 from checkmate.fake import is_fake
+from checkmate.fan import Sharing, fan_out
 from checkmate.formulas import eager_formulas
 from checkmate.kernels import eager_kernels
 from checkmate.layouts import eager_strides
@@ -47,7 +50,7 @@ _BY_CUDNN = (torch.lstm, torch.gru)
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Run the generated code as it is."""
     forbid_donation()
-    return with_undefined(module, boxed)
+    return with_contributions(module, partial(with_undefined, boxed=boxed))
 
 
 def forbid_donation() -> None:
@@ -55,6 +58,20 @@ def forbid_donation() -> None:
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
+
+
+@dataclass
+class _Facts:
+    """What is known of one captured graph beside its ops; the last four are found when it is traced."""
+
+    names: list[str]  # of the inputs, as the user knows them
+    without_data: bool
+    shares_copies: bool  # autocast keeps converted weights
+    numbers: dict[int, str]  # inputs that are no tensors, by position, as Dynamo calls them
+    counts: list[list[int]] = field(default_factory=list)  # contributions to gradients
+    users: dict[int, tuple[int, ...]] = field(default_factory=dict)  # results that others are computed from
+    within: dict[int, list[set[int]]] = field(default_factory=dict)  # what it adds to gradients of results from outside
+    sharing: Sharing = field(default_factory=Sharing)
 
 
 @dataclass(eq=False)
@@ -97,37 +114,37 @@ class Backend:
         _refuse_inexact(module)
         if isinstance(self.profile, Measure):
             _refuse_fakes(input_names(module), inputs)
-        users: dict[int, tuple[int, ...]] = {}
+        numbers = sources_of(module, self.numbers)
+        facts = _Facts(input_names(module), any(map(is_fake, inputs)), keeps_copies(module), numbers)
         compile_graph = aot_autograd(
             fw_compiler=self.lower,
             bw_compiler=self.lower,
             inference_compiler=self.lower,
-            partition_fn=partial(
-                self._partition,
-                input_names(module),
-                sources_of(module, self.numbers),
-                any(map(is_fake, inputs)),
-                keeps_copies(module),
-                users,
-            ),
+            partition_fn=partial(self._partition, facts),
             keep_inference_input_mutations=True,
         )
         keep_random_ops = torch._inductor.config.patch(fallback_random=True)  # those that nobody reads as well
         backward_outside_of_autocast = torch._functorch.config.patch(backward_pass_autocast="off")
         self.last = None
-        with eager_kernels(), eager_formulas(), eager_strides(), keep_random_ops, backward_outside_of_autocast:
+        with (
+            eager_kernels(),
+            eager_formulas(),
+            eager_strides(),
+            keep_random_ops,
+            backward_outside_of_autocast,
+            counted_contributions() as facts.counts,
+        ):
             run = compile_graph(module, inputs)
         if questions and isinstance(self.profile, Measure) and len(self.plans) > known:
             self.plans[-1] = _with_questions(self.plans[-1], questions, inputs, self.limit(self.plans[-1]))
-        return asking_first(refuse_watching(keep_undefined(run) if self.takes_none else run, users), questions)
+        if self.takes_none:
+            run = keep_undefined(run)
+        run = refuse_views(run, facts.within) if self.exact else run
+        return asking_first(refuse_watching(fan_out(run, facts.sharing), facts.users), questions)
 
     def _partition(
         self,
-        names: list[str],
-        numbers: dict[int, str],
-        without_data: bool,
-        shares_copies: bool,
-        users: dict[int, tuple[int, ...]],
+        facts: _Facts,
         joint_module: fx.GraphModule,
         joint_inputs: Any,
         *,
@@ -136,26 +153,30 @@ class Backend:
         **options: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         device = device_of(joint_module.graph)
-        if shares_copies:
+        counts = [*facts.counts[-1]] if facts.counts else []  # to measure ops may differentiate, too
+        if facts.shares_copies:
             refuse_shared_copies(joint_module.graph, num_fwd_outputs)
-        users.update(computed_from(joint_module.graph, num_fwd_outputs))
+        facts.within = added_within(joint_module.graph, num_fwd_outputs)
+        facts.users.update(computed_from(joint_module.graph, num_fwd_outputs))
         joint = read_joint(
             joint_module,
             num_fwd_outputs=num_fwd_outputs,
             static_inputs=static_lifetime_input_indices or (),
-            input_names=names,
+            input_names=facts.names,
             block_bytes=max(self.block_bytes, BLOCK_BYTES[device.type]),
             on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
-            numbers=numbers,
+            numbers=facts.numbers,
         )
-        if numbers:
+        if facts.numbers:
             self.check(joint)
         problem = problem_of(joint, self.profile)
-        allocated = None if without_data else allocated_on(device)
+        allocated = None if facts.without_data else allocated_on(device)
         solution = self.planner(with_what_is_held(problem, allocated))
         modules = solution.modules
         self.plans.append(solution)
         self.last = joint
+        if self.exact:
+            facts.sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)
         return modules.forward, modules.backward
 
 

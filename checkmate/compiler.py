@@ -156,6 +156,7 @@ def verify(
     profile: Choice = "measure",
     cache: bool = True,
     backend: Code = "eager",
+    calls: int = 1,
     **kwargs: Any,
 ) -> Certificate:
     """Run a step plainly and compiled on your own batch, and certify that nothing differs.
@@ -170,8 +171,11 @@ def verify(
         fn: a module or function; args, kwargs: a batch for it.
         budget, method, time_limit, reserve, profile, cache, backend: as for `compile`. Compiled by Inductor, a tensor
             may be as far off as `torch.testing.assert_close` allows of its largest element.
+        calls: call the step so often before one backward through all its results, as a loss of two batches does. A plan
+            is for one call: with more of them the peak is not compared.
 
     Raises:
+        ValueError: if ``calls`` is no positive number.
         VerificationError: naming what differs, and the first op whose value does.
         InfeasibleBudget, Unsupported: as for `compile`.
 
@@ -181,8 +185,10 @@ def verify(
     >>> report.outputs, report.gradients, report.repeats
     (1, 4, True)
     """
+    if calls < 1:
+        raise ValueError(f"calls is how often the step is called before the backward, 1 or more, not {calls!r}.")
     step = CompiledStep(fn, _backends(fn, budget, method, time_limit, reserve, profile, cache, backend), verify=False)
-    return step._compare(args, kwargs)
+    return step._compare(args, kwargs, calls)
 
 
 def _backends(
@@ -356,9 +362,9 @@ class CompiledStep(Generic[P, R]):
             self._verify = False
         return self._guarded(*args, **kwargs)
 
-    def _compare(self, args: Any, kwargs: Any) -> Certificate:
+    def _compare(self, args: Any, kwargs: Any, calls: int = 1) -> Certificate:
         anew = functools.partial(capture, self._fn)
-        return compare_with_plain(self._fn, self._guarded, self._backend, args, kwargs, anew)
+        return compare_with_plain(self._fn, self._guarded, self._backend, args, kwargs, anew, calls)
 
     def _guarded(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.is_grad_enabled():

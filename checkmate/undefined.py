@@ -52,11 +52,9 @@ def keep_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
     def keeping(*args: Any) -> Any:
         results = run(*args)
-        leaves = results if isinstance(results, (list, tuple)) else tree_leaves(results)
-        direct: set[Any] = {t.grad_fn for t in leaves if isinstance(t, torch.Tensor)}
+        direct = _functions(results)
         if not own or not all(f is None or type(f) in own for f in direct):  # the first call, or views of results
-            given = {id(arg.grad_fn) for arg in args if isinstance(arg, torch.Tensor)}
-            direct = set(_compiled_functions(direct, given))
+            direct = set(compiled_functions(results, args))
             own.update(map(type, direct))
         for function in direct:
             if function is not None:
@@ -66,8 +64,15 @@ def keep_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
     return keeping
 
 
-def _compiled_functions(front: set[Any], given: set[int]) -> Iterator[Any]:
-    """The autograd node of a compiled call, from those of its results; ``given`` are those it was called with."""
+def _functions(results: Any) -> set[Any]:
+    leaves = results if isinstance(results, (list, tuple)) else tree_leaves(results)
+    return {t.grad_fn for t in leaves if isinstance(t, torch.Tensor)}
+
+
+def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
+    """The autograd node of a compiled call, from its results and what it was called with."""
+    front = _functions(results)
+    given = {id(arg.grad_fn) for arg in args if isinstance(arg, torch.Tensor)}
     for _ in range(_DEPTH):
         front = {f for f in front if f is not None and id(f) not in given}
         yield from filter(is_compiled, front)

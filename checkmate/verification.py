@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,10 +55,13 @@ class Certificate:
     measured_peak: int | None  # bytes; None where the step returns more than a loss, whose backward begins outside it
     plain_peak: int | None  # bytes of the plain step
     off: float = 0.0  # the most that a step compiled by Inductor differs by, where it may round differently
+    calls: int = 1  # of the step before the backward
 
     def __str__(self) -> str:
+        why = "the step returns more than one loss" if self.calls == 1 else "a plan is for one call"
+
         def shown(count: int | None) -> str:
-            return "not compared: the step returns more than one loss" if count is None else format_bytes(count)
+            return f"not compared: {why}" if count is None else format_bytes(count)
 
         same = "the same bits as plain PyTorch"
         if self.spread:
@@ -66,7 +70,7 @@ class Certificate:
             same = f"plain PyTorch but for rounding, {self.off:.3g} at most"
         counts = f"{self.outputs} outputs, {self.gradients} gradients, {self.tensors} tensors of state"
         facts = [
-            ("compared", f"{counts}, random state"),
+            ("compared", f"{counts}, random state" + (f", {self.calls} calls" if self.calls > 1 else "")),
             ("plain runs", "repeat their bits" if self.repeats else "differ among themselves"),
         ]
         if self.budget is not None:
@@ -98,11 +102,13 @@ def compare_with_plain(
     args: Any,
     kwargs: Any,
     capture: Callable[[Backend], Callable[..., Any]],
+    calls: int = 1,
 ) -> Certificate:
     """Run both on the same batch from the same state, and restore that state.
 
     Where plain PyTorch does not repeat its own numbers, this is logged as a warning, with the spread of its runs.
-    ``capture`` compiles the step with another backend, to find out where it differs.
+    ``capture`` compiles the step with another backend, to find out where it differs. ``calls``: how often each is
+    called before the backward.
 
     Raises:
         VerificationError: naming the first result, gradient or buffer that differs, by more than plain runs differ
@@ -112,9 +118,11 @@ def compare_with_plain(
     names = names_of(state, (plain, args, kwargs))
     device = next((t.device for t in state if t.device != CPU), CPU)
 
-    def run(step: Callable[..., Any]) -> _Outcome:
+    def run(step: Callable[..., Any], calls: int = calls) -> _Outcome:
         with restored(state, device):
-            return _outcome(step, args, kwargs, state, names, device)
+            return _outcome(step, args, kwargs, state, names, device, calls)
+
+    once = partial(run, calls=1)
 
     with restored(state, device):
         compiled(*args, **kwargs)  # plans, and measures for it: no meter may run yet
@@ -132,17 +140,17 @@ def compare_with_plain(
         off = _compare_but_for_rounding(different, expected, found, backend.rounds_in)
     elif different:
         if not _may_waver(device):
-            place = _place(capture, backend, run, plain, device)
+            place = _place(capture, backend, once, plain, device)
             raise VerificationError(_differs(different[0], repeats=repeats) + place)
         spread = _compare_with_spread(different, [expected, again, *(run(plain) for _ in range(PLAIN_RUNS - 2))], found)
     if not _same_state(expected.random_states[_TORCH], found.random_states[_TORCH]):
-        place = _place(capture, backend, run, plain, device)
+        place = _place(capture, backend, once, plain, device)
         raise VerificationError(
             f"The compiled step draws other random numbers than plain PyTorch. Please report this.{place}"
         )
     planned = backend.plans[-1] if backend.plans else None
     resident = planned.problem.resident if planned else 0
-    comparable = planned is not None and _is_loss(expected)
+    comparable = planned is not None and calls == 1 and _is_loss(expected)
     if planned is not None and comparable:
         _check_peak(resident + found.peak, planned, backend, device)
     return Certificate(
@@ -156,6 +164,7 @@ def compare_with_plain(
         measured_peak=resident + found.peak if comparable else None,
         plain_peak=resident + expected.peak if comparable else None,
         off=off,
+        calls=calls,
     )
 
 
@@ -302,16 +311,21 @@ def _outcome(
     state: list[torch.Tensor],
     names: dict[int, str],
     device: torch.device,
+    calls: int,
 ) -> _Outcome:
-    """What a step leaves behind, held on the CPU: on the step's device it would stand in the way of the next."""
+    """What a step leaves behind, held on the CPU: on the step's device it would stand in the way of the next.
+
+    Several calls are differentiated at once, each with a factor of its own: 1, -1/2, 1/3, ...
+    """
 
     def step() -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
-        outputs = [t for t in tree_leaves(fn(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+        made = [(i, t) for i in range(calls) for t in tree_leaves(fn(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+        outputs = [t for _, t in made]
         roots = [t for t in outputs if t.requires_grad]
         leaves = list(dict.fromkeys(leaf for root in roots for leaf in _leaves(root)))
-        ones = [torch.ones_like(t) for t in roots]
+        factors = [torch.full_like(t, (-1) ** i / (i + 1)) for i, t in made if t.requires_grad]
         with torch.autocast(device.type, enabled=False):  # as a backward after the block
-            grads = torch.autograd.grad(roots, leaves, ones, allow_unused=True) if leaves else ()
+            grads = torch.autograd.grad(roots, leaves, factors, allow_unused=True) if leaves else ()
         return outputs, leaves, grads
 
     use = measure_peak(step, device)

@@ -314,6 +314,21 @@ def siamese_branches_in_one_backward(wrap: Wrap) -> Any:
 
 
 @quick
+def tied_weights_in_two_calls_of_one_backward(wrap: Wrap) -> Any:
+    """A preference for one text over another: each call adds to the tied weight twice."""
+    embedding, body = nn.Embedding(16, 16), nn.Linear(16, 16)
+
+    def likelihood(text: Tensor) -> Tensor:
+        logits = F.linear(torch.tanh(body(embedding(text))), embedding.weight)
+        return -F.cross_entropy(logits[:-1], text[1:])
+
+    step = wrap(likelihood)
+    chosen, rejected = torch.arange(12) % 5, torch.arange(12) % 7
+    loss = -F.logsigmoid(step(chosen) - step(rejected))
+    return after_backward(nn.ModuleList([embedding, body]), loss)
+
+
+@quick
 def several_losses(wrap: Wrap) -> Any:
     model = net()
 
