@@ -39,6 +39,7 @@ from checkmate.solution import Solution
 from checkmate.statusline import showing
 from checkmate.undefined import keep_undefined, with_undefined
 from checkmate.units import format_bytes
+from checkmate.writes import Needs, explain_writes, needs_of
 
 Planner = Callable[[Problem], Solution]
 Profiler = Callable[[Joint], Profile]
@@ -62,7 +63,7 @@ def forbid_donation() -> None:
 
 @dataclass
 class _Facts:
-    """What is known of one captured graph beside its ops; the last four are found when it is traced."""
+    """What is known of one captured graph beside its ops; the last five are found when it is traced."""
 
     names: list[str]  # of the inputs, as the user knows them
     without_data: bool
@@ -72,6 +73,7 @@ class _Facts:
     users: dict[int, tuple[int, ...]] = field(default_factory=dict)  # results that others are computed from
     within: dict[int, list[set[int]]] = field(default_factory=dict)  # what it adds to gradients of results from outside
     sharing: Sharing = field(default_factory=Sharing)
+    needs: Needs = field(default_factory=Needs)
 
 
 @dataclass(eq=False)
@@ -140,7 +142,8 @@ class Backend:
         if self.takes_none:
             run = keep_undefined(run)
         run = refuse_views(run, facts.within) if self.exact else run
-        return asking_first(refuse_watching(fan_out(run, facts.sharing), facts.users), questions)
+        run = explain_writes(fan_out(run, facts.sharing), facts.needs)
+        return asking_first(refuse_watching(run, facts.users), questions)
 
     def _partition(
         self,
@@ -177,6 +180,7 @@ class Backend:
         self.last = joint
         if self.exact:
             facts.sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)
+        facts.needs = needs_of(joint, modules, facts.names)
         return modules.forward, modules.backward
 
 

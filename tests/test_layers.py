@@ -31,6 +31,7 @@ LAYERS = (
     {"solution", "timeline"},
     {"solvers", "capture", "throughput", "records", "plot_graph", "difference"},
     {"profiling", "codegen", "ranks", "plot", "peak"},
+    {"writes"},
     {"backend", "report_data"},
     {"captures", "divergence", "inductor", "report"},
     {"verification"},
