@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel  # adds Logger.warning_once
-
-# A warning is a side effect, which stops the capture of a whole graph; this one may be left out of it.
-torch._dynamo.config.ignore_logging_functions.add(logging.Logger.warning_once)
+from transformers import GPT2Config, GPT2LMHeadModel
 
 
 class GPT2(nn.Module):
