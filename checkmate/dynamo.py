@@ -1,7 +1,7 @@
 """What ``torch.compile(model, backend="checkmate", options={"budget": "8 GB"})`` calls, by an entry point.
 
 It finds fewer mistakes than `checkmate.compile`, which sees the whole call: there is no ``verify``, no ``plans``, and
-errors come wrapped as PyTorch wraps them.
+errors come wrapped as PyTorch wraps them. PyTorch decides what is captured when, and for how many kinds of input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def backend(
 
     Args:
         module: what was captured; inputs: what it is called with.
-        options: ``budget`` and, if wanted, others of `checkmate.compile`, but for ``verify``.
+        options: ``budget`` and, if wanted, others of `checkmate.compile`, but for ``verify`` and ``max_plans``.
         mode: not known here.
 
     Raises:
@@ -52,6 +52,8 @@ def backend(
         raise ValueError('The backend checkmate needs a budget: options={"budget": "8 GB"}.')
     if "verify" in options:
         raise ValueError("A backend sees no whole call to verify; checkmate.compile(..., verify=True) does.")
+    if "max_plans" in options:
+        raise ValueError("PyTorch counts here: torch._dynamo.config.recompile_limit is the most kinds of input.")
     _refuse_parts(module, inputs, asked)
     warn(told_yes)
     try:
