@@ -13,6 +13,7 @@ import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
 
 from checkmate import speaking  # noqa: F401  # has Dynamo follow what a step asks and says
+from checkmate.admitted import refuse_lost_leaves
 from checkmate.aliases import added_within, refuse_views
 from checkmate.asking import Answer
 from checkmate.autocast import keeps_copies, refuse_shared_copies
@@ -114,6 +115,7 @@ class Backend:
         """
         questions, known = taken_out(module), len(self.plans)
         _refuse_inexact(module)
+        refuse_lost_leaves(module, inputs)
         if isinstance(self.profile, Measure):
             _refuse_fakes(input_names(module), inputs)
         numbers = sources_of(module, self.numbers)

@@ -8,9 +8,11 @@ of a transposed one ``masked_fill``, ``scatter_add`` or ``cumsum`` make a contig
 kernel; into a part of a tensor ``normal`` draws in another order. While a step is captured, such a write is traced as
 itself, into a copy (`write_copy`).
 
-Batch norm on the CPU lays its result out in the memory format that its input suggests, the fake one in the strides of
-its input. Importing this module mends PyTorch's rule, for the process: a backend is called when Dynamo has traced
-already.
+Of some kernels for the CPU PyTorch's description has other strides than the kernel's result. Where the formula that
+describes one names its operands in another order than the kernel, the wrong one decides; the backward then views what
+cannot be viewed, or sums in another order. Batch norm lays its result out in the memory format that its input suggests,
+the fake one in the strides of its input. Importing this module mends these rules, for the process: a backend is called
+when Dynamo has traced already.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from typing import Any
 
 import torch
 from torch._decomp import decompositions
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for, suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 from torch.fx.node import has_side_effect
@@ -32,6 +34,32 @@ from torch.utils import _pytree as pytree
 aten = torch.ops.aten
 _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
 _LIKE_POINTWISE = {*_FILLS, aten.hardswish_.default}  # in all but their tag
+_IN_ORDER = {  # the strides are those that the kernel finds in its operands, the first one before the next
+    aten.copysign.Tensor,
+    aten.elu_backward.default,
+    aten.floor_divide.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.logit_backward.default,
+    aten.native_dropout_backward.default,
+    aten.softplus_backward.default,
+    aten.special_xlog1py.default,
+    aten.xlogy.Tensor,
+}
+_LIKE_THE_INPUT = {aten.binary_cross_entropy_backward.default}  # those of the argument ``self``
+_CONTIGUOUS = {
+    aten._log_softmax_backward_data.default,
+    aten.huber_loss_backward.default,
+    aten.isin.Tensor_Scalar,
+    aten.isin.Tensor_Tensor,
+    aten.log_sigmoid_forward.default,
+    aten.mse_loss_backward.default,
+    aten.poisson.default,
+    aten.pow.Scalar,
+    aten.smooth_l1_loss_backward.default,
+}
+_DESCRIBED_WRONG = _IN_ORDER | _LIKE_THE_INPUT | _CONTIGUOUS
 
 
 def lay_out(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -168,5 +196,37 @@ def _in_the_layout_of_the_kernel(helper: Callable[..., Any]) -> Callable[..., An
     return normalized
 
 
+def _strides_of_the_kernel(op: Any, given: Sequence[Any], result: torch.Tensor) -> tuple[int, ...]:
+    """Those of the result of an op on the CPU that PyTorch describes with others."""
+    if op in _CONTIGUOUS:
+        return tuple(make_contiguous_strides_for(result.shape))
+    if op in _LIKE_THE_INPUT:
+        return tuple(compute_elementwise_output_strides(given[[a.name for a in op._schema.arguments].index("self")]))
+    operands = [x.expand(result.shape) for x in given if isinstance(x, torch.Tensor) and x.dim()]
+    return tuple(compute_elementwise_output_strides(*operands)) if operands else result.stride()
+
+
+def _as_the_kernels_lay_out(describe: Callable[..., Any]) -> Callable[..., Any]:
+    """What finds the fake result of an op, with the strides of the CPU's kernel."""
+
+    @wraps(describe)
+    def described(mode: FakeTensorMode, op: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        results = describe(mode, op, types, args, kwargs)
+        if op not in _DESCRIBED_WRONG:
+            return results
+
+        def as_the_kernel(result: torch.Tensor) -> torch.Tensor:
+            strides = _strides_of_the_kernel(op, [*args, *kwargs.values()], result)
+            if result.device.type != "cpu" or strides == result.stride():
+                return result
+            with mode:
+                return lay_out(result, tuple(result.shape), strides, result.dtype)
+
+        return pytree.tree_map_only(FakeTensor, as_the_kernel, results)
+
+    return described
+
+
+FakeTensorMode._dispatch_impl = _as_the_kernels_lay_out(FakeTensorMode._dispatch_impl)  # type: ignore[method-assign]
 decompositions.native_batch_norm_helper = _in_the_layout_of_the_kernel(decompositions.native_batch_norm_helper)
 FakeTensorMode.cache_clear()  # of results in the old strides

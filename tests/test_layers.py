@@ -25,7 +25,7 @@ LAYERS = (
     },
     {"units", "asking", "autocast", "display", "target", "fake", "layouts", "memory", "runtime", "files"},
     {"earlier", "graph", "kernels", "messages", "nodes", "questions", "rewrite"},
-    {"problem", "devices", "numbers", "predicates", "undefined"},
+    {"admitted", "problem", "devices", "numbers", "predicates", "undefined"},
     {"schedule", "aliases", "fan", "costs", "results", "speaking", "state"},
     {"plan", "contributions"},
     {"solution", "timeline"},

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 import checkmate
+from checkmate import layouts
+from checkmate.state import same_bits
 from tests.bits import assert_same_bits
 from tests.sampling import few
 
@@ -50,6 +56,50 @@ def test_batch_norm_lays_its_result_out_as_the_kernel_does(layout: str, training
     assert_same_bits(torch.autograd.grad(found, x)[0], wanted)
     assert checkmate.trace(step, x).keep_all_peak > 0
     assert seen[-1] == strides
+
+
+MENDED = sorted(layouts._DESCRIBED_WRONG, key=str)
+OF_OPERANDS = ("contiguous", "transposed", "channels last", "window", "expanded")
+OPTIONS = {"number": 0.5, "float": 0.5, "int": 1, "bool": False}
+
+
+def _arguments(op: Any, laid_out: tuple[Callable[[Tensor], Tensor], ...]) -> list[Any]:
+    """Arguments that an op takes: its tensors in these layouts, types and numbers that all of these ops take."""
+    layout, given = iter(laid_out), []
+    for a in op._schema.arguments:
+        if str(a.type) == "Tensor":
+            given.append(next(layout)(torch.rand(X) * 0.8 + 0.1))
+        elif a.name == "input_dtype":
+            given.append(torch.float32)
+        elif not a.kwarg_only:
+            given.append(OPTIONS.get(str(a.type)))
+    return given
+
+
+@pytest.mark.parametrize("op", MENDED, ids=str)
+def test_fake_results_lie_as_those_of_the_kernel(op: Any) -> None:
+    tensors = sum(str(a.type) == "Tensor" for a in op._schema.arguments)
+    for laid_out in itertools.product([LAYOUTS[name] for name in OF_OPERANDS], repeat=tensors):
+        args = _arguments(op, laid_out)
+        with FakeTensorMode() as mode:
+            fake = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
+        assert [t.stride() for t in tree_leaves(fake)] == [t.stride() for t in tree_leaves(op(*args))]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_gate_whose_gradient_is_transposed() -> None:
+    """As in gated linear attention: the backward of its projection views the gradient as a matrix, or copies it."""
+    model = nn.Linear(6, 4)
+
+    def step(x: Tensor) -> Tensor:
+        return (F.softplus(model(x)).transpose(1, 2).contiguous().cumsum(-1) * 0.3).square().sum()
+
+    x = torch.randn(2, 12, 6)
+    step(x).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    checkmate.compile(step, budget="1 GB", time_limit=1)(x).backward()
+    assert all(map(same_bits, [p.grad for p in model.parameters()], expected))
 
 
 ROWS, WIDTH = 24, 24
