@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from checkmate.formulas import eager_formulas
 from checkmate.kernels import eager_kernels
 from checkmate.layouts import eager_strides
 from checkmate.memory import CPU, measure_peak
+from checkmate.nodes import storage
 from checkmate.numbers import sources_of
 from checkmate.plan import Plan
 from checkmate.problem import Problem, Profile
@@ -37,6 +39,7 @@ from checkmate.questions import Question, asking_first, taken_out
 from checkmate.results import computed_from, refuse_watching
 from checkmate.runtime import boxed
 from checkmate.solution import Solution
+from checkmate.state import tensors_within
 from checkmate.statusline import showing
 from checkmate.undefined import keep_undefined, with_undefined
 from checkmate.units import format_bytes
@@ -67,7 +70,7 @@ class _Facts:
     """What is known of one captured graph beside its ops; the last five are found when it is traced."""
 
     names: list[str]  # of the inputs, as the user knows them
-    without_data: bool
+    known: list[Any]  # tensors that it is given, or holds as constants
     shares_copies: bool  # autocast keeps converted weights
     numbers: dict[int, str]  # inputs that are no tensors, by position, as Dynamo calls them
     counts: list[list[int]] = field(default_factory=list)  # contributions to gradients
@@ -85,7 +88,7 @@ class Backend:
     and its inputs the function that runs. ``profile`` finds the costs of the ops; sizes are rounded up to a multiple of
     ``block_bytes``, or of what the allocator of the step's device takes if that is more. ``answer``: what captured code
     is told that asks whether it is compiled. ``takes_none``: backwards that ``lower`` makes know what to do where a
-    result has no gradient.
+    result has no gradient. ``reach``: what is called, with its arguments: the budget counts all tensors in these.
     """
 
     planner: Planner
@@ -98,6 +101,7 @@ class Backend:
     numbers: Collection[str] = ()  # Dynamo's names of inputs that are no tensors
     check: Callable[[Joint], None] = lambda joint: None  # what was captured with such inputs
     last: Joint | None = None  # what was planned last
+    reach: Any = ()  # the function that is captured and its arguments, while it is called
 
     exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
     rounds_in: set[torch.dtype] = field(default_factory=set)  # types of what is rounded, if it is not exact
@@ -106,6 +110,15 @@ class Backend:
         """Bytes that a step may take when it runs."""
         return plan.budget
 
+    @contextmanager
+    def reaching(self, *reach: Any) -> Iterator[None]:
+        """Within the block a function is captured, called with these arguments: what they hold is counted."""
+        before, self.reach = self.reach, reach
+        try:
+            yield
+        finally:
+            self.reach = before
+
     @showing("capturing")
     def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         """What `torch.compile` calls for each captured graph.
@@ -113,13 +126,14 @@ class Backend:
         Raises:
             Unsupported: if ops are to be measured on tensors without data, or cannot be traced with their own bits.
         """
-        questions, known = taken_out(module), len(self.plans)
+        questions, planned = taken_out(module), len(self.plans)
         _refuse_inexact(module)
         refuse_lost_leaves(module, inputs)
         if isinstance(self.profile, Measure):
             _refuse_fakes(input_names(module), inputs)
         numbers = sources_of(module, self.numbers)
-        facts = _Facts(input_names(module), any(map(is_fake, inputs)), keeps_copies(module), numbers)
+        known = [*inputs, *module.parameters(), *module.buffers()]
+        facts = _Facts(input_names(module), known, keeps_copies(module), numbers)
         compile_graph = aot_autograd(
             fw_compiler=self.lower,
             bw_compiler=self.lower,
@@ -139,7 +153,7 @@ class Backend:
             counted_contributions() as facts.counts,
         ):
             run = compile_graph(module, inputs)
-        if questions and isinstance(self.profile, Measure) and len(self.plans) > known:
+        if questions and isinstance(self.profile, Measure) and len(self.plans) > planned:
             self.plans[-1] = _with_questions(self.plans[-1], questions, inputs, self.limit(self.plans[-1]))
         if self.takes_none:
             run = keep_undefined(run)
@@ -163,20 +177,22 @@ class Backend:
             refuse_shared_copies(joint_module.graph, num_fwd_outputs)
         facts.within = added_within(joint_module.graph, num_fwd_outputs)
         facts.users.update(computed_from(joint_module.graph, num_fwd_outputs))
+        block_bytes = max(self.block_bytes, BLOCK_BYTES[device.type])
         joint = read_joint(
             joint_module,
             num_fwd_outputs=num_fwd_outputs,
             static_inputs=static_lifetime_input_indices or (),
             input_names=facts.names,
-            block_bytes=max(self.block_bytes, BLOCK_BYTES[device.type]),
+            block_bytes=block_bytes,
             on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
             numbers=facts.numbers,
         )
         if facts.numbers:
             self.check(joint)
         problem = problem_of(joint, self.profile)
-        allocated = None if facts.without_data else allocated_on(device)
-        solution = self.planner(with_what_is_held(problem, allocated))
+        unread = unread_bytes(self.reach, facts.known, device, block_bytes)
+        allocated = None if any(map(is_fake, facts.known)) else allocated_on(device)
+        solution = self.planner(with_what_is_held(problem, allocated, unread=unread))
         modules = solution.modules
         self.plans.append(solution)
         self.last = joint
@@ -195,15 +211,39 @@ def problem_of(joint: Joint, profile: Profiler = MEASURE) -> Problem:
     return Problem(joint.graph, profile(joint), write)
 
 
-def with_what_is_held(problem: Problem, allocated: int | None) -> Problem:
+def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0) -> Problem:
     """The problem with all that is in use on the device before the step as resident, known to the step or not.
 
-    ``allocated``: bytes; None, on the CPU and for a step whose tensors have no data: only what the step knows.
+    Args:
+        problem: what is resident in it is what the graph reads.
+        allocated: bytes; None, on the CPU and for a step whose tensors have no data: only what the step holds.
+        unread: bytes of what the step holds and the graph does not read.
     """
-    held = 0 if allocated is None else held_outside(allocated, problem.resident)
-    if not held:
+    resident = problem.resident + unread
+    resident += 0 if allocated is None else held_outside(allocated, resident)
+    if resident == problem.resident:
         return problem
-    return replace(problem, profile=replace(problem.profile, resident_bytes=problem.resident + held))
+    return replace(problem, profile=replace(problem.profile, resident_bytes=resident))
+
+
+def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_bytes: int) -> int:
+    """Bytes of the tensors that a step holds and its graph does not read, each storage once.
+
+    Args:
+        reach: the step and its arguments: parameters and buffers of modules, and tensors, are found in it.
+        known: what the graph is given.
+        device: of the step; elsewhere nothing is counted.
+        block_bytes: the allocator rounds every size up to a multiple of these.
+    """
+
+    def storages(tensors: Iterable[Any]) -> dict[int, int]:
+        dense = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+        dense = [t for t in dense if t.device.type in (device.type, "meta")]
+        return {storage(t): t.untyped_storage().nbytes() for t in dense}
+
+    read = storages(known)
+    sizes = [size for key, size in storages(tensors_within(reach)).items() if key not in read]
+    return sum(-(-size // block_bytes) * block_bytes for size in sizes)
 
 
 def _with_questions(plan: Solution, questions: list[Question], inputs: list[Any], limit: int) -> Solution:

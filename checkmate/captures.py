@@ -41,9 +41,15 @@ class _NothingToPlan(Exception):
     """Raised by captured code in which nothing needs a gradient: plain PyTorch runs it."""
 
 
-def capture(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+def capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
     """``fn`` compiled with a backend, in a code object of its own: Dynamo keeps compiled code with it."""
-    return at_first(_compiled(_copy_of(fn), backend), lambda: "capturing")
+    run = _compiled(_copy_of(fn), backend)
+
+    def capturing(*args: Any, **kwargs: Any) -> Any:
+        with backend.reaching(fn, args, kwargs):
+            return run(*args, **kwargs)
+
+    return at_first(capturing, lambda: "capturing")
 
 
 def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
@@ -196,7 +202,8 @@ class Captures:
             return "first run" if len(backend.plans) > planned else "capturing"
 
         try:
-            with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing):
+            reaching = backend.reaching(self._fn, args, kwargs)
+            with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), reaching:
                 result = _compiled(own, self._compile_graph)(*args, **kwargs)
         except _NothingToPlan:
             result = self._fn(*args, **kwargs)

@@ -329,3 +329,33 @@ def test_reserve_is_left_free() -> None:
     compiled = checkmate.compile(step, budget=problem.keep_all_peak, reserve=10_000)
     compiled(x, y)
     assert compiled.plans[0].peak <= problem.keep_all_peak - 10_000
+
+
+def test_the_budget_counts_what_the_step_holds_and_does_not_read() -> None:
+    """Parameters, buffers and the batch are what the person paid for, each storage once."""
+    net, x, y = _net()
+    net.register_buffer("table", torch.zeros(128))
+    net.register_buffer("part_of_it", net.table[:3], persistent=False)
+    net.register_buffer("alias", net[0].weight.detach()[0])
+    net.unused = nn.Linear(7, 9)
+    net.unused.weight.data = net.unused.weight.data.double()
+    mask = torch.ones(48, 3)
+    held = sum(t.nbytes for t in [*net.parameters(), *net.buffers(), x, y, mask]) - net.part_of_it.nbytes
+    held -= net.alias.nbytes
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(net[:-1](batch["x"]), batch["y"])
+
+    batch = {"x": x, "y": y, "mask": mask}
+    problem = checkmate.trace(step, batch)
+    assert problem.resident == held
+    assert checkmate.trace(net[:-1], x).resident == held - sum(
+        t.nbytes for t in [net.table, *net.unused.parameters(), y, mask]
+    )
+    compiled = checkmate.compile(step, budget=problem.keep_all_peak, time_limit=1)
+    compiled(batch).backward()
+    net.zero_grad()
+    use = measure_peak(lambda: compiled(batch).backward())
+    assert held + use.peak == compiled.plans[0].peak == problem.keep_all_peak
+    with pytest.raises(checkmate.InfeasibleBudget):
+        checkmate.compile(step, budget=held, time_limit=1)(batch)
