@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
 
-from checkmate import speaking  # noqa: F401  # has Dynamo follow what a step asks and says
+from checkmate import ctc, speaking  # noqa: F401  # PyTorch's own describes the kernel, Dynamo follows what a step says
 from checkmate.admitted import refuse_lost_leaves
 from checkmate.aliases import added_within, refuse_views
 from checkmate.asking import Answer

@@ -117,8 +117,9 @@ def read_joint(
             what the forward has overwritten.
     """
     prepare(module.graph, on_cpu=on_cpu)
-    check_sizes(module.graph, numbers)
-    return _Reader(module, num_fwd_outputs, frozenset(static_inputs), input_names, block_bytes, numbers).read()
+    reader = _Reader(module, num_fwd_outputs, frozenset(static_inputs), input_names, block_bytes, numbers)
+    check_sizes(module.graph, numbers, reader.name)
+    return reader.read()
 
 
 class _Reader:
@@ -190,7 +191,7 @@ class _Reader:
         for n in self.nodes:
             for target in written(n):
                 for tensor in tensors(target.meta.get("val")):
-                    names[storage(tensor)] = self._name(target)
+                    names[storage(tensor)] = self.name(target)
         return names
 
     def _reads_overwritten(self, node: fx.Node) -> str | None:
@@ -283,7 +284,7 @@ class _Reader:
             key = storage(tensor)
             if key not in self.value_by_storage:
                 v = self.value_by_storage[key] = len(self.values)
-                name = self._name(node) if isinstance(node.meta["val"], torch.Tensor) else f"{node.name}[{i}]"
+                name = self.name(node) if isinstance(node.meta["val"], torch.Tensor) else f"{node.name}[{i}]"
                 self.values.append(Value(name, self._as_allocated(self._storage_bytes(node, tensor)), producer, role))
                 self.faces.append([])
                 made.append(v)
@@ -305,7 +306,7 @@ class _Reader:
     def _as_allocated(self, size_bytes: int) -> int:
         return -(-size_bytes // self.block_bytes) * self.block_bytes
 
-    def _name(self, node: fx.Node) -> str:
+    def name(self, node: fx.Node) -> str:
         """What to call a node's value: an input as the user knows it, else as in the graph."""
         position = (
             getattr(node.meta.get("desc"), "idx", None) if node.op == "placeholder" and _is_primal(node) else None
@@ -338,7 +339,7 @@ class _Reader:
     def _pinned(self, node: fx.Node) -> str | None:
         """Why an op must run exactly once, in words."""
         if is_mutating(node):
-            return "overwrites " + ", ".join(map(self._name, written(node)))
+            return "overwrites " + ", ".join(map(self.name, written(node)))
         if is_with_effects(node):
             return "has a side effect"
         if node.target is save_state:
@@ -387,16 +388,8 @@ class _Reader:
             size = self._as_allocated(like.numel() * like.element_size())
             self.values.append(Value(f"{grad.name}.grad", size, k))
             self.faces.append([])
-            self.ops.append(
-                Op(
-                    f"{grad.name}_accumulate",
-                    "autograd",
-                    self._values_of(grad),
-                    (v,),
-                    "backward",
-                    "is done by autograd",
-                )
-            )
+            copy = f"{grad.name}_accumulate"
+            self.ops.append(Op(copy, "autograd", self._values_of(grad), (v,), "backward", "is done by autograd"))
             self.op_nodes.append(None)
             results[v] = None
         return tuple(v for v in results if self.values[v].producer is not None)

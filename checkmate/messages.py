@@ -30,12 +30,36 @@ _NO_DATA = (
     "What is on the meta device has no data: put the model and the batch on one device; "
     'or plan without data, with all on meta: checkmate.trace(..., profile="roofline:h100").'
 )
+_GRADIENT_WITHIN = (
+    "A gradient inside the step would be differentiated again, which a plan cannot. Return the loss, and call "
+    "torch.autograd.grad() on it outside; a penalty on gradients is computed with the plain model, whose parameters "
+    "are those of the compiled one."
+)
 _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and what to do
     (r"modified by an inplace operation", "Plain PyTorch refuses this too: write to a copy, x.clone(), instead."),
     (r"set_runtime_stats_and_log|of class `Reducer`", WRAP_OUTSIDE),  # what its forward calls first
     (r"hook '.*' has changed the size", "A tensor hook must return a gradient of the shape that it is given."),
     (r"hook", "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...)."),
+    (r"torch\.autograd\.grad\b.*trace_autograd_ops", _GRADIENT_WITHIN),
     (r"trace_autograd_ops", "Return the loss, and call backward() or torch.autograd.grad() on it outside."),
+    (
+        r"FakeQuantize",
+        "Dynamo does not look into this module. Call its op on buffers of your own module instead, "
+        "torch.fused_moving_avg_obs_fake_quant(x, ...), which keeps the range from step to step too; or "
+        "torch.fake_quantize_per_tensor_affine(x, scale, zero_point, low, high) where the range is fixed.",
+    ),
+    (
+        r"pack_padded_sequence|pad_packed_sequence|pack_sequence|PackedSequence",
+        "Sizes in a packed sequence depend on the lengths. Run the recurrent module on the padded batch, and mask what "
+        "is beyond a length (torch.where, an ignored index). For a last state, take the output at each length - 1 "
+        "(torch.gather). A backward direction reads the padding first: flip each sequence within its length before.",
+    ),
+    (
+        r"_ctc_loss",
+        "The size of its workspace depends on the lengths, which a plan must know: pass these as tuples of numbers, "
+        "made outside of the step by tuple(lengths.tolist()). Each other pair of tuples gets a plan of its own; where "
+        "they change at every step, return the log-probabilities and call F.ctc_loss on them outside.",
+    ),
     (r"optimizer\.", "Return the loss, and call backward() and the optimizer outside."),
     (r"retain_grad", "Register a hook instead: tensor.register_hook(...)."),
     (
@@ -54,6 +78,7 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     (r"as_proxy", "An op was given what is no tensor. Pass the tensors of a batch, not what gives batches."),
     (r"bind arguments", "The function was called with other arguments than it takes."),
 )
+_MEAN_OF_CTC = r"ctc_loss.*data is not allocated yet"
 _ONE_GRAPH = (
     "The whole step is planned at once, so it must be captured as one graph: move this out of the compiled function "
     "(.item(), sizes that depend on data), or compile a part that does not need it."
@@ -71,6 +96,12 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
     if not isinstance(error, dynamo.TorchDynamoException):
         return error
     log.debug("%s failed in capture", name, exc_info=error)
+    if isinstance(error, dynamo.TorchRuntimeError) and re.search(_MEAN_OF_CTC, str(error), re.DOTALL):
+        return Unsupported(
+            f"Cannot capture {name}: F.ctc_loss makes a tensor of the lengths for its mean, which cannot be traced."
+            f"{_place(error)}\nTake the mean yourself, with the same bits: losses = F.ctc_loss(..., reduction='none'), "
+            "then (losses / lengths.clamp(min=1)).mean(), with the lengths of the targets as a tensor of floats."
+        )
     if isinstance(error, dynamo.TorchRuntimeError):  # plain PyTorch fails as well
         return RuntimeError(f"{_message(error)}{_place(error)}")
     if (users := getattr(error, "users", None)) is not None:
@@ -106,6 +137,21 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_news)
+
+
+def number_read(place: str, source: str) -> str:
+    """What to say where a number is read from a tensor, to be a size, an index or an argument.
+
+    Args:
+        place: the line of the user's code.
+        source: what to call the tensor.
+    """
+    return (
+        f"{place}: a number is read from {source}, by int(), .item(), .tolist() or the like. A step is planned without "
+        "the data of its tensors, so that no size, slice or argument can depend on it. Index with the tensor itself "
+        "(x[i], x.index_copy_(0, i, y)), mask with it (torch.where), or read the number outside of the step and pass "
+        "it in: each number gets a plan of its own."
+    )
 
 
 def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

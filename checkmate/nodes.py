@@ -44,6 +44,13 @@ def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def viewed(node: fx.Node) -> fx.Node:
+    """The node that a view is a view of, through all views of views; another node itself."""
+    while node.op == "call_function" and is_view(node):
+        (node, *_) = node.all_input_nodes
+    return node
+
+
 def target_name(node: fx.Node) -> str:
     """What a node calls, the same in every process: ``aten.mm.default``, ``checkmate.draw_mask``."""
     if isinstance(node.target, types.FunctionType) and _op(node) is node.target:

@@ -10,7 +10,7 @@ put in, both must be the same ops with the same arguments, to the bit.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,8 @@ from torch._functorch.partitioners import _is_primal, is_sym_node
 from torch.fx.passes import _tensorify_python_scalars as tensorify
 
 from checkmate.errors import Unsupported
-from checkmate.nodes import tensors
+from checkmate.messages import number_read
+from checkmate.nodes import tensors, viewed
 from checkmate.provenance import where
 
 Number = int | float
@@ -75,8 +76,13 @@ def number_placeholders(graph: fx.Graph, numbers: Mapping[int, str]) -> dict[fx.
     return found
 
 
-def check_sizes(graph: fx.Graph, numbers: Mapping[int, str]) -> None:
+def check_sizes(graph: fx.Graph, numbers: Mapping[int, str], name: Callable[[fx.Node], str]) -> None:
     """Refuse sizes that are not fixed, and tensors whose bytes depend on data.
+
+    Args:
+        graph: a joint graph.
+        numbers: Dynamo's names of the inputs that may be any number, by position.
+        name: of a value, as the user knows it.
 
     Raises:
         NotFree: if a shape depends on one of the numbers.
@@ -93,6 +99,10 @@ def check_sizes(graph: fx.Graph, numbers: Mapping[int, str]) -> None:
                     "A size of the inputs is marked as dynamic (torch._dynamo.mark_dynamic). A plan counts bytes, so "
                     "it is for fixed sizes: take the mark away, and each size gets a plan of its own."
                 )
+            if node.target is _ITEM:
+                read: Any = viewed(node.args[0])
+                source = name(read) if read.op == "placeholder" else f"what the step computes at {where(read)}"
+                raise Unsupported(number_read(where(node), source))
             raise Unsupported(
                 f"{where(node)}: {node.name} is a size that depends on data; sizes must be fixed. Mask "
                 "what is left out (torch.where, an ignored index) in place of selecting the rest."

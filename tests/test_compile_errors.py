@@ -335,3 +335,64 @@ def test_a_batch_that_is_no_tensor(net: nn.Module, batch: tuple[Tensor, Tensor])
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch))
     with pytest.raises(checkmate.Unsupported, match="Pass the tensors of a batch"):
         compiled(loader)
+
+
+class _Queue(nn.Module):
+    """As of momentum contrast: a buffer says where the next rows go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.register_buffer("rows", torch.zeros(8, 4))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = int(self.pointer)
+        self.rows[at : at + 2] = x[:2]
+        return self.head(x).sum()
+
+
+_FAKE_QUANTIZE = torch.ao.quantization.FakeQuantize()
+_GRU = nn.GRU(4, 3, batch_first=True)
+
+
+def _packed(x: Tensor) -> Tensor:
+    sequence = nn.utils.rnn.pack_padded_sequence(x.view(1, 6, 4), [5], batch_first=True)
+    return _GRU(sequence)[1].sum()
+
+
+def _ctc_of_tensors(x: Tensor) -> Tensor:
+    log_probs = x.view(6, 1, 4).log_softmax(-1)
+    return F.ctc_loss(log_probs, torch.tensor([[1, 2]]), torch.tensor([6]), torch.tensor([2]))
+
+
+def _mean_of_ctc(x: Tensor) -> Tensor:
+    return F.ctc_loss(x.view(6, 1, 4).log_softmax(-1), torch.tensor([[1, 2]]), (6,), (2,))
+
+
+def _penalty(x: Tensor) -> Tensor:
+    loss = x.square().sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + grad.square().sum()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (_Queue(), r"a number is read from pointer, by int\(\)"),
+        (
+            lambda x: x[: x.argmax().item()].sum(),
+            r"a number is read from what the step computes at test_compile_errors",
+        ),
+        (lambda x: _FAKE_QUANTIZE(x).sum(), "fused_moving_avg_obs_fake_quant"),
+        (_packed, "Run the recurrent module on the padded batch"),
+        (_ctc_of_tensors, "pass these as tuples of numbers"),
+        (_mean_of_ctc, r"\(losses / lengths.clamp\(min=1\)\).mean\(\)"),
+        (_penalty, "would be differentiated again"),
+    ],
+)
+def test_what_it_is_and_what_to_do(step: Callable[..., Tensor], words: str) -> None:
+    with pytest.raises(checkmate.Unsupported, match=words) as caught:
+        checkmate.compile(step, budget="1 GB")(torch.randn(6, 4, requires_grad=True))
+    assert "test_compile_errors.py:" in str(caught.value)
