@@ -65,7 +65,7 @@ def _child(name: str, seconds: int, pipe: Connection) -> None:
 def run_apart(name: str, seconds: int, context: Any) -> Row:
     """A model's row, from a process that ends with it."""
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(name, seconds, there))
+    process = context.Process(target=_child, args=(name, seconds, there), daemon=True)
     began = time.monotonic()
     process.start()
     there.close()
@@ -79,11 +79,11 @@ def run_apart(name: str, seconds: int, context: Any) -> Row:
         except EOFError:
             break
     process.join(5.0)
-    if process.is_alive():
+    if late := process.is_alive():
         process.kill()
         process.join()
     if "status" not in row:
-        late = process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
+        late = late or process.exitcode == -signal.SIGXCPU
         said = f"no end after {seconds} seconds" if late else f"the process ended with code {process.exitcode}"
         status = "untrained" if row["at"] == "plain" else "timeout" if late else "error"
         row = {**row, "status": status, "error": said, "seconds": float(seconds)}

@@ -40,6 +40,7 @@ def _make(name: str) -> census_study.Built:
 def _study(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
     """The row of a small model, whose compiled step gives what ``change`` makes of its loss."""
     monkeypatch.setattr(census_study, "make", _make)
+    monkeypatch.setattr(census_study, "PLANNING", 0.3)
     if change is not None:
         compile_it = checkmate.compile
 
