@@ -1,8 +1,8 @@
 """What ``torch.compile(model, backend="checkmate", options={"budget": "8 GB"})`` calls, by an entry point.
 
 It finds fewer mistakes than `checkmate.compile`, which sees the whole call: there is no ``verify``, no ``plans``, and
-errors come wrapped as PyTorch wraps them. PyTorch decides what is captured when, and for how many kinds of input. Its
-budget counts what the graph reads: a parameter, a buffer or a tensor of the batch that the step does not use is not known
+errors come wrapped as PyTorch wraps them. PyTorch decides what is captured when, and for how many kinds of input. The
+budget counts what the graph reads: a parameter, a buffer or a tensor of the batch that it does not use is not known
 here.
 """
 
