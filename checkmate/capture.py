@@ -44,7 +44,7 @@ from checkmate.nodes import (
     tensors,
     written,
 )
-from checkmate.numbers import check_sizes, number_placeholders, written_out
+from checkmate.numbers import check_sizes, number_placeholders
 from checkmate.provenance import where
 from checkmate.randomness import save_state
 from checkmate.rewrite import prepare
@@ -77,12 +77,6 @@ class Joint:
     backward_outputs: tuple[Any, ...]
     forward_descs: tuple[Any, ...]
     backward_descs: tuple[Any, ...]
-
-    def with_numbers(self, given: Mapping[str, int | float]) -> list[Any]:
-        """What is computed when numbers have these values, as data that two captures of the same share."""
-        primals = [n for n in self.placeholders if _is_primal(n)]
-        gradients = [g for n, g in zip(primals, self.backward_outputs, strict=False) if n not in self.numbers]
-        return written_out(self.module.graph, self.numbers, [*self.forward_outputs, *gradients], given)
 
     @property
     def resident_bytes(self) -> int:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 import logging
 import types
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch._C._dynamo.eval_frame import reset_code
+from torch._functorch.partitioners import _is_primal
 
 from checkmate import ranks
 from checkmate.asking import plain_if_possible
@@ -25,7 +26,7 @@ from checkmate.backend import Backend
 from checkmate.capture import Joint
 from checkmate.errors import Unsupported
 from checkmate.messages import quietly
-from checkmate.numbers import NotFree, as_inputs
+from checkmate.numbers import NotFree, Number, as_inputs, written_out
 from checkmate.questions import AnotherAnswer
 from checkmate.reasons import Reason, asked, constants, spelled, too_many, value_now, why_not
 from checkmate.recurrent import with_recurrent_modules
@@ -176,7 +177,7 @@ class Captures:
         values: Any = {s: then[s] if s in then else value_now(s, known.own, given) for s in sources}
 
         def check(joint: Joint) -> None:
-            if known.joint is None or joint.with_numbers(values) != known.joint.with_numbers(values):
+            if known.joint is None or _with(values, joint) != _with(values, known.joint):
                 raise NotFree(f"with {values} the step is another one than before")
 
         return check
@@ -265,6 +266,13 @@ class Captures:
             why,
             self._most,
         )
+
+
+def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
+    """What is computed when numbers have these values, as data that two captures of the same share."""
+    primals = [n for n in joint.placeholders if _is_primal(n)]
+    gradients = [g for n, g in zip(primals, joint.backward_outputs, strict=False) if n not in joint.numbers]
+    return written_out(joint.module.graph, joint.numbers, [*joint.forward_outputs, *gradients], numbers)
 
 
 def _hand_back(*inputs: Any) -> Any:
