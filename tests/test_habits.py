@@ -479,7 +479,7 @@ def attention_with_dropout(wrap: Wrap) -> Any:
     return after_backward(model, wrap(loss_of(model))(*batch()))
 
 
-@quick
+@habit
 def attention_with_dropout_under_autocast(wrap: Wrap) -> Any:
     """Made of several ops on the CPU, whose backward is traced; under autocast it would be another one."""
     model = _Attending(0.3)
@@ -651,7 +651,7 @@ def tensors_saved_on_the_cpu(wrap: Wrap) -> Any:
 # Around a step
 
 
-@quick
+@habit
 def evaluation_between_steps(wrap: Wrap) -> Any:
     model = net()
     compiled, optimizer = wrap(model), torch.optim.SGD(model.parameters(), lr=0.1)

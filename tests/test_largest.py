@@ -112,6 +112,7 @@ def test_without_time_there_is_still_an_answer() -> None:
     assert _found(hunt).size == 1
 
 
+@pytest.mark.slow
 def test_other_methods_answer_with_their_own_plans() -> None:
     """None of them beats the largest by all methods, and each is under the cap."""
     base = unit_chain(8)
