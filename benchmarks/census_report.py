@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,14 @@ def reason(row: Row) -> str:
         return f"measured {off:+,} bytes off the {row['predicted_peak']:,} of its plan"
     if row["status"] == "wrong":
         return f"{row['wrong']} tensors differ, first the {next(iter(row['differs']))}"
-    said = row.get("error", "")
+    said = re.sub(r"^Cannot capture \S+: ", "", row.get("error", ""))
     said = said if len(said) <= LONGEST else f"{said[: LONGEST - 1].rstrip()}…"
     return f"{row['class']}: {said}" if "class" in row and row["status"] != "refused" else said
 
 
 def counts(rows: Rows) -> str:
     """The counts as a table in Markdown, a row for each library."""
-    header = ["", "listed", "counted", *KINDS.values()]
+    header = ["", "run", "counted", *KINDS.values()]
     lines = ["| " + " | ".join(header) + " |", "|---" + "|--:" * (len(header) - 1) + "|"]
     for library, called in LIBRARIES.items():
         own = {name: row for name, row in rows.items() if row["library"] == library}
