@@ -19,7 +19,9 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch._dynamo.decorators import mark_static_address
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -102,6 +104,24 @@ def _install() -> None:
     for question in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
         handlers[question] = _not_recorded
         get_torch_obj_rule_map()[question] = TorchInGraphFunctionVariable
+    InstructionTranslatorBase.call_function = _unmarked(InstructionTranslatorBase.call_function)  # type: ignore[method-assign]
+
+
+def _unmarked(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's call of a function, which it refuses to be if that marks a tensor for a compiler.
+
+    Code that is told that it is not compiled marks what it makes for later calls.
+    """
+
+    @wraps(call)
+    def called(self: Any, fn: Any, args: Any, kwargs: Any) -> None:
+        function = getattr(fn, "fn", None) or getattr(fn, "value", None)
+        if function is mark_static_address and answer_of(self.output.compiler_fn) is not None:
+            self.push(VariableTracker.build(self, None))
+        else:
+            call(self, fn, args, kwargs)
+
+    return called
 
 
 def _not_recorded(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:

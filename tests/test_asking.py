@@ -159,3 +159,16 @@ def test_mamba_scans_as_in_plain_pytorch() -> None:
     model, tokens = transformers.MambaForCausalLM(config), torch.randint(11, (4, 8))
     report = checkmate.verify(lambda x: model(x, labels=x).loss, tokens, budget="1 GB")
     assert report.gradients == len([*model.parameters()])
+
+
+def test_who_is_told_no_may_mark_tensors_for_a_compiler(weight: Tensor) -> None:
+    """As caches of transformers do: it is no op, and Dynamo refuses to be called so."""
+
+    def step(x: Tensor) -> Tensor:
+        y = x.exp()
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(y)
+        return (weight * y).sum()
+
+    x = torch.ones(3)
+    assert_same_bits(_compiled(step)(x), step(x))
