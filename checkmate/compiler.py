@@ -185,8 +185,6 @@ def verify(
     >>> report.outputs, report.gradients, report.repeats
     (1, 4, True)
     """
-    if calls < 1:
-        raise ValueError(f"calls is how often the step is called before the backward, 1 or more, not {calls!r}.")
     step = CompiledStep(fn, _backends(fn, budget, method, time_limit, reserve, profile, cache, backend), verify=False)
     return step._compare(args, kwargs, calls)
 

@@ -111,9 +111,12 @@ def compare_with_plain(
     called before the backward.
 
     Raises:
+        ValueError: if ``calls`` is less than 1.
         VerificationError: naming the first result, gradient or buffer that differs, by more than plain runs differ
             among themselves, and the first op that does; or the measured peak where it is above the predicted one.
     """
+    if calls < 1:
+        raise ValueError(f"calls is how often the step is called before the backward, 1 or more, not {calls!r}.")
     state = list({id(t): t for t in tensors_within((plain, args, kwargs))}.values())
     names = names_of(state, (plain, args, kwargs))
     device = next((t.device for t in state if t.device != CPU), CPU)
