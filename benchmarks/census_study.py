@@ -182,4 +182,4 @@ def failure(error: Exception, at: str) -> Row:
 
 def plain(text: str) -> str:
     """A message without what differs from machine to machine: where packages are installed, addresses of objects."""
-    return re.sub(r" at 0x[0-9a-f]+", "", re.sub(r"/\S*/site-packages/", "", text.replace(f"{ROOT}/", "")))
+    return re.sub(r" at 0x[0-9a-f]+", "", re.sub(r"/\S*/site-packages/", "", text).replace(f"{ROOT}/", ""))

@@ -27,6 +27,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from checkmate.asking import answer_of
 
 _should_fold = decompositions.should_fold
+_DROPOUT = torch.ops.aten.dropout.default
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _PREFIXES = (
     "upsample_",
@@ -47,19 +48,27 @@ _PREFIXES = (
 @contextmanager
 def eager_kernels() -> Iterator[None]:
     """Within the block, ops that tracing would decompose inexactly are traced as themselves."""
-    set_aside = {op: {key: op.py_kernels[key] for key in _KEYS if key in op.py_kernels} for op in _inexact()}
+    set_aside = {
+        op: {key: op.py_kernels[key] for key in _KEYS if key in op.py_kernels} for op in (*_inexact(), _DROPOUT)
+    }
     decompositions.should_fold = _folds  # type: ignore[assignment]
     try:
         for op, kernels in set_aside.items():
             for key in kernels:
                 del op.py_kernels[key]
             op._dispatch_cache.clear()
+        _DROPOUT.py_kernels.update(dict.fromkeys(set_aside[_DROPOUT], _dropout))
         yield
     finally:
         decompositions.should_fold = _should_fold
         for op, kernels in set_aside.items():
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
+    """Where nothing is dropped eager PyTorch gives the tensor itself, and tracing a copy in other strides."""
+    return decompositions.dropout(x, p, train) if train and p != 0 else x
 
 
 def _folds(x: torch.Tensor, y: torch.Tensor, is_out: bool) -> bool:

@@ -142,7 +142,7 @@ def test_sqrt_has_one_schedule_and_says_what_it_takes() -> None:
     assert needs == 8
     refused = chen_sqrt(problem, needs - 1)
     assert (refused.status, refused.plan, refused.details["peak"]) == (Status.NOT_FOUND, None, needs)
-    assert f"({needs} bytes)" in refused.message
+    assert f"reaches is {needs} B," in refused.message
     assert "chen-greedy" in refused.message
 
 

@@ -138,7 +138,7 @@ def test_with_a_slot_for_each_state_nothing_runs_twice() -> None:
 def test_where_nothing_fits_it_names_the_smallest_peak() -> None:
     refused = griewank(dags.unit_chain(5), 2)
     assert (refused.status, refused.details["peak"]) == (Status.NOT_FOUND, 3)
-    assert "3 bytes" in refused.message
+    assert "reaches is 3 B" in refused.message
 
 
 def test_unknown_candidates_are_refused() -> None:
