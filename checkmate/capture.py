@@ -111,9 +111,18 @@ def read_joint(
             what the forward has overwritten.
     """
     prepare(module.graph, on_cpu=on_cpu)
+    _let_go_of_unread(module)
     reader = _Reader(module, num_fwd_outputs, frozenset(static_inputs), input_names, block_bytes, numbers)
     check_sizes(module.graph, numbers, reader.name)
     return reader.read()
+
+
+def _let_go_of_unread(module: fx.GraphModule) -> None:
+    """Hold no constant that was traced and is read by nothing any more: its bytes would be in no plan."""
+    read = {node.target for node in module.graph.find_nodes(op="get_attr")}
+    for name, _ in [*module.named_buffers(recurse=False)]:
+        if name not in read:
+            delattr(module, name)
 
 
 class _Reader:

@@ -12,8 +12,14 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import checkmate
+from checkmate.backend import MEASURE, Backend
+from checkmate.capture import Joint
+from checkmate.captures import capture
 from checkmate.graph import Graph, Op
+from checkmate.problem import Problem, Profile
 from checkmate.provenance import module_path
+from checkmate.solution import Solution
+from checkmate.solvers.solve import solve
 
 
 def _graph(fn: object, *args: Tensor) -> Graph:
@@ -197,3 +203,23 @@ def test_a_side_effect_within_the_forward_is_no_parameter(factorize: Callable[[T
     report = checkmate.verify(lambda x: factorize(x).square().sum(), x.requires_grad_(), budget="1 MB", time_limit=1)
     assert report.gradients == 1
     assert report.measured_peak == report.predicted_peak
+
+
+def test_constants_that_nothing_reads_are_let_go() -> None:
+    """Their bytes would be held beside the plan's: of a number in a tensor that is read while the step is captured."""
+    weight = torch.randn(8, requires_grad=True)
+    held: list[list[str]] = []
+
+    def profile(joint: Joint) -> Profile:
+        held.append([name for name, _ in joint.module.named_buffers()])
+        return MEASURE(joint)
+
+    def planner(problem: Problem) -> Solution:
+        return solve(problem, problem.keep_all_peak, method="checkpoint-all")
+
+    for step, expected in (
+        (lambda x: (weight * x * torch.tensor(2.0)).sum(), 1),
+        (lambda x: (weight * x)[torch.tensor(3)].sum(), 0),
+    ):
+        capture(step, Backend(planner, profile=profile))(torch.ones(8))
+        assert len(held.pop()) == expected

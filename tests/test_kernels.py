@@ -44,6 +44,8 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "matrices of other strides times one": lambda x: x[0].transpose(1, 2) @ torch.linspace(0, 1, 18).view(9, 2),
     "matrices times a vector": lambda x: x.transpose(2, 3) @ torch.linspace(0, 1, 9),
     "matrix times matrices": lambda x: torch.linspace(0, 1, 36).view(4, 9) @ x,
+    "dropout of nothing": lambda x: F.dropout(x.sin()[:, :, :, :5], 0.0),
+    "dropout in evaluation": lambda x: F.dropout(x.sin()[:, :, :, :5], 0.5, training=False),
     "linear algebra": lambda x: (
         torch.linalg.vector_norm(x, dim=1) + torch.cdist(x[0], x[1]).sum() + x.logcumsumexp(2)[:, 0]
     ),
@@ -68,8 +70,8 @@ def test_same_bits_as_eager(name: str) -> None:
     assert_same_bits(grad, torch.autograd.grad(expected, x)[0])
 
 
-def test_decompositions_come_back() -> None:
-    op = torch.ops.aten.upsample_bilinear2d.vec
+@pytest.mark.parametrize("op", [torch.ops.aten.upsample_bilinear2d.vec, torch.ops.aten.dropout.default])
+def test_decompositions_come_back(op: torch._ops.OpOverload) -> None:
     before = dict(op.py_kernels)
     assert before
     checkmate.trace(
