@@ -24,7 +24,7 @@ from checkmate.state import same_bits
 
 SHARE = 0.3  # of the way from the smallest budget to keeping everything
 ROOT = Path(__file__).parents[1]
-PLANNING = 2.0  # seconds for one plan
+PLANNING = 0.5  # seconds for one plan
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 Built = tuple[nn.Module, Callable[..., Tensor], dict[str, Tensor]]
