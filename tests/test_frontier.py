@@ -287,6 +287,7 @@ def test_the_table_says_why_a_method_found_nothing() -> None:
     assert re.search(r"not found: it is for chains, and this forward is none|infeasible: \w+ .*needs", table)
 
 
+@pytest.mark.wall_clock
 def test_time_that_was_over_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(problem: Problem, budget: int, **options: Any) -> Solution:
         time.sleep(0.02)
