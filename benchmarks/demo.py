@@ -138,7 +138,7 @@ def run(task: Task) -> list[str]:
     losses = expected[0]
     print(
         f"{len(problem.graph.ops)} operations; plain PyTorch peaks at {exact_bytes(plain)}, "
-        f"parameters and batch ({exact_bytes(problem.resident)}) included; loss {losses[0]:.3f} -> {losses[-1]:.3f} "
+        f"of which {exact_bytes(problem.resident)} are parameters and batch; loss {losses[0]:.3f} -> {losses[-1]:.3f} "
         f"in {len(losses)} steps\n"
     )
     budgets = [lowest + int(share * (keep_all - lowest)) for share in SHARES]
