@@ -133,10 +133,13 @@ def test_the_first_call_shows_each_of_its_parts(caplog: pytest.LogCaptureFixture
 def test_a_search_for_the_largest_batch_is_one_line() -> None:
     with torch.device("meta"):
         net = torch.nn.Linear(64, 64)
+
+    def batch(size: int) -> torch.Tensor:
+        drawn(screen)  # what is shown between two captures
+        return torch.ones(size, 64, device="meta")
+
     with stderr_is(Terminal()) as screen:
-        checkmate.max_batch_size(
-            net, lambda n: torch.ones(n, 64, device="meta"), budget="100 kB", profile="roofline:h100", largest=40
-        )
+        checkmate.max_batch_size(net, batch, budget="100 kB", profile="roofline:h100", largest=40)
     assert "\n" not in screen.getvalue()
     assert re.search(r"size \d+ \|.{8}\| capturing", screen.getvalue())
     assert re.search(r"checkmate \|.{8}\| size \d+ fits, \d+ of 120 s", screen.getvalue())
