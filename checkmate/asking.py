@@ -22,7 +22,7 @@ import torch
 from torch._dynamo.decorators import mark_static_address
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.trace_rules import get_torch_obj_rule_map, manual_torch_name_rule_map
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -103,7 +103,8 @@ def _install() -> None:
         handlers[question] = _answering(handlers[question])
     for question in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
         handlers[question] = _not_recorded
-        get_torch_obj_rule_map()[question] = TorchInGraphFunctionVariable
+        manual_torch_name_rule_map[f"{question.__module__}.{question.__name__}"] = TorchInGraphFunctionVariable
+    get_torch_obj_rule_map.cache_clear()  # it is made of these names, and again by torch.distributed
     InstructionTranslatorBase.call_function = _unmarked(InstructionTranslatorBase.call_function)  # type: ignore[method-assign]
 
 

@@ -172,3 +172,20 @@ def test_who_is_told_no_may_mark_tensors_for_a_compiler(weight: Tensor) -> None:
 
     x = torch.ones(3)
     assert_same_bits(_compiled(step)(x), step(x))
+
+
+def test_whether_a_stream_is_recorded_can_be_asked_after_processes_were_joined(weight: Tensor) -> None:
+    """`torch.distributed.init_process_group` has Dynamo forget what it knows of PyTorch's functions."""
+    torch._dynamo.trace_rules.clear_lru_cache()
+
+    def is_recorded() -> bool:
+        try:
+            return torch.xpu.is_current_stream_capturing()
+        except Exception:  # noqa: BLE001  # a build without XPU; libraries ask like this
+            return False
+
+    def step(x: Tensor) -> Tensor:
+        return (weight * (x if is_recorded() else x.exp())).sum()
+
+    x = torch.ones(3)
+    assert_same_bits(_compiled(step)(x), step(x))

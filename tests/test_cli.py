@@ -21,11 +21,16 @@ from tests.dags import unit_chain
 
 ROOT = Path(__file__).parent.parent
 STEP = """
+import time
 import torch
 
 def example(n=4):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     return (lambda x: model(x).sum()), torch.ones(n, 8)
+
+def unhurried(n=4):
+    time.sleep(0.1)
+    return example(n)
 
 def named(n=4):
     step, x = example(n)
@@ -216,7 +221,8 @@ def test_the_largest_batch_shows_one_line(
     monkeypatch.setattr(statusline, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(statusline, "REFRESH_SECONDS", 0.01)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    assert main(["max-batch", "my_step:example", "--device", "h100", "--budget", "9kB", "--largest", "9", *words]) == 0
+    command = ["max-batch", "my_step:unhurried", "--device", "h100", "--budget", "9kB", "--largest", "9"]
+    assert main([*command, *words]) == 0
     assert re.fullmatch(says, capsys.readouterr().err)
 
 
