@@ -22,13 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from benchmarks import data, measuring
+from benchmarks.common import data
+from benchmarks.common import timing as measuring
+from benchmarks.networks import language_model
+from benchmarks.networks.gpt2 import GPT2
+from benchmarks.networks.resnet import resnet18
+from checkmate.backends.state import differing
 from checkmate.memory import measure_peak
-from checkmate.state import differing
 from checkmate.units import exact_bytes, format_bytes, format_seconds
-from tests.models import language_model
-from tests.models.gpt2 import GPT2
-from tests.models.resnet import resnet18
 
 SHARES = (0.75, 0.35, 0.0)  # of the way from the smallest budget to keeping everything
 TIME_LIMIT = 6.0  # seconds to plan for one budget

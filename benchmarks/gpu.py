@@ -36,17 +36,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from benchmarks import measuring, peers, peers_report
-from benchmarks.measuring import Batch, Step
-from benchmarks.peer_networks import on_a_gpu
+from benchmarks.common import timing as measuring
+from benchmarks.common.timing import Batch, Step
+from benchmarks.networks import language_model
+from benchmarks.networks.gpt2 import GPT2
+from benchmarks.networks.resnet import resnet50
+from benchmarks.networks.unet import UNet
+from benchmarks.networks.vit import ViT
+from benchmarks.peers import comparison as peers
+from benchmarks.peers import report as peers_report
+from benchmarks.peers.subjects import on_a_gpu
 from benchmarks.step import origin
+from checkmate.backends.state import differing
 from checkmate.memory import MemoryUse, measure_peak
-from checkmate.state import differing
-from tests.models import language_model
-from tests.models.gpt2 import GPT2
-from tests.models.resnet import resnet50
-from tests.models.unet import UNet
-from tests.models.vit import ViT
 
 RESULTS = Path(__file__).parent / "results" / "gpu.jsonl"
 PEER_KNOBS = ("each block", "keeps matmuls", "4 segments", "dp 0.2", "dp 0.5", "dp 0.8", "dp 1")

@@ -27,14 +27,14 @@ from transformers import (
 )
 
 import checkmate
-from benchmarks.measuring import table
-from benchmarks.networks import VGG16, DenseNet121
+from benchmarks.common.timing import table
+from benchmarks.networks.full_size import VGG16, DenseNet121
+from benchmarks.networks.mobilenet import MobileNetV2
+from benchmarks.networks.resnet import resnet18, resnet50
+from benchmarks.networks.unet import UNet
+from benchmarks.networks.vit import ViT
 from checkmate.profiling.roofline import DEVICES
 from checkmate.units import format_bytes, format_seconds
-from tests.models.mobilenet import MobileNetV2
-from tests.models.resnet import resnet18, resnet50
-from tests.models.unet import UNet
-from tests.models.vit import ViT
 
 PROBLEMS = Path(__file__).parent / "problems"
 DEVICE = "h100"

@@ -23,14 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from benchmarks.measuring import table
-from benchmarks.networks import FCN8, VGG19, MobileNetV1, SegNet
+from benchmarks.common.timing import table
+from benchmarks.networks.full_size import FCN8, VGG19, MobileNetV1, SegNet
+from benchmarks.networks.mobilenet import MobileNetV2
+from benchmarks.networks.resnet import resnet50
+from benchmarks.networks.unet import UNet
 from benchmarks.step import origin
 from checkmate.profiling.roofline import DEVICES
 from checkmate.units import format_seconds
-from tests.models.mobilenet import MobileNetV2
-from tests.models.resnet import resnet50
-from tests.models.unet import UNet
 
 RESULTS = Path(__file__).parent / "results" / "largest_batch.jsonl"
 BASELINES = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "linearized-greedy")

@@ -31,13 +31,13 @@ import torch.nn.functional as F
 from scipy.stats import spearmanr
 
 import checkmate
-from benchmarks import measuring
+from benchmarks.common import timing as measuring
+from benchmarks.networks import CASES, Case
+from benchmarks.networks.resnet import resnet50
 from benchmarks.step import origin
-from checkmate.files import VARIABLE
-from checkmate.plan import cost
+from checkmate.core.files import VARIABLE
+from checkmate.core.plan import cost
 from checkmate.profiling import measure
-from tests.models import CASES, Case
-from tests.models.resnet import resnet50
 
 RESULTS = Path(__file__).parent / "results" / "profile.jsonl"
 HEADER = ("network", "share", "predicted", "measured", "wall", "of measured", "of wall", "other plan")

@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from benchmarks import measuring
+from benchmarks.common import timing as measuring
+from benchmarks.networks import CASES, CLASSES, Case, Step
+from benchmarks.networks.resnet import resnet50
 from benchmarks.step import origin
-from checkmate.files import VARIABLE
-from tests.models import CASES, CLASSES, Case, Step
-from tests.models.resnet import resnet50
+from checkmate.core.files import VARIABLE
 
 RESULTS = Path(__file__).parent / "results" / "start.jsonl"
 NETWORKS = ("resnet18", "gpt2-sdpa", "resnet50", "gpt2-4")

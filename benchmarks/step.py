@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 import checkmate
-from benchmarks import measuring
+from benchmarks.common import timing as measuring
+from benchmarks.networks import CASES, Case
+from checkmate.backends.state import differing
 from checkmate.memory import measure_peak
-from checkmate.state import differing
-from tests.models import CASES, Case
 
 RESULTS = Path(__file__).parent / "results" / "step.jsonl"
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, 2.0)

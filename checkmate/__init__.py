@@ -8,6 +8,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem, Profile
+from checkmate.core.schedule import Schedule
+from checkmate.core.solution import Solution, Status
 from checkmate.errors import (
     BudgetError,
     CheckmateError,
@@ -17,28 +22,23 @@ from checkmate.errors import (
     Unsupported,
     VerificationError,
 )
-from checkmate.graph import Graph, Op, Value
-from checkmate.plan import Plan
-from checkmate.problem import Problem, Profile
-from checkmate.schedule import Schedule
-from checkmate.solution import Solution, Status
 from checkmate.units import parse_bytes
 from checkmate.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from checkmate import memory as memory
     from checkmate import plot as plot
-    from checkmate.batch import max_batch_size
+    from checkmate.batch.result import LargestBatch
+    from checkmate.batch.search import max_batch_size
     from checkmate.compiler import compile, trace, verify
-    from checkmate.costs import Costs, profile
-    from checkmate.difference import Difference, diff
-    from checkmate.explanation import Explanation, explain
-    from checkmate.peak import PeakExplanation
+    from checkmate.inspection.difference import Difference, diff
+    from checkmate.inspection.explanation import Explanation, explain
+    from checkmate.inspection.op_costs import Costs, profile
+    from checkmate.inspection.peak import PeakExplanation
     from checkmate.solvers.catalogue import methods
     from checkmate.solvers.frontier import Frontier, frontier
     from checkmate.solvers.solve import solve
-    from checkmate.throughput import LargestBatch
-    from checkmate.verification import Certificate
+    from checkmate.verification.compare import Certificate
 
 __all__ = [
     "BudgetError",
@@ -78,20 +78,20 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Certificate": "checkmate.verification",
-    "Costs": "checkmate.costs",
-    "Difference": "checkmate.difference",
-    "Explanation": "checkmate.explanation",
+    "Certificate": "checkmate.verification.compare",
+    "Costs": "checkmate.inspection.op_costs",
+    "Difference": "checkmate.inspection.difference",
+    "Explanation": "checkmate.inspection.explanation",
     "Frontier": "checkmate.solvers.frontier",
-    "PeakExplanation": "checkmate.peak",
-    "LargestBatch": "checkmate.throughput",
+    "PeakExplanation": "checkmate.inspection.peak",
+    "LargestBatch": "checkmate.batch.result",
     "compile": "checkmate.compiler",
-    "diff": "checkmate.difference",
-    "explain": "checkmate.explanation",
+    "diff": "checkmate.inspection.difference",
+    "explain": "checkmate.inspection.explanation",
     "frontier": "checkmate.solvers.frontier",
-    "max_batch_size": "checkmate.batch",
+    "max_batch_size": "checkmate.batch.search",
     "methods": "checkmate.solvers.catalogue",
-    "profile": "checkmate.costs",
+    "profile": "checkmate.inspection.op_costs",
     "solve": "checkmate.solvers.solve",
     "trace": "checkmate.compiler",
     "verify": "checkmate.compiler",

@@ -15,29 +15,29 @@ import torch.fx as fx
 from torch import nn
 from typing_extensions import ParamSpec
 
-from checkmate import ranks
-from checkmate.backend import Backend
-from checkmate.captures import MOST, Captures, capture
+from checkmate.backends import ranks
+from checkmate.backends.captures import MOST, Captures, capture
+from checkmate.backends.eager import Backend
+from checkmate.backends.error_messages import explained, quietly, refuse_lazy
+from checkmate.backends.inductor import inductor, require_compiler
+from checkmate.capture.meta_tensors import meta_as_cpu
+from checkmate.codegen.result_hooks import watch_backward
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, Unsupported
-from checkmate.fake import meta_as_cpu
-from checkmate.inductor import inductor, require_compiler
-from checkmate.messages import explained, quietly, refuse_lazy
-from checkmate.problem import Problem
-from checkmate.profiling.choose import Choice, profiler
 from checkmate.profiling.measure import Measure
-from checkmate.results import watch_backward
-from checkmate.solution import Solution
-from checkmate.solvers import planning
+from checkmate.profiling.profilers import Choice, profiler
+from checkmate.solvers import recall as planning
 from checkmate.solvers.methods import METHODS
 from checkmate.solvers.solve import solve
 from checkmate.units import exact_bytes, format_bytes, parse_bytes
-from checkmate.verification import Certificate, compare_with_plain
+from checkmate.verification.compare import Certificate, compare_with_plain
 
 M = TypeVar("M", bound=nn.Module)
 P = ParamSpec("P")
 R = TypeVar("R")
 Code = Literal["eager", "inductor"]
-log = logging.getLogger("checkmate.verification")
+log = logging.getLogger("checkmate.verification.compare")
 
 
 @overload
@@ -107,7 +107,8 @@ def compile(
         profile: where the costs of ops come from; see `trace`. The peak is what was planned only where the bytes were
             measured as the step runs: an estimate knows no workspaces.
         cache: take the costs of ops that were measured and the plans that were made on this machine before, in any
-            process, and keep new ones (`checkmate.files` says where). False measures and plans anew and keeps nothing.
+            process, and keep new ones (`checkmate.core.files` says where). False measures and plans anew and keeps
+            nothing.
         backend: what runs the plan: ``"eager"``, PyTorch's own kernels, or ``"inductor"``, kernels that Inductor makes
             for the step. These round differently, and their peak is no plan's: the first call runs the step once more,
             measures, and plans again or refuses where the budget does not hold. CPU only; it takes a C++ compiler.

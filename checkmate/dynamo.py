@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.asking import Answer, warn
+from checkmate.capture.patches.is_compiling import Answer, warn
 from checkmate.compiler import compile
 from checkmate.errors import Unsupported
 

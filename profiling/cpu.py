@@ -19,8 +19,8 @@ import torch
 import torch.fx as fx
 
 from checkmate.memory import record_allocations
-from checkmate.profiling.cache import OpCost
-from checkmate.profiling.inputs import attempt, call_of
+from checkmate.profiling.cost_table import OpCost
+from checkmate.profiling.one_op import attempt, call_of
 
 SECOND_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")  # on Linux; text such as "1024K"
 USUAL_SECOND_LEVEL = 2**20  # bytes, where the system does not say

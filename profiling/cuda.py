@@ -5,7 +5,7 @@ do within a step. Launching a kernel takes the host longer than running a small 
 the host a head start, so that what is timed is the GPU's work.
 
 What cuDNN takes for one call counts with the op. cuBLAS keeps its workspace from its first call on: it is no op's, and
-counts with what is in use on the device before the step (`checkmate.devices.allocated_on`).
+counts with what is in use on the device before the step (`checkmate.capture.device.allocated_on`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.profiling.cache import OpCost
-from checkmate.profiling.inputs import attempt, call_of, device_of
+from checkmate.profiling.cost_table import OpCost
+from checkmate.profiling.one_op import attempt, call_of, device_of
 
 REPEATS = 5  # between two looks at the clock
 MOST_REPEATS = 50

@@ -1,7 +1,7 @@
 """Time and workspace of each distinct op, run on its own on the device and with the threads it will run with.
 
 Only one op's tensors exist at a time, so that a model whose plain step does not fit can be measured. What was measured
-before, by this process or another, is not measured again (`checkmate.profiling.cache`).
+before, by this process or another, is not measured again (`checkmate.profiling.cost_table`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 import torch.fx as fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from checkmate.capture import Joint
+from checkmate.capture.joint import Joint
+from checkmate.capture.nodes import target_name, tensors
+from checkmate.core.problem import Profile
 from checkmate.errors import Unsupported
-from checkmate.nodes import target_name, tensors
-from checkmate.problem import Profile
 from checkmate.profiling import cpu, cuda
-from checkmate.profiling.cache import Costs, OpCost, OpTable, Place, load, store, write
-from checkmate.profiling.filling import fill
-from checkmate.profiling.inputs import device_of, key_of, runs_alone
+from checkmate.profiling.assemble import fill
+from checkmate.profiling.cost_table import Costs, OpCost, OpTable, Place, load, store, write
+from checkmate.profiling.one_op import device_of, key_of, runs_alone
 from checkmate.statusline import showing
 
 log = logging.getLogger("checkmate.profiling")

@@ -23,10 +23,10 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
-from checkmate.capture import Joint
+from checkmate.capture.joint import Joint
+from checkmate.capture.nodes import storage, tensors
+from checkmate.core.problem import Profile
 from checkmate.errors import Unsupported
-from checkmate.nodes import storage, tensors
-from checkmate.problem import Profile
 
 aten = torch.ops.aten
 

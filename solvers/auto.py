@@ -16,23 +16,23 @@ import time
 
 import numpy as np
 
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
-from checkmate.problem import Problem
-from checkmate.schedule import Schedule
-from checkmate.solution import OPTIMAL_GAP, Solution, Status
-from checkmate.solvers import progress
-from checkmate.solvers.bound import Bound, lift, moment_bound, next_moments
-from checkmate.solvers.certify import certify, contradicts, faults, peak_of
-from checkmate.solvers.checkpoint_all import checkpoint_all
-from checkmate.solvers.exchange import exchange
-from checkmate.solvers.least import TIME_LIMIT, least_runs, min_budget
-from checkmate.solvers.milp import milp
-from checkmate.solvers.next_use import Guide, next_use
-from checkmate.solvers.restricted import choose_places, restricted
-from checkmate.solvers.slim import slim
-from checkmate.solvers.starting import Start, adapt, as_schedule, proven_by
-from checkmate.solvers.tables import Tables
-from checkmate.solvers.tilting import Tilts
+from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
+from checkmate.solvers.common import incumbent as progress
+from checkmate.solvers.common.certify import certify, contradicts, faults, peak_of
+from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.linear.milp import milp
+from checkmate.solvers.linear.moments import Bound, lift, moment_bound, next_moments
+from checkmate.solvers.linear.places import choose_places, restricted
+from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
+from checkmate.solvers.search.drop_runs import slim
+from checkmate.solvers.search.exchange import exchange
+from checkmate.solvers.search.min_budget import TIME_LIMIT, least_runs, min_budget
+from checkmate.solvers.search.next_use import Guide, next_use
+from checkmate.solvers.search.tilting import Tilts
 
 METHOD = "auto"
 MOST_PLACES = 5000  # of the exact model on chosen places

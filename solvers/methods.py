@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from checkmate.solution import Solution
+from checkmate.core.solution import Solution
 from checkmate.solvers.auto import auto
-from checkmate.solvers.checkpoint_all import checkpoint_all
-from checkmate.solvers.chen import (
+from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
+from checkmate.solvers.baselines.chen import (
     ap_greedy,
     ap_sqrt,
     chen_greedy,
@@ -17,14 +17,14 @@ from checkmate.solvers.chen import (
     linearized_greedy,
     linearized_sqrt,
 )
-from checkmate.solvers.dtr import dtr
-from checkmate.solvers.griewank import griewank
-from checkmate.solvers.last_node import last_node
-from checkmate.solvers.milp import milp
-from checkmate.solvers.min_cut import min_cut
-from checkmate.solvers.next_use import next_use
-from checkmate.solvers.rotor import rotor
-from checkmate.solvers.rounding import lp_rounding
+from checkmate.solvers.baselines.dtr import dtr
+from checkmate.solvers.baselines.griewank import griewank
+from checkmate.solvers.baselines.last_node import last_node
+from checkmate.solvers.baselines.min_cut import min_cut
+from checkmate.solvers.baselines.rotor import rotor
+from checkmate.solvers.linear.milp import milp
+from checkmate.solvers.linear.rounding import lp_rounding
+from checkmate.solvers.search.next_use import next_use
 
 JAIN = "Jain et al., MLSys 2020"
 CHEN = "Chen et al., 2016"

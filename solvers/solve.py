@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from checkmate.core.problem import Problem
+from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
-from checkmate.problem import Problem
-from checkmate.solution import OPTIMAL_GAP, Solution, Status
-from checkmate.solvers.certify import certify, contradicts
-from checkmate.solvers.least import TIME_LIMIT, MinBudget, bottleneck, least_runs, min_budget
+from checkmate.solvers.common.certify import certify, contradicts
+from checkmate.solvers.common.incumbent import Progress
 from checkmate.solvers.methods import METHODS, Method
-from checkmate.solvers.progress import Progress
-from checkmate.solvers.starting import Start, as_schedule
+from checkmate.solvers.search.adapt import Start, as_schedule
+from checkmate.solvers.search.min_budget import TIME_LIMIT, MinBudget, bottleneck, least_runs, min_budget
 from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_bytes
 
 __all__ = ["min_budget", "solve"]

@@ -1,0 +1,159 @@
+"""Every language model that transformers lists, and one network of each family of timm: right, or refused, and why.
+
+    python -m benchmarks.census [MODEL ...] [--again STATUS,...] [--jobs 2] [--seconds 90] [--here] [--report]
+                                [--out benchmarks/results/census.jsonl]
+
+Each is built tiny, with random weights, in a process of its own, and trained for two steps: plainly, plainly again from
+the same state, and compiled at 30 % of the way from the smallest budget to keeping everything. What plain PyTorch does
+not train, or does not repeat bit for bit, is not counted. One row for each model is appended to the file; the last one
+counts. A run goes on where the one before it ended: models that have a row are left out, unless they are named, or
+their status is (``--again refused,wrong``, ``--again all``). ``--here`` runs models in this process, with the traceback
+of what fails, and writes no row. ``--report`` only prints the counts and writes them into `docs/supported.md`.
+
+The limit of seconds is of each process's own time, so that what else the machine does ends no model early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib import metadata
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.census import images as census_images
+from benchmarks.census import report as census_report
+from benchmarks.census import study as census_study
+from benchmarks.census import text as census_text
+from benchmarks.step import origin
+
+RESULTS = Path(__file__).parents[1] / "results" / "census.jsonl"
+BYTES = 10 << 30  # of address space for one process
+WAIT = 6.0  # times its own seconds is how long a process is waited for, on a busy machine
+Row = dict[str, Any]
+
+
+def listed() -> dict[str, tuple[str, ...]]:
+    """Every model by name: its library, and what it is there."""
+    text = {name: ("transformers", *tasks) for name, tasks in census_text.models().items()}
+    return text | {name: ("timm", family) for name, family in census_images.models().items()}
+
+
+def _child(name: str, seconds: int, pipe: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries say of hundreds of models
+    at = ["plain"]
+
+    def tell(place: str) -> None:
+        at[0] = place
+        pipe.send({"at": place})
+
+    try:
+        row = census_study.study(name, tell)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is what came of the model
+        row = census_study.failure(error, at[0])
+    pipe.send({**row, "seconds": round(time.process_time(), 1)})
+
+
+def run_apart(name: str, seconds: int, context: Any) -> Row:
+    """A model's row, from a process that ends with it."""
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(name, seconds, there), daemon=True)
+    began = time.monotonic()
+    process.start()
+    there.close()
+    row: Row = {"at": "plain"}
+    while "status" not in row:
+        left = began + WAIT * seconds - time.monotonic()
+        try:
+            if not here.poll(max(0.0, left)):
+                break
+            row = here.recv()
+        except EOFError:
+            break
+    process.join(5.0)
+    if late := process.is_alive():
+        process.kill()
+        process.join()
+    if "status" not in row:
+        late = late or process.exitcode == -signal.SIGXCPU
+        said = f"no end after {seconds} seconds" if late else f"the process ended with code {process.exitcode}"
+        status = "untrained" if row["at"] == "plain" else "timeout" if late else "error"
+        row = {**row, "status": status, "error": said, "seconds": float(seconds)}
+    return {**row, "wall_seconds": round(time.monotonic() - began, 1)}
+
+
+def chosen(names: Sequence[str], again: Sequence[str], rows: dict[str, Row]) -> list[str]:
+    """The models to run: those named, or of a status to try again, or without a row."""
+    if names:
+        return list(names)
+    if again:
+        return [name for name in listed() if name in rows and ("all" in again or rows[name]["status"] in again)]
+    return [name for name in listed() if name not in rows]
+
+
+def run(names: Sequence[str], jobs: int, seconds: int) -> Iterator[Row]:
+    """The row of each model, as they end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.census.study", "torch._dynamo", "torch._functorch.aot_autograd"])
+    about, kinds = origin(), listed()
+    versions = {library: metadata.version(library) for library in {kind[0] for kind in kinds.values()}}
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(run_apart, name, seconds, context): name for name in names}
+        try:
+            for future in as_completed(running):
+                library, *kind = kinds[running[future]]
+                yield {
+                    **about,
+                    "model": running[future],
+                    "library": library,
+                    "version": versions[library],
+                    "kind": kind,
+                    **future.result(),
+                }
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def main() -> None:
+    """Run what was asked for, append the rows to the file, and print the counts."""
+    parser = argparse.ArgumentParser(description="Train every architecture of transformers and timm, tiny.")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="names; by default all that have no row yet")
+    parser.add_argument("--again", default="", help="run models whose last row has one of these statuses, or all")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--seconds", type=int, default=90, help="of its own time that a process may take")
+    parser.add_argument("--here", action="store_true", help="in this process, with tracebacks, without rows")
+    parser.add_argument("--report", action="store_true", help="only print the counts, and write them into the docs")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    kinds = listed()
+    if census_images.MISSING:
+        print(census_images.MISSING)
+    if unknown := set(args.models) - set(kinds):
+        parser.error(f"unknown models: {', '.join(sorted(unknown))}")
+    if args.here:
+        for name in args.models:
+            print(json.dumps(census_study.study(name, print), indent=1))
+        return
+    if not args.report:
+        names = chosen(args.models, [s for s in args.again.split(",") if s], census_report.latest(args.out))
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.open("a") as out:
+            for i, row in enumerate(run(names, args.jobs, args.seconds), 1):
+                out.write(json.dumps(row) + "\n")
+                out.flush()
+                print(f"{i:>3}/{len(names)}  {row['model']}: {census_report.short(row)}", flush=True)
+    rows = census_report.latest(args.out)
+    print("\n" + census_report.counts(rows))
+    if args.report and args.out == RESULTS:
+        census_report.write(rows)

@@ -1,0 +1,121 @@
+"""The rows of `benchmarks.census` as counts, and as a section of `docs/supported.md` that names what is not right."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+Rows = Mapping[str, Row]
+DOCUMENT = Path(__file__).parents[2] / "docs" / "supported.md"
+HEADING = "## Every architecture of two libraries"
+NOT_COUNTED = ("untrained", "wavering")  # by plain PyTorch itself
+KINDS = {  # what may come of a model that counts, and what the tables call it
+    "right": "right",
+    "refused": "refused",
+    "wrong": "other bits",
+    "peak": "peak off its plan",
+    "error": "raw exception",
+    "timeout": "no end",
+}
+LIBRARIES = {"transformers": "language models of transformers", "timm": "families of timm"}
+LONGEST = 180  # characters of a reason
+
+
+def latest(path: Path) -> dict[str, Row]:
+    """The last row of each model, in the order of their names."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    last = {row["model"]: row for row in rows}
+    return {name: last[name] for name in sorted(last, key=str.lower)}
+
+
+def counted(rows: Rows) -> list[Row]:
+    """Of those that plain PyTorch trains, and repeats bit for bit."""
+    return [row for row in rows.values() if row["status"] not in NOT_COUNTED]
+
+
+def short(row: Row) -> str:
+    """What came of one model, in a line."""
+    return f"{KINDS.get(row['status'], row['status'])} {reason(row)}".rstrip() + f" ({row['wall_seconds']:.0f} s)"
+
+
+def reason(row: Row) -> str:
+    """Why a model is not right, or not counted; empty where it is right."""
+    if row["status"] == "peak":
+        off = row["measured_peak"] - row["predicted_peak"]
+        return f"measured {off:+,} bytes off the {row['predicted_peak']:,} of its plan"
+    if row["status"] == "wrong":
+        return f"{row['wrong']} tensors differ, first the {next(iter(row['differs']))}"
+    said = re.sub(r"^Cannot capture \S+: ", "", row.get("error", ""))
+    said = said if len(said) <= LONGEST else f"{said[: LONGEST - 1].rstrip()}…"
+    return f"{row['class']}: {said}" if "class" in row and row["status"] != "refused" else said
+
+
+def counts(rows: Rows) -> str:
+    """The counts as a table in Markdown, a row for each library."""
+    header = ["", "run", "counted", *KINDS.values()]
+    lines = ["| " + " | ".join(header) + " |", "|---" + "|--:" * (len(header) - 1) + "|"]
+    for library, called in LIBRARIES.items():
+        own = {name: row for name, row in rows.items() if row["library"] == library}
+        if not own:
+            continue
+        some = counted(own)
+        cells = [
+            called,
+            str(len(own)),
+            str(len(some)),
+            *(str(sum(r["status"] == kind for r in some)) for kind in KINDS),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def section(rows: Rows) -> str:
+    """What `docs/supported.md` says of the rows."""
+    some = counted(rows)
+    wrong = [row for row in some if row["status"] != "right"]
+    again = sum(row.get("overhead", 0.0) > 0 for row in some if row["status"] == "right")
+    made = ", ".join(sorted({f"{row['library']} {row['version']}" for row in rows.values()}))
+    torch = ", ".join(sorted({row["torch"] for row in rows.values()}))
+    left_out = "" if any(row["library"] == "timm" for row in rows.values()) else " Networks of timm were left out."
+    minutes = sum(row["seconds"] for row in rows.values()) / 60
+    lines = [
+        HEADING,
+        "",
+        "The language models that transformers lists (causal, masked, sequence to sequence) and one network of",
+        "each family of timm, as far as they have a row: tiny and with random weights, trained for two steps plainly,",
+        "and compiled at 30 % of the way from the smallest budget to keeping everything. *Counted* are those that",
+        "plain PyTorch trains and repeats bit for bit. *Right*: losses, gradients, parameters, buffers and random",
+        "state have the same bits, and the measured peak is that of the plan;",
+        f"{again} of these ran ops again.{left_out}",
+        "",
+        counts(rows),
+        "",
+        f"Made by `python -m benchmarks.census` with {made} and PyTorch {torch}, in {minutes:.0f} minutes of one core.",
+        "These are not right:" if wrong else "All are right.",
+    ]
+    if wrong:
+        lines += ["", "| model | result | why |", "|---|---|---|"]
+        lines += [f"| `{row['model']}` | {KINDS[row['status']]} | {_cell(reason(row))} |" for row in wrong]
+    aside = [row for row in rows.values() if row["status"] in NOT_COUNTED]
+    if aside:
+        lines += ["", "Not counted, for what plain PyTorch says, or because they could not be made small:", ""]
+        lines += [f"- `{row['model']}`: {_cell(reason(row) or 'other bits the second time')}" for row in aside]
+    return "\n".join([*lines, ""])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def write(rows: Rows) -> None:
+    """Put the section in its place in the document."""
+    before, _, rest = DOCUMENT.read_text().partition(f"{HEADING}\n")
+    if not rest:
+        before, _, rest = before.partition("## Ways to train\n")
+        rest = f"\n## Ways to train\n{rest}"
+    after = rest.partition("\n## ")[2]
+    DOCUMENT.write_text(f"{before}{section(rows)}\n## {after}")

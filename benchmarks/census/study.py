@@ -1,0 +1,187 @@
+"""One model of the census: two steps plainly, the same again, and compiled, and what came of it as a row."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+import checkmate
+from benchmarks.census import images as census_images
+from benchmarks.census import text as census_text
+from benchmarks.common import timing as measuring
+from checkmate.backends.state import same_bits
+from checkmate.core.problem import Problem
+from checkmate.errors import CheckmateError
+from checkmate.memory import measure_peak
+
+SHARE = 0.3  # of the way from the smallest budget to keeping everything
+ROOT = Path(__file__).parents[2]
+PLANNING = 0.5  # seconds for one plan
+Row = dict[str, Any]
+Tell = Callable[[str], None]
+Built = tuple[nn.Module, Callable[..., Tensor], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What two steps leave behind, by name; the bytes of the second one, and those of parameters, buffers and batch."""
+
+    tensors: dict[str, Tensor]
+    peak: int
+    resident: int
+
+
+def make(name: str) -> Built:
+    """A model with its step and batch, always the same."""
+    torch.manual_seed(0)
+    return census_text.make(name) if name in census_text.models() else census_images.make(name)
+
+
+class _Warnings(logging.Handler):
+    """Keeps the first line of each warning that the library logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(plain(record.getMessage().splitlines()[0]))
+
+
+def train(module: nn.Module, step: Callable[..., Tensor], batch: dict[str, Tensor]) -> Outcome:
+    """Two steps of SGD with momentum; the first is not metered, a compiled one plans in it."""
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+    tensors: dict[str, Tensor] = {}
+
+    def forward_backward() -> Tensor:
+        loss = step(**batch)
+        loss.backward()
+        return loss.detach()
+
+    for i in (1, 2):
+        if i == 1:
+            loss, peak = forward_backward(), 0
+        else:
+            use = measure_peak(forward_backward)
+            loss, peak = use.result, use.peak
+            del use
+        tensors[f"loss of step {i}"] = loss.clone()
+        grads = {f"gradient of {n} in step {i}": p.grad for n, p in module.named_parameters() if p.grad is not None}
+        tensors |= {name: grad.clone() for name, grad in grads.items()}
+        del grads
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors |= {name: tensor.detach().clone() for name, tensor in state.items()}
+    tensors["random state"] = torch.get_rng_state()
+    return Outcome(tensors, peak, bytes_of([*state.values(), *batch.values()]))
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of their storages, each once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def constants() -> list[Tensor]:
+    """Tensors that captured graphs hold: those that a forward makes of Python's numbers."""
+    graphs = [thing for thing in gc.get_objects() if issubclass(type(thing), fx.GraphModule)]
+    held = [tensor for graph in graphs for tensor in (*graph.buffers(recurse=False), *vars(graph).values())]
+    return list({id(tensor): tensor for tensor in held if type(tensor) is Tensor}.values())
+
+
+def differing(found: Outcome, expected: Outcome) -> dict[str, float | None]:
+    """What is not the same bits, and by how much of its largest element; None where that is no number."""
+    names = [*expected.tensors, *(name for name in found.tensors if name not in expected.tensors)]
+    wrong = {}
+    for name in names:
+        a, b = found.tensors.get(name), expected.tensors.get(name)
+        if not same_bits(a, b):
+            wrong[name] = _off(a, b)
+    return wrong
+
+
+def _off(a: Tensor | None, b: Tensor | None) -> float | None:
+    if a is None or b is None or a.shape != b.shape or not b.numel():
+        return None
+    off = float((a.double() - b.double()).abs().max() / b.double().abs().max())
+    return off if off < float("inf") else None
+
+
+def study(name: str, tell: Tell) -> Row:
+    """Train one model plainly and compiled; ``tell`` hears what it is at. With what the library warned of."""
+    warnings = _Warnings()
+    log = logging.getLogger("checkmate")
+    log.addHandler(warnings)
+    try:
+        return {**_study(name, tell), "warned": list(dict.fromkeys(warnings.lines))}
+    finally:
+        log.removeHandler(warnings)
+
+
+def _study(name: str, tell: Tell) -> Row:
+    torch.set_num_threads(1)
+    began = time.process_time()
+    expected = again = None
+    tell("plain")
+    expected, again = train(*make(name)), train(*make(name))
+    about: Row = {"parameters": sum(p.numel() for p in make(name)[0].parameters()), "plain_seconds": _since(began)}
+    if any(not bool(tensor.isfinite().all()) for key, tensor in expected.tensors.items() if key.startswith("loss")):
+        return {**about, "status": "untrained", "error": "the loss is no finite number"}
+    if differing(again, expected):
+        return {**about, "status": "wavering"}
+    tell("capture")
+    trace: Callable[..., Problem] = checkmate.trace  # its own options have other names than a batch's tensors
+    with measuring.nothing_on_disk():
+        _, step, batch = make(name)
+        problem = trace(step, **batch)
+        lowest, keep_all = problem.min_budget(time_limit=PLANNING).peak, problem.keep_all_peak
+        about |= {"ops": len(problem.graph.ops), "min_budget": lowest, "keep_all_peak": keep_all}
+        about |= {"budget": lowest + int(SHARE * (keep_all - lowest))}
+        tell("compiled steps")
+        earlier = {id(tensor): tensor for tensor in constants()}  # held here, so that no other has its id
+        module, step, batch = make(name)
+        compiled = checkmate.compile(step, budget=about["budget"], time_limit=PLANNING)
+        found = train(module, compiled, batch)
+        own = bytes_of(tensor for tensor in constants() if id(tensor) not in earlier)
+    wrong, plan = differing(found, expected), compiled.plans[-1]
+    about |= {
+        "graphs": len(compiled.plans),
+        "overhead": plan.overhead,
+        "gap": plan.gap,
+        "predicted_peak": plan.peak,
+        "measured_peak": found.resident + own + found.peak,
+    }
+    if wrong:
+        return {**about, "status": "wrong", "wrong": len(wrong), "differs": dict(list(wrong.items())[:8])}
+    return {**about, "status": "right" if about["measured_peak"] == about["predicted_peak"] else "peak"}
+
+
+def _since(began: float) -> float:
+    return round(time.process_time() - began, 2)
+
+
+def failure(error: Exception, at: str) -> Row:
+    """The row of a model that ended in an error: plainly, refused, or raw."""
+    status = "untrained" if at == "plain" else "refused" if isinstance(error, CheckmateError) else "error"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[0] if lines else ""
+    return {"status": status, "at": at, "class": type(error).__name__, "error": plain(said), "where": where}
+
+
+def plain(text: str) -> str:
+    """A message without what differs from machine to machine: where packages are installed, addresses of objects."""
+    return re.sub(r" at 0x[0-9a-f]+", "", re.sub(r"/\S*/site-packages/", "", text).replace(f"{ROOT}/", ""))

@@ -1,0 +1,5 @@
+"""``python -m benchmarks.peers``: compare with other ways to save memory."""
+
+from benchmarks.peers.comparison import main
+
+main()

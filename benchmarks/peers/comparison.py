@@ -1,0 +1,377 @@
+"""Ours beside what people use today: peak, time of a step, time to plan and equality of bits, in one run.
+
+    python -m benchmarks.peers [NETWORK ...] [--minutes 6] [--out benchmarks/results/peers.jsonl]
+
+For each network every way of `benchmarks.peers.settings` trains the same parameters on the same batch. Peaks are the
+running sum of the profiler's memory events over a forward and a backward from no gradients, with parameters, buffers
+and batch added; ``beyond`` leaves out those and all gradients. Times are relative to plain steps that run in between:
+each round runs every way once, in an order drawn anew, with a plain step before and after every few of them; the time
+of a step is divided by the mean of the two plain ones next to it. Ours plan for the peaks of the peers that are best in
+peak and time, and for budgets from the smallest that works to keeping everything.
+
+The table and the picture of each network are made from the rows at the end (``--report`` makes only them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import checkmate
+from benchmarks.common import timing as measuring
+from benchmarks.common.timing import Step
+from benchmarks.peers import report as peers_report
+from benchmarks.peers.settings import (
+    EAGER,
+    HEURISTICS,
+    Setting,
+    front,
+    inductor_peers,
+    ours,
+    ours_by_inductor,
+    peers,
+)
+from benchmarks.peers.subjects import NETWORKS, Network, Subject
+from benchmarks.step import origin
+from checkmate.backends.state import differing
+from checkmate.memory import CPU, measure_peak, record_allocations
+
+RESULTS = Path(__file__).parents[1] / "results" / "peers.jsonl"
+SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)  # from the smallest budget to keeping everything
+HEURISTIC_SHARES = (0.2, 0.5)
+INDUCTOR_SHARES = (0.2, 0.5, 1.0)
+BETWEEN = 3  # steps of others between two plain ones
+KINDS = ("peers", "ours", "heuristics", "inductor")
+ROUNDS = (7, 25)  # the fewest, the most
+LOOK = 3  # rounds that find the best peers
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, checkmate.CheckmateError)
+TOLERANCE = 1e-3  # relative to the largest element of a tensor, where kernels differ
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is compared, and for how long."""
+
+    device: torch.device = CPU
+    only: Sequence[str] = KINDS
+    shares: Sequence[float] = SHARES
+    time_limit: float = 20.0  # seconds to plan for one budget
+    minutes: float = 6.0  # of timed rounds
+    rounds: tuple[int, int] = ROUNDS
+    deadline: float = float("inf")  # of time.monotonic: what is not compiled by then is left out
+    takes: Callable[[Setting], bool] = lambda setting: True  # which of the peers
+
+
+@dataclass
+class Entry:
+    """A setting at work: its step, what is known of it so far, and the ratios to plain steps, one for each round."""
+
+    setting: Setting
+    step: Step
+    facts: dict[str, Any]
+    timed_with: Entry | None = None  # another one that does the very same, which is timed for both
+    ratios: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def exact(self) -> bool:
+        """Whether loss, gradients and buffers are those of the plain step, bit for bit."""
+        return peers_report.same_bits(self.facts)
+
+    def row(self) -> dict[str, Any]:
+        """All that is known, with the quartiles of the ratios."""
+        timed = self.timed_with or self
+        low, middle, high = np.quantile(timed.ratios, (0.25, 0.5, 0.75))
+        return {
+            **self.facts,
+            "timed_with": timed.setting.name,
+            "ratio": float(middle),
+            "ratio_low": float(low),
+            "ratio_high": float(high),
+            "seconds": statistics.median(timed.seconds),
+            "ratios": [round(ratio, 4) for ratio in timed.ratios],
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step leaves behind, from the state and the random numbers that all start with."""
+
+    loss: list[Tensor]
+    gradients: list[Tensor]
+    buffers: list[Tensor]
+    random: Tensor
+
+
+class Comparison:
+    """All ways to train one network, on one device."""
+
+    def __init__(self, network: Network, options: Options, report: Callable[[str], None]) -> None:
+        self.subject = Subject.of(network, options.device)
+        self.device, self.options, self.report = options.device, options, report
+        self.plain = self.subject.plain
+        self.expected = self.outcome(self.plain)
+        self.waver = _off(self.expected, self.outcome(self.plain))  # of plain steps among themselves
+        self.problem = checkmate.trace(self.plain, *self.subject.batch)
+        self.smallest = self.problem.min_budget().peak
+        self.failed: list[dict[str, Any]] = []
+        eager = self.entry(EAGER)
+        assert eager is not None
+        self.entries = [eager]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What all rows of the network have in common."""
+        return {
+            "model": self.subject.network.name,
+            "device": str(self.device),
+            "threads": torch.get_num_threads(),
+            "ops": len(self.problem.graph.ops),
+            "resident": self.problem.resident,
+            "gradients": self.subject.gradient_bytes,
+            "min_budget": self.smallest,
+            "keep_all_peak": self.problem.keep_all_peak,
+            "time_limit": self.options.time_limit,
+            "plain_off": self.waver,
+        }
+
+    def budget(self, share: float) -> int:
+        """Bytes at a share of the way from the smallest budget to keeping everything."""
+        return self.smallest + int(share * (self.problem.keep_all_peak - self.smallest))
+
+    def add(self, settings: Iterable[Setting]) -> None:
+        """Compile and measure them; what fails stays behind as a row with its error."""
+        for setting in settings:
+            if time.monotonic() > self.options.deadline:
+                self.report(f"no time left for {setting.name}")
+                continue
+            entry = self.entry(setting)
+            if entry is not None:
+                self.entries.append(entry)
+
+    def outcome(self, step: Step) -> Outcome:
+        """Run one step from the state that all start with, and leave that state."""
+        module = self.subject.module
+        self.subject.restore()
+        torch.manual_seed(1)
+        loss = step(*self.subject.batch)
+        loss.backward()
+        found = Outcome(
+            _on_host([loss]),
+            _on_host(p.grad for p in module.parameters() if p.grad is not None),
+            _on_host(module.buffers()),
+            torch.get_rng_state(),
+        )
+        self.subject.restore()
+        return found
+
+    def entry(self, setting: Setting) -> Entry | None:
+        """The setting compiled, its peak measured, its numbers compared; None if it fails."""
+        about = {"family": setting.family, "knob": setting.knob, "budget": setting.budget}
+        try:
+            began = time.perf_counter()
+            with setting.config(), measuring.nothing_on_disk():
+                step = setting.build(self.subject)
+                found = self.outcome(step)
+                first = time.perf_counter() - began
+                facts = {**about, **self.compared(found, setting), **self.measured(step), "first_step_seconds": first}
+        except FAILURES as error:  # a peer that fails is a result
+            self.subject.restore()
+            reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
+            self.failed.append({**about, "error": reason})
+            self.report(f"{setting.name}: {reason}")
+            return None
+        if plans := getattr(step, "plans", None):
+            facts |= {
+                "plan_seconds": plans[-1].seconds,
+                "predicted_peak": plans[-1].peak,
+                "overhead": plans[-1].overhead,
+                "gap": plans[-1].gap,
+            }
+        return Entry(setting, step, facts)
+
+    def compared(self, found: Outcome, setting: Setting) -> dict[str, Any]:
+        """Whether loss, gradients, buffers and random state are those of the plain step, and how far they are off."""
+        off = _off(self.expected, found)
+        return {
+            "same_loss": not differing(self.expected.loss, found.loss),
+            "same_gradients": not differing(self.expected.gradients, found.gradients),
+            "same_buffers": not differing(self.expected.buffers, found.buffers),
+            "same_random_state": not differing(self.expected.random, found.random),
+            "off": off,
+            "within_tolerance": off <= TOLERANCE,
+            "exact": setting.exact,
+        }
+
+    def measured(self, step: Step) -> dict[str, Any]:
+        """The peak of a step, from no gradients; on the CPU with a fingerprint of its allocations."""
+        run = partial(measuring.step_and_back, self.subject.module, step, self.subject.batch)
+        run()
+        self.subject.module.zero_grad(set_to_none=True)
+        if self.device.type == "cpu":
+            with record_allocations() as recording:
+                run()
+            levels = np.concatenate([[0], np.cumsum(recording.bytes)])
+            peak, prints = (
+                int(levels.max()) + self.problem.resident,
+                hashlib.sha1(recording.bytes.tobytes()).hexdigest(),
+            )
+        else:
+            use = measure_peak(run, self.device)
+            peak, prints = use.peak + (use.before or 0), ""
+        self.subject.restore()
+        beyond = peak - self.problem.resident - self.subject.gradient_bytes
+        return {"peak": peak, "beyond": beyond, "fingerprint": prints}
+
+    def different(self) -> list[Entry]:
+        """One entry for each sequence of allocations in a family: the others of it do the very same."""
+        first: dict[tuple[str, str], Entry] = {}
+        for i, entry in enumerate(self.entries):
+            key = entry.setting.family, entry.facts["fingerprint"] or str(i)
+            entry.timed_with = first.setdefault(key, entry)
+        return list(first.values())
+
+    def time(self, entries: Sequence[Entry], minutes: float, rounds: tuple[int, int]) -> None:
+        """Rounds of all entries, each in a new order, until the time is over."""
+        order, rng = list(entries), random.Random(0)
+        deadline = time.monotonic() + 60 * minutes
+        for entry in order:
+            self._seconds(entry.step)  # all are warm when the first round begins
+        done, longest = 0, 0.0
+        while done < rounds[0] or (done < rounds[1] and time.monotonic() + longest < deadline):
+            began = time.monotonic()
+            rng.shuffle(order)
+            gc.collect()
+            before = self._seconds(self.plain)
+            for i in range(0, len(order), BETWEEN):
+                some = order[i : i + BETWEEN]
+                times = [self._seconds(entry.step) for entry in some]
+                after = self._seconds(self.plain)
+                for entry, seconds in zip(some, times, strict=True):
+                    entry.ratios.append(2 * seconds / (before + after))
+                    entry.seconds.append(seconds)
+                before = after
+            done, longest = done + 1, max(longest, time.monotonic() - began)
+        self.subject.restore()
+
+    def _seconds(self, step: Step) -> float:
+        self.subject.module.zero_grad(set_to_none=True)
+        self._finish()
+        began = time.perf_counter()
+        step(*self.subject.batch).backward()
+        self._finish()
+        return time.perf_counter() - began
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each setting, timed, timed with another one, or failed."""
+        done = [entry.row() for entry in self.entries]
+        return [{**self.about, **facts} for facts in (*done, *self.failed)]
+
+
+def _on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+def _off(a: Outcome, b: Outcome) -> float:
+    return max(_distance(a.loss, b.loss), _distance(a.gradients, b.gradients), _distance(a.buffers, b.buffers))
+
+
+def _distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """The largest difference, in each tensor in proportion to its largest element; infinite for other shapes."""
+    if [t.shape for t in a] != [t.shape for t in b]:
+        return float("inf")
+    pairs = [(x.double(), y.double()) for x, y in zip(a, b, strict=True) if x.numel()]
+    return max((float((x - y).abs().max() / x.abs().max().clamp(min=1e-30)) for x, y in pairs), default=0.0)
+
+
+def plans_worth_running(comparison: Comparison) -> list[Setting]:
+    """The heuristics at a few budgets, each plan once."""
+    found: dict[tuple[int, float], Setting] = {}
+    for method in HEURISTICS:
+        for share in (*HEURISTIC_SHARES, 1.0):
+            budget = comparison.budget(share)
+            limit = comparison.options.time_limit
+            solution = checkmate.solve(comparison.problem, budget, method=method, time_limit=limit)
+            if solution.peak is not None and solution.overhead:
+                found.setdefault((solution.peak, solution.cost), ours(budget, limit, method))
+    return list(found.values())
+
+
+def compare(network: Network, options: Options, report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Every way to train one network: its rows."""
+    torch._dynamo.reset()
+    comparison = Comparison(network, options, report)
+    budgets = {comparison.budget(share) for share in options.shares}
+    if "peers" in options.only:
+        comparison.add(filter(options.takes, peers(comparison.subject)))
+        report(f"{len(comparison.entries)} ways of PyTorch")
+        comparison.time(comparison.different(), options.minutes, (min(LOOK, options.rounds[0]), LOOK))
+        exact = [entry for entry in comparison.different() if entry.exact]
+        best = front([(entry.facts["peak"], statistics.median(entry.ratios)) for entry in exact])
+        budgets |= {exact[i].facts["peak"] for i in best if exact[i].facts["peak"] >= comparison.smallest}
+    if "ours" in options.only:
+        comparison.add(ours(budget, options.time_limit) for budget in sorted(budgets))
+    if "heuristics" in options.only:
+        comparison.add(plans_worth_running(comparison))
+    if "inductor" in options.only:
+        comparison.add(filter(options.takes, inductor_peers()))
+        comparison.add(ours_by_inductor(comparison.budget(share), options.time_limit) for share in INDUCTOR_SHARES)
+    entries = comparison.different()
+    report(f"{len(comparison.entries)} ways, {len(entries)} of them different")
+    for entry in entries:
+        entry.ratios.clear()
+        entry.seconds.clear()
+    comparison.time(entries, options.minutes, options.rounds)
+    return comparison.rows()
+
+
+def main() -> None:
+    """Compare what was asked for, append the rows to the file, and make the tables and the pictures."""
+    parser = argparse.ArgumentParser(description="Ours beside what people use today.")
+    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(NETWORKS)}; by default all")
+    parser.add_argument("--device", type=torch.device, default=CPU)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=Options.minutes, help="for the timed rounds of a network")
+    parser.add_argument("--rounds", type=int, nargs=2, default=ROUNDS, help="the fewest and the most")
+    parser.add_argument("--time-limit", type=float, default=Options.time_limit, help="seconds to plan for one budget")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="budgets of ours")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--knobs", nargs="+", metavar="KNOB", help='of the peers, for example "each block" "dp 0.5"')
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help="only make tables and pictures of the rows in the file")
+    args = parser.parse_args()
+    if unknown := set(args.networks) - set(NETWORKS):
+        parser.error(f"unknown networks: {', '.join(sorted(unknown))}; there are {', '.join(NETWORKS)}")
+    if not args.report:
+        torch.set_num_threads(args.threads)
+        about = origin()
+        options = Options(args.device, args.only, args.shares, args.time_limit, args.minutes, tuple(args.rounds))
+        if args.knobs:
+            options = replace(options, takes=lambda setting: setting.knob in args.knobs)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        for name in args.networks or NETWORKS:
+            began = time.monotonic()
+            rows = compare(NETWORKS[name], options, partial(print, f"{name}:", file=sys.stderr, flush=True))
+            with args.out.open("a") as out:
+                out.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
+            print(f"{name}: {len(rows)} rows in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    print(peers_report.render(args.out))

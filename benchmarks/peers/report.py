@@ -1,0 +1,265 @@
+"""The rows of `benchmarks.peers` as one document with a table for each network, and a picture for each.
+
+A peer counts where loss, gradients and buffers are those of the plain step, bit for bit. It is held against the
+fastest of ours whose measured peak is at most its own. The same rounds timed both, so their ratios are compared
+round by round: one is called slower where Wilcoxon's signed-rank test says so at 5 %, and else neither is.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import wilcoxon
+
+from benchmarks.peers.settings import EAGER, OURS, OURS_INDUCTOR
+
+Row = dict[str, Any]
+SIGNIFICANT = 0.05
+HEADER = (
+    "way", "knob", "peak", "beyond", "step", "spread", "first step", "planned", "recomputed", "gap", "numbers", "ours",
+)  # fmt: skip
+PEERS = ("checkpoint", "checkpoint_sequential", "selective", "compile + checkpoint", "compile budget")
+STYLES = {  # marker and colour, from a palette that colour-blind eyes tell apart
+    OURS: ("o-", "#0072b2"),
+    "heuristics": ("P", "#56b4e9"),
+    "eager": ("*", "black"),
+    "checkpoint": ("s", "#d55e00"),
+    "checkpoint_sequential": ("D", "#e69f00"),
+    "selective": ("^", "#cc79a7"),
+    "compile + checkpoint": ("v", "#009e73"),
+    "compile budget": ("h", "#999999"),
+    "inductor": ("<", "#f0e442"),
+    OURS_INDUCTOR: (">", "#0072b2"),
+}
+
+
+def latest(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """For each network the rows of each way from the last run that had it, in the order of the runs."""
+    date = {(row["model"], row["family"]): row["date"] for row in rows}
+    last = [row for row in rows if row["date"] == date[row["model"], row["family"]]]
+    return {
+        model: [row for row in last if row["model"] == model] for model in dict.fromkeys(row["model"] for row in rows)
+    }
+
+
+def same_bits(row: Row) -> bool:
+    """Whether loss, gradients and buffers are those of the plain step, or as near as plain steps are to each other."""
+    same = bool(row.get("same_loss") and row.get("same_gradients") and row.get("same_buffers"))
+    return same or 0.0 < row.get("plain_off", 0.0) >= row["off"]
+
+
+def compared(peer: Row, rows: Sequence[Row]) -> tuple[Row, float, str] | None:
+    """The fastest of ours at the peer's peak or below, its time to the peer's, which is faster; None where none is."""
+    run = [row for row in rows if row["family"] == OURS and "error" not in row and row.get("date") == peer.get("date")]
+    able = [row for row in run if row["peak"] <= peer["peak"]]
+    if not able:
+        return None
+    best = min(able, key=lambda row: row["ratio"])
+    ours, theirs = best["ratios"], peer["ratios"]
+    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    verdict = "even"
+    if ours != theirs:
+        if wilcoxon(ours, theirs, alternative="less").pvalue < SIGNIFICANT:
+            verdict = "faster"
+        elif wilcoxon(ours, theirs, alternative="greater").pvalue < SIGNIFICANT:
+            verdict = "slower"
+    return best, ratio, verdict
+
+
+def summary(rows: Sequence[Row]) -> Row:
+    """What one network's rows come to."""
+    worked = [row for row in rows if "error" not in row]
+    eager = next(row for row in worked if row["family"] == EAGER.family)
+    exact = [row for row in worked if row["family"] in PEERS and same_bits(row)]
+    verdicts = [compared(peer, worked) for peer in exact]
+    found = [verdict for verdict in verdicts if verdict is not None]
+    least = min(exact, key=lambda row: row["peak"], default=None)
+    return {
+        "model": eager["model"],
+        "eager": eager["peak"],
+        "ours": min((row["peak"] for row in worked if row["family"] == OURS), default=None),
+        "peer": least,
+        "wrong": sum(row["family"] in PEERS and not same_bits(row) for row in worked),
+        "exact": len(exact),
+        **{word: sum(v == word for _, _, v in found) for word in ("faster", "even", "slower")},
+        "out of reach": len(verdicts) - len(found),
+        "worst": max((ratio for _, ratio, _ in found), default=None),
+        "at least": None if least is None else compared(least, worked),
+    }
+
+
+def short(rows: Sequence[Row]) -> str:
+    """A small table: of each way the least peak, and ours at the least that has the same bits, and at its own least."""
+    worked = [row for row in rows if "error" not in row]
+    chosen = [row for row in worked if row["family"] == EAGER.family]
+    of = {family: [row for row in worked if row["family"] == family] for family in PEERS}
+    chosen += [min(some, key=lambda row: (row["peak"], row["ratio"])) for some in of.values() if some]
+    there = summary(rows)["at least"]
+    least = min((row for row in worked if row["family"] == OURS), key=lambda row: row["peak"])
+    chosen += [least] if there is None or there[0] is least else [there[0], least]
+    lines = [f"| {chosen[0]['model']} | peak | step / plain | numbers |", "|---|--:|--:|---|"]
+    for row in chosen:
+        name = "plain PyTorch" if row["family"] == EAGER.family else f"{row['family']}, {row['knob']}"
+        name = f"**{name}**" if row["family"] == OURS else name
+        lines.append(f"| {name} | {_bytes(row['peak'])} | {row['ratio']:.2f} | {numbers(row)} |")
+    return "\n".join(lines)
+
+
+def render(rows_file: Path) -> str:
+    """Write the document and the pictures next to a file of rows; returns the summary as text."""
+    runs = latest([json.loads(line) for line in rows_file.read_text().splitlines()])
+    folder = rows_file.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    for model, rows in runs.items():
+        draw(rows, folder / f"{model}.png")
+    rows_file.with_suffix(".md").write_text(document(runs, folder.name))
+    return "\n".join(_overall(runs))
+
+
+def document(runs: dict[str, list[Row]], folder: str) -> str:
+    """The summary and the table of each network in Markdown; the pictures are in a folder."""
+    sections = [line for model, rows in runs.items() for line in _section(model, rows, folder)]
+    return "\n".join([*_head(runs), *_overall(runs), "", *sections])
+
+
+def _head(runs: dict[str, list[Row]]) -> list[str]:
+    every = [row for rows in runs.values() for row in rows]
+    commits, machines = (", ".join(sorted({row[key] for row in every})) for key in ("commit", "cpu"))
+    return [
+        "# Beside what people use today",
+        "",
+        f"Made by `python -m benchmarks.peers` at {commits} on {machines}, PyTorch {every[0]['torch']}, "
+        f"{every[0]['threads']} thread. Peaks are measured, parameters, buffers and batch included; *beyond* is the "
+        "peak less those and all gradients, relative to plain PyTorch. *Step* is the median time of a step relative to "
+        "plain steps next to it, *spread* its quartiles. *First step* is everything until one step is done. *Numbers* "
+        "says what differs from plain PyTorch after one step from the same state. *Ours*, for each peer with the same "
+        "bits: the time of our fastest step at its peak or below, relative to its own; *faster* or *slower* where a "
+        "signed-rank test over the rounds says so at 5 %.",
+        "",
+    ]
+
+
+def _overall(runs: dict[str, list[Row]]) -> list[str]:
+    header = (
+        "network", "plain", "least peak, ours", "least peak, peers", "by", "ours there", "peers with other numbers",
+        "same bits", "ours faster", "even", "slower", "out of reach", "worst",
+    )  # fmt: skip
+    lines = ["| " + " | ".join(header) + " |", "|---|--:|--:|--:|---|" + "--:|" * (len(header) - 5)]
+    for rows in runs.values():
+        s = summary(rows)
+        peer, there = s["peer"], s["at least"]
+        cells = [
+            s["model"],
+            _bytes(s["eager"]),
+            "–" if s["ours"] is None else _bytes(s["ours"]),
+            "–" if peer is None else _bytes(peer["peak"]),
+            "–" if peer is None else f"{peer['family']} {peer['knob']}",
+            "–" if there is None else f"{there[1]:.2f} of its time",
+            *(str(s[key]) for key in ("wrong", "exact", "faster", "even", "slower", "out of reach")),
+            "–" if s["worst"] is None else f"{s['worst']:.2f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _section(model: str, rows: Sequence[Row], folder: str) -> list[str]:
+    worked = [row for row in rows if "error" not in row]
+    eager = next(row for row in worked if row["family"] == EAGER.family)
+    lines = [
+        f"## {model}",
+        "",
+        f"{eager['ops']} ops; parameters, buffers and batch {_bytes(eager['resident'])}, gradients "
+        f"{_bytes(eager['gradients'])}; {len(eager['ratios'])} rounds; a plain step takes {eager['seconds']:.2f} s.",
+        "",
+        f"![{model}: time of a step against its peak]({folder}/{model}.png)",
+        "",
+        "| " + " | ".join(HEADER) + " |",
+        "|---|---|" + "--:|" * 8 + "---|--:|",
+    ]
+    ordered = sorted(worked, key=lambda row: (row["peak"], row["ratio"]))
+    lines += ["| " + " | ".join(_cells(row, eager, worked)) + " |" for row in ordered]
+    failed = [f"{row['family']} {row['knob']}: {row['error']}" for row in rows if "error" in row]
+    return [*lines, "", *(f"- Failed: {text}" for text in failed), *([""] if failed else [])]
+
+
+def _cells(row: Row, eager: Row, rows: Sequence[Row]) -> list[str]:
+    against = compared(row, rows) if row["family"] in PEERS and same_bits(row) else None
+    if against is not None:
+        shown = f"{against[1]:.2f} {against[2]}"
+    else:
+        shown = "out of reach" if row["family"] in PEERS and same_bits(row) else ""
+    return [
+        row["family"],
+        row["knob"],
+        _bytes(row["peak"]),
+        f"{row['beyond'] / eager['beyond']:.3f}",
+        f"{row['ratio']:.3f}",
+        f"{row['ratio_low']:.3f} – {row['ratio_high']:.3f}",
+        f"{row['first_step_seconds']:.1f} s",
+        _text(row.get("plan_seconds"), ".1f", " s"),
+        _text(row.get("overhead"), ".1%"),
+        _text(row.get("gap"), ".1%"),
+        numbers(row),
+        shown,
+    ]
+
+
+def numbers(row: Row) -> str:
+    """What differs from the plain step, in words."""
+    if same_bits(row):
+        return "same bits" if row["same_random_state"] else "same bits, other random state"
+    wrong = [kind for kind in ("loss", "gradients", "buffers") if not row[f"same_{kind}"]]
+    if row["within_tolerance"]:
+        return f"{', '.join(wrong)} differ by rounding, {row['off']:.0e}"
+    return f"{', '.join(wrong)} differ by {row['off']:.0%}"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
+def _text(figure: float | None, form: str, unit: str = "") -> str:
+    return "" if figure is None else f"{figure:{form}}{unit}"
+
+
+def _points(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+    return [row["peak"] / 1e6 for row in rows], [row["ratio"] for row in rows]
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Time of a step against peak; hollow and crossed where the numbers are not those of plain PyTorch."""
+    from matplotlib.figure import Figure
+
+    worked = [row for row in rows if "error" not in row]
+    figure = Figure(figsize=(9, 5.2), layout="constrained")
+    axes = figure.add_subplot(xlabel="measured peak, MB, parameters and batch included", ylabel="step / plain step")
+    for family, (style, color) in STYLES.items():
+        some = sorted((row for row in worked if row["family"] == family), key=lambda row: row["peak"])
+        right = [row for row in some if same_bits(row) or (not row["exact"] and row["within_tolerance"])]
+        wrong = [row for row in some if row not in right]
+        if right:
+            axes.plot(*_points(right), style, color=color, label=family, markersize=7)
+        if wrong:
+            label = None if right else family
+            axes.plot(*_points(wrong), style.rstrip("-"), color=color, label=label, markersize=7, fillstyle="none")
+            axes.plot(*_points(wrong), "x", color="#b00020", markersize=5, alpha=0.8)
+    ours = [row for row in worked if row["family"] == OURS]
+    for row in (min(ours, key=lambda row: row["peak"]),) if ours else ():
+        note = f"{row['peak'] / 1e6:.0f} MB, {row['ratio']:.2f}"
+        axes.annotate(note, (row["peak"] / 1e6, row["ratio"]), xytext=(6, 6), textcoords="offset points", fontsize=9)
+    highest = [row["ratio"] for row in worked if row["family"] in PEERS]
+    if highest and ours:  # ours may go on far above, where no peer is
+        axes.set_ylim(top=min(1.15 * max(row["ratio"] for row in worked), max(2.0, 1.4 * max(highest))))
+    axes.plot([], [], "x", color="#b00020", label="numbers are not those of plain PyTorch")
+    floor = (worked[0]["resident"] + worked[0]["gradients"]) / 1e6
+    axes.axvline(floor, color="black", linewidth=0.8, linestyle=":", label="parameters, batch and gradients alone")
+    axes.set_xlim(left=0.96 * min(floor, *(row["peak"] / 1e6 for row in worked)))
+    axes.axhline(1.0, color="black", linewidth=0.6, alpha=0.5)
+    axes.set_title(f"{worked[0]['model']}: step time against peak")
+    axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=9)
+    figure.savefig(path, dpi=110)

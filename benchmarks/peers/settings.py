@@ -1,0 +1,199 @@
+"""The ways to save memory that are compared: each makes of a network a step that trains it.
+
+What is PyTorch's is called as its documentation says: `torch.utils.checkpoint` around blocks, `checkpoint_sequential`,
+selective checkpointing by a policy, the `activation_memory_budget` of `torch.compile`, and `torch.compile` over
+checkpointed blocks. Ours are `checkmate.compile` by its default and by the heuristics of the literature.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+import checkmate
+from benchmarks.common.timing import Step
+from benchmarks.peers.subjects import Subject
+
+aten = torch.ops.aten
+OURS, OURS_INDUCTOR = "checkmate", "checkmate, inductor"
+SEGMENTS = (2, 3, 4, 6, 8)  # of checkpoint_sequential
+TENTHS = tuple(i / 10 for i in range(11))  # of activation_memory_budget
+SOLVERS = ("dp", "greedy", "ilp")  # of activation_memory_budget_solver
+INDUCTOR_BUDGETS = (1.0, 0.5, 0.0)
+HEURISTICS = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "griewank", "dtr")
+
+_MATMULS = {
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
+    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_attention_math.default,
+}  # fmt: skip
+_NORMS_WITH_STATE = {  # and what counts their batches
+    aten.add_.Tensor,
+    aten.native_batch_norm.default,
+    aten._batch_norm_with_update.default,
+    aten.cudnn_batch_norm.default,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to train, with the value of its knob. ``config`` is in force while the step is compiled."""
+
+    family: str
+    knob: str
+    build: Callable[[Subject], Step]
+    config: Callable[[], AbstractContextManager[Any]] = field(default=ExitStack, repr=False)
+    budget: int | None = None  # bytes, where they were named
+    exact: bool = True  # False where other kernels run: equal within a tolerance at best
+
+    @property
+    def name(self) -> str:
+        """The family and the value of its knob."""
+        return f"{self.family} {self.knob}".strip()
+
+
+def _plain(subject: Subject) -> Step:
+    return subject.plain
+
+
+EAGER = Setting("eager", "", _plain)
+
+
+def peers(subject: Subject) -> Iterator[Setting]:
+    """All ways of PyTorch itself that fit the network, at every value of their knobs."""
+    for every in (1, 2):
+        yield Setting("checkpoint", "each block" if every == 1 else "each second block", partial(_blocks, every=every))
+    for segments in SEGMENTS:
+        if any(len(chain) > segments for chain in subject.network.chain(subject.module)):
+            yield Setting("checkpoint_sequential", f"{segments} segments", partial(_segments, segments=segments))
+    for kept, ops in (("keeps matmuls", _MATMULS), ("keeps matmuls and norms", _MATMULS | _NORMS_WITH_STATE)):
+        if ops == _MATMULS or _has_batch_norm(subject.module):
+            yield Setting("selective", kept, partial(_blocks, context_fn=partial(_keeping, ops, 1)))
+    yield Setting("selective", "keeps each second matmul", partial(_blocks, context_fn=partial(_keeping, _MATMULS, 2)))
+    for every in (1, 2):
+        knob = "each block" if every == 1 else "each second block"
+        yield Setting("compile + checkpoint", knob, _compiled(partial(_blocks, every=every), "aot_eager"))
+    for solver in SOLVERS:
+        for share in TENTHS:
+            yield Setting(
+                "compile budget", f"{solver} {share:g}", _compiled(_plain, "aot_eager"), _memory_budget(share, solver)
+            )
+
+
+def inductor_peers() -> Iterator[Setting]:
+    """`torch.compile` by its default, which runs kernels of its own."""
+    for share in INDUCTOR_BUDGETS:
+        yield Setting("inductor", f"dp {share:g}", _compiled(_plain, "inductor"), _memory_budget(share), exact=False)
+
+
+def ours(budget: int, time_limit: float, method: str = "auto") -> Setting:
+    """`checkmate.compile` within a budget of bytes."""
+    family = OURS if method == "auto" else "heuristics"
+    knob = f"{budget / 1e6:.2f} MB" if method == "auto" else f"{method} {budget / 1e6:.2f} MB"
+    build = partial(_within, budget=budget, time_limit=time_limit, method=method)
+    return Setting(family, knob, build, budget=budget)
+
+
+def ours_by_inductor(budget: int, time_limit: float) -> Setting:
+    """`checkmate.compile` with Inductor below."""
+    build = partial(_within, budget=budget, time_limit=time_limit, backend="inductor")
+    return Setting(OURS_INDUCTOR, f"{budget / 1e6:.2f} MB", build, _masks_of_eager, budget, exact=False)
+
+
+def _within(subject: Subject, **options: Any) -> Step:
+    return checkmate.compile(subject.plain, **options)
+
+
+def _has_batch_norm(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+
+
+def _blocks(subject: Subject, *, every: int = 1, **options: Any) -> Step:
+    """Checkpoints around blocks, by the wrapper that PyTorch has for it."""
+    module = subject.twin()
+    wrapped = {id(block) for block in subject.network.blocks(module)[::every]}
+    wrap = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
+    apply_activation_checkpointing(module, checkpoint_wrapper_fn=wrap, check_fn=lambda part: id(part) in wrapped)
+    return subject.network.loss(module)
+
+
+def _segments(subject: Subject, *, segments: int) -> Step:
+    module: Any = subject.twin()
+    for chain in subject.network.chain(module):
+        layers = nn.Sequential(*chain)
+        run: Any = partial(checkpoint_sequential, layers, segments, use_reentrant=False)
+        chain.forward = run  # type: ignore[method-assign]
+    return subject.network.loss(module)
+
+
+def _keeping(ops: set[Any], every: int) -> tuple[Any, Any]:
+    """Contexts of a block whose results of every so-maniest of ``ops`` are kept, and of no other."""
+    seen = {False: 0, True: 0}  # by whether it runs again
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op not in ops:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        seen[context.is_recompute] += 1
+        kept = op in _NORMS_WITH_STATE or seen[context.is_recompute] % every == 0
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    # an activation in place changes what is kept, and running it again on that changes nothing: the bits are compared
+    return create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
+
+
+def _compiled(build: Callable[[Subject], Step], backend: str) -> Callable[[Subject], Step]:
+    def build_compiled(subject: Subject) -> Step:
+        step: Any = build(subject)
+        code = step.__code__.replace()  # Dynamo keeps what it compiled with the code, whatever the configuration was
+        own = types.FunctionType(code, step.__globals__, closure=step.__closure__)
+        return torch.compile(own, backend=backend, dynamic=False)
+
+    return build_compiled
+
+
+def _masks_of_eager() -> AbstractContextManager[Any]:
+    return torch._inductor.config.patch(fallback_random=True)
+
+
+def _memory_budget(share: float, solver: str = "dp") -> Callable[[], AbstractContextManager[Any]]:
+    def config() -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(_masks_of_eager())  # Inductor draws other numbers else
+        stack.enter_context(
+            torch._functorch.config.patch(activation_memory_budget=share, activation_memory_budget_solver=solver)
+        )
+        return stack
+
+    return config
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Which of some points (peak, time) no other is below or at in both: what there is to be better than.
+
+    >>> front([(3, 1.0), (1, 2.0), (2, 2.5), (2, 1.5), (2, 1.5)])
+    [1, 3, 0]
+    """
+    chosen: list[int] = []
+    least = float("inf")
+    for i in sorted(range(len(points)), key=lambda i: points[i]):
+        if points[i][1] < least:
+            chosen.append(i)
+            least = points[i][1]
+    return chosen

@@ -1,0 +1,242 @@
+"""The networks of the comparison with other ways to save memory, and what each way needs to know of them.
+
+`torch.utils.checkpoint` takes the blocks, `checkpoint_sequential` a chain of layers; both are named here, by hand, as
+a person who uses them has to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.common.timing import Batch, Step
+from benchmarks.networks import language_model
+from benchmarks.networks.full_size import VGG16
+from benchmarks.networks.gpt2 import GPT2
+from benchmarks.networks.mobilenet import MobileNetV2
+from benchmarks.networks.resnet import resnet18, resnet50
+from benchmarks.networks.unet import UNet
+from benchmarks.networks.vit import ViT
+
+CLASSES = 1000
+
+
+def _classify(module: nn.Module) -> Step:
+    return lambda x, y: F.cross_entropy(module(x), y)
+
+
+def _no_chain(module: Any) -> list[nn.Sequential]:
+    return []
+
+
+@dataclass(frozen=True)
+class Network:
+    """What is trained. ``make()`` is the same each time, after the same seed.
+
+    ``blocks(module)``: the parts that checkpoints go around. ``chain(module)``: one `nn.Sequential` whose layers can be
+    cut into segments, where there is one.
+    """
+
+    name: str
+    make: Callable[[], tuple[Any, Batch]]
+    blocks: Callable[[Any], list[nn.Module]]
+    chain: Callable[[Any], list[nn.Sequential]] = _no_chain
+    loss: Callable[[Any], Step] = _classify
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One network with its parameters and its batch, which all ways to train it share."""
+
+    network: Network
+    module: nn.Module
+    batch: Batch
+    state: dict[str, Tensor] = field(repr=False)  # as it was made: buffers change with every step
+
+    @classmethod
+    def of(cls, network: Network, device: torch.device) -> Subject:
+        """Make the network and its batch on a device, the same each time."""
+        torch.manual_seed(0)
+        with device:
+            module, batch = network.make()
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in module.state_dict().items()}
+        return cls(network, module, batch, state)
+
+    @property
+    def plain(self) -> Step:
+        """The step as it is written."""
+        return self.network.loss(self.module)
+
+    def twin(self) -> nn.Module:
+        """Another module of the same parameters and buffers, to be changed at will."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
+
+    def restore(self) -> None:
+        """Parameters and buffers as they were made, no gradients."""
+        self.module.load_state_dict(self.state)
+        self.module.zero_grad(set_to_none=True)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients together."""
+        return sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
+
+
+class SmallVGG16(VGG16):
+    """VGG-16 for images of 96 x 96: the classifier reads what five poolings leave of them; blocks end at a pool."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.classifier[0] = nn.Linear(512 * 3 * 3, 4096)
+        stages: list[list[nn.Module]] = [[]]
+        for layer in self.features:
+            stages[-1].append(layer)
+            if isinstance(layer, nn.MaxPool2d):
+                stages.append([])
+        self.features = nn.Sequential(*(nn.Sequential(*stage) for stage in stages if stage))
+
+
+class Segment(nn.Module):
+    """Some tokens of a long short-term memory (Hochreiter & Schmidhuber 1997), its loop over them in Python."""
+
+    def __init__(self, cell: nn.LSTMCell, dropout: float) -> None:
+        super().__init__()
+        self.cell, self.dropout = cell, nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch, tokens, width) -> the same shape, and the state after the last token."""
+        states = []
+        for token in self.dropout(x).unbind(1):
+            hidden, memory = self.cell(token, (hidden, memory))
+            states.append(hidden)
+        return torch.stack(states, dim=1), hidden, memory
+
+
+class LSTM(nn.Module):
+    """A language model of two recurrent layers; a block is one layer's pass over a segment of the tokens."""
+
+    def __init__(self, vocabulary: int, width: int, segments: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        cells = [nn.LSTMCell(width, width) for _ in range(2)]
+        self.layers = nn.ModuleList(nn.ModuleList(Segment(cell, dropout) for _ in range(segments)) for cell in cells)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of tokens."""
+        x = self.embedding(tokens)
+        layers: Any = self.layers
+        for layer in layers:
+            hidden = memory = torch.zeros_like(x[:, 0])
+            out = []
+            for segment, part in zip(layer, x.chunk(len(layer), dim=1), strict=True):
+                part, hidden, memory = segment(part, hidden, memory)
+                out.append(part)
+            x = torch.cat(out, dim=1)
+        return self.head(x)
+
+
+def _images(batch: int, size: int) -> Batch:
+    return torch.randn(batch, 3, size, size), torch.randint(CLASSES, (batch,))
+
+
+def _pixels(batch: int, size: int, classes: int) -> Batch:
+    return torch.randn(batch, 3, size, size), torch.randint(classes, (batch, size, size))
+
+
+def _tokens(batch: int, length: int, vocabulary: int) -> Batch:
+    return (torch.randint(vocabulary, (batch, length + 1)),)
+
+
+def _residual_stages(module: Any) -> list[nn.Module]:
+    return list(module.stages)
+
+
+def _gpt2_blocks(module: GPT2) -> list[nn.Module]:
+    return list(module.transformer.transformer.h)
+
+
+def _unet_blocks(module: UNet) -> list[nn.Module]:
+    return [*module.down, *module.up]
+
+
+NETWORKS = {
+    network.name: network
+    for network in (
+        Network(
+            "resnet18",
+            lambda: (resnet18(CLASSES), _images(8, 96)),
+            blocks=_residual_stages,
+            chain=lambda module: [module.stages],
+        ),
+        Network(
+            "resnet50",
+            lambda: (resnet50(CLASSES), _images(8, 96)),
+            blocks=_residual_stages,
+            chain=lambda module: [module.stages],
+        ),
+        Network(
+            "vgg16",
+            lambda: (SmallVGG16(CLASSES), _images(4, 96)),
+            blocks=lambda module: list(module.features),
+            chain=lambda module: [module.features],
+        ),
+        Network(
+            "mobilenetv2",
+            lambda: (MobileNetV2(CLASSES), _images(8, 96)),
+            blocks=lambda module: list(module.features),
+            chain=lambda module: [module.features],
+        ),
+        Network("unet", lambda: (UNet(20, depth=4, base=32), _pixels(4, 96, 20)), blocks=_unet_blocks),
+        Network(
+            "gpt2",
+            lambda: (GPT2(2048, 256, width=256, layers=4, heads=4, attention="sdpa"), _tokens(4, 256, 2048)),
+            blocks=_gpt2_blocks,
+            loss=language_model,
+        ),
+        Network(
+            "vit",
+            lambda: (ViT(96, 8, width=192, layers=12, heads=3, classes=CLASSES), _images(8, 96)),
+            blocks=lambda module: list(module.blocks),
+            chain=lambda module: [module.blocks],
+        ),
+        Network(
+            "lstm",
+            lambda: (LSTM(1024, width=256, segments=8), _tokens(32, 32, 1024)),
+            blocks=lambda module: [segment for layer in module.layers for segment in layer],
+            loss=language_model,
+        ),
+    )
+}
+
+
+def on_a_gpu(*, small: bool) -> dict[str, Network]:
+    """Networks at sizes that fill a GPU of 80 GB, trained plainly; ``small`` for a test on the CPU."""
+
+    def gpt2() -> tuple[nn.Module, Batch]:
+        if small:
+            return GPT2(64, 32, width=32, layers=2, heads=2, attention="sdpa"), _tokens(2, 32, 64)
+        return GPT2(50257, 1024, width=1024, layers=24, heads=16, attention="sdpa"), _tokens(16, 1024, 50257)
+
+    def unet() -> tuple[nn.Module, Batch]:
+        if small:
+            return UNet(4, depth=2, base=4), _pixels(2, 32, 4)
+        return UNet(20, depth=4, base=64), _pixels(32, 384, 20)
+
+    def resnet() -> tuple[nn.Module, Batch]:
+        if small:
+            return resnet18(CLASSES, base=4), _images(2, 32)
+        return resnet50(CLASSES), _images(256, 224)
+
+    networks = (
+        Network("gpt2-medium", gpt2, blocks=_gpt2_blocks, loss=language_model),
+        Network("resnet50-256", resnet, blocks=_residual_stages, chain=lambda module: [module.stages]),
+        Network("unet-32", unet, blocks=_unet_blocks),
+    )
+    return {network.name: network for network in networks}

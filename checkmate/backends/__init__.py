@@ -1,0 +1,1 @@
+"""What `torch.compile` calls for each captured graph: plan it, and run the plan."""

@@ -1,0 +1,294 @@
+"""A step as it was captured: once for each kind of input, the least recently used forgotten.
+
+Dynamo keeps compiled code with a code object, looks through all of it at each call, and gives up at eight
+(`torch._dynamo.config.recompile_limit`). Here each capture is a code object of its own. Which of them may be the one
+for a call is looked up by the shapes and types of its tensors; Dynamo's guards decide. So the tenth shape costs what
+the second did, and a capture that is forgotten is freed, with its code and its plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import types
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._C._dynamo.eval_frame import reset_code
+from torch._functorch.partitioners import _is_primal
+
+from checkmate.backends import ranks
+from checkmate.backends.eager import Backend
+from checkmate.backends.error_messages import quietly
+from checkmate.backends.recapture_reasons import Reason, asked, constants, spelled, too_many, value_now, why_not
+from checkmate.capture.joint import Joint
+from checkmate.capture.numbers import NotFree, Number, as_inputs, written_out
+from checkmate.capture.patches.is_compiling import plain_if_possible
+from checkmate.capture.patches.recurrent import with_recurrent_modules
+from checkmate.capture.questions import AnotherAnswer
+from checkmate.core.solution import Solution
+from checkmate.errors import Unsupported
+from checkmate.statusline import at_first, showing
+
+log = logging.getLogger("checkmate.backends.captures")
+MOST = 64  # captures that are kept, if not told otherwise
+MISS: Any = object()  # what a captured function gives for a call that no code of its is for
+
+
+class _NothingToPlan(Exception):
+    """Raised by captured code in which nothing needs a gradient: plain PyTorch runs it."""
+
+
+def capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """``fn`` compiled with a backend, in a code object of its own: Dynamo keeps compiled code with it."""
+    run = _compiled(_copy_of(fn), backend)
+
+    def capturing(*args: Any, **kwargs: Any) -> Any:
+        with backend.reaching(fn, args, kwargs):
+            return run(*args, **kwargs)
+
+    return at_first(capturing, lambda: "capturing")
+
+
+def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
+    """A function that Dynamo captures as ``fn``. Where it runs as it is, for want of compiled code, it gives `MISS`."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return MISS
+        return fn(*args, **kwargs)
+
+    own = types.FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
+    own.__kwdefaults__ = step.__kwdefaults__
+    return own
+
+
+def _compiled(own: types.FunctionType, backend: Any) -> Callable[..., Any]:
+    run = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    return plain_if_possible(with_recurrent_modules(run), backend.answer)
+
+
+@dataclass(eq=False)
+class _Capture:
+    """One captured graph."""
+
+    kind: Any  # of the calls that it may be for
+    own: types.FunctionType
+    replay: Callable[..., Any]  # runs what was captured, or gives `MISS`
+    plans: list[Solution]
+    because: Reason | None  # the value for which an earlier capture was not for its call
+    numbers: frozenset[str] = frozenset()  # that are inputs, by Dynamo's names
+    joint: Joint | None = None
+    used: int = 0  # at which call, the last time
+
+    def free(self) -> None:
+        """Let Dynamo forget the code. What autograd holds of it lives until the backward has run."""
+        reset_code(self.own.__code__)
+
+
+class Captures:
+    """A function that is captured anew for each kind of call.
+
+    Args:
+        fn: what is captured.
+        backend: compiles each capture; its plans are those of the captures that are kept.
+        most: how many are kept.
+    """
+
+    def __init__(self, fn: Callable[..., Any], backend: Backend, most: int) -> None:
+        self._fn, self._backend, self._most = fn, backend, most
+        self._name = getattr(fn, "__qualname__", type(fn).__name__)
+        self._kept: dict[Any, list[_Capture]] = {}  # by kind, the last used first
+        self._calls = itertools.count(1)
+        self._fixed: set[str] = set()  # Dynamo's names of numbers that cannot be inputs
+        self._warned = False
+
+        def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+            planned = len(backend.plans)
+            run = backend(module, inputs, **options)
+            return run if len(backend.plans) > planned else _hand_back
+
+        compile_graph.answer = backend.answer  # type: ignore[attr-defined]
+        self._compile_graph = compile_graph
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's results, by the capture for this call, which is made if there is none.
+
+        Raises:
+            Unsupported: if a value that changes from call to call has used up the captures that are kept.
+        """
+        kind, other = _kind((args, kwargs)), None
+        for place, known in enumerate(self._kept.get(kind, ())):
+            try:
+                result = known.replay(*args, **kwargs)
+            except AnotherAnswer as answer:
+                other = other or answer
+                continue
+            except _NothingToPlan:
+                result = self._fn(*args, **kwargs)
+            if result is not MISS:
+                self._note_use(known, place)
+                return result
+        return self._anew(kind, args, kwargs, other)
+
+    def _anew(self, kind: Any, args: Any, kwargs: Any, other: AnotherAnswer | None) -> Any:
+        """Capture the call. Numbers that have changed since another one become inputs, where they can.
+
+        ``other``: what a capture said that is not for this call, if it asked.
+        """
+        known, reasons = self._nearest(kind, args, kwargs)
+        if known is not None and self._may_be_inputs(reasons):
+            sources = known.numbers | {reason.source for reason in reasons}
+            check = self._like(known, sources, args, kwargs)
+            try:
+                result = self._captured(kind, args, kwargs, None, sources, check)
+            except Exception:  # whatever it is, it comes again without
+                log.debug("%s cannot be inputs of %s", sources, self._name, exc_info=True)
+                self._fixed.update(sources)
+            else:
+                self._forget(known)  # the new one is for its numbers too
+                return result
+        if other is not None and not reasons:
+            reasons = [asked(other.where, other.was, other.now)]
+        return self._captured(kind, args, kwargs, reasons[0] if reasons else None)
+
+    def _nearest(self, kind: Any, args: Any, kwargs: Any) -> tuple[_Capture | None, list[Reason]]:
+        """A capture that is not for a call because of values alone, as far as one knows, and these."""
+        for one in self._kept.get(kind, ()):
+            if reasons := why_not(one.own, self._fn, args, kwargs):
+                return one, reasons
+        return None, []
+
+    def _may_be_inputs(self, reasons: list[Reason]) -> bool:
+        return self._backend.exact and all(
+            type(reason.now) is type(reason.value)
+            and type(reason.now) in (int, float)
+            and reason.source not in self._fixed
+            for reason in reasons
+        )
+
+    def _like(self, known: _Capture, sources: Set[str], args: Any, kwargs: Any) -> Callable[[Joint], None]:
+        """A check that a captured graph is that of another capture, where numbers are as they were there."""
+        given = {"args": args, "kwargs": kwargs, "fn": self._fn}
+        then = constants(known.own)
+        values: Any = {s: then[s] if s in then else value_now(s, known.own, given) for s in sources}
+
+        def check(joint: Joint) -> None:
+            if known.joint is None or _with(values, joint) != _with(values, known.joint):
+                raise NotFree(f"with {values} the step is another one than before")
+
+        return check
+
+    def _captured(
+        self,
+        kind: Any,
+        args: Any,
+        kwargs: Any,
+        because: Reason | None,
+        numbers: Set[str] = frozenset(),
+        check: Callable[[Joint], None] = lambda joint: None,
+    ) -> Any:
+        """Capture the call, with some of its numbers as inputs, and keep what was captured."""
+        if not numbers:
+            self._make_room(because)
+        backend = self._backend
+        own, planned = _copy_of(self._fn), len(backend.plans)
+        made = _Capture(kind, own, torch._dynamo.run(own), [], because, frozenset(numbers))
+        backend.numbers, backend.check = numbers, check
+
+        def doing() -> str:
+            return "first run" if len(backend.plans) > planned else "capturing"
+
+        try:
+            reaching = backend.reaching(self._fn, args, kwargs)
+            with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), reaching:
+                result = _compiled(own, self._compile_graph)(*args, **kwargs)
+        except _NothingToPlan:
+            result = self._fn(*args, **kwargs)
+        except BaseException:
+            del backend.plans[planned:]
+            made.free()
+            raise
+        finally:
+            made.joint, backend.last = backend.last, None
+        if result is MISS:  # torch.compile is turned off
+            return self._fn(*args, **kwargs)
+        made.plans += backend.plans[planned:]
+        self._fixed.update(numbers & constants(own).keys())
+        self._kept.setdefault(kind, []).insert(0, made)
+        self._note_use(made, 0)
+        self._warn_at_half(because)
+        return result
+
+    def _note_use(self, one: _Capture, place: int) -> None:
+        one.used = next(self._calls)
+        if place:
+            same = self._kept[one.kind]
+            same.insert(0, same.pop(place))
+
+    def _all(self) -> Iterator[_Capture]:
+        return itertools.chain.from_iterable(self._kept.values())
+
+    def _make_room(self, because: Reason | None) -> None:
+        """Forget captures until there is room for one more, those first that were not used for longest.
+
+        Raises:
+            Unsupported: if half of them were made because of the same value.
+        """
+        while len(kept := sorted(self._all(), key=lambda one: one.used)) >= self._most:
+            reasons = [one.because for one in kept if one.because and because and one.because.source == because.source]
+            if because and len(reasons) >= self._most // 2:
+                raise Unsupported(too_many(self._fn, self._name, [*reasons, because], self._most))
+            self._forget(kept[0])
+
+    def _forget(self, one: _Capture) -> None:
+        self._kept[one.kind].remove(one)
+        if not self._kept[one.kind]:
+            del self._kept[one.kind]
+        gone = set(map(id, one.plans))
+        self._backend.plans[:] = [plan for plan in self._backend.plans if id(plan) not in gone]
+        one.free()
+
+    def _warn_at_half(self, because: Reason | None) -> None:
+        count = sum(1 for _ in self._all())
+        if self._warned or count < self._most // 2 or count < 2:
+            return
+        self._warned = True
+        why = f"The last one because {spelled(because.source, self._fn)} was {because.value!r}. " if because else ""
+        log.warning(
+            "%s was captured and planned %d times, for as many kinds of input. %sHalf of max_plans=%d is used; beyond "
+            "it the least recently used is dropped.",
+            self._name,
+            count,
+            why,
+            self._most,
+        )
+
+
+def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
+    """What is computed when numbers have these values, as data that two captures of the same share."""
+    primals = [n for n in joint.placeholders if _is_primal(n)]
+    gradients = [g for n, g in zip(primals, joint.backward_outputs, strict=False) if n not in joint.numbers]
+    return written_out(joint.module.graph, joint.numbers, [*joint.forward_outputs, *gradients], numbers)
+
+
+def _hand_back(*inputs: Any) -> Any:
+    raise _NothingToPlan
+
+
+def _kind(given: Any) -> Any:
+    """What two calls have in common that one capture may be for: shapes and types, down to the leaves of containers.
+
+    Numbers are left to the guards of a capture, which may be for all of them.
+    """
+    if isinstance(given, torch.Tensor) and not given.is_nested:
+        return given.shape, given.dtype, given.device, given.requires_grad
+    kind = type(given)
+    if kind in (tuple, list):
+        return kind, *map(_kind, given)
+    if kind is dict:
+        return kind, *((name, _kind(value)) for name, value in given.items())
+    return given if kind in (bool, str) else kind

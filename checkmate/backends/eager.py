@@ -1,0 +1,310 @@
+"""The `torch.compile` backend: each captured graph becomes a problem, a solution, and two modules that follow it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.fx as fx
+from torch._dynamo.backends.common import aot_autograd
+
+from checkmate.backends.overwritten import Needs, explain_writes, needs_of
+from checkmate.backends.state import tensors_within
+from checkmate.capture.autocast import keeps_copies, refuse_shared_copies
+from checkmate.capture.device import BLOCK_BYTES, allocated_on, device_of, held_outside
+from checkmate.capture.joint import Joint, read_joint
+from checkmate.capture.meta_tensors import is_fake
+from checkmate.capture.nodes import storage
+from checkmate.capture.numbers import sources_of
+from checkmate.capture.patches import logging_calls as speaking  # noqa: F401  # PyTorch's own describes the kernel, Dynamo follows what a step says
+from checkmate.capture.patches.formulas import eager_formulas
+from checkmate.capture.patches.is_compiling import Answer
+from checkmate.capture.patches.kernels import eager_kernels
+from checkmate.capture.patches.leaves import refuse_lost_leaves
+from checkmate.capture.patches.strides import eager_strides
+from checkmate.capture.provenance import input_names, where
+from checkmate.capture.questions import Question, asking_first, taken_out
+from checkmate.codegen.boxed import boxed
+from checkmate.codegen.contributions import counted_contributions, sharing_of, with_contributions
+from checkmate.codegen.emit import emit
+from checkmate.codegen.fan_out import Sharing, fan_out
+from checkmate.codegen.result_hooks import computed_from, refuse_watching
+from checkmate.codegen.result_views import added_within, refuse_views
+from checkmate.codegen.undefined_gradients import keep_undefined, with_undefined
+from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem, Profile
+from checkmate.core.solution import Solution
+from checkmate.errors import Unsupported
+from checkmate.memory import CPU, measure_peak
+from checkmate.profiling.measure import Measure
+from checkmate.statusline import showing
+from checkmate.units import format_bytes
+
+Planner = Callable[[Problem], Solution]
+Profiler = Callable[[Joint], Profile]
+Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+MEASURE = Measure()
+_BY_CUDNN = (torch.lstm, torch.gru)
+
+
+def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Run the generated code as it is."""
+    forbid_donation()
+    return with_contributions(module, partial(with_undefined, boxed=boxed))
+
+
+def forbid_donation() -> None:
+    """Tell AOTAutograd that the code now compiled reuses no saved tensors, so that the backward may run twice."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+@dataclass
+class _Facts:
+    """What is known of one captured graph beside its ops; the last five are found when it is traced."""
+
+    names: list[str]  # of the inputs, as the user knows them
+    known: list[Any]  # tensors that it is given, or holds as constants
+    shares_copies: bool  # autocast keeps converted weights
+    numbers: dict[int, str]  # inputs that are no tensors, by position, as Dynamo calls them
+    counts: list[list[int]] = field(default_factory=list)  # contributions to gradients
+    users: dict[int, tuple[int, ...]] = field(default_factory=dict)  # results that others are computed from
+    within: dict[int, list[set[int]]] = field(default_factory=dict)  # what it adds to gradients of results from outside
+    sharing: Sharing = field(default_factory=Sharing)
+    needs: Needs = field(default_factory=Needs)
+
+
+@dataclass(eq=False)
+class Backend:
+    """Plans each training graph with ``planner`` and lowers it; graphs without gradients run as they are.
+
+    ``plans`` holds the `Solution` of each captured training graph, in the order of capture. ``lower`` makes of a module
+    and its inputs the function that runs. ``profile`` finds the costs of the ops; sizes are rounded up to a multiple of
+    ``block_bytes``, or of what the allocator of the step's device takes if that is more. ``answer``: what captured code
+    is told that asks whether it is compiled. ``takes_none``: backwards that ``lower`` makes know what to do where a
+    result has no gradient. ``reach``: what is called, with its arguments: the budget counts all tensors in these.
+    """
+
+    planner: Planner
+    lower: Lower = run_generated_code
+    profile: Profiler = MEASURE
+    block_bytes: int = 1
+    plans: list[Solution] = field(default_factory=list)
+    answer: Answer = field(default_factory=Answer)
+    takes_none: bool = True
+    numbers: Collection[str] = ()  # Dynamo's names of inputs that are no tensors
+    check: Callable[[Joint], None] = lambda joint: None  # what was captured with such inputs
+    last: Joint | None = None  # what was planned last
+    reach: Any = ()  # the function that is captured and its arguments, while it is called
+
+    exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
+    rounds_in: set[torch.dtype] = field(default_factory=set)  # types of what is rounded, if it is not exact
+
+    def limit(self, plan: Solution) -> int:
+        """Bytes that a step may take when it runs."""
+        return plan.budget
+
+    @contextmanager
+    def reaching(self, *reach: Any) -> Iterator[None]:
+        """Within the block a function is captured, called with these arguments: what they hold is counted."""
+        before, self.reach = self.reach, reach
+        try:
+            yield
+        finally:
+            self.reach = before
+
+    @showing("capturing")
+    def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+        """What `torch.compile` calls for each captured graph.
+
+        Raises:
+            Unsupported: if ops are to be measured on tensors without data, or cannot be traced with their own bits.
+        """
+        questions, planned = taken_out(module), len(self.plans)
+        _refuse_inexact(module)
+        refuse_lost_leaves(module, inputs)
+        if isinstance(self.profile, Measure):
+            _refuse_fakes(input_names(module), inputs)
+        numbers = sources_of(module, self.numbers)
+        known = [*inputs, *module.parameters(), *module.buffers()]
+        facts = _Facts(input_names(module), known, keeps_copies(module), numbers)
+        compile_graph = aot_autograd(
+            fw_compiler=self.lower,
+            bw_compiler=self.lower,
+            inference_compiler=self.lower,
+            partition_fn=partial(self._partition, facts),
+            keep_inference_input_mutations=True,
+        )
+        keep_random_ops = torch._inductor.config.patch(fallback_random=True)  # those that nobody reads as well
+        backward_outside_of_autocast = torch._functorch.config.patch(backward_pass_autocast="off")
+        self.last = None
+        with (
+            eager_kernels(),
+            eager_formulas(),
+            eager_strides(),
+            keep_random_ops,
+            backward_outside_of_autocast,
+            counted_contributions() as facts.counts,
+        ):
+            run = compile_graph(module, inputs)
+        if questions and isinstance(self.profile, Measure) and len(self.plans) > planned:
+            self.plans[-1] = _with_questions(self.plans[-1], questions, inputs, self.limit(self.plans[-1]))
+        if self.takes_none:
+            run = keep_undefined(run)
+        run = refuse_views(run, facts.within) if self.exact else run
+        run = explain_writes(fan_out(run, facts.sharing), facts.needs)
+        return asking_first(refuse_watching(run, facts.users), questions)
+
+    def _partition(
+        self,
+        facts: _Facts,
+        joint_module: fx.GraphModule,
+        joint_inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **options: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        device = device_of(joint_module.graph)
+        counts = [*facts.counts[-1]] if facts.counts else []  # to measure ops may differentiate, too
+        if facts.shares_copies:
+            refuse_shared_copies(joint_module.graph, num_fwd_outputs)
+        facts.within = added_within(joint_module.graph, num_fwd_outputs)
+        facts.users.update(computed_from(joint_module.graph, num_fwd_outputs))
+        block_bytes = max(self.block_bytes, BLOCK_BYTES[device.type])
+        joint = read_joint(
+            joint_module,
+            num_fwd_outputs=num_fwd_outputs,
+            static_inputs=static_lifetime_input_indices or (),
+            input_names=facts.names,
+            block_bytes=block_bytes,
+            on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
+            numbers=facts.numbers,
+        )
+        if facts.numbers:
+            self.check(joint)
+        problem = problem_of(joint, self.profile)
+        unread = unread_bytes(self.reach, facts.known, device, block_bytes)
+        allocated = None if any(map(is_fake, facts.known)) else allocated_on(device)
+        solution = self.planner(with_what_is_held(problem, allocated, unread=unread))
+        modules = solution.modules
+        self.plans.append(solution)
+        self.last = joint
+        if self.exact:
+            facts.sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)
+        facts.needs = needs_of(joint, modules, facts.names)
+        return modules.forward, modules.backward
+
+
+def problem_of(joint: Joint, profile: Profiler = MEASURE) -> Problem:
+    """The problem that a captured step poses, its ops measured or estimated."""
+
+    def write(plan: Plan) -> Any:
+        return emit(joint, plan)
+
+    return Problem(joint.graph, profile(joint), write)
+
+
+def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0) -> Problem:
+    """The problem with all that is in use on the device before the step as resident, known to the step or not.
+
+    Args:
+        problem: what is resident in it is what the graph reads.
+        allocated: bytes; None, on the CPU and for a step whose tensors have no data: only what the step holds.
+        unread: bytes of what the step holds and the graph does not read.
+    """
+    resident = problem.resident + unread
+    resident += 0 if allocated is None else held_outside(allocated, resident)
+    if resident == problem.resident:
+        return problem
+    return replace(problem, profile=replace(problem.profile, resident_bytes=resident))
+
+
+def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_bytes: int) -> int:
+    """Bytes of the tensors that a step holds and its graph does not read, each storage once.
+
+    Args:
+        reach: the step and its arguments: parameters and buffers of modules, and tensors, are found in it.
+        known: what the graph is given.
+        device: of the step; elsewhere nothing is counted.
+        block_bytes: the allocator rounds every size up to a multiple of these.
+    """
+
+    def storages(tensors: Iterable[Any]) -> dict[int, int]:
+        dense = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+        dense = [t for t in dense if t.device.type in (device.type, "meta")]
+        return {storage(t): t.untyped_storage().nbytes() for t in dense}
+
+    read = storages(known)
+    sizes = [size for key, size in storages(tensors_within(reach)).items() if key not in read]
+    return sum(-(-size // block_bytes) * block_bytes for size in sizes)
+
+
+def _with_questions(plan: Solution, questions: list[Question], inputs: list[Any], limit: int) -> Solution:
+    """The plan, its peak that of what is asked before the step where that is higher.
+
+    Raises:
+        Unsupported: where it is above the limit.
+    """
+    device = next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device != CPU), CPU)
+    for question in questions:
+        taken = measure_peak(partial(question.ask, inputs), device).peak
+        peak = plan.problem.resident + taken
+        if peak > limit:
+            raise Unsupported(
+                f"{question.where}: the step asks for the value of a tensor, which is found out before the step runs. "
+                f"That takes {format_bytes(taken)}, with what is resident {format_bytes(peak)}, of a budget of "
+                f"{format_bytes(limit)}. Ask outside of the step, and pass the answer in as a bool."
+            )
+        if plan.peak is not None and peak > plan.peak:
+            plan = replace(plan, peak=peak, details={**plan.details, "asked_bytes": taken})
+    return plan
+
+
+def _refuse_inexact(module: fx.GraphModule) -> None:
+    """Refuse what is traced as something else: kernels that round differently, draws of another generator."""
+    for node in module.graph.nodes:
+        if getattr(getattr(node.target, "f", None), "__module__", "") == "torch._numpy.random":
+            raise Unsupported(
+                f"{where(node)}: a draw from NumPy's global generator is captured as one from torch's. "
+                "Draw with torch, or draw outside and pass the numbers in as a tensor."
+            )
+        if node.target in _BY_CUDNN and node.args[0].meta["example_value"].is_cuda:
+            raise Unsupported(
+                f"{where(node)}: on a GPU {node.target.__name__} is a kernel of cuDNN, which cannot be captured. "
+                "Call nn.LSTMCell or nn.GRUCell once for each step of the sequence."
+            )
+        if re.fullmatch(r"_foreach_\w+_", getattr(node.target, "__name__", "")):
+            _refuse_lost_writes(node)
+
+
+def _refuse_lost_writes(node: fx.Node) -> None:
+    """Refuse what tracing gets wrong of a write to a list of tensors: two writes to one of them, gradients of views."""
+    written: Any = node.args[0] if node.args else node.kwargs["self"]
+    name = node.target.__name__  # type: ignore[union-attr]
+    if len({*written}) < len(written):
+        raise Unsupported(
+            f"{where(node)}: {name} writes to one tensor more than once, of which tracing keeps the last write only. "
+            "Call it once for each write."
+        )
+    tensors = [n.meta["example_value"] for n in written]
+    if any(tensor._base is not None and tensor.requires_grad for tensor in tensors):
+        raise Unsupported(
+            f"{where(node)}: {name} writes to a view of a tensor, and tracing loses the gradient of that. "
+            "Write to the whole tensor, or call the op of one tensor for each."
+        )
+
+
+def _refuse_fakes(names: list[str], inputs: list[Any]) -> None:
+    for name, tensor in zip(names, inputs, strict=True):
+        if is_fake(tensor):
+            raise Unsupported(
+                f"{name} is a fake tensor or on the meta device: with no data, nothing can run and be measured. "
+                'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
+            )

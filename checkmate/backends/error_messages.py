@@ -1,0 +1,210 @@
+"""Errors of the machinery below, said again for the person at the keyboard: what, where in their code, what to do."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch._dynamo.exc as dynamo
+from torch import nn
+
+from checkmate.capture.provenance import is_users
+from checkmate.errors import CheckmateError, Unsupported
+
+log = logging.getLogger("checkmate.backends.error_messages")
+_WRONG_TYPE = re.compile(r"^TypeError when making fake tensor call.*?context: TypeError .+?>: (.+?)$", re.DOTALL | re.M)
+_USER_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)')
+_INTERNAL = "If it runs without checkmate, please report this; the log of checkmate has the traceback, at level DEBUG."
+WRAP_OUTSIDE = (
+    "DistributedDataParallel speaks with the other ranks in its forward, outside of any plan. Compile the module "
+    "within, and wrap what comes out: DistributedDataParallel(checkmate.compile(model, budget=...))."
+)
+_capturing: ContextVar[bool] = ContextVar("checkmate_capturing", default=False)
+_NO_DATA = (
+    "What is on the meta device has no data: put the model and the batch on one device; "
+    'or plan without data, with all on meta: checkmate.trace(..., profile="roofline:h100").'
+)
+_GRADIENT_WITHIN = (
+    "A gradient inside the step would be differentiated again, which a plan cannot. Return the loss, and call "
+    "torch.autograd.grad() on it outside; a penalty on gradients is computed with the plain model, whose parameters "
+    "are those of the compiled one."
+)
+_ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and what to do
+    (r"modified by an inplace operation", "Plain PyTorch refuses this too: write to a copy, x.clone(), instead."),
+    (r"set_runtime_stats_and_log|of class `Reducer`", WRAP_OUTSIDE),  # what its forward calls first
+    (r"hook '.*' has changed the size", "A tensor hook must return a gradient of the shape that it is given."),
+    (r"hook", "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...)."),
+    (r"torch\.autograd\.grad\b.*trace_autograd_ops", _GRADIENT_WITHIN),
+    (r"trace_autograd_ops", "Return the loss, and call backward() or torch.autograd.grad() on it outside."),
+    (
+        r"FakeQuantize",
+        "Dynamo does not look into this module. Call its op on buffers of your own module instead, "
+        "torch.fused_moving_avg_obs_fake_quant(x, ...), which keeps the range from step to step too; or "
+        "torch.fake_quantize_per_tensor_affine(x, scale, zero_point, low, high) where the range is fixed.",
+    ),
+    (
+        r"pack_padded_sequence|pad_packed_sequence|pack_sequence|PackedSequence",
+        "Sizes in a packed sequence depend on the lengths. Run the recurrent module on the padded batch, and mask what "
+        "is beyond a length (torch.where, an ignored index). For a last state, take the output at each length - 1 "
+        "(torch.gather). A backward direction reads the padding first: flip each sequence within its length before.",
+    ),
+    (
+        r"_ctc_loss",
+        "The size of its workspace depends on the lengths, which a plan must know: pass these as tuples of numbers, "
+        "made outside of the step by tuple(lengths.tolist()). Each other pair of tuples gets a plan of its own; where "
+        "they change at every step, return the log-probabilities and call F.ctc_loss on them outside.",
+    ),
+    (r"optimizer\.", "Return the loss, and call backward() and the optimizer outside."),
+    (r"retain_grad", "Register a hook instead: tensor.register_hook(...)."),
+    (
+        r"asks for the value of a tensor",
+        "Compute without asking: torch.where(condition, a, b). Or ask outside, and pass the answer in as a bool: each "
+        "of the two gets its plan.",
+    ),
+    (
+        r"generator",
+        "A step draws from the global generator: leave generator= out, and seed with manual_seed; or draw outside of "
+        "the compiled function and pass the numbers in.",
+    ),
+    (r"random\.", "Draw with torch, or draw outside and pass the number in as a tensor."),
+    (r"is raised here", "Call the function without checkmate: is it raised there too?"),
+    (r"unhandled tensor method|has no attribute|TypeError", "Call the function without checkmate: does it run?"),
+    (r"as_proxy", "An op was given what is no tensor. Pass the tensors of a batch, not what gives batches."),
+    (r"bind arguments", "The function was called with other arguments than it takes."),
+)
+_MEAN_OF_CTC = r"ctc_loss.*data is not allocated yet"
+_ONE_GRAPH = (
+    "The whole step is planned at once, so it must be captured as one graph: move this out of the compiled function "
+    "(.item(), sizes that depend on data), or compile a part that does not need it."
+)
+
+
+def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
+    """The error to raise for one that came out of a compiled call; the same one where it explains itself."""
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, CheckmateError):
+            return cause
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    if not isinstance(error, dynamo.TorchDynamoException):
+        return error
+    log.debug("%s failed in capture", name, exc_info=error)
+    if isinstance(error, dynamo.TorchRuntimeError) and re.search(_MEAN_OF_CTC, str(error), re.DOTALL):
+        return Unsupported(
+            f"Cannot capture {name}: F.ctc_loss makes a tensor of the lengths for its mean, which cannot be traced."
+            f"{_place(error)}\nTake the mean yourself, with the same bits: losses = F.ctc_loss(..., reduction='none'), "
+            "then (losses / lengths.clamp(min=1)).mean(), with the lengths of the targets as a tensor of floats."
+        )
+    if isinstance(error, dynamo.TorchRuntimeError):  # plain PyTorch fails as well
+        return RuntimeError(f"{_message(error)}{_place(error)}")
+    if (users := getattr(error, "users", None)) is not None:
+        if error.is_users:  # type: ignore[attr-defined]
+            return _with_place(users, error)
+        said = f"{type(users).__name__}: {users} is raised here.{_place(error)}"
+        return Unsupported(f"Cannot capture {name}: {said}\n{_advice(said, _ONE_GRAPH)}")
+    if refused := _WRONG_TYPE.search(str(error)):
+        said = re.sub(r"\bimmutable_(list|dict)\b", r"\1", refused.group(1))  # as fx calls them
+        return TypeError(f"{said}{_place(error)}")
+    if isinstance(error, (dynamo.Unsupported, dynamo.UserError)):
+        said = f"{_reason(error)}{_place(error)}"
+        return Unsupported(f"Cannot capture {name}: {said}\n{_advice(said, _ONE_GRAPH)}")
+    inner = getattr(error, "inner_exception", None) or error.__cause__ or error
+    said = str(inner).split("from user code")[0].strip()
+    return Unsupported(
+        f"Cannot compile {name}: {type(inner).__name__}: {said}{_place(error)}\n{_advice(str(inner), _INTERNAL)}"
+    )
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keep from standard error what fake tensors log of an op that fails: the error says it, in one sentence."""
+    before = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(before)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not (_capturing.get() and str(record.msg).startswith("failed while attempting to run meta"))
+
+
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_news)
+
+
+def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Refuse modules without parameters yet: capture would make them from random numbers that it then gives back.
+
+    Raises:
+        Unsupported: naming the first such parameter.
+    """
+    for module in held_modules(fn, args):
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, nn.UninitializedParameter):
+                raise Unsupported(
+                    f"{name} of {type(module).__name__} has no shape yet. Call it once before compiling, on a batch."
+                )
+
+
+def held_modules(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[nn.Module]:
+    """The modules among the arguments, and those that a function holds."""
+    code = getattr(fn, "__code__", None)
+    held = [
+        getattr(fn, "__self__", None),
+        *args,
+        *contents_of_cells(fn),
+    ]
+    held += [fn.__globals__.get(name) for name in code.co_names] if code is not None else []
+    return [module for module in held if isinstance(module, nn.Module)]
+
+
+def contents_of_cells(fn: Any) -> Iterator[Any]:
+    """What a function closes over; nothing for a name that has no value yet, or no longer."""
+    for cell in getattr(fn, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what Dynamo says, and its explanation."""
+    text = str(error)
+    first = text.strip().splitlines()[0].strip()
+    explanation = re.search(r"Explanation: (.+)", text)
+    return f"{first}. {explanation.group(1).strip()}" if explanation else first
+
+
+def _message(error: Exception) -> str:
+    """What PyTorch itself said of an op that fails on the shapes or types it was given."""
+    text = str(error)
+    if said := re.search(r"got \w+\((['\"])(.+?)\1\)", text, re.DOTALL):
+        return said.group(2)
+    if said := re.search(r"Explanation: (.+)", text):
+        return f"{said.group(1)} {_NO_DATA}" if re.search(r"\bmeta\b", said.group(1)) else said.group(1)
+    return text
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of the user's own code."""
+    frames = [frame for frame in _USER_FRAME.findall(str(error)) if is_users(frame[0])]
+    if not frames:
+        return ""
+    file, line, function, code = frames[-1]
+    return f"\n  {file}:{line} in {function}: {code.strip()}"
+
+
+def _with_place(raised: Exception, error: Exception) -> Exception:
+    """An exception of the user's own, with the line that raised it as a note, where Python has notes."""
+    if hasattr(raised, "add_note") and (place := _place(error)):
+        raised.add_note(f"raised at{place.rstrip()}")
+    return raised
+
+
+def _advice(said: str, otherwise: str) -> str:
+    return next((advice for pattern, advice in _ADVICE if re.search(pattern, said, re.IGNORECASE)), otherwise)

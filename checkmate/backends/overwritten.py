@@ -1,0 +1,130 @@
+"""Writes between a step and its backward to what the backward needs, found by the version of each tensor.
+
+Autograd finds them too, when it hands saved tensors to the backward, and says a shape. Here the person is told which
+tensor it was, and which op of their code needs it. What is written through ``.data`` leaves the version as it was, and
+is found by nobody.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+
+from checkmate.capture.joint import Joint
+from checkmate.capture.nodes import is_view, target_name
+from checkmate.capture.provenance import where
+from checkmate.codegen.emit import AGAIN, Modules
+from checkmate.codegen.undefined_gradients import compiled_functions
+from checkmate.errors import Unsupported
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a backward needs a tensor for."""
+
+    name: str  # of the tensor, as the user knows it
+    op: str  # that reads it, and where in the user's code it stands
+    again: bool  # whether that is an op of the forward that the plan runs again
+    in_plain: bool  # whether plain PyTorch keeps the tensor for its backward, too
+
+    def __str__(self) -> str:
+        reads = "which the plan runs again," if self.again else "in the backward,"
+        finish = "Call backward() before it is written to, before optimizer.step() for example"
+        if self.in_plain:
+            advice = f"Plain PyTorch refuses this too. {finish}, or have the step compute from a copy, x.clone()."
+        else:
+            advice = (
+                f"Plain PyTorch keeps what was made of it and does not read it again. {finish}; or give the step a "
+                "roomier budget, so that this op is not run again."
+            )
+        return (
+            f"{self.name} was written to between the step and its backward, which needs it as it was: "
+            f"{self.op}, {reads} reads it. {advice}"
+        )
+
+
+@dataclass
+class Needs:
+    """What the backward of a step needs of the step's inputs and results, each by position."""
+
+    inputs: Mapping[int, Need] = field(default_factory=dict)
+    results: Mapping[int, Need] = field(default_factory=dict)
+
+
+def needs_of(joint: Joint, modules: Modules, names: Sequence[str]) -> Needs:
+    """What the backward of a plan reads of the inputs and results of its forward; ``names``: of the inputs."""
+    output = modules.forward.graph.output_node()
+    outputs: Any = output.args[0]
+    count = len(joint.forward_outputs)
+    readers = {n.name: _reader(n) for n in modules.backward.graph.find_nodes(op="placeholder")}
+    forward = {op.name for op in joint.graph.ops if op.phase == "forward"}
+    in_plain = {v for op in joint.graph.ops if op.phase == "backward" for v in op.inputs}
+    values = {node.name: set(found) for node, found in joint.value_of.items()}
+    inputs: dict[int, Need] = {}
+    results: dict[int, Need] = {}
+
+    def add(found: dict[int, Need], position: int, name: str, node: fx.Node) -> None:
+        reader = readers[node.name]
+        again = reader is not None and reader.name.split(AGAIN)[0] in forward
+        op = f"{target_name(reader)} of {where(reader)}" if reader is not None else "what hands it on as a gradient"
+        found[position] = Need(name, op, again, bool(values[node.name] & in_plain))
+
+    for node, desc in zip(outputs[count:], output.meta["desc"][count:], strict=True):
+        if not isinstance(desc, SavedForBackwardsAOTOutput):  # written to within the step itself
+            continue
+        position = getattr(node.meta.get("desc"), "idx", None) if node.op == "placeholder" else None
+        if position is not None:
+            add(inputs, position, names[position] if position < len(names) else f"input {position}", node)
+        elif node in outputs[:count]:
+            shape = tuple(node.meta["val"].shape)
+            add(results, outputs.index(node), f"A result of the compiled step, of shape {shape},", node)
+    return Needs(inputs, results)
+
+
+def _reader(node: fx.Node) -> fx.Node | None:
+    """The first op that reads a tensor, or a view of it."""
+    for user in node.users:
+        found = _reader(user) if is_view(user) else user if user.op == "call_function" else None
+        if found is not None:
+            return found
+    return None
+
+
+def explain_writes(run: Callable[..., Any], needs: Needs) -> Callable[..., Any]:
+    """Have the backward of a compiled function refuse, in words, what was written to since its call."""
+    if not (needs.inputs or needs.results):
+        return run
+
+    @wraps(run)
+    def explaining(*args: Any) -> Any:
+        results = run(*args)
+        functions = [*compiled_functions(results, args)]
+        given = [(args[i], need) for i, need in needs.inputs.items()]
+        made = [(t, needs.results.get(t.output_nr)) for t in results if getattr(t, "grad_fn", None) in functions]
+        kept = [
+            (weakref.ref(tensor), tensor._version, need)
+            for tensor, need in (*given, *made)
+            if need is not None and not tensor.is_inference()
+        ]
+        for function in functions if kept else ():
+            function.register_prehook(_check(kept))
+        return results
+
+    return explaining
+
+
+def _check(kept: Iterable[tuple[weakref.ref[torch.Tensor], int, Need]]) -> Callable[[Any], None]:
+    def check(grads: Any) -> None:
+        for tensor, version, need in kept:
+            found = tensor()
+            if found is not None and found._version != version:
+                raise Unsupported(str(need))
+
+    return check

@@ -1,0 +1,194 @@
+"""Processes that train together: one of them plans a step, and all that train the same one follow its plan.
+
+The ranks of a job measure their ops each for itself, and come to costs that differ a little; so would their plans. The
+rank that asks first plans; what it finds goes to the others through the store of the process group, and with it the
+costs that it was found for. A rank looks only for the answer to its own question: the ops, their bytes, the budget and
+the method. So the stages of a pipeline, or a rank whose last batch is smaller, get plans of their own, and no rank
+waits for one that has nothing to plan. A collective would: that is why none is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from checkmate.backends.error_messages import WRAP_OUTSIDE, held_modules
+from checkmate.core.fingerprint import fingerprints
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution, Status
+from checkmate.errors import SolverError, Unsupported
+from checkmate.solvers.common import plan_store as plan_cache
+from checkmate.solvers.common.plan_store import Record
+from checkmate.version import __version__
+
+log = logging.getLogger("checkmate.backends.ranks")
+
+POLL_SECONDS = 0.02  # between two looks for a plan: a look locks the store, so none waits within it
+
+
+def one_plan(
+    plan: Callable[[], Solution], problem: Problem, budget: int, *, method: str, time_limit: float
+) -> Solution:
+    """The solution of ``plan()``, which is called on one of the ranks that ask for the same.
+
+    In a process that trains alone it is called. A plan of another rank that does not fit here, where more is resident,
+    is not followed: this rank plans for itself then, with a warning.
+
+    Args:
+        plan: finds the solution, within the budget.
+        problem: what is planned. The solution of another rank comes with that rank's costs in place of its seconds.
+        budget: bytes.
+        method: how ``plan`` plans.
+        time_limit: seconds that it may take.
+
+    Raises:
+        SolverError: if the rank that plans fails, or does not answer.
+
+    >>> from checkmate.solvers.solve import solve
+    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> one_plan(lambda: solve(chain, 4), chain, 4, method="auto", time_limit=1.0).cost
+    4.0
+    """
+    store = _store()
+    if store is None:
+        return plan()
+    rank, question = str(dist.get_rank()), _question(problem, budget, method)
+    asked = store.add(f"{question}/asked by {rank}", 1)  # whoever asks again, plans again
+    key = f"{question}/{asked}"
+    planner = store.compare_set(f"{key}/planner", "", rank).decode()
+    if planner == rank:
+        return _plan_for_all(plan, store, key, method, time_limit)
+    document = _wait(store, key, planner, time_limit + store.timeout.total_seconds())
+    found = _follow(document, problem, budget, planner)
+    if found is None:
+        log.warning("The plan of rank %s does not fit rank %s, which plans for itself.", planner, rank)
+        return plan()
+    return found
+
+
+def _store() -> Any:
+    """What the ranks share; None where there is one rank, or the others are only imagined."""
+    if (
+        not (dist.is_available() and dist.is_initialized())
+        or dist.get_world_size() == 1
+        or dist.get_backend() == "fake"
+    ):
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def _question(problem: Problem, budget: int, method: str) -> str:
+    prints = fingerprints(problem)
+    asked = [prints.structure, prints.sizes, budget, method, __version__]
+    return f"checkmate/{hashlib.sha256(json.dumps(asked).encode()).hexdigest()}"
+
+
+def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: str, time_limit: float) -> Solution:
+    """Plan, and tell the others what came of it."""
+    try:
+        solution = plan()
+    except BaseException as error:
+        store.set(f"{key}/answer", json.dumps({"failure": f"{type(error).__name__}: {error}"}))
+        raise
+    if solution.plan is None:
+        why = {name: solution.details[name] for name in ("min_budget", "op") if name in solution.details}
+        answer = {"status": solution.status.name, "message": solution.message, "details": why}
+    else:
+        record = plan_cache.as_document(Record.of(solution, method, time_limit))
+        answer = {"record": record, "seconds": solution.problem.seconds.tolist()}
+    store.set(f"{key}/answer", json.dumps(answer))
+    return solution
+
+
+def _wait(store: Any, key: str, planner: str, patience: float) -> dict[str, Any]:
+    """What another rank has found; ``patience``: seconds."""
+    log.info("Rank %s plans this step; waiting for its plan.", planner)
+    deadline = time.monotonic() + patience
+    while not store.check([f"{key}/answer"]):
+        if time.monotonic() > deadline:
+            raise SolverError(f"Rank {planner} was to plan this step for all, and has not in {patience:.0f} s.")
+        time.sleep(POLL_SECONDS)
+    document: dict[str, Any] = json.loads(store.get(f"{key}/answer"))
+    if "failure" in document:
+        raise SolverError(f"Rank {planner} was to plan this step for all, and failed. {document['failure']}")
+    return document
+
+
+def _follow(document: dict[str, Any], problem: Problem, budget: int, planner: str) -> Solution | None:
+    """What another rank has found, verified and simulated here; None if it does not fit."""
+    details = {**document.get("details", {}), "from": f"rank {planner}"}
+    if "record" not in document:
+        status = Status[document["status"]]
+        return Solution(status, problem, budget, "auto", message=document["message"], details=details)
+    costs = replace(problem.profile, seconds=np.array(document["seconds"]))
+    record = plan_cache.from_document(document["record"], f"The plan of rank {planner}")
+    found = record.certified(replace(problem, profile=costs), budget)
+    return None if found is None else replace(found, details=details)
+
+
+def refuse_wrapped(fn: object) -> None:
+    """Refuse a module that is wrapped, sharded or compiled already: what it does beside its forward is in no plan.
+
+    Raises:
+        Unsupported: with the order that works.
+    """
+    if isinstance(fn, torch._dynamo.OptimizedModule):
+        raise Unsupported("torch.compile has compiled this module already. Give checkmate.compile the plain one.")
+    if isinstance(fn, nn.Module) and (advice := _advice(fn)):
+        raise Unsupported(advice)
+
+
+def refuse_inner(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Refuse a step within which parts of the model speak with other ranks.
+
+    Raises:
+        Unsupported: naming the part, with what to do instead.
+    """
+    for module in held_modules(fn, args):
+        around = module if args and module is args[0] and _is_forward_of(fn, module) else None  # hooks run outside
+        for name, part in module.named_modules():
+            if part is not around and (advice := _advice(part)):
+                raise Unsupported(f"{name or type(module).__name__} is a part of the step. {advice}")
+
+
+def _advice(module: nn.Module) -> str | None:
+    """What to do with a module that speaks with other ranks before or after its forward; None: it does not."""
+    if isinstance(module, DistributedDataParallel):
+        return WRAP_OUTSIDE
+    sharding: Any = sys.modules.get("torch.distributed.fsdp")  # who has not imported it, shards nothing
+    if sharding is not None and isinstance(module, (sharding.FSDPModule, sharding.FullyShardedDataParallel)):
+        return (
+            "A sharded module gathers its parameters around its forward, outside of any plan. Compile first, and shard "
+            "what comes out as one unit: fully_shard(checkmate.compile(model, budget=...))."
+        )
+    return None
+
+
+def _is_forward_of(fn: Callable[..., Any], module: nn.Module) -> bool:
+    return inspect.unwrap(type(module).forward, stop=lambda f: f is fn) is fn
+
+
+def in_one_piece() -> AbstractContextManager[Any]:
+    """Keep Dynamo from splitting what `DistributedDataParallel` calls at the ends of its buckets.
+
+    Each piece would be planned alone, within the whole budget.
+    """
+    if DistributedDataParallel._get_active_ddp_module() is None:
+        return nullcontext()
+    if torch._dynamo.utils.get_optimize_ddp_mode() != "ddp_optimizer":
+        return nullcontext()
+    return torch._dynamo.config.patch(optimize_ddp=False)

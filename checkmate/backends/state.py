@@ -1,0 +1,118 @@
+"""What a step can reach of the world, by name, and how all of it is put back as it was: tensors and random states."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+
+from checkmate.backends.error_messages import contents_of_cells
+from checkmate.capture.device import same_random_state
+from checkmate.memory import CPU
+
+
+def tensors_within(things: Any) -> Iterator[torch.Tensor]:
+    """Parameters, buffers and inputs that a call can reach: in its arguments, and in what a function closes over."""
+    return (tensor for _, tensor in _named_within(things, depth=3))
+
+
+def _named_within(things: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """These with their names, where a module has one for them."""
+    for leaf in tree_leaves(things):
+        if isinstance(leaf, torch.Tensor):
+            yield "", leaf
+        elif isinstance(leaf, nn.Module):
+            yield from leaf.named_parameters()
+            yield from leaf.named_buffers()
+        elif depth and hasattr(leaf, "__code__"):
+            cells = contents_of_cells(leaf)
+            names = [leaf.__globals__[name] for name in leaf.__code__.co_names if name in leaf.__globals__]
+            modules = [
+                x for x in [*cells, *names] if isinstance(x, (nn.Module, torch.Tensor)) or hasattr(x, "__code__")
+            ]
+            yield from _named_within(modules, depth - 1)
+        elif depth and hasattr(leaf, "__self__"):
+            yield from _named_within(leaf.__self__, depth - 1)
+
+
+def names_of(state: list[torch.Tensor], things: Any) -> dict[int, str]:
+    """What to call each tensor, by its id: as its module does, with its number where two modules have the same name."""
+    own = {id(t): name for name, t in reversed([*_named_within(things, depth=3)])}
+    times = Counter(own.values())
+    return {
+        id(t): (name if times[name] == 1 else f"{name} (tensor {i})") if (name := own[id(t)]) else f"tensor {i}"
+        for i, t in enumerate(state)
+    }
+
+
+@contextmanager
+def unchanged(things: Any) -> Iterator[None]:
+    """Put all tensors within reach of these things, and the random state, back as they were after the block."""
+    state = list(tensors_within(things))
+    with restored(state, next((t.device for t in state if t.device != CPU), CPU)):
+        yield
+
+
+@contextmanager
+def restored(state: list[torch.Tensor], device: torch.device) -> Iterator[None]:
+    """Put tensors and the random state back as they were. The copies are on the CPU, where no budget counts them."""
+    saved = [t.detach().to(CPU, copy=True) for t in state]
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the state that users' code draws from
+    try:
+        with same_random_state(device):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        with torch.no_grad():
+            for tensor, value in zip(state, saved, strict=True):
+                if not same_bits(tensor.detach().to(CPU), value):
+                    tensor.copy_(value)
+
+
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two tensors are there and have the same shape, type and bits: signs of zero and NaNs included."""
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(_as_bytes(a), _as_bytes(b))  # noqa: TID251  # of bytes
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements as they are read: a conjugate, negative or zero that is only marked as such is written out."""
+    tensor = tensor.detach()
+    plain = torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor.resolve_conj().resolve_neg()
+    flat = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device).copy_(plain)
+    return flat.view(-1).view(torch.uint8)
+
+
+def differing(found: Any, expected: Any) -> list[str]:
+    """Where two trees of tensors, arrays and numbers are not the same bits; other leaves compare by type and value.
+
+    >>> differing({"loss": torch.zeros(1), "seen": 3}, {"loss": -torch.zeros(1), "seen": 3})
+    ["['loss']"]
+    """
+    a, b = _by_path(found), _by_path(expected)
+    return [path for path in {**b, **a} if path not in a or path not in b or not _same_leaf(a[path], b[path])]
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    leaves, _ = tree_flatten_with_path(list(tree) if isinstance(tree, Iterator) else tree)
+    return {keystr(path): leaf for path, leaf in leaves}
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return same_bits(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (np.ndarray, float, complex)):
+        x, y = np.asarray(a), np.asarray(b)
+        return (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+    return bool(a == b)

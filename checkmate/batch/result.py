@@ -1,0 +1,147 @@
+"""What sizes of a batch cost and give: the rows and the answer of `checkmate.max_batch_size`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from checkmate.core.solution import Solution
+from checkmate.core.table import data_frame, html_table, text_table
+from checkmate.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+
+@dataclass(frozen=True)
+class SizePoint:
+    """A size with a plan, and what that is worth."""
+
+    size: int
+    throughput: float  # sizes a second: samples/s where the size is that of a batch
+    seconds: float  # of the step
+    overhead: float  # of these, what runs again, in proportion to running each op once
+    peak: int  # bytes
+    gap: float  # (cost - bound) / cost: how much better another plan of this size could be at most
+    method: str
+    traced: bool  # the step was traced at this size; else costs and bytes are estimates from sizes next to it
+    solution: Solution = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, size: int, solution: Solution, *, traced: bool) -> SizePoint:
+        """The point of a solution with a plan."""
+        s = solution
+        assert s.peak is not None
+        throughput = size / s.cost if s.cost > 0 else float("inf")
+        overhead = max(0.0, s.overhead)  # below is rounding
+        return cls(size, throughput, s.cost, overhead, s.peak, s.gap, s.method, traced, s)
+
+    def record(self) -> dict[str, Any]:
+        """Its numbers and text as a dict."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "solution"}
+
+
+@dataclass(frozen=True, repr=False)
+class LargestBatch:
+    """The largest size that fits, and the curve below it. Prints as a table."""
+
+    size: int
+    solution: Solution  # its plan
+    budget: int  # bytes
+    max_overhead: float | str | None
+    points: tuple[SizePoint, ...]  # by size; the last is the answer
+    keep_all: int | None  # the largest size that fits with nothing run again; None: not even the smallest
+    fastest: SizePoint  # the highest predicted throughput of the points: often a smaller size
+    next_size: str  # why not one more: "proven", "not found", "not looked at", or "asked for no more"
+    baselines: Mapping[str, SizePoint | None]  # the largest size of other methods; None: they plan no size
+    cut_short: tuple[str, ...]  # of these, and "checkpoint-all", whose search the time ended: they may plan more
+    measured_peak: int | None  # bytes of the plan as it ran
+    seconds: float  # spent
+    ended: str  # "", "time limit" or "interrupted"
+
+    def __iter__(self) -> Iterator[SizePoint]:
+        return iter(self.points)
+
+    @property
+    def proven(self) -> bool:
+        """Whether no plan at all fits for a size that is larger by one."""
+        return self.next_size == "proven"
+
+    def records(self) -> list[dict[str, Any]]:
+        """Each point of the curve as a dict of numbers and text."""
+        return [point.record() for point in self.points]
+
+    def summary(self) -> dict[str, Any]:
+        """All but the plans, for JSON."""
+        names = ["size", "budget", "max_overhead", "keep_all", "next_size", "cut_short", "measured_peak", "seconds"]
+        best = {name: None if point is None else point.record() for name, point in self.baselines.items()}
+        about = {name: getattr(self, name) for name in [*names, "ended"]}
+        return {**about, "points": self.records(), "fastest": self.fastest.record(), "baselines": best}
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The `records` as a ``pandas.DataFrame``.
+
+        Raises:
+            ImportError: if pandas is not installed.
+        """
+        return data_frame(self.records())
+
+    def _title(self) -> str:
+        return f"largest size within {format_bytes(self.budget)}, {_cap(self.max_overhead)}: {self.size}"
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        yield "one more", _NEXT[self.next_size]
+        if self.keep_all is None:
+            yield "keep all", "fits at no size"
+        else:
+            more = "; its search was cut short" if "checkpoint-all" in self.cut_short else ""
+            yield "keep all", f"{self.keep_all}, so {self.size / self.keep_all:.2f} times as large{more}"
+        fast = self.fastest
+        yield "fastest", f"{fast.size}: {fast.throughput:.4g} samples/s, {fast.overhead:+.1%} recomputation"
+        for name, point in self.baselines.items():
+            more = "; its search was cut short" if name in self.cut_short else ""
+            yield name, f"{'plans no size' if point is None else point.size}{more}"
+        if self.measured_peak is not None:
+            yield "measured", f"{format_bytes(self.measured_peak)} at the largest"
+        ended = f", ended by {self.ended}" if self.ended else ""
+        yield "found in", f"{format_seconds(self.seconds)}{ended}"
+
+    def __repr__(self) -> str:
+        facts = list(self._facts())
+        width = max(len(name) for name, _ in facts) + 2
+        lines = [self._title(), *(f"  {name:<{width}}{text}" for name, text in facts)]
+        return "\n".join([*lines, "", text_table(_HEADS, map(_cells, self.points), _NUMBERS)])
+
+    def _repr_html_(self) -> str:
+        return html_table((self._title(), ""), self._facts()) + html_table(_HEADS, map(_cells, self.points))
+
+
+_HEADS = ("size", "samples/s", "step", "recomputed", "peak", "gap", "figures")
+_NUMBERS = set(_HEADS) - {"figures"}
+_NEXT = {
+    "proven": "does not fit: proven",
+    "not found": "no plan was found; that none exists is not proven",
+    "not looked at": "not looked at, for want of time",
+    "asked for no more": "not asked for",
+}
+
+
+def _cap(max_overhead: float | str | None) -> str:
+    if max_overhead is None:
+        return "any recomputation"
+    if isinstance(max_overhead, str):
+        return "recomputing one forward at most"
+    return f"{max_overhead:.1%} recomputation at most"
+
+
+def _cells(point: SizePoint) -> tuple[str, ...]:
+    return (
+        str(point.size),
+        f"{point.throughput:.4g}",
+        format_seconds(point.seconds),
+        f"{point.overhead:.2%}",
+        format_bytes(point.peak),
+        f"{point.gap:.2%}",
+        "traced" if point.traced else "estimated",
+    )

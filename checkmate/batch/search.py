@@ -1,0 +1,366 @@
+"""The largest batch that fits a budget: `max_batch_size`. Any other integer that shapes the step will do as well.
+
+Jain et al. (MLSys 2020, Section 6.4) scale all memory by the size, in one quadratic program. Memory is not quite affine
+in the size, so here the step is traced at few sizes, estimated between them, and traced again at the answer and after.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from checkmate.batch.bracket import AUTO, KEEP_ALL, Attempt, Hunt, spread_sizes
+from checkmate.batch.interpolation import (
+    ONE_FORWARD,
+    Family,
+    Overhead,
+    check_overhead,
+    is_within,
+    most_seconds,
+    plan_within,
+)
+from checkmate.batch.result import LargestBatch, SizePoint
+from checkmate.batch.steps import SizedSteps, maker_of, real_tensors
+from checkmate.core.fingerprint import fingerprints
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution
+from checkmate.errors import InfeasibleBudget, Unsupported
+from checkmate.profiling.profilers import Choice
+from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
+from checkmate.solvers.solve import check_limits, check_method, solve
+from checkmate.statusline import showing
+from checkmate.units import exact_bytes, format_bytes, parse_bytes
+
+log = logging.getLogger("checkmate.batch.search")
+
+BASELINES = (KEEP_ALL, "chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy")
+MOST = 2**20  # a size where the search ends
+GAP = 1e-3  # of the plans of the curve
+ATTEMPTS = 40  # sizes that the time is made for
+SHARES = {"keep all": 0.3, "largest": 0.65, "plan": 0.7, "baselines": 0.9}  # of the time, by when each ends
+POINTS = 4  # of the curve, above the largest size that keeps all
+ROUNDS = 4  # of measuring and making room for what was above the prediction
+
+
+def max_batch_size(
+    make_step: Callable[..., Any] | nn.Module,
+    make_batch: Callable[[int], Any],
+    *,
+    budget: int | float | str,
+    max_overhead: Overhead = ONE_FORWARD,
+    baselines: bool | Sequence[str] = False,
+    measure: bool = False,
+    profile: Choice = "measure",
+    cache: bool = True,
+    smallest: int = 1,
+    largest: int = MOST,
+    time_limit: float = 120.0,
+) -> LargestBatch:
+    """The largest size whose step fits a budget, with its plan, and the predicted throughput of the sizes below.
+
+    Plans and bytes of the answer, of the size after it and of the fastest size are of the step as it is traced there.
+    Ctrl-C, or the end of the time, gives the largest size found so far.
+
+    Args:
+        make_step: gives the step: a module or function such as `checkmate.compile` takes. It is called once, without
+            arguments; or for each size with the size, if it has one argument that must be given, for a model that
+            changes with it. A module is a step itself.
+        make_batch: gives the example batch of a size, an integer of any meaning: a tuple of positional arguments, a
+            dict of named ones, or one tensor. Tensors on the meta device do, and then the model may be there, too, if
+            the profile is an estimate.
+        budget: bytes, or text such as "8 GB", as for `checkmate.compile`.
+        max_overhead: how much a plan may run again: "one-forward", so that the step takes no more than two forwards
+            and a backward; a share of the step that runs each op once, as `Solution.overhead` is, such as 0.3; or None,
+            for whatever fits.
+        baselines: names of `checkmate.methods()`, to find their largest sizes under the same cap; True for those of the
+            paper. That the size after one of them does not fit is by estimate.
+        measure: run the step at the answer, on real tensors, and take a smaller size if it needs more than the budget.
+        profile, cache: where costs come from, as for `checkmate.trace`.
+        smallest, largest: sizes between which to look.
+        time_limit: seconds for everything. What has begun is ended: a trace may take longer.
+
+    Raises:
+        InfeasibleBudget: if the smallest size does not fit, or not under the cap; it names the smallest budget known.
+        Unsupported: if a step cannot be made or captured; it names the size.
+        BudgetError, TypeError, ValueError: for arguments that make no sense.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).to("meta")
+    >>> found = max_batch_size(
+    ...     model, lambda n: torch.ones(n, 64, device="meta"), budget="100 kB", profile="roofline:h100", time_limit=20
+    ... )
+    >>> found.size >= found.keep_all, found.solution.peak <= 100_000
+    (True, True)
+    """
+    names = _checked(baselines, smallest, largest, time_limit)
+    check_overhead(max_overhead)
+    total = parse_bytes(budget)
+    steps = SizedSteps(maker_of(make_step), make_batch, profile, cache)
+    search = _Search(Family(steps.problem), total, max_overhead, smallest, largest, time_limit)
+    if measure:
+        real_tensors(*steps.make(smallest))
+    with showing(search.text, share=search.share):
+        measured = _found(search, steps if measure else None)
+        search.compare(names)
+        search.draw()
+    return search.result(measured)
+
+
+def _found(search: _Search, steps: SizedSteps | None) -> int | None:
+    """Find the largest size, and where there are steps to measure, one that stays within the budget: its bytes."""
+    for _ in range(ROUNDS):
+        search.run()
+        if steps is None or search.interrupted:
+            return None
+        measured = steps.measured_peak(search.answer.size, search.answer.solution)
+        if measured <= search.total:
+            return measured
+        log.info("size %d took %s, not within the budget", search.answer.size, format_bytes(measured))
+        search.make_room(measured)
+    raise Unsupported(
+        f"Size {search.answer.size} was predicted to stay within {format_bytes(search.budget)} and took "
+        f"{format_bytes(measured)} when it ran. Measure the costs of ops on this machine (profile='measure')."
+    )
+
+
+def _checked(baselines: bool | Sequence[str], smallest: int, largest: int, time_limit: float) -> tuple[str, ...]:
+    """The names of the baselines, once all arguments make sense."""
+    for name, size in (("smallest", smallest), ("largest", largest)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is a size, an integer of at least 1, not {size!r}.")
+    if smallest > largest:
+        raise ValueError(f"There is no size from {smallest} to {largest}.")
+    check_limits(time_limit, 0.0)
+    if isinstance(baselines, str):
+        baselines = (baselines,)
+    names = BASELINES if baselines is True else () if baselines is False else tuple(baselines)
+    for name in names:
+        check_method(name, {})
+    return names
+
+
+class _Search:
+    """What is known so far, and the time that is left."""
+
+    def __init__(
+        self, family: Family, budget: int, max_overhead: Overhead, smallest: int, largest: int, time_limit: float
+    ) -> None:
+        self.family, self.total, self.max_overhead = family, budget, max_overhead
+        self.budget = budget  # what is planned for: less than the total where more was measured than predicted
+        self.smallest, self.largest, self.time_limit = smallest, largest, time_limit
+        self.began = time.perf_counter()
+        self.kept: Attempt | None = None
+        self.kept_in_time = True  # its search came to its end
+        self.best: Attempt | None = None
+        self.beyond: Attempt | None = None
+        self.baselines: dict[str, SizePoint | None] = {}
+        self.cut_short: list[str] = []  # of the baselines
+        self.points: dict[int, SizePoint] = {}
+        self.interrupted = False
+        self.last = "looking for the largest size"  # what was learnt last, in words
+
+    def text(self) -> str:
+        """What a line shows."""
+        return f"{self.last}, {time.perf_counter() - self.began:.0f} of {self.time_limit:g} s"
+
+    def share(self) -> float:
+        """Of the time, how much is over."""
+        return (time.perf_counter() - self.began) / self.time_limit
+
+    def note(self, attempt: Attempt) -> None:
+        """Say what was learnt of a size."""
+        verdict = "fits" if attempt.fits else "does not fit" if attempt.refuted else "no plan found"
+        how = "" if attempt.traced else " (estimated)"
+        again = f", {max(0.0, attempt.solution.overhead):.1%} recomputed" if attempt.solution.plan else ""
+        self.last = f"size {attempt.size} {verdict}"
+        log.info("size %d%s: %s%s", attempt.size, how, verdict, again)
+
+    @property
+    def answer(self) -> Attempt:
+        """The largest size that fits."""
+        assert self.best is not None
+        return self.best
+
+    def _until(self, share: float) -> float:
+        return self.began + share * self.time_limit
+
+    def _hunt(self, method: str, share: float, *, sure: bool, low: Attempt | None = None) -> Hunt:
+        """The search of a method, until a share of the time is over, ended by Ctrl-C if it has an answer."""
+        each = self.time_limit / ATTEMPTS
+        sizes, until = (self.smallest, self.largest), self._until(share)
+        hunt = Hunt(self.family, self.budget, self.max_overhead, *sizes, until, each, method, sure, self.note, low)
+        if method not in (KEEP_ALL, AUTO) and self.kept is not None:
+            hunt.hint = self.kept.size
+        try:
+            hunt.run()
+        except KeyboardInterrupt:
+            if hunt.low is None and self.best is None:
+                raise
+            hunt.interrupted = True
+        self.interrupted |= hunt.interrupted
+        return hunt
+
+    def run(self) -> None:
+        """Find the largest size, beginning with those that keep all.
+
+        Raises:
+            InfeasibleBudget: if there is none.
+        """
+        kept = self._hunt(KEEP_ALL, SHARES["keep all"], sure=True)
+        self.kept, self.kept_in_time = kept.low, kept.low is None or not kept.is_open()
+        if self.interrupted:
+            self.best = self.kept
+            return
+        hunt = self._hunt(AUTO, SHARES["largest"], sure=True, low=self.kept)
+        if hunt.low is None:
+            assert hunt.high is not None
+            raise self._refusal(hunt.high)
+        self.best, self.beyond = hunt.low, hunt.high
+        self._recall_kept()
+        if not self.interrupted:
+            self._improve()
+
+    def _recall_kept(self) -> None:
+        """Take a larger size that keeps all, where its search was cut short and one was traced for something else."""
+        traced = self.family.traced
+        size = max((n for n, problem in traced.items() if problem.keep_all_peak <= self.budget), default=0)
+        if self.kept is not None and size > self.kept.size:
+            cap = most_seconds(traced[size], self.max_overhead)
+            self.kept = Attempt(size, checkpoint_all(traced[size], self.budget), cap, traced=True)
+
+    def _improve(self) -> None:
+        """Give the answer the best plan that some more time finds: so far the first under the cap was taken."""
+        answer = self.answer
+        limit = self._until(SHARES["plan"]) - time.perf_counter()
+        if answer.solution.gap > GAP and limit > 0:
+            problem, budget = answer.solution.problem, self.budget
+            found = solve(problem, budget, time_limit=limit, gap=GAP, start=answer.solution, progress=False)
+            if found.plan is not None and found.cost <= answer.solution.cost:
+                self.best = replace(answer, solution=found)
+
+    def make_room(self, measured: int) -> None:
+        """Plan for less, by what was measured above the prediction; the time for it begins anew."""
+        assert self.answer.solution.peak is not None
+        self.budget -= max(1, measured - self.answer.solution.peak)
+        if self.budget <= 0:
+            raise Unsupported(f"The step took {format_bytes(measured)}, which leaves nothing of the budget to plan.")
+        self.began = time.perf_counter()
+
+    def _refusal(self, attempt: Attempt) -> InfeasibleBudget:
+        """Why the smallest size does not fit, and which budget would do."""
+        solution, size = attempt.solution, attempt.size
+        problem = solution.problem
+        known = problem.keep_all_peak if self.max_overhead is not None else problem.min_budget().peak
+        low, limit = max(self.budget, problem.min_budget().peak - 1), self.time_limit / ATTEMPTS
+        while known - low > max(1, known // 1000) and time.perf_counter() < self._until(1.0):
+            middle = (low + known) // 2
+            found = plan_within(problem, middle, attempt.cap, time_limit=limit)
+            low, known = (low, found.peak or middle) if is_within(found, attempt.cap) else (middle, known)
+        op = str(solution.details.get("op", problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name))
+        why = f"its best plan runs {solution.overhead:.1%} of the step again, above the cap" if solution.plan else ""
+        why = why or f"{op} stands in the way" + (" (proven)" if attempt.refuted else "")
+        return InfeasibleBudget(
+            f"Not even size {size} fits {format_bytes(self.budget)}: {why}. Smallest budget known to work for it: "
+            f"{exact_bytes(known)}.",
+            budget=self.total,
+            min_budget=known,
+            op=op,
+        )
+
+    def compare(self, names: Sequence[str]) -> None:
+        """Find the largest sizes of other methods, under the same cap."""
+        for i, name in enumerate(names):
+            if self.interrupted:
+                return
+            share = SHARES["plan"] + (SHARES["baselines"] - SHARES["plan"]) * (i + 1) / len(names)
+            if name == KEEP_ALL:
+                self.baselines[name] = None if self.kept is None else _point(self.kept)
+                continue
+            hunt = self._hunt(name, share, sure=False)
+            self.baselines[name] = None if hunt.low is None else _point(hunt.low)
+            if hunt.low is not None and hunt.low.size > self.answer.size:  # it had time that ours had not
+                self.best = hunt.low
+                if self.beyond is not None and self.beyond.size <= hunt.low.size:
+                    self.beyond = None
+            if hunt.interrupted or not hunt.in_time:
+                self.cut_short.append(name)
+
+    def draw(self) -> None:
+        """Plan sizes up to the answer, and trace the fastest of them."""
+        self.points = {self.answer.size: _point(self.answer)}
+        if self.kept is not None:
+            self.points[self.kept.size] = _point(self.kept)
+        kept = 0 if self.kept is None else self.kept.size
+        try:
+            for size in reversed(spread_sizes(self.smallest, kept, self.answer.size, POINTS)):
+                if self._in_time and size not in self.points:
+                    self._add(size, self.family.estimate(size))
+            while self._in_time and not (best := self._fastest()).traced:
+                del self.points[best.size]
+                self._add(best.size, self.family.at(best.size), best.solution)
+        except KeyboardInterrupt:
+            self.interrupted = True
+        best = self._fastest()
+        while not best.traced:  # no time to trace it: it is no answer
+            del self.points[best.size]
+            best = self._fastest()
+
+    @property
+    def _in_time(self) -> bool:
+        return not self.interrupted and time.perf_counter() < self._until(1.0)
+
+    def _fastest(self) -> SizePoint:
+        return max(self.points.values(), key=lambda point: point.throughput)
+
+    def _add(self, size: int, problem: Problem | None, start: Solution | None = None) -> None:
+        """Plan a size for the curve, beginning with the plan of the next larger one; no point where none fits."""
+        problem = self.family.at(size) if problem is None else problem
+        start = start or min((p for n, p in self.points.items() if n > size), key=lambda p: p.size).solution
+        same = fingerprints(start.problem).structure == fingerprints(problem).structure
+        limit = max(0.1, min(self.time_limit / ATTEMPTS, self._until(1.0) - time.perf_counter()))
+        options: dict[str, Any] = {"start": start} if same else {}
+        found = solve(problem, self.budget, time_limit=limit, gap=GAP, progress=False, **options)
+        attempt = Attempt(size, found, most_seconds(problem, self.max_overhead), size in self.family.traced)
+        self.note(attempt)
+        if attempt.fits:
+            self.points[size] = _point(attempt)
+
+    def result(self, measured: int | None) -> LargestBatch:
+        """The answer."""
+        self._recall_kept()
+        if self.kept is not None:
+            self.points[self.kept.size] = _point(self.kept)
+            if KEEP_ALL in self.baselines:
+                self.baselines[KEEP_ALL] = self.points[self.kept.size]
+        answer, beyond = self.answer, self.beyond
+        if answer.size == self.largest:
+            next_size = "asked for no more"
+        elif beyond is None or beyond.size > answer.size + 1:
+            next_size = "not looked at"
+        else:
+            next_size = "proven" if beyond.refuted and self.budget == self.total else "not found"
+        late = next_size == "not looked at" or time.perf_counter() > self._until(1.0)
+        return LargestBatch(
+            size=answer.size,
+            solution=answer.solution,
+            budget=self.total,
+            max_overhead=self.max_overhead,
+            points=tuple(self.points[size] for size in sorted(self.points)),
+            keep_all=None if self.kept is None else self.kept.size,
+            fastest=self._fastest(),
+            next_size=next_size,
+            baselines=self.baselines,
+            cut_short=(*self.cut_short, *([] if self.kept_in_time else [KEEP_ALL])),
+            measured_peak=measured,
+            seconds=time.perf_counter() - self.began,
+            ended="interrupted" if self.interrupted else "time limit" if late else "",
+        )
+
+
+def _point(attempt: Attempt) -> SizePoint:
+    return SizePoint.of(attempt.size, attempt.solution, traced=attempt.traced)

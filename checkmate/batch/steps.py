@@ -1,0 +1,166 @@
+"""The user's step at any size: made, traced, run with a plan and measured."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from checkmate.backends.eager import Backend
+from checkmate.backends.state import tensors_within, unchanged
+from checkmate.capture.meta_tensors import is_fake
+from checkmate.compiler import CompiledStep, trace
+from checkmate.core.fingerprint import fingerprints
+from checkmate.core.graph import MAX_BYTES
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution
+from checkmate.errors import CheckmateError, Unsupported
+from checkmate.memory import CPU, measure_peak
+from checkmate.profiling.profilers import Choice, profiler
+from checkmate.solvers.common.certify import certify
+from checkmate.statusline import showing
+
+log = logging.getLogger("checkmate.batch.search")
+
+
+def maker_of(make_step: Callable[..., Any] | nn.Module) -> Callable[[int], Any]:
+    """A function of the size that gives the step."""
+    if isinstance(make_step, nn.Module):
+        return lambda size: make_step
+    if not callable(make_step):
+        raise TypeError(f"make_step is a function that gives the step, or a module, not {type(make_step).__name__}.")
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = [p for p in inspect.signature(make_step).parameters.values() if p.kind in kinds and p.default is p.empty]
+    if len(given) > 1:
+        raise TypeError(
+            f"make_step takes no argument or the size, but this one takes {', '.join(p.name for p in given)}. If it is "
+            "the step itself, give a function that gives it: lambda: step."
+        )
+    if given:
+        return make_step
+    made: list[Any] = []
+
+    def once(size: int) -> Any:
+        if not made:
+            made.append(make_step())
+        return made[0]
+
+    return once
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as positional and named arguments: a tuple or list is many, a dict is named, all else is one.
+
+    >>> arguments_of((1, 2)), arguments_of({"x": 1}), arguments_of(3)
+    (((1, 2), {}), ((), {'x': 1}), ((3,), {}))
+    """
+    if isinstance(batch, dict):
+        return (), batch
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+@dataclass(frozen=True)
+class SizedSteps:
+    """The user's step at any size."""
+
+    make_step: Callable[[int], Any]
+    make_batch: Callable[[int], Any]
+    profile: Choice
+    cache: bool
+
+    def make(self, size: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The step and its arguments.
+
+        Raises:
+            Unsupported: naming the size, if the user's functions fail.
+            TypeError: if ``make_step`` gives no step.
+        """
+        name = "make_step"
+        try:
+            step = self.make_step(size)
+            name = "make_batch"
+            args, kwargs = arguments_of(self.make_batch(size))
+        except Exception as error:  # whatever it is, it is the user's, and the size is what they need to know
+            raise Unsupported(f"{name}, for size {size}, failed: {_said(error)} {_OTHER_SIZES}") from error
+        if not callable(step):
+            raise TypeError(
+                f"make_step gave no step but {type(step).__name__}. If it is the step itself, give a function that "
+                "gives it: lambda: step."
+            )
+        return step, args, kwargs
+
+    def problem(self, size: int) -> Problem:
+        """The step traced.
+
+        Raises:
+            Unsupported: naming the size, if it cannot be.
+        """
+        step, args, kwargs = self.make(size)
+        began = time.perf_counter()
+        try:
+            with showing("tracing", name=f"size {size}"):
+                problem = trace(step, *args, profile=self.profile, cache=self.cache, **kwargs)
+        except (CheckmateError, RuntimeError, ValueError) as error:
+            raise Unsupported(f"The step of size {size} cannot be traced: {_said(error)} {_OTHER_SIZES}") from error
+        log.info("size %d traced in %.1f s: %r", size, time.perf_counter() - began, problem)
+        return problem
+
+    def measured_peak(self, size: int, solution: Solution) -> int:
+        """Run a plan of a size on real tensors: the most bytes in use. No parameter, buffer or random state changes.
+
+        Raises:
+            Unsupported: if the tensors have no data, or the step is not the one that was traced.
+        """
+        step, args, kwargs = self.make(size)
+        reached = real_tensors(step, args, kwargs)
+        leaves = [t for t in reached if t.is_leaf and t.requires_grad]
+        costs, block_bytes = profiler(solution.problem.profile)
+        backend = partial(Backend, partial(_again, solution), profile=costs, block_bytes=block_bytes)
+        compiled = CompiledStep(step, backend, verify=False)
+
+        def run() -> Any:
+            outputs = [t for t in tree_leaves(compiled(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+            roots = [t for t in outputs if t.requires_grad]
+            ones = [torch.ones_like(root) for root in roots]
+            return outputs, torch.autograd.grad(roots, leaves, ones, allow_unused=True)
+
+        with unchanged((step, args, kwargs)):
+            run()  # compiles, which is not to be measured
+            use = measure_peak(run, next((t.device for t in reached if t.device != CPU), CPU))
+        return (solution.problem.resident if use.before is None else use.before) + use.peak
+
+
+def real_tensors(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a step reaches, each once.
+
+    Raises:
+        Unsupported: if one of them has no data.
+    """
+    reached = list({id(t): t for t in tensors_within((step, args, kwargs))}.values())
+    if any(map(is_fake, reached)):
+        raise Unsupported("measure=True runs the step: its model and its batch cannot be fake or on the meta device.")
+    return reached
+
+
+_OTHER_SIZES = "smallest= and largest= say between which sizes to look."
+
+
+def _said(error: Exception) -> str:
+    text = str(error).strip()
+    text = text if isinstance(error, CheckmateError) else f"{type(error).__name__}: {text}"
+    return text if text.endswith(".") else f"{text}."
+
+
+def _again(solution: Solution, problem: Problem) -> Solution:
+    """The same plan for the problem as it is captured to be run."""
+    if fingerprints(problem).structure != fingerprints(solution.problem).structure or solution.schedule is None:
+        raise Unsupported("The step has other ops when it runs than when it was traced: nothing can be measured.")
+    return certify(problem, MAX_BYTES, solution.schedule.R, method=solution.method)

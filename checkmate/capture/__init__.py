@@ -1,0 +1,1 @@
+"""A model's step, forward and backward, as one graph that computes the bits of eager PyTorch."""

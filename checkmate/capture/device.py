@@ -1,0 +1,96 @@
+"""Where a step runs: on the CPU or on one CUDA device, and what that means for sizes, budget and random numbers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.fx as fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from checkmate.capture.nodes import tensors
+from checkmate.capture.provenance import where
+from checkmate.errors import Unsupported
+from checkmate.memory import CPU
+
+BLOCK_BYTES = {"cpu": 1, "cuda": 512}  # what PyTorch's allocator rounds sizes up to (kMinBlockSize on CUDA)
+
+
+def device_of(graph: fx.Graph) -> torch.device:
+    """The one device of a captured step.
+
+    A tensor of no dimension may be on the CPU all the same: PyTorch takes it for a number, and attention on CUDA hands
+    the seed of its dropout on as one.
+
+    Raises:
+        Unsupported: if there are several devices, or one that is neither the CPU nor CUDA.
+    """
+    first: dict[torch.device, str] = {}
+    numbers: set[torch.device] = set()
+    for node in graph.nodes:
+        for tensor in tensors(node.meta.get("val")):
+            if tensor.device == CPU and tensor.ndim == 0:
+                numbers.add(CPU)
+            else:
+                first.setdefault(tensor.device, f"{node.name} ({where(node)})")
+    if len(first) > 1:
+        found = "; ".join(f"{device}, first at {name}" for device, name in first.items())
+        raise Unsupported(
+            f"The step has tensors on several devices: {found}. One plan is for one device: move everything to it "
+            "before the step, or compile the part that runs there."
+        )
+    device = next(iter(first or numbers), CPU)
+    if device.type not in BLOCK_BYTES:
+        raise Unsupported(f"The step runs on {device}; steps are planned for the CPU and for CUDA devices.")
+    return device
+
+
+def held_outside(allocated: int, resident: int) -> int:
+    """Bytes in use on a device that a step does not know: optimizer state, kept gradients, other models.
+
+        held = max(0, allocated - resident)
+
+    Args:
+        allocated: bytes in use before the step begins, as the allocator counts them.
+        resident: bytes of the step's own parameters, buffers and inputs, which are among these.
+
+    >>> held_outside(allocated=10_000, resident=8_192)
+    1808
+    """
+    return max(0, allocated - resident)
+
+
+def allocated_on(device: torch.device) -> int | None:
+    """Bytes in use on a CUDA device when a step begins there; None on the CPU, where PyTorch keeps no count."""
+    if device.type != "cuda":
+        return None
+    have_libraries_take_workspaces(device)
+    gc.collect()  # what only a cycle holds is not in use
+    return torch.cuda.memory_allocated(device)
+
+
+def have_libraries_take_workspaces(device: torch.device) -> None:
+    """Multiply once in this thread and, by a backward, once in autograd's.
+
+    On CUDA each thread has a cuBLAS of its own, which takes a workspace at its first product and keeps it. A step whose
+    ops were all measured before, by another process, would meet these bytes only once it runs.
+    """
+    with _disable_current_modes(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
+            torch.addmm(x[0], x, x).sum().backward()
+
+
+@contextmanager
+def same_random_state(device: torch.device) -> Iterator[None]:
+    """Put the global random state of the CPU, and of the device, back after the block."""
+    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
+        yield
+
+
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """The global random state of the CPU and, if it is another, of the device."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states

@@ -1,0 +1,114 @@
+"""What a node of a joint graph is, told from its fake tensors and its schema: a view, a write, a random draw."""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+
+from checkmate.capture.patches import strides as layouts
+from checkmate.capture.random_draws import DRAWS
+
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
+
+
+def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        n = stack.pop()
+        if n not in found:
+            found.add(n)
+            stack += n.all_input_nodes
+    return found
+
+
+def leaf_nodes(leaves: Sequence[Any]) -> list[fx.Node]:
+    """Those that are nodes, of arguments or outputs that may be constants."""
+    return [n for n in leaves if isinstance(n, fx.Node)]
+
+
+def tensors(val: Any) -> list[torch.Tensor]:
+    """The tensors in a fake result, however nested."""
+    return [leaf for leaf in pytree.tree_leaves(val) if isinstance(leaf, torch.Tensor)]
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """What tells a tensor's storage from others."""
+    return tensor.untyped_storage()._cdata
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """The node that a view is a view of, through all views of views; another node itself."""
+    while node.op == "call_function" and is_view(node):
+        (node, *_) = node.all_input_nodes
+    return node
+
+
+def target_name(node: fx.Node) -> str:
+    """What a node calls, the same in every process: ``aten.mm.default``, ``checkmate.draw_mask``."""
+    if isinstance(node.target, types.FunctionType) and _op(node) is node.target:
+        return f"{node.target.__module__.partition('.')[0]}.{node.target.__qualname__}"
+    return str(_op(node))
+
+
+def _op(node: fx.Node) -> Any:
+    """What a node calls, be it on a copy."""
+    return node.args[0] if node.target in (layouts.write_copy, layouts.draw_copy) else node.target
+
+
+def getitems(node: fx.Node) -> list[fx.Node]:
+    """The nodes that name one output tensor of a node, through nested getitems."""
+    found = []
+    for user in node.users:
+        if user.target is operator.getitem:
+            found += [user] if isinstance(user.meta.get("val"), torch.Tensor) else getitems(user)
+    return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """All its tensors live in storages of its inputs, and it writes nothing; getitems are views of their source."""
+    if node.op != "call_function" or is_mutating(node):
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    inputs = {storage(t) for a in node.all_input_nodes for t in tensors(a.meta.get("val"))}
+    outputs = tensors(node.meta.get("val"))
+    return bool(outputs) and all(storage(t) in inputs for t in outputs)
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """It writes to an argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The argument nodes that an op writes to."""
+    if node.op != "call_function" or not is_mutating(node):
+        return []
+    return leaf_nodes(layouts.written(node.target, node.args, node.kwargs))  # type: ignore[arg-type]
+
+
+def is_random(node: fx.Node) -> bool:
+    """Draws from a generator. Attention ops carry the tag even where their dropout probability is zero."""
+    if node.target in DRAWS:
+        return True
+    op = _op(node)
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            p = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return bool(p != 0.0)
+    return True
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Speaks with other ranks, or waits for what they say."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _COLLECTIVES

@@ -1,0 +1,218 @@
+"""Numbers that change from call to call, as inputs of a captured step.
+
+Dynamo makes a number a part of what it captures. Told to, it makes it an input: a symbol of its own kind, which passes
+through arithmetic and into ops as their scalar arguments. The ops that run are those of plain PyTorch, on the same
+numbers. Where a program asks for more of such a number, whether it is zero, or a shape, the answer would be captured.
+So what was captured with numbers as inputs is compared with what was captured before without: with the numbers of then
+put in, both must be the same ops with the same arguments, to the bit.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.fx as fx
+from torch._dynamo.pgo import auto_dynamic
+from torch._dynamo.variables import builder
+from torch._functorch.partitioners import _is_primal, is_sym_node
+from torch.fx.passes import _tensorify_python_scalars as tensorify
+
+from checkmate.capture.nodes import tensors, viewed
+from checkmate.capture.provenance import where
+from checkmate.errors import Unsupported
+
+Number = int | float
+_ONE_OF = {torch.sym_max, torch.sym_min}
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+class NotFree(Exception):
+    """A number cannot be an input: what is captured depends on it."""
+
+
+@contextmanager
+def as_inputs(sources: Collection[str]) -> Iterator[None]:
+    """Have Dynamo capture these numbers as inputs, and leave them numbers: it would make tensors of them, which round.
+
+    Args:
+        sources: Dynamo's names of the numbers.
+    """
+
+    def is_dynamic(name: str, *where: Any) -> bool:
+        return name in sources
+
+    def frame_state(tx: Any, name: str, entry: Any, **options: Any) -> Any:
+        return replace(entry, scalar=auto_dynamic) if name in sources else entry
+
+    with ExitStack() as stack:
+        if sources:
+            stack.enter_context(patch.object(builder, "is_dynamic_source", is_dynamic))
+            stack.enter_context(patch.object(builder, "process_automatic_dynamic", frame_state))
+            stack.enter_context(patch.object(tensorify, "_is_tensorify_enabled", lambda: False))
+        yield
+
+
+def sources_of(module: fx.GraphModule, numbers: Collection[str]) -> dict[int, str]:
+    """Dynamo's names of the inputs of a captured graph that are numbers, by position."""
+    placeholders = module.graph.find_nodes(op="placeholder") if numbers else ()
+    names: list[Any] = [getattr(getattr(node, "_dynamo_source", None), "name", None) for node in placeholders]
+    return {i: name for i, name in enumerate(names) if name in numbers}
+
+
+def number_placeholders(graph: fx.Graph, numbers: Mapping[int, str]) -> dict[fx.Node, str]:
+    """The placeholders of a joint graph that are numbers."""
+    found = {}
+    for node in graph.find_nodes(op="placeholder") if numbers else ():
+        position: Any = getattr(node.meta.get("desc"), "idx", None)
+        if _is_primal(node) and position in numbers:
+            found[node] = numbers[position]
+    return found
+
+
+def check_sizes(graph: fx.Graph, numbers: Mapping[int, str], name: Callable[[fx.Node], str]) -> None:
+    """Refuse sizes that are not fixed, and tensors whose bytes depend on data.
+
+    Args:
+        graph: a joint graph.
+        numbers: Dynamo's names of the inputs that may be any number, by position.
+        name: of a value, as the user knows it.
+
+    Raises:
+        NotFree: if a shape depends on one of the numbers.
+        Unsupported: if it depends on something else.
+    """
+    free: set[fx.Node] = {*number_placeholders(graph, numbers)}
+    for node in graph.nodes:
+        if node.op != "output" and is_sym_node(node):
+            if node in free or (node.all_input_nodes and free.issuperset(node.all_input_nodes)):
+                free.add(node)
+                continue
+            if node.op == "placeholder":
+                raise Unsupported(
+                    "A size of the inputs is marked as dynamic (torch._dynamo.mark_dynamic). A plan counts bytes, so "
+                    "it is for fixed sizes: take the mark away, and each size gets a plan of its own."
+                )
+            if node.target is _ITEM:
+                read: Any = viewed(node.args[0])
+                source = name(read) if read.op == "placeholder" else f"what the step computes at {where(read)}"
+                raise Unsupported(number_read(where(node), source))
+            raise Unsupported(
+                f"{where(node)}: {node.name} is a size that depends on data; sizes must be fixed. Mask "
+                "what is left out (torch.where, an ignored index) in place of selecting the rest."
+            )
+        for tensor in tensors(node.meta.get("val")):
+            if tensor.layout != torch.strided:
+                raise Unsupported(
+                    f"{where(node)}: {node.name} is a sparse tensor, whose bytes depend on data. "
+                    "Use dense ones: nn.Embedding(..., sparse=False)."
+                )
+            if numbers and not all(type(size) is int for size in (*tensor.shape, *tensor.stride())):
+                raise NotFree(f"{where(node)}: the shape of {node.name} depends on a number")
+    if numbers:
+        _check_types(graph)
+
+
+def _check_types(graph: fx.Graph) -> None:
+    """Refuse `min(1, x)` of a float x, an integer in one call and a float in another, where the types of tensors tell.
+
+    Raises:
+        NotFree: if such a number meets tensors that are not of floats.
+    """
+    either: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_sym_node(node):
+            kinds = {type(value_of(a.meta["val"] if isinstance(a, fx.Node) else a)) for a in node.args}
+            if either.intersection(node.all_input_nodes) or (node.target in _ONE_OF and len(kinds) > 1):
+                either.add(node)
+        elif node.op != "output" and either.intersection(node.all_input_nodes):
+            beside = [t for a in node.all_input_nodes for t in tensors(a.meta.get("val"))]
+            if not beside or not all(t.is_floating_point() for t in beside):
+                raise NotFree(f"{where(node)}: the type of {node.name} depends on a number")
+
+
+def value_of(leaf: Any) -> Any:
+    """For a symbol of Dynamo's the number that was captured, without fixing it; all else as it is."""
+    return leaf.node.hint if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) else leaf
+
+
+def written_out(
+    graph: fx.Graph, numbers: Mapping[fx.Node, str], results: Sequence[Any], given: Mapping[str, Number]
+) -> list[Any]:
+    """What a joint graph computes with numbers put in, as data: two graphs that do the same are equal.
+
+    Args:
+        graph: the joint graph; numbers: its placeholders that are numbers.
+        results: of the forward, then the gradients of all other placeholders: nodes or constants.
+        given: each number's value, by its source.
+
+    Raises:
+        NotFree: if the graph holds something that cannot be compared.
+    """
+    value: dict[fx.Node, Any] = {}  # of numbers, and the place of all else
+    lines: list[Any] = []
+    left_out = {n for n in graph.nodes if is_sym_node(n) or _hands_out_number(n)}  # they are in no other capture
+
+    def put_in(arg: Any) -> Any:
+        return fx.node.map_arg(arg, value.__getitem__)
+
+    def bits(arg: Any) -> Any:
+        return fx.node.map_aggregate(put_in(arg), _bits)
+
+    for node in graph.nodes:
+        if node.op == "output" or _hands_out_number(node):
+            continue
+        if node in numbers:
+            value[node] = given[numbers[node]]
+        elif is_sym_node(node):
+            value[node] = put_in(node.args[0]) if node.target is _ITEM else node.target(*put_in(node.args))
+        else:
+            made = [(*t.shape, t.stride(), t.dtype) for t in tensors(node.meta.get("val"))]
+            lines.append((_target(node), bits(node.args), bits(dict(node.kwargs)), made))
+            value[node] = _Place(len(lines))
+    return [*lines, bits([result for result in results if result not in left_out])]
+
+
+class _Place(int):
+    """Of an op or an input among the others."""
+
+
+def _hands_out_number(node: fx.Node) -> bool:
+    """Puts a number in a tensor for Dynamo, which makes a number of it: an attribute that the step has changed."""
+    number: Any = node.args[0] if node.target is torch.ops.aten.scalar_tensor.default else None
+    if number is None or not is_sym_node(number):
+        return False
+    return node.kwargs.get("dtype") is torch.float64 and all(user.op == "output" for user in node.users)
+
+
+def _bits(arg: Any) -> Any:
+    return type(arg).__name__, struct.pack("d", arg) if isinstance(arg, float) else arg
+
+
+def _target(node: fx.Node) -> Any:
+    if node.op != "get_attr":
+        return node.target if node.op == "call_function" else node.op
+    held = getattr(node.graph.owning_module, str(node.target), None)
+    if not isinstance(held, torch.Tensor):
+        raise NotFree(f"{node.target}, a part of the step, cannot be compared")
+    return _bits(repr(held.dtype)), held.detach().flatten().tolist()
+
+
+def number_read(place: str, source: str) -> str:
+    """What to say where a number is read from a tensor, to be a size, an index or an argument.
+
+    Args:
+        place: the line of the user's code.
+        source: what to call the tensor.
+    """
+    return (
+        f"{place}: a number is read from {source}, by int(), .item(), .tolist() or the like. A step is planned without "
+        "the data of its tensors, so that no size, slice or argument can depend on it. Index with the tensor itself "
+        "(x[i], x.index_copy_(0, i, y)), mask with it (torch.where), or read the number outside of the step and pass "
+        "it in: each number gets a plan of its own."
+    )

@@ -1,0 +1,254 @@
+"""Questions on tensors while a step is captured: answered by running them, where Dynamo would stop.
+
+They are asked by a jump (``if``, ``while``, ``and``, ``assert``), by ``bool(tensor)``, by a number that Python needs
+(``range(tensor.item())``), by `torch.equal` and its like, and by PyTorch's own checks (`torch._check_tensor_all`). What
+`questions.answer` cannot tell is refused with its reason. Importing this module has Dynamo ask in what our backends
+capture; others are not affected. An ``assert`` is then a jump as any other, and raises what it says.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import wraps
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch._dynamo import symbolic_convert
+from torch._dynamo.exc import ObservedException, Unsupported, raise_observed_exception, unimplemented
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.utils import proxy_args_kwargs
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable, TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from checkmate.capture.patches.is_compiling import answer_of
+from checkmate.capture.questions import WITHOUT_TENSORS, CannotTellError, answer, decided
+
+log = logging.getLogger("checkmate.capture.patches.branches")
+ASKS = "The step asks for the value of a tensor"
+RAISED: WeakSet[Any] = WeakSet()  # exceptions that the captured code raises as plain PyTorch does
+_CHECKS = {torch._check, torch._check_with, torch._check_tensor_all, torch._check_tensor_all_with, torch._assert}
+_JUMP = re.compile(r"JUMP.*_IF_(TRUE|FALSE)")
+
+
+def is_ours(tx: Any) -> bool:
+    """Whether what is captured is for one of our backends."""
+    return answer_of(tx.output.compiler_fn) is not None
+
+
+def value_now(tx: Any, node: torch.fx.Node) -> Any:
+    """What a node gives on the tensors of this call.
+
+    Raises:
+        CannotTellError: if that cannot be told before the step runs.
+    """
+    tracer = tx.output.current_tracer
+    if tracer.parent is not None or node.graph is not tracer.graph:
+        raise CannotTellError("it is asked within a checkpointed part or another function that is captured by itself")
+    given, untouched = {}, set()
+    versions = iter(getattr(tracer, "_input_versions_at_beginning", ()))
+    for n in node.graph.find_nodes(op="placeholder"):
+        described, argument = n.meta.get("example_value"), n.meta.get("grapharg")
+        if not isinstance(described, torch.Tensor) or described._version == next(versions, None):
+            untouched.add(n)
+        given[n] = None if argument is None else argument.example
+    with tx.output.restore_global_state():
+        return answer(node, given, tx.output.nn_modules, untouched)
+
+
+def decide(tx: Any, asked: VariableTracker, kind: type[bool] | type[int] = bool) -> bool | int:
+    """Answer for this call, and have the captured graph ask again at each later one."""
+    proxy = asked.as_proxy()
+    try:
+        value = value_now(tx, proxy.node)
+    except CannotTellError as reason:
+        _refuse(reason)
+    try:
+        found = kind(value)
+    except RuntimeError as error:  # of more than one element: plain PyTorch says the same
+        raise_as_users(tx, RuntimeError, [str(error)])
+    tx.output.create_proxy("call_function", decided, (proxy, found), {})
+    return found
+
+
+def raise_as_users(tx: Any, kind: type[Exception], args: list[Any]) -> NoReturn:
+    """Have the captured code raise this, as the same call would in plain PyTorch."""
+    try:
+        raise_observed_exception(kind, tx, args=args)
+    except ObservedException:
+        RAISED.add(tx.exn_vt_stack.get_current_exception())
+        raise
+
+
+def _refuse(reason: CannotTellError) -> NoReturn:
+    unimplemented(
+        gb_type=ASKS,
+        context=str(reason),
+        explanation=f"What it asks is answered before the step runs, and this cannot be: {reason}.",
+        hints=[],
+    )
+
+
+def _is_question(value: VariableTracker | None) -> bool:
+    """Whether the truth of this depends on the data of a tensor."""
+    if isinstance(value, SymNodeVariable):
+        return bool(free_unbacked_symbols(value.sym_num))
+    return isinstance(value, TensorVariable) and not isinstance(value, NumpyNdarrayVariable)
+
+
+def _jumping(jump: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's handler of a jump, with the answer on the stack in place of the question."""
+
+    @wraps(jump)
+    def jumped(self: Any, inst: Any) -> None:
+        value: Any = self.stack[-1].realize() if is_ours(self) else None
+        if not _is_question(value):
+            jump(self, inst)
+            return
+        try:
+            self.stack[-1] = VariableTracker.build(self, decide(self, value))
+        except Unsupported:
+            if self.one_graph:
+                raise
+            jump(self, inst)  # Dynamo breaks the graph here and goes on after it
+            return
+        depth = len(self.stack)
+        jump(self, inst)
+        if len(self.stack) == depth:  # ``a or b``: what was asked is the value
+            self.stack[-1] = value
+
+    return jumped
+
+
+def _truth(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's ``bool(tensor)``, and that of a number from a tensor."""
+
+    @wraps(plain)
+    def truth(self: Any, tx: Any) -> Any:
+        if not is_ours(tx) or not _is_question(self):
+            return plain(self, tx)
+        return VariableTracker.build(tx, decide(tx, self))
+
+    return truth
+
+
+def _number(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's way to make a Python number of one that a tensor gave."""
+
+    @wraps(plain)
+    def number(self: Any, *args: Any) -> Any:
+        tx = InstructionTranslator.current_tx()
+        if not is_ours(tx) or not _is_question(self) or isinstance(self.sym_num, torch.SymFloat):
+            return plain(self, *args)
+        return decide(tx, self, bool if isinstance(self.sym_num, torch.SymBool) else int)
+
+    return number
+
+
+def _item(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's ``tensor.item()``: a number that is followed, and a question once Python needs it."""
+
+    @wraps(plain)
+    def item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(tx):
+            return plain(self, tx, *args, **kwargs)
+        known = tx.output.shape_env  # of this capture: torch.compile allows it with fullgraph=True only
+        known.settings = replace(known.settings, allow_scalar_outputs=True)
+        return None
+
+    return item
+
+
+def _comparing(function: Any, plain: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A handler of a function of tensors that gives a Python bool."""
+
+    def compared(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(tx):
+            return None if plain is None else plain(self, tx, *args, **kwargs)
+        proxy = tx.output.create_proxy("call_function", function, *proxy_args_kwargs(args, kwargs))
+        return VariableTracker.build(tx, decide(tx, SymNodeVariable(proxy, None)))
+
+    return compared
+
+
+def _comparing_method(function: Any) -> Callable[..., Any]:
+    compared = _comparing(function, None)
+
+    def method(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        return compared(None, tx, self, *args, **kwargs)
+
+    return method
+
+
+def _checking(function: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler of one of PyTorch's checks, whose condition may be a tensor, or a number from one."""
+    names = ("error_type", "cond", "message") if function.__name__.endswith("_with") else ("cond", "message")
+
+    def checked(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        condition = given.get("cond", given.get("condition"))
+        if condition is None or not is_ours(tx) or not _is_question(condition := condition.realize()):
+            return plain(self, tx, *args, **kwargs)
+        if condition.is_tensor() and "tensor_all" in function.__name__:
+            condition = condition.call_method(tx, "all", [], {})
+        elif condition.is_tensor() and function is not torch._assert:
+            return plain(self, tx, *args, **kwargs)  # no bool: an error of its own
+        if decide(tx, condition):
+            return VariableTracker.build(tx, None)
+        error = given["error_type"].as_python_constant() if "error_type" in given else RuntimeError
+        message = given.get("message", VariableTracker.build(tx, "Expected cond to be True, but got False"))
+        if function is torch._assert:
+            raise_as_users(tx, AssertionError, [message])
+        said = message if message.python_type() is str else message.call_function(tx, [], {})
+        raise_as_users(tx, error, [said])
+
+    return checked
+
+
+def _not_rewritten(detect: Callable[..., bool]) -> Callable[..., bool]:
+    """Dynamo's search for an ``assert``, which it would make an op of the graph."""
+
+    @wraps(detect)
+    def found(self: Any, *args: Any) -> bool:
+        return not is_ours(self) and detect(self, *args)
+
+    return found
+
+
+def wrap(holder: Any, name: str, around: Callable[[Any], Any]) -> None:
+    """Put a function of Dynamo's within another, for the process."""
+    setattr(holder, name, around(getattr(holder, name)))
+
+
+def _translators(kind: Any = InstructionTranslatorBase) -> Iterator[Any]:
+    yield kind
+    for special in kind.__subclasses__():
+        yield from _translators(special)
+
+
+def _install() -> None:
+    for translator in _translators():
+        table = translator.dispatch_table
+        for name, code in dis.opmap.items():
+            if _JUMP.search(name):
+                table[code] = _jumping(table[code])
+    wrap(symbolic_convert, "_detect_and_normalize_assert_statement", _not_rewritten)
+    for kind in (TensorVariable, SymNodeVariable):
+        wrap(kind, "bool_impl", _truth)
+    wrap(SymNodeVariable, "evaluate_expr", _number)
+    wrap(TensorVariable, "method_item", _item)
+    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
+    for function in WITHOUT_TENSORS:
+        handlers[function] = _comparing(function, handlers.get(function))
+        setattr(TensorVariable, f"method_{function.__name__}", _comparing_method(function))
+    for check in _CHECKS & handlers.keys():
+        handlers[check] = _checking(check, handlers[check])
+
+
+_install()

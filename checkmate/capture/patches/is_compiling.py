@@ -1,0 +1,162 @@
+"""What code that asks whether it is compiled is told: no, as in plain PyTorch, so that it computes what it does there.
+
+Dynamo answers yes to `torch.compiler.is_compiling` and its like, and libraries take another algorithm then: Mamba of
+transformers scans its states in another order, whose gradients differ in the last bits. Here the user's code is told
+no; PyTorch's own code, which asks what it may do while it is traced, is told yes. Other backends are not affected.
+
+Some code cannot be captured unless it is told yes: it would call a kernel that cannot be traced. Where a capture fails,
+who asked last before that is told yes and it is tried again; a warning says who was told. A backend that PyTorch calls
+by its name cannot try again: there the error says who asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+from torch._dynamo.decorators import mark_static_address
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.trace_rules import get_torch_obj_rule_map, manual_torch_name_rule_map
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+from checkmate.capture.provenance import is_users
+
+log = logging.getLogger("checkmate.capture.patches.is_compiling")
+_QUESTIONS = (
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    torch.compiler.is_exporting,
+    torch._dynamo.external_utils.is_compiling,  # torch._dynamo.is_compiling
+    torch._utils.is_compiling,
+)
+_COMPUTE_NOTHING = {  # functions that need a yes to be captured, and have nothing to do with numbers
+    "transformers.utils.output_capturing.set",  # chooses between a context variable and a global one
+    "transformers.modeling_utils.warn_if_padding_and_no_attention_mask",
+}
+_said: set[str] = set()  # places that the user was told of
+_FRAME = re.compile(r'File "[^"]+", line \d+')
+
+
+@dataclass(eq=False)
+class Answer:
+    """An attribute ``answer`` of a backend of `torch.compile`: what the code that it captures is told, by place."""
+
+    compiled: set[str] = field(default_factory=set)  # places that are told yes
+    asked: dict[str, None] = field(default_factory=dict)  # in this capture, in order of the last time
+    said: set[Any] = field(default_factory=set)  # what captured code has logged or printed
+
+
+def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., Any]:
+    """A compiled function that tells code it is not compiled, unless that cannot be captured; then a warning says so.
+
+    Args:
+        run: made by `torch.compile`; it captures when it is called.
+        answer: of its backend.
+    """
+
+    @wraps(run)
+    def plainly(*args: Any, **kwargs: Any) -> Any:
+        before, failed_at = frozenset(answer.compiled), None
+        try:
+            while True:
+                answer.asked.clear()
+                try:
+                    return run(*args, **kwargs)
+                except BackendCompilerFailed:
+                    raise
+                except TorchDynamoException as error:
+                    told_no = [place for place in answer.asked if place not in answer.compiled]
+                    if not told_no or getattr(error, "is_users", False):
+                        answer.compiled.intersection_update(before)  # it made no difference
+                        raise
+                    log.debug("cannot be captured as plain PyTorch runs it", exc_info=True)
+                    frames = _FRAME.findall(str(error))
+                    answer.compiled.update(told_no if frames == failed_at else told_no[-1:])
+                    failed_at = frames
+        finally:
+            warn(answer.compiled - before)
+
+    return plainly
+
+
+def warn(told_yes: set[str]) -> None:
+    """Say in whose numbers plain PyTorch may differ, once for each place."""
+    if new := told_yes - _said:
+        _said.update(new)
+        log.warning(
+            "Told that it is not compiled, as in plain PyTorch, the step cannot be captured. So the code that asks at "
+            "%s is told that it is, and may compute other numbers than plain PyTorch. checkmate.verify compares them.",
+            ", ".join(sorted(new)),
+        )
+
+
+def _install() -> None:
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    for question in _QUESTIONS:
+        handlers[question] = _answering(handlers[question])
+    for question in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
+        handlers[question] = _not_recorded
+        manual_torch_name_rule_map[f"{question.__module__}.{question.__name__}"] = TorchInGraphFunctionVariable
+    get_torch_obj_rule_map.cache_clear()  # it is made of these names, and again by torch.distributed
+    InstructionTranslatorBase.call_function = _unmarked(InstructionTranslatorBase.call_function)  # type: ignore[method-assign]
+
+
+def _unmarked(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's call of a function, which it refuses to be if that marks a tensor for a compiler.
+
+    Code that is told that it is not compiled marks what it makes for later calls.
+    """
+
+    @wraps(call)
+    def called(self: Any, fn: Any, args: Any, kwargs: Any) -> None:
+        function = getattr(fn, "fn", None) or getattr(fn, "value", None)
+        if function is mark_static_address and answer_of(self.output.compiler_fn) is not None:
+            self.push(VariableTracker.build(self, None))
+        else:
+            call(self, fn, args, kwargs)
+
+    return called
+
+
+def _not_recorded(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """Libraries ask in one breath whether a stream is being recorded; Dynamo cannot capture this question."""
+    return None if answer_of(tx.output.compiler_fn) is None else VariableTracker.build(tx, False)
+
+
+def _answering(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's handler of one of these functions, but for what our backends capture."""
+
+    def answered(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = answer_of(tx.output.compiler_fn)
+        if answer is None or not is_users(tx.f_code.co_filename):
+            return handler(self, tx, *args, **kwargs)
+        while tx.f_code.co_name.startswith("is_") and tx.parent is not None:
+            tx = tx.parent  # a function of a library that asks for others
+        module, function = tx.f_globals.get("__name__"), tx.f_code.co_name
+        if f"{module}.{function}" in _COMPUTE_NOTHING:
+            return handler(self, tx, *args, **kwargs)
+        place = f"{tx.f_code.co_filename}:{tx.lineno} in {function}"
+        answer.asked.pop(place, None)
+        answer.asked[place] = None
+        return handler(self, tx, *args, **kwargs) if place in answer.compiled else VariableTracker.build(tx, False)
+
+    return answered
+
+
+def answer_of(compiler: Any) -> Answer | None:
+    """That of a backend, within whatever PyTorch has wrapped around it."""
+    while compiler is not None:
+        if isinstance(answer := getattr(compiler, "answer", None), Answer):
+            return answer
+        compiler = getattr(compiler, "__wrapped__", None) or getattr(compiler, "compiler_fn", None)
+    return None
+
+
+_install()

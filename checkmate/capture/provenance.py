@@ -1,0 +1,67 @@
+"""Where in the user's code an op comes from."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_ROOTS = re.compile(
+    r"^(?:fn|__closure__\.\d+|cell_contents|__wrapped__|__func__|args\.\d+|__import_\w+|___unnamed_scope_\w+|self)(?:\.|$)"
+)
+
+
+def is_users(file: str) -> bool:
+    """Whether a frame in this file is the user's code, and not PyTorch or ours on the way to it."""
+    return not file.startswith(_LIBRARIES)
+
+
+def where(node: fx.Node) -> str:
+    """The module that a node comes from and the line of the user's code, as far as tracing kept them.
+
+    For example ``layer1.0.conv2 (Conv2d, resnet.py:31)``, or ``In[3]:31`` for a line of a notebook's third cell.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path, kind = [*stack.values()][-1] if stack else ("", None)
+    frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if is_users(f[0])]
+    facts = [getattr(kind, "__name__", str(kind))] if kind is not None else []
+    facts += [f"{source_name(file)}:{line}" for file, line in frames[-1:]]
+    name = module_path(path)
+    if name and facts:
+        return f"{name} ({', '.join(facts)})"
+    return name or ", ".join(facts) or "generated code"
+
+
+def source_name(file: str) -> str:
+    """The name of a source file without its folders; for a cell of a notebook, which has none, ``In[3]``."""
+    ask = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    compiler: Any = getattr(ask() if ask else None, "compile", None)
+    known = compiler.format_code_name(file) if hasattr(compiler, "format_code_name") else None  # ("Cell", "In[3]")
+    return known[1] if known else Path(file).name
+
+
+def module_path(path: str) -> str:
+    """``L['fn'].__closure__[0].cell_contents._modules['layer1'][0]`` as a person writes it: ``layer1.0``."""
+    path = re.sub(r"\._(?:modules|parameters|buffers|orig_mod|compiled_mod)\b", "", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
+    path = re.sub(r"^[A-Z]\.", "", path)
+    while _ROOTS.match(path):
+        path = _ROOTS.sub("", path)
+    return path
+
+
+def input_names(module: fx.GraphModule) -> list[str]:
+    """For each tensor that Dynamo found outside a step, how a person calls it: ``layer1.0.weight``, ``args.0``."""
+    names = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        source = getattr(node, "_dynamo_source", None)
+        traced = node.name if source is None else source.name
+        names.append(module_path(traced) or re.sub(r"\W+", ".", traced).strip(".").removeprefix("L."))
+    return names

@@ -1,0 +1,284 @@
+"""Rewrites of the joint graph that keep every bit and give the planner more to choose from."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from checkmate.capture.cudnn import expose_cudnn
+from checkmate.capture.patches.recurrent import LAYER, lstm_layer
+from checkmate.capture.patches.strides import draw_copy, lay_out
+from checkmate.capture.provenance import where
+from checkmate.capture.random_draws import (
+    DRAWS,
+    STATE_BYTES,
+    WORTH_BYTES,
+    draw_mask,
+    draw_numbers,
+    draw_saved,
+    save_state,
+)
+from checkmate.errors import Unsupported
+
+aten = torch.ops.aten
+
+
+def prepare(graph: fx.Graph, *, on_cpu: bool = True) -> None:
+    """Rewrite a joint graph in place, pass by pass; ``on_cpu``: there it will run, not on a GPU."""
+    expose_dropout(graph)
+    draw_as_in_place(graph)
+    expose_cudnn(graph)
+    correct_saved_statistics(graph)
+    forget_running_statistics(graph)
+    skip_idle_views(graph)
+    lay_out_at_once(graph)
+    leave_workspaces(graph)
+    gather_copies(graph)
+    graph.eliminate_dead_code(lambda node: node.target in DRAWS or node.is_impure())
+    if on_cpu:
+        split_convolutions(graph)
+        save_states(graph)  # of draws that somebody reads
+    graph.lint()
+
+
+def expose_dropout(graph: fx.Graph) -> None:
+    """Split dropout on the CPU into what eager PyTorch computes there, with the mask as a value of its own.
+
+        noise = bernoulli(1 - p) / (1 - p),   y = x * noise,   dx = dy * noise
+
+    The mask is one byte an element; the noise and the product can be computed from it again. AOTAutograd
+    traces ``native_dropout`` instead, whose scaling rounds differently from eager in half precision. On CUDA that op is
+    what eager runs too, in one kernel with a random stream of its own: there it stays, runs once, and its mask is kept.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        x, p, train = node.args
+        if train is False or x.meta["val"].device.type != "cpu" or not 0.0 < p < 1.0:
+            continue
+        outputs = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        with graph.inserting_before(node):
+            mask = _call(graph, node, draw_mask, (x, 1.0 - p), name=f"{node.name}_mask", stands_for=outputs.get(1))
+            noise = _call(graph, node, scale_mask, (mask, 1.0 - p, x.meta["val"].dtype), name=f"{node.name}_noise")
+            product = _call(
+                graph, node, aten.mul.Tensor, (x, noise), name=f"{node.name}_product", stands_for=outputs.get(0)
+            )
+        if 0 in outputs:
+            outputs[0].replace_all_uses_with(product)
+        for backward in list(outputs[1].users) if 1 in outputs else []:
+            if backward.target is aten.native_dropout_backward.default and backward.args[1] is outputs[1]:
+                with graph.inserting_before(backward):
+                    grad = _call(
+                        graph,
+                        backward,
+                        aten.mul.Tensor,
+                        (backward.args[0], noise),
+                        name=f"{node.name}_grad",
+                        stands_for=backward,
+                    )
+                backward.replace_all_uses_with(grad)
+                graph.erase_node(backward)
+        if 1 in outputs:
+            outputs[1].replace_all_uses_with(mask)
+        for user in outputs.values():
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def save_states(graph: fx.Graph) -> None:
+    """Keep the generator's state before each large mask of the forward, so that the mask can be drawn again."""
+    for node in graph.find_nodes(op="call_function", target=draw_mask):
+        x, p = node.args
+        shape = tuple(node.meta["val"].shape)
+        if not node.users or "backward" in node.meta.get("partitioner_tag", "") or math.prod(shape) < WORTH_BYTES:
+            continue
+        with graph.inserting_before(node), node.meta["val"].fake_mode:
+            like = torch.empty(STATE_BYTES + 8 * len(shape), dtype=torch.uint8)
+            saved = _call(graph, node, save_state, (x,), name=f"{node.name}_state", val=like)
+            drawn = _call(graph, node, draw_saved, (saved, shape, p), name=f"{node.name}_drawn", val=node.meta["val"])
+        node.replace_all_uses_with(drawn)
+        graph.erase_node(node)
+
+
+def draw_as_in_place(graph: fx.Graph) -> None:
+    """Let ``bernoulli_`` on a tensor that is not contiguous draw without reading it; its draws take memory order.
+
+    `F.dropout(inplace=True)` and `F.alpha_dropout` are made of it.
+
+    Raises:
+        Unsupported: for `F.rrelu`, if the tensor is not contiguous.
+    """
+    for node in graph.find_nodes(op="call_function", target=draw_copy):
+        op, x, *p = node.args
+        if op is aten.bernoulli_.float and not node.kwargs and aten.is_non_overlapping_and_dense(x.meta["val"]):
+            with graph.inserting_before(node):
+                args = x, *(p or (0.5,))
+                drawn = _call(graph, node, draw_numbers, args, name=f"{node.name}_drawn", stands_for=node)
+            node.replace_all_uses_with(drawn)
+            graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten.rrelu_with_noise_functional.default):
+        if not node.args[0].meta["val"].is_contiguous():
+            raise Unsupported(
+                f"{where(node)}: F.rrelu on a tensor that is not contiguous draws other random numbers when traced. "
+                "Call .contiguous() on it first."
+            )
+
+
+def scale_mask(mask: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
+    """The mask as numbers of a type, divided by p. From bytes, since converting bools takes six times as long."""
+    return mask.view(torch.uint8).to(dtype).div_(p)
+
+
+def correct_saved_statistics(graph: fx.Graph) -> None:
+    """On the CPU batch norm saves mean and deviation in the type of its weight; tracing says: in that of its input.
+
+    In bfloat16 by autocast, with a weight in float32, these are twice the bytes, and the backward takes no others.
+    """
+    batch_norm = aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats
+    for target, tensors in zip(batch_norm, (slice(1, 5), slice(1, 3)), strict=True):
+        for node in graph.find_nodes(op="call_function", target=target):
+            val = list(node.meta["val"])
+            like = next((n for n in node.args[tensors] if n is not None), None)
+            if like is None or val[0].device.type != "cpu" or like.meta["val"].dtype == val[1].dtype:
+                continue
+            with val[0].fake_mode:
+                val[1:3] = (torch.empty_like(old, dtype=like.meta["val"].dtype) for old in val[1:3])
+            node.meta["val"] = tuple(val)
+            for user in node.users:
+                if user.target is operator.getitem and user.args[1] in (1, 2):
+                    user.meta["val"] = val[user.args[1]]
+
+
+def forget_running_statistics(graph: fx.Graph) -> None:
+    """In training mode batch norm's backward is handed the new running statistics and reads none of them.
+
+    Without them the statistics are free as soon as they are stored, and what batch norm computes again has no reader.
+    Only on the CPU: the kernel on CUDA reads their type, and chooses by it how to read the weight.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        if node.args[7] and node.args[0].meta["val"].device.type == "cpu":
+            node.update_arg(3, None)
+            node.update_arg(4, None)
+
+
+def split_convolutions(graph: fx.Graph) -> None:
+    """The gradient of a convolution's weight and that of its input become two ops, each with the bits it had.
+
+    PyTorch calls a kernel for each in any case. They lay out anew what they read: the input x and the incoming gradient
+    y for the weight's, y and the weight w for the input's. As one op, and with the input's gradient first, that takes
+    3x + 2y + w bytes at most; with the weight's first 2x + 2y + 2w, which is less where the weight is the smaller.
+    """
+    op = aten.convolution_backward.default
+    for node in graph.find_nodes(op="call_function", target=op):
+        *args, (needs_input, *needs_others) = node.args
+        val = node.meta["val"]
+        if not needs_input or not any(needs_others):
+            continue
+        parts = {  # suffix: mask, results, bytes of the largest
+            "weight": ([False, *needs_others], (None, *val[1:]), args[2].meta["val"].nbytes),
+            "input": ([True, False, False], (val[0], None, None), val[0].nbytes),
+        }
+        made = {}
+        with graph.inserting_before(node):
+            for name, (mask, results, _) in sorted(parts.items(), key=lambda part: part[1][2]):
+                made[name] = _call(graph, node, op, (*args, mask), name=f"{node.name}_{name}", val=results)
+        for getitem in list(node.users):
+            getitem.update_arg(0, made["weight" if getitem.args[1] else "input"])
+        graph.erase_node(node)
+
+
+def skip_idle_views(graph: fx.Graph) -> None:
+    """Read through views that change nothing: ``detach``, ``alias``, and a transpose of a transpose.
+
+    The modules run without autograd, so that a detached tensor is the tensor; each view less is a call less. What the
+    step returns stays as it is.
+    """
+    for node in graph.nodes:
+        if node.target in (aten.detach.default, aten.alias.default):
+            source = node.args[0]
+        elif node.target is aten.t.default and node.args[0].target is aten.t.default:
+            source = node.args[0].args[0]
+        else:
+            continue
+        node.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
+
+
+def lay_out_at_once(graph: fx.Graph) -> None:
+    """Fill a new tensor as eager PyTorch does, where tracing has a functional copy: that makes one more.
+
+    Autograd lays out so the gradient of a tensor of which a view was written in place.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        empty, source = node.args[:2]
+        val = node.meta["val"]
+        if empty.target is aten.new_empty_strided.default and source.meta["val"].device == val.device:
+            args = source, tuple(val.shape), tuple(val.stride()), val.dtype
+            with graph.inserting_before(node):
+                copy = _call(graph, node, lay_out, args, name=f"{node.name}_laid_out", stands_for=node)
+            node.replace_all_uses_with(copy)
+            graph.erase_node(node)
+
+
+def leave_workspaces(graph: fx.Graph) -> None:
+    """Have layers of an LSTM leave the workspace that their backward reads, where gradients are not enabled too."""
+    for node in graph.find_nodes(op="call_function", target=LAYER):
+        node.target = lstm_layer
+
+
+def gather_copies(graph: fx.Graph) -> None:
+    """Write all buffers in one call: the ``copy_`` at the end of the joint graph become one ``_foreach_copy_``.
+
+    A network with fifty batch norms has 150 of them, each an op to plan and a call to make.
+    """
+    copies = [n for n in graph.find_nodes(op="call_function", target=aten.copy_.default) if _is_plain_copy(n)]
+    for in_backward in (False, True):
+        group = [n for n in copies if ("backward" in n.meta.get("partitioner_tag", "")) == in_backward]
+        if len(group) < 2:
+            continue
+        with graph.inserting_after(group[-1]):
+            together = graph.create_node(
+                "call_function",
+                aten._foreach_copy_.default,
+                ([n.args[0] for n in group], [n.args[1] for n in group]),
+                name=f"{group[0].name}_all",
+            )
+        together.meta = {**group[-1].meta, "val": None}
+        for n in group:
+            graph.erase_node(n)
+
+
+def _is_plain_copy(node: fx.Node) -> bool:
+    """An input overwritten by a tensor of its own type, with nothing reading the result."""
+    target: Any = node.args[0]
+    source: Any = node.args[1]
+    return not node.users and target.op == "placeholder" and target.meta["val"].dtype == source.meta["val"].dtype
+
+
+def _call(
+    graph: fx.Graph,
+    origin: fx.Node,
+    target: Callable[..., torch.Tensor],
+    args: tuple[Any, ...],
+    *,
+    name: str,
+    stands_for: fx.Node | None = None,
+    val: torch.Tensor | tuple[torch.Tensor | None, ...] | None = None,
+) -> fx.Node:
+    """A node with the provenance of another, and the fake result of the one it stands for: views of that share it.
+
+    ``val``: the fake result, where it is known.
+    """
+    node = graph.create_node("call_function", target, args, name=name)
+    node.meta = {key: what for key, what in origin.meta.items() if key not in ("val", "tensor_meta")}
+    if stands_for is not None:
+        val = stands_for.meta["val"]
+    if val is not None:
+        node.meta["val"] = val
+        return node
+    fake_args = fx.node.map_arg(args, lambda n: n.meta["val"])
+    with fake_args[0].fake_mode, torch.no_grad():
+        node.meta["val"] = target(*fake_args)
+    return node

@@ -1,0 +1,5 @@
+"""What a shell calls: ``checkmate``."""
+
+from checkmate.cli.app import main
+
+__all__ = ["main"]

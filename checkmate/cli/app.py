@@ -1,0 +1,389 @@
+"""The command line: ``checkmate`` or ``python -m checkmate``.
+
+Answers go to standard output, as text or with ``--json`` as JSON; progress and errors to standard error. It ends with
+
+    0    done
+    1    refused: nothing fits, or the step or the file is not one that can be planned
+    2    asked wrongly
+    130  Ctrl-C; where a best plan so far was printed, it is a valid one
+
+PyTorch is imported only by the commands that trace a step: ``plan`` and ``max-batch``; ``doctor`` looks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from checkmate.cli.json_output import finite, solution_record, steps_of
+from checkmate.cli.target import UsageError, find_function, maker
+from checkmate.errors import BudgetError, CheckmateError
+from checkmate.statusline import hidden
+from checkmate.units import parse_bytes
+from checkmate.version import __version__
+
+if TYPE_CHECKING:
+    from checkmate.core.problem import Problem
+
+DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
+TIME_LIMIT, BATCH_TIME_LIMIT, GAP = 60.0, 120.0, 1e-4
+
+_TARGET = """\
+TARGET is module:function or file.py:function, found from the current folder.
+The function returns (step, batch): a module or function as checkmate.compile
+takes it, and an example batch for it: a tuple of arguments, a dict of named
+ones, or one tensor. {more}
+"""
+_OF_SIZE = "With --size N it is called with N."
+_OF_ANY_SIZE = "It is called with the size: an integer that may mean anything."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code. Errors are one message on standard error, without traceback unless ``--debug``.
+
+    >>> main(["solve", "no-such-file.json", "--budget", "1 GB"])
+    2
+    """
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as end:  # argparse has said why, or has shown the help
+        return int(end.code or 0)
+    _watch(args)
+    try:
+        with hidden() if args.quiet or args.verbose else nullcontext():
+            code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # whoever reads has enough; what is left must not fail at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return DONE
+    except (UsageError, BudgetError, ValueError, OSError, CheckmateError) as error:
+        if args.debug:
+            raise
+        refused = isinstance(error, CheckmateError) and not isinstance(error, BudgetError)
+        if args.json:
+            _out_json({"error": str(error), "min_budget": getattr(error, "min_budget", None)})
+        return _say(str(error), REFUSED if refused else USAGE)
+
+
+def _say(message: str, code: int) -> int:
+    sys.stderr.write(f"checkmate: {message}\n")
+    return code
+
+
+def _watch(args: argparse.Namespace) -> None:
+    """Log everything on standard error if asked to; otherwise a line shows what goes on, on a terminal."""
+    if args.verbose:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log = logging.getLogger("checkmate")
+        log.setLevel(logging.INFO)
+        log.handlers, log.propagate = [handler], False
+
+
+# ---------------------------------------------------------------------------------------------------------- arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="checkmate", description="Plan training steps within a budget of bytes.", epilog="checkmate COMMAND --help"
+    )
+    parser.add_argument("--version", action="version", version=f"checkmate {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_plan(commands)
+    _add_solve(commands)
+    _add_frontier(commands)
+    _add_max_batch(commands)
+    _command(commands, "methods", _methods, "list the methods with their options")
+    _command(commands, "doctor", _doctor, "versions, device, solver and cache of this installation")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, about: str = ""
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.\n\n{about}".strip(), formatter_class=_Help
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="answer as JSON")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.add_argument("--verbose", action="store_true", help="show all that is logged, on standard error")
+    parser.add_argument("--debug", action="store_true", help="end errors with a traceback")
+    return parser
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Paragraphs as they are written."""
+
+
+def _add_plan(commands: Any) -> None:
+    about = _TARGET.format(more=_OF_SIZE)
+    parser = _command(commands, "plan", _plan, "trace a step and plan it", about)
+    _add_target(parser)
+    parser.add_argument("--size", type=_size, metavar="N", help="call the function with this size")
+    parser.add_argument("--save-problem", metavar="FILE", help="write what was traced, as for checkmate solve")
+    _add_solving(parser)
+
+
+def _add_solve(commands: Any) -> None:
+    parser = _command(commands, "solve", _solve, "plan a step from a problem file (Problem.to_json)")
+    parser.add_argument("problem", metavar="PROBLEM.json")
+    _add_solving(parser)
+
+
+def _add_frontier(commands: Any) -> None:
+    parser = _command(commands, "frontier", _frontier, "cost against peak of a problem file, for many budgets")
+    parser.add_argument("problem", metavar="PROBLEM.json")
+    parser.add_argument("--budget", nargs="+", metavar="BYTES", help="by default from the smallest to keeping all")
+    parser.add_argument("--methods", default="auto", metavar="A,B", help="by default auto")
+    parser.add_argument("--jobs", type=_size, metavar="N", help="processes at a time")
+    _add_limits(parser, TIME_LIMIT)
+
+
+def _add_max_batch(commands: Any) -> None:
+    about = _TARGET.format(more=_OF_ANY_SIZE)
+    parser = _command(commands, "max-batch", _max_batch, "find the largest batch that fits", about)
+    _add_target(parser)
+    parser.add_argument("--budget", required=True, metavar="BYTES", help="such as 8GB or 512MiB")
+    parser.add_argument(
+        "--max-overhead",
+        type=_overhead,
+        default="one-forward",
+        metavar="CAP",
+        help="one-forward (default), none, or a share of the step such as 0.3",
+    )
+    parser.add_argument("--baselines", action="store_true", help="find the largest sizes of other methods, too")
+    parser.add_argument("--measure", action="store_true", help="run the step at the answer and measure its peak")
+    parser.add_argument("--smallest", type=_size, default=1, metavar="N")
+    parser.add_argument("--largest", type=_size, default=2**20, metavar="N")
+    _add_limits(parser, BATCH_TIME_LIMIT, gap=False)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="module:function")
+    costs = parser.add_mutually_exclusive_group()
+    costs.add_argument(
+        "--device", metavar="NAME", help="estimate for a device such as h100; nothing is allocated here or runs"
+    )
+    costs.add_argument("--profile", metavar="OPS.json", help="costs that were measured elsewhere")
+
+
+def _add_solving(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--budget", required=True, metavar="BYTES", help="such as 8GB or 512MiB")
+    parser.add_argument("--method", default="auto", help="see checkmate methods")
+    parser.add_argument("--save-plan", metavar="FILE", help="write the plan, step by step, as JSON")
+    parser.add_argument("--report", metavar="FILE", help="write the plan as one HTML page")
+    _add_limits(parser, TIME_LIMIT)
+
+
+def _add_limits(parser: argparse.ArgumentParser, seconds: float, *, gap: bool = True) -> None:
+    parser.add_argument("--time-limit", type=float, default=seconds, metavar="S", help=f"by default {seconds:g} s")
+    if gap:
+        parser.add_argument("--gap", type=float, default=GAP, help=f"stop at this gap, by default {GAP:g}")
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _overhead(text: str) -> float | str | None:
+    if text in ("none", "one-forward"):
+        return None if text == "none" else text
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither one-forward, none nor a share such as 0.3") from None
+
+
+# ----------------------------------------------------------------------------------------------------------- commands
+
+
+def _plan(args: argparse.Namespace) -> int:
+    _check(args)  # before anything that takes time
+    from checkmate.batch.steps import arguments_of
+    from checkmate.compiler import trace
+
+    profile, make = _profile(args), _target(args)
+    step, batch = make(args.size) if args.size else make()
+    positional, named = arguments_of(batch)
+    try:
+        problem = trace(step, *positional, profile=profile, **named)
+    except (RuntimeError, TypeError) as error:  # plain PyTorch fails as well
+        if args.debug:
+            raise
+        raise CheckmateError(f"The step of {args.target} fails on its batch: {error}") from error
+    if args.save_problem:
+        problem.to_json(args.save_problem)
+    return _answer(args, problem)
+
+
+def _solve(args: argparse.Namespace) -> int:
+    _check(args)
+    return _answer(args, _read(args.problem))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse a budget or a method that is none."""
+    parse_bytes(args.budget)
+    from checkmate.solvers.methods import METHODS
+
+    if args.method not in METHODS:
+        raise UsageError(f"there is no method {args.method!r}; the methods are {', '.join(METHODS)}")
+
+
+def _read(path: str) -> Problem:
+    from checkmate.core.problem import Problem
+
+    try:
+        return Problem.from_json(path)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _answer(args: argparse.Namespace, problem: Problem) -> int:
+    """Solve, and show what was found."""
+    from checkmate.solvers.solve import solve
+
+    limits = {"time_limit": args.time_limit, "gap": args.gap}
+    solution = solve(problem, args.budget, method=args.method, **limits)
+    if args.save_plan and solution.plan is not None:
+        _write_json(args.save_plan, {**solution_record(solution), "steps": steps_of(solution)})
+    if args.report and solution.plan is not None:
+        solution.report(args.report)
+    if args.json:
+        _out_json(solution_record(solution))
+    elif solution.plan is not None:
+        _out(str(solution))
+    if solution.plan is None:
+        return _say(solution.message or solution.status.meaning, REFUSED)
+    return INTERRUPTED if solution.details.get("interrupted") else DONE
+
+
+def _frontier(args: argparse.Namespace) -> int:
+    from checkmate.solvers.frontier import frontier
+
+    methods = [name.strip() for name in args.methods.split(",")]
+    limits = {"time_limit": args.time_limit, "gap": args.gap, "jobs": args.jobs}
+    rows = frontier(_read(args.problem), args.budget, methods=methods, **limits)
+    if args.json:
+        _out_json(rows.records())
+    else:
+        _out(repr(rows))
+    return DONE if any(row.peak is not None for row in rows) else _say("no budget fits any plan", REFUSED)
+
+
+def _max_batch(args: argparse.Namespace) -> int:
+    parse_bytes(args.budget)
+    from checkmate.batch.search import max_batch_size
+
+    profile, make = _profile(args), _target(args)
+    last: dict[int, tuple[Any, Any]] = {}
+
+    def both(size: int) -> tuple[Any, Any]:
+        if size not in last:
+            last.clear()
+            last[size] = make(size)
+        return last[size]
+
+    both(args.smallest)  # what is wrong with the function is said before anything else
+    if not (args.quiet or args.verbose or sys.stderr.isatty()):
+        _say(f"looking for the largest size, for {args.time_limit:g} s at most (--verbose: each size)", DONE)
+    found = max_batch_size(
+        lambda size: both(size)[0],
+        lambda size: both(size)[1],
+        budget=args.budget,
+        max_overhead=args.max_overhead,
+        baselines=args.baselines,
+        measure=args.measure,
+        profile=profile,
+        smallest=args.smallest,
+        largest=args.largest,
+        time_limit=args.time_limit,
+    )
+    if args.json:
+        _out_json(found.summary())
+    else:
+        _out(repr(found))
+    return INTERRUPTED if found.ended == "interrupted" else DONE
+
+
+def _methods(args: argparse.Namespace) -> int:
+    from checkmate.solvers.catalogue import methods
+
+    table = methods()
+    if args.json:
+        _out_json({name: {"summary": m.summary, "source": m.source, "options": m.options} for name, m in table.items()})
+    else:
+        _out(repr(table))
+    return DONE
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from checkmate.cli.doctor import examine
+
+    found = examine()
+    if args.json:
+        _out_json({"ok": not found.wrong, "wrong": found.wrong, **found.facts})
+    else:
+        width = max(map(len, found.facts)) + 2
+        _out("\n".join(f"{name:<{width}}{_shown(fact)}" for name, fact in found.facts.items()))
+    for wrong in found.wrong:
+        _say(wrong, REFUSED)
+    return REFUSED if found.wrong else DONE
+
+
+def _shown(fact: Any) -> str:
+    if isinstance(fact, (list, tuple)):
+        return ", ".join(map(str, fact)) or "none"
+    return "none" if fact is None else str(fact)
+
+
+# --------------------------------------------------------------------------------------------------- target and output
+
+
+def _profile(args: argparse.Namespace) -> str:
+    """Where costs come from, as `checkmate.trace` takes it.
+
+    Raises:
+        UsageError: if there is no such device.
+    """
+    if args.profile:
+        if not args.profile.endswith(".json"):
+            raise UsageError(f"--profile takes a file of measured ops whose name ends in .json, not {args.profile}")
+        return str(args.profile)
+    if not args.device:
+        return "measure"
+    from checkmate.profiling.roofline import DEVICES
+
+    if args.device not in DEVICES:
+        raise UsageError(f"there is no device {args.device!r}; there are {', '.join(DEVICES)}")
+    return f"roofline:{args.device}"
+
+
+def _target(args: argparse.Namespace) -> Callable[..., tuple[Any, Any]]:
+    """The user's function; where costs are estimated, all that it makes is on the meta device."""
+    return maker(args.target, find_function(args.target), on_meta=bool(args.device), debug=args.debug)
+
+
+def _out(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def _out_json(document: Any) -> None:
+    _out(json.dumps(finite(document), indent=2, allow_nan=False))
+
+
+def _write_json(path: str, document: Any) -> None:
+    with open(path, "w") as file:  # noqa: PTH123  # a device such as /dev/stdout will do, too
+        json.dump(finite(document), file, allow_nan=False)

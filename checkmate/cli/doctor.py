@@ -1,0 +1,108 @@
+"""Whether this installation is in order: versions, device, threads, solver, and the folder of files."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkmate.core import files
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Status
+from checkmate.errors import SolverError
+from checkmate.solvers.linear.milp import milp
+from checkmate.units import format_bytes
+from checkmate.version import __version__
+
+NEEDED = ("torch", "numpy", "scipy", "networkx", "highspy", "pulp")
+EXTRAS = ("matplotlib", "pandas")
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was found. ``wrong``: what stands in the way, in words, with the way out."""
+
+    facts: dict[str, Any]
+    wrong: list[str]
+
+
+def examine() -> Examination:
+    """Look at the installation; solve one tiny problem, and write and delete one file.
+
+    >>> examine().facts["solver"]
+    'HiGHS works'
+    """
+    wrong: list[str] = []
+    facts: dict[str, Any] = {"checkmate": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
+    facts["system"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    for name in (*NEEDED, *EXTRAS):
+        facts[name] = _version(name)
+        if facts[name] is None and name in NEEDED:
+            wrong.append(f"{name} is not installed: pip install {name}")
+    facts |= _devices() if facts["torch"] else {}
+    facts["solver"] = _solver(wrong)
+    facts |= _cache(wrong)
+    return Examination(facts, wrong)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> dict[str, Any]:
+    """What PyTorch runs on."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [
+        f"{torch.cuda.get_device_name(i)}, {format_bytes(torch.cuda.get_device_properties(i).total_memory)}"
+        for i in range(count)
+    ]
+    return {"threads": torch.get_num_threads(), "cuda": names}
+
+
+def _solver(wrong: list[str]) -> str:
+    """Solve a problem whose answer is known."""
+    chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    try:
+        answer = milp(chain, 3, time_limit=10.0)
+    except (ImportError, SolverError) as error:
+        wrong.append(f"the solver fails: {error}; pip install --force-reinstall highspy")
+        return "fails"
+    if answer.status is not Status.OPTIMAL or answer.cost != 4.0:
+        wrong.append(f"the solver's answer to a small problem is wrong: {answer!r}")
+        return "answers wrongly"
+    return "HiGHS works"
+
+
+def _cache(wrong: list[str]) -> dict[str, Any]:
+    """Where files are kept, how much there is, and whether they can be written."""
+    folder = files.folder()
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    writable = _can_write(folder)
+    if not writable:
+        wrong.append(
+            f"{folder} cannot be written: set {files.VARIABLE} to a folder that can, or compile with cache=False"
+        )
+    return {
+        "cache": str(folder),
+        "cache size": f"{format_bytes(sum(sizes))} in {len(sizes)} files",
+        "cache writable": "yes" if writable else "no",
+    }
+
+
+def _can_write(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor"):
+            return True
+    except OSError:
+        return False

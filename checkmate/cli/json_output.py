@@ -1,0 +1,55 @@
+"""Answers as plain data, for JSON."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from checkmate.core.plan import Run
+from checkmate.core.solution import Solution
+
+
+def solution_record(solution: Solution) -> dict[str, Any]:
+    """A solution as plain data: bytes, seconds, and what runs again how often."""
+    s = solution
+    again = {} if s.schedule is None else enumerate(s.schedule.recomputed.tolist())
+    return {
+        "status": s.status.label,
+        "method": s.method,
+        "message": s.message,
+        "budget": s.budget,
+        "peak": s.peak,
+        "keep_all_peak": s.problem.keep_all_peak,
+        "cost": s.cost,
+        "bound": s.bound,
+        "gap": s.gap,
+        "overhead": s.overhead if s.plan is not None else None,
+        "seconds": s.seconds,
+        "min_budget": s.details.get("min_budget"),
+        "op": s.details.get("op"),
+        "source": s.problem.profile.source,
+        "runs_again": {s.problem.graph.ops[k].name: times for k, times in again if times},
+    }
+
+
+def steps_of(solution: Solution) -> list[dict[str, str]]:
+    """The plan in order: which op runs, which value is freed."""
+    assert solution.plan is not None
+    graph = solution.problem.graph
+    return [
+        {"run": graph.ops[step.op].name} if isinstance(step, Run) else {"free": graph.values[step.value].name}
+        for step in solution.plan.steps
+    ]
+
+
+def finite(document: Any) -> Any:
+    """The document with null for what is infinite or no number: JSON knows neither.
+
+    >>> finite({"gap": float("inf"), "costs": (1.0, 2)})
+    {'gap': None, 'costs': [1.0, 2]}
+    """
+    if isinstance(document, dict):
+        return {name: finite(value) for name, value in document.items()}
+    if isinstance(document, (list, tuple)):
+        return [finite(value) for value in document]
+    return None if isinstance(document, float) and not math.isfinite(document) else document

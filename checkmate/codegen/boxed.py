@@ -1,0 +1,122 @@
+"""A module's generated code as the function that runs: each op bound once, the inputs taken in a list and let go."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.graph import CodeGen
+
+from checkmate.capture.provenance import is_users, where
+
+aten = torch.ops.aten
+_OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
+
+# Ops that PyTorch's generated Python bindings have under these names: the same ops, read two to five times as fast.
+_BINDINGS = {
+    aten._adaptive_avg_pool2d.default: torch._adaptive_avg_pool2d,
+    aten._foreach_copy_.default: torch._foreach_copy_,
+    aten._log_softmax.default: torch._log_softmax,
+    aten._log_softmax_backward_data.default: torch._log_softmax_backward_data,
+    aten._softmax.default: torch._softmax,
+    aten._softmax_backward_data.default: torch._softmax_backward_data,
+    aten.add.Tensor: torch.add,
+    aten.addmm.default: torch.addmm,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.clone.default: torch.clone,
+    aten.convolution.default: torch.convolution,
+    aten.div.Tensor: torch.div,
+    aten.embedding.default: torch.embedding,
+    aten.expand.default: torch.Tensor.expand,
+    aten.gelu.default: torch._C._nn.gelu,
+    aten.hardtanh.default: torch._C._nn.hardtanh,
+    aten.max_pool2d_with_indices.default: torch._C._nn.max_pool2d_with_indices,
+    aten.mean.dim: torch.mean,
+    aten.mm.default: torch.mm,
+    aten.mul.Tensor: torch.mul,
+    aten.native_layer_norm.default: torch.native_layer_norm,
+    aten.neg.default: torch.neg,
+    aten.permute.default: torch.permute,
+    aten.relu.default: torch.relu,
+    aten.select.int: torch.select,
+    aten.sigmoid.default: torch.sigmoid,
+    aten.silu.default: torch._C._nn.silu,
+    aten.squeeze.dim: torch.squeeze,
+    aten.sub.Tensor: torch.sub,
+    aten.sum.dim_IntList: torch.sum,
+    aten.t.default: torch.t,
+    aten.tanh.default: torch.tanh,
+    aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze,
+    aten.view.default: torch.Tensor.view,
+    aten.where.self: torch.where,
+}
+
+
+class Boxed(CodeGen):
+    """Code that takes one list and clears it: the caller then holds nothing of what the code frees."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *args: Any, **kwargs: Any) -> str:
+        """The head of the generated function."""
+        names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
+        unpack = f"\n    {', '.join(names)}, = inputs" if names else ""
+        return f"def forward(self, inputs){maybe_return_annotation}:{unpack}\n    inputs.clear()"
+
+
+def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The function of a module that takes and clears one list, marked as such for AOTAutograd.
+
+    It runs the module's code, with one change: where that looks up ``torch.ops.aten.mm.default`` at every call, this
+    has the op itself. On small tensors this takes a third to a half off what a call costs.
+    """
+    module.graph.set_codegen(Boxed())
+    code = module.graph.python_code("self")
+    bound: dict[str, Any] = dict(code.globals)
+
+    def bind(match: re.Match[str]) -> str:
+        namespace, name, overload = match.groups()
+        op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        short = f"_{namespace}_{name}_{overload}"
+        bound[short] = _BINDINGS.get(op, op._op)
+        return f"{short}("
+
+    file = f"<checkmate {id(module):x}>"
+    exec(compile(_OP_CALL.sub(bind, code.src), file, "exec"), bound)
+    forward = bound["forward"]
+
+    def run(inputs: list[Any]) -> Any:
+        try:
+            return forward(module, inputs)
+        except Exception as error:
+            _say_where(error, module.graph, file)
+            raise
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _say_where(error: Exception, graph: fx.Graph, file: str) -> None:
+    """Add to the message of an op that fails the line of the user's code that it comes from."""
+    frames = [(t.tb_frame.f_code.co_filename, t.tb_lineno) for t in _frames(error.__traceback__)]
+    at = next((i for i, (name, _) in enumerate(frames) if name == file), None)
+    if at is None or len(error.args) != 1 or not isinstance(error.args[0], str):
+        return
+    nodes = {node.name: node for node in graph.nodes if node.op == "call_function"}
+    made = re.match(r"\s*(\w+)(?::.*?)? = ", graph.python_code("self").src.splitlines()[frames[at][1] - 1])
+    node = nodes.get(made.group(1)) if made else None
+    if node is None:
+        return
+    phase = "backward" if node.meta.get("autograd_backward") else "forward"
+    error.args = (f"{error.args[0]}\n  in {node.target} of the {phase}: {where(node)}",)
+    error.from_kernel = not any(is_users(name) for name, _ in frames[at + 1 :])  # type: ignore[attr-defined]
+
+
+def _frames(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next

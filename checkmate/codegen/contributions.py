@@ -1,0 +1,212 @@
+"""Gradients that a step adds up from several uses, handed over one by one where plain PyTorch adds them so.
+
+A weight that a step uses twice gets two contributions to its gradient, a and b, and the backward of the step hands
+over their sum. That is what plain PyTorch computes, as long as nothing else has come before: floating-point sums depend
+on the order, and to what has come before, c, plain PyTorch adds (c + a) + b where the sum gives c + (a + b). So it is
+where the step is called twice before one backward, or a weight is used after the step as well.
+
+Here tracing is watched to learn which inputs get several contributions. Each such input is passed to the step through a
+node of autograd that leads to it as often as plain PyTorch's graph does (`Fan`). In a backward in which something else
+contributes first (`checkmate.codegen.arrival_order`), the step's backward returns the contributions themselves, and
+that node hands them on in their order. In any other backward it hands on the sum, and takes no memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.autograd.graph import get_gradient_edge
+
+from checkmate.capture.nodes import is_mutating, is_random, is_view, leaf_nodes, storage, tensors
+from checkmate.codegen.arrival_order import verdicts
+from checkmate.codegen.fan_out import UNKNOWN, Shared, Sharing, fan_of_this_call
+
+aten = torch.ops.aten
+Run = Callable[[list[Any]], Any]
+_APART = "apart"  # in the meta data of a backward's output node: how many contributions its gradients have
+
+
+@contextmanager
+def counted_contributions() -> Iterator[list[list[int]]]:
+    """Count, while a step is traced, the contributions to each gradient that `torch.autograd.grad` returns.
+
+    Gives a list that holds, for each call of this thread in the order of their ends, a number for each gradient that is
+    not None.
+    """
+    counts: list[list[int]] = []
+    grad = torch.autograd.grad
+    thread = threading.get_ident()
+
+    @wraps(grad)
+    def counting(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return grad(outputs, inputs, *args, **kwargs)
+        roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        leaves = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        found, handles = _watch(roots, leaves)
+        try:
+            results = grad(outputs, inputs, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        counts.append([n for n, result in zip(found, results, strict=True) if result is not None])
+        return results
+
+    torch.autograd.grad = counting
+    try:
+        yield counts
+    finally:
+        torch.autograd.grad = grad
+
+
+def _watch(roots: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[int], list[Any]]:
+    """Count what reaches each leaf from now on; the second result are handles to end that."""
+    counts = [0] * len(leaves)
+    position = {tuple(get_gradient_edge(leaf)[:2]): i for i, leaf in enumerate(leaves)}
+    handles: list[Any] = []
+    stack: list[Any] = [get_gradient_edge(root).node for root in roots]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        reached = [(j, position[edge]) for j, edge in enumerate(node.next_functions) if edge in position]
+        if reached:
+            handles.append(node.register_hook(_counter(counts, reached)))
+        stack += [following for following, _ in node.next_functions]
+    return counts, handles
+
+
+def _counter(counts: list[int], reached: list[tuple[int, int]]) -> Callable[[Any, Any], None]:
+    def count(given: Any, received: Any) -> None:
+        for j, i in reached:
+            counts[i] += given[j] is not None
+
+    return count
+
+
+def sharing_of(
+    counts: list[int], forward: fx.GraphModule, backward: fx.GraphModule, results: int, names: Sequence[str]
+) -> Sharing:
+    """Which inputs of a step have several contributions, and mark those that can be had one by one in its backward.
+
+    Args:
+        counts: what `counted_contributions` found when the joint graph was traced.
+        forward, backward: the two modules of its plan.
+        results: how many of the forward's outputs belong to the step; the others are saved tensors.
+        names: of the inputs, by position.
+    """
+    output = backward.graph.output_node()
+    gradients: Any = output.args[0]
+    found = [i for i, grad in enumerate(gradients) if isinstance(grad, fx.Node)]
+    if len(counts) != len(found):  # gradients of subclasses of tensors, which are several in the graph
+        return Sharing(together=(UNKNOWN,) if any(count > 1 for count in counts) else ())
+    kept = _written_or_shown(forward, results)
+    apart: list[Shared] = []
+    together: list[Shared] = []
+    for i, count in zip(found, counts, strict=True):
+        position = getattr(getattr(output.meta["desc"][i], "grad_of", None), "idx", None)
+        if count < 2 and not (position in kept and _adds_through_views(gradients[i])):
+            continue
+        if position is None:  # it stands for several inputs that are views of one tensor
+            together.append(UNKNOWN)
+            continue
+        shared = Shared(position, i, count, names[position] if position < len(names) else f"input {position}")
+        fits = position not in kept and terms_of(gradients[i], count) is not None
+        (apart if fits else together).append(shared)
+    output.meta[_APART] = {shared.gradient: shared.count for shared in apart}
+    return Sharing(tuple(apart), tuple(together))
+
+
+def _written_or_shown(forward: fx.GraphModule, results: int) -> set[int]:
+    """Positions of inputs that the step overwrites, or of which it returns a view."""
+    outputs: Any = forward.graph.output_node().args[0]
+    descs: Any = forward.graph.output_node().meta["desc"]
+    found = {getattr(getattr(desc, "mutated_input", None), "idx", None) for desc in descs[:results]}
+    views = [n for n in leaf_nodes(outputs[:results]) if n.op != "placeholder"]
+    shown = {storage(t) for n in views for t in tensors(n.meta.get("val"))}
+    for node in forward.graph.find_nodes(op="placeholder"):
+        if any(storage(t) in shown for t in tensors(node.meta.get("val"))) or any(
+            is_mutating(user) and user.args[0] is node for user in node.users
+        ):
+            found.add(getattr(node.meta.get("desc"), "idx", None))
+    return {position for position in found if position is not None}
+
+
+def _adds_through_views(total: fx.Node) -> bool:
+    """Whether a gradient may be one of a view of the input, where plain PyTorch adds what comes to that view."""
+    while is_view(total):
+        total = total.all_input_nodes[0]
+    return total.target is aten.add.Tensor
+
+
+def terms_of(total: fx.Node, count: int) -> list[fx.Node] | None:
+    """The terms of ``((a + b) + c) + ...``, as autograd adds so many of them; None where this is no such sum."""
+    terms: list[fx.Node] = []
+    for _ in range(count - 1):
+        if total.target is not aten.add.Tensor or total.kwargs or len(total.args) != 2:
+            return None
+        total, term = total.args  # type: ignore[assignment]
+        if not (isinstance(total, fx.Node) and isinstance(term, fx.Node)):
+            return None
+        terms.append(term)
+    return [total, *reversed(terms)]
+
+
+def with_contributions(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> Run:
+    """The function of a module, which for a backward returns contributions one by one where they are asked for."""
+    counts: dict[int, int] = module.graph.output_node().meta.get(_APART, {})
+    whole = lower(module)
+    if not counts:
+        return whole
+    gradients = tuple(counts)
+
+    @cache
+    def variant(wanted: tuple[int, ...]) -> tuple[Run, int]:
+        return lower(handing_over(module, wanted)), len(module.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def run(inputs: list[Any]) -> Any:
+        fan = fan_of_this_call()
+        wanted = tuple(gradients[slot] for slot in verdicts(fan)) if fan is not None else ()
+        if not wanted:
+            return whole(inputs)
+        function, length = variant(wanted)
+        results = [*function(inputs)]
+        rest = iter(results[length:])
+        for i in wanted:
+            terms = [results[i], *(next(rest) for _ in range(counts[i] - 1))]
+            results[i] = next((term for term in terms if term is not None), None)
+            fan.terms[gradients.index(i)] = terms
+        return results[:length]
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def handing_over(module: fx.GraphModule, gradients: Sequence[int]) -> fx.GraphModule:
+    """A backward that returns, for some of its results, the first term of the sum there, and the others at the end."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op != "output":
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    output = module.graph.output_node()
+    results: Any = list(output.args[0])  # type: ignore[arg-type]
+    rest: list[fx.Node] = []
+    for i in gradients:
+        terms = terms_of(results[i], output.meta[_APART][i])
+        assert terms is not None
+        results[i] = terms[0]
+        rest += terms[1:]
+    handed = tuple(copies[n] if isinstance(n, fx.Node) else n for n in (*results, *rest))
+    graph.output(handed).meta = output.meta
+    graph.eliminate_dead_code(lambda n: n.is_impure() or is_random(n) or is_mutating(n))
+    graph.lint()
+    return fx.GraphModule(module, graph)

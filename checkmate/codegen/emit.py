@@ -1,0 +1,196 @@
+"""A plan as two `torch.fx` modules, forward and backward, that run, repeat and free what the plan says.
+
+The generated code is plain Python: an op that runs again stands there again, as ``<name>_again<i>``, and a name is
+cleared after its last use, which is where the plan frees its value. Views cost nothing and are made anew from each copy
+of the value they show.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx as fx
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput
+from torch._functorch.partitioners import (
+    _is_backward_state,
+    _is_bwd_seed_offset,
+    _is_fwd_seed_offset,
+    _is_primal,
+    _is_tangent,
+    is_sym_node,
+)
+
+from checkmate.capture import random_draws as randomness
+from checkmate.capture.joint import Joint
+from checkmate.codegen.boxed import Boxed
+from checkmate.core.plan import Plan, Run, Step
+from checkmate.errors import SolverError
+
+AGAIN = "_again"  # in a node's name: an op that runs another time
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The step as it runs: ``forward(inputs) -> results + saved tensors``, ``backward(saved + tangents) -> gradients``.
+
+    Both take one list, which they clear, so that what it held can be freed. ``saved``: names of the saved tensors.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    saved: tuple[str, ...]
+
+    @property
+    def again(self) -> tuple[str, ...]:
+        """Names of the nodes that run an op another time, in order."""
+        nodes = (node for module in (self.forward, self.backward) for node in module.graph.nodes)
+        return tuple(node.name for node in nodes if AGAIN in node.name)
+
+
+def emit(joint: Joint, plan: Plan) -> Modules:
+    """Write the modules of a plan."""
+    before, after = plan.steps[: plan.boundary], plan.steps[plan.boundary :]
+    needed = _saved(joint, after)
+    saved = sorted((n for n in needed if not is_sym_node(n)), key=_is_unchecked)  # AOTAutograd wants the unchecked last
+    numbers = [n for n in needed if is_sym_node(n)]  # and numbers after them
+    kinds = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
+    descs = [kinds[_is_unchecked(node)](i) for i, node in enumerate([*saved, *numbers])]
+    inputs = _placeholders(joint, _is_primal, _is_fwd_seed_offset)
+    tangents = _placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state)
+    times: Counter[fx.Node] = Counter()
+    forward = _Writer(joint, inputs, times).write(
+        before, [*joint.forward_outputs, *saved, *numbers], [*joint.forward_descs, *descs]
+    )
+    backward = _Writer(joint, [*numbers, *saved, *tangents], times).write(
+        after, joint.backward_outputs, joint.backward_descs
+    )
+    _draw_once(forward)
+    for node in backward.graph.nodes:
+        if node.op in ("call_function", "get_attr"):
+            node.meta["autograd_backward"] = True
+    return Modules(forward, backward, tuple(node.name for node in saved))
+
+
+def _draw_once(forward: fx.GraphModule) -> None:
+    """Save no random state for a mask that the plan draws once, right away, from a tensor that is read again later.
+
+    To save it and to read it back costs as much as a small op, at each dropout. The bytes stay as they are in the plan.
+    """
+    states = forward.graph.find_nodes(op="call_function", target=randomness.save_state)
+    for state in states:
+        x, drawn = state.args[0], state.next
+        if list(state.users) == [drawn] and any(user > drawn for user in x.users):
+            state.target = randomness.hold_place
+            drawn.target, drawn.args = randomness.draw_once, (state, x, drawn.args[2])
+    if states:
+        forward.recompile()
+
+
+def _placeholders(joint: Joint, *kinds: Any) -> list[fx.Node]:
+    return [node for is_kind in kinds for node in joint.placeholders if is_kind(node)]
+
+
+def _is_unchecked(node: fx.Node) -> bool:
+    return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
+
+
+def _saved(joint: Joint, steps: Iterable[Step]) -> list[fx.Node]:
+    """What crosses from the forward to the backward: what the backward reads without having made it."""
+    made = set(_placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state))
+    saved: dict[fx.Node, None] = {}
+
+    def read(nodes: Iterable[fx.Node]) -> None:
+        saved.update(dict.fromkeys(root for n in nodes for root in _roots(joint, n) if root not in made))
+
+    for step in steps:
+        if isinstance(step, Run) and (node := joint.nodes[step.op]) is not None:
+            read(node.all_input_nodes)
+            made.update(face for v in joint.graph.ops[step.op].outputs for face in joint.faces[v])
+    read(n for n in joint.backward_outputs if isinstance(n, fx.Node))
+    return list(saved)
+
+
+def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
+    """What a node is a view of: placeholders, numbers, outputs of ops; itself if it is one. Constants have none."""
+    if is_sym_node(node) or node.op == "placeholder" or any(node in joint.faces[v] for v in joint.value_of[node]):
+        return [] if node.op == "get_attr" else [node]
+    return [root for a in node.all_input_nodes for root in _roots(joint, a)]
+
+
+class _Writer:
+    """Writes one module. ``env``: for each node of the joint graph at hand, its copy here."""
+
+    def __init__(self, joint: Joint, inputs: Sequence[fx.Node], times: Counter[fx.Node]) -> None:
+        self.joint = joint
+        self.times = times  # how often each op was written, in both modules together
+        self.copies: Counter[fx.Node] = Counter()  # how often each other node was written in this one
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.handed_over: dict[fx.Node, fx.Node] = {}  # gradients that autograd copies: free in the plan, yet returned
+        self.ops = {node for node in joint.nodes if node is not None}
+        self.views: dict[int, list[fx.Node]] = {}  # for each value, the views of it in env
+        for node in inputs:
+            self.env[node] = self.graph.placeholder(node.name)
+            self.env[node].meta = dict(node.meta)
+
+    def write(self, steps: Iterable[Step], outputs: Sequence[Any], descs: Sequence[Any]) -> fx.GraphModule:
+        for step in steps:
+            if isinstance(step, Run):
+                self._run(step.op)
+            else:
+                self._forget(step.value)
+        results = tuple(self.handed_over.get(n) or self._at_hand(n) if isinstance(n, fx.Node) else n for n in outputs)
+        self.graph.output(results).meta["desc"] = list(descs)
+        for node in reversed(self.graph.nodes):
+            if node.target is operator.getitem and not node.users:
+                self.graph.erase_node(node)
+        self.graph.lint()
+        self.graph.set_codegen(Boxed())
+        return fx.GraphModule(self.joint.module, self.graph)
+
+    def _run(self, op: int) -> None:
+        node, outputs = self.joint.nodes[op], self.joint.graph.ops[op].outputs
+        if node is None:
+            inputs = set(self.joint.graph.ops[op].inputs)
+            grads = [n for n in self.joint.backward_outputs if isinstance(n, fx.Node)]
+            self.handed_over |= {n: self._at_hand(n) for n in grads if inputs.intersection(self.joint.value_of[n])}
+            return
+        n = self.times[node]
+        self.times[node] += 1
+        copy = self._copy(node, f"{node.name}{AGAIN}{n}" if n else node.name)
+        if n:
+            copy.target = randomness.AGAIN.get(copy.target, copy.target)
+        faces = [face for v in outputs for face in self.joint.faces[v]]
+        if node in faces:
+            self.env.setdefault(node, copy)  # what is still at hand stays, as in the plan
+        else:
+            self.env[node] = copy
+            for face in faces:
+                self._at_hand(face)
+            del self.env[node]
+
+    def _forget(self, value: int) -> None:
+        for node in (*self.joint.faces[value], *self.views.pop(value, ())):
+            self.env.pop(node, None)
+
+    def _at_hand(self, node: fx.Node) -> fx.Node:
+        """The copy of a node that is at hand; a view, a getitem or a constant is written where it is first needed."""
+        if node not in self.env:
+            if node in self.ops or node.op == "placeholder":
+                raise SolverError(f"The plan reads {node.name} where it is not at hand.")
+            n = self.copies[node]
+            self.copies[node] += 1
+            self.env[node] = self._copy(node, f"{node.name}_copy{n}" if n else node.name)
+            for v in self.joint.value_of[node]:
+                self.views.setdefault(v, []).append(node)
+        return self.env[node]
+
+    def _copy(self, node: fx.Node, name: str) -> fx.Node:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._at_hand)
+        copy = self.graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+        copy.meta = dict(node.meta)
+        return copy

@@ -1,0 +1,131 @@
+"""The backward of a step where some of its results have no gradient.
+
+A step may return more than is differentiated: ``loss, logits``. Plain PyTorch then leaves out what only the logits
+need. AOTAutograd hands in zeros instead, which are not the same: a parameter that only they reach gets a gradient of
+zeros in place of none, zero times infinity is not a number, and minus zero plus zero is plus zero. Here autograd is
+told to hand in None, and the backward runs without the ops that depend on nothing else, in no more memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, wraps
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._functorch.partitioners import _is_tangent
+from torch.utils._pytree import tree_leaves
+
+from checkmate.capture.nodes import is_mutating, is_random
+
+aten = torch.ops.aten
+_DEPTH = 3  # views between a result and what the compiled function returned
+
+
+def with_undefined(
+    module: fx.GraphModule, boxed: Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
+) -> Callable[[list[Any]], Any]:
+    """The function of a module, of which gradients that are handed in may be None."""
+    whole = boxed(module)
+    names = [node for node in module.graph.nodes if node.op == "placeholder"]
+    tangents = [i for i, node in enumerate(names) if _is_tangent(node)]
+    if not tangents:
+        return whole
+
+    @cache
+    def without_some(missing: tuple[int, ...]) -> Callable[[list[Any]], Any]:
+        return boxed(without(module, [names[i].name for i in missing]))
+
+    def run(inputs: list[Any]) -> Any:
+        missing = tuple(i for i in tangents if inputs[i] is None)
+        return without_some(missing)(inputs) if missing else whole(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def keep_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Have autograd hand None to a compiled function's backward where a result has no gradient, and not zeros."""
+    own: set[type] = set()  # of the nodes of its calls: each compiled function has a type of its own
+
+    @wraps(run)
+    def keeping(*args: Any) -> Any:
+        results = run(*args)
+        direct = _functions(results)
+        if not own or not all(f is None or type(f) in own for f in direct):  # the first call, or views of results
+            direct = set(compiled_functions(results, args))
+            own.update(map(type, direct))
+        for function in direct:
+            if function is not None:
+                function.set_materialize_grads(False)
+        return results
+
+    return keeping
+
+
+def _functions(results: Any) -> set[Any]:
+    leaves = results if isinstance(results, (list, tuple)) else tree_leaves(results)
+    return {t.grad_fn for t in leaves if isinstance(t, torch.Tensor)}
+
+
+def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
+    """The autograd node of a compiled call, from its results and what it was called with."""
+    front = _functions(results)
+    given = {id(arg.grad_fn) for arg in args if isinstance(arg, torch.Tensor)}
+    for _ in range(_DEPTH):
+        front = {f for f in front if f is not None and id(f) not in given}
+        yield from filter(is_compiled, front)
+        front = {following for f in front for following, _ in f.next_functions}
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether this is the autograd node of a compiled call."""
+    return hasattr(getattr(function, "_forward_cls", None), "_aot_id")
+
+
+def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
+    """A backward as autograd runs it where the gradients in these placeholders are not defined.
+
+    What depends on none but undefined ones is undefined; a sum with one is its other term; any other op that reads both
+    kinds reads zeros, as autograd's own do.
+    """
+    names = set(missing)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}  # of the nodes that are defined
+    depends: set[fx.Node] = set()  # on a gradient that is handed in
+    for node in module.graph.nodes:
+        given = [n for n in node.all_input_nodes if n in depends]
+        if given or _is_tangent(node):
+            depends.add(node)
+        if node.op == "placeholder":
+            copy = graph.node_copy(node)
+            if node.name not in names:
+                copies[node] = copy
+        elif node.op == "output":
+            graph.output(tuple(copies.get(n) if isinstance(n, fx.Node) else n for n in node.args[0])).meta = node.meta
+        elif given and not any(n in copies for n in given):
+            continue
+        elif (term := _only_term(node, copies)) is not None:
+            copies[node] = copies[term]
+        else:
+            copies[node] = graph.node_copy(node, lambda n: copies[n] if n in copies else _zeros(graph, n))
+    graph.eliminate_dead_code(lambda n: n.is_impure() or is_random(n) or is_mutating(n))
+    graph.lint()
+    return fx.GraphModule(module, graph)
+
+
+def _only_term(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node | None:
+    """What is left of a sum of two gradients, one of which is undefined."""
+    terms = node.all_input_nodes
+    defined = [n for n in terms if n in copies]
+    if node.target is not aten.add.Tensor or node.kwargs or (len(terms), len(defined)) != (2, 1):
+        return None
+    term, total = defined[0].meta["val"], node.meta["val"]
+    return defined[0] if (term.shape, term.dtype) == (total.shape, total.dtype) else None
+
+
+def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    val = like.meta["val"]
+    kind = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
+    return graph.call_function(aten.full.default, (list(val.shape), 0), kind)

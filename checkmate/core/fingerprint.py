@@ -1,0 +1,43 @@
+"""What two problems have in common, as hashes: the graph, the bytes, the seconds."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from checkmate.core.problem import Problem
+
+_known: WeakKeyDictionary[Problem, Fingerprints] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """SHA-256 of the parts of a problem, in hexadecimal."""
+
+    structure: str  # the ops and what they read and make; not their names
+    sizes: str  # bytes of each value and workspace of each op; what is resident is not among them
+    costs: str  # seconds of each op
+
+
+def fingerprints(problem: Problem) -> Fingerprints:
+    """The hashes of a problem.
+
+    >>> small = Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[4, 4])
+    >>> large = Problem.from_dag([[], [0]], seconds=[2, 2], sizes=[8, 8])
+    >>> fingerprints(small).structure == fingerprints(large).structure
+    True
+    >>> fingerprints(small).sizes == fingerprints(large).sizes
+    False
+    """
+    if problem not in _known:
+        graph = problem.graph
+        ops = [(op.target, op.inputs, op.outputs, op.pinned is not None, op.phase) for op in graph.ops]
+        structure = ops, [value.producer for value in graph.values], graph.outputs
+        sizes = problem.sizes.tolist(), problem.workspace.tolist()
+        _known[problem] = Fingerprints(_hash(structure), _hash(sizes), _hash(problem.seconds.tolist()))
+    return _known[problem]
+
+
+def _hash(what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()

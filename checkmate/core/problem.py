@@ -1,0 +1,282 @@
+"""The whole input of any solver as plain data: a graph, what its ops cost, and JSON to carry both anywhere."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import operator
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from checkmate.core.graph import MAX_BYTES, Graph, Op, Value
+from checkmate.errors import InvalidProblem
+
+if TYPE_CHECKING:
+    from checkmate.core.plan import Plan
+    from checkmate.solvers.search.min_budget import MinBudget
+
+FORMAT = "checkmate-problem"
+VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """What each op costs, measured or estimated.
+
+    Raises:
+        InvalidProblem: if the costs are no numbers, or bytes are no whole numbers.
+    """
+
+    seconds: np.ndarray  # (T,) float64, one execution of each op
+    workspace_bytes: np.ndarray  # (T,) int64, needed while the op runs, beyond its inputs and outputs
+    resident_bytes: int = 0  # there before the step begins and until its end: parameters, buffers, inputs
+    source: str = "given"  # where the numbers come from, e.g. "measured on cpu, 2 threads; 3 ops estimated"
+    estimated: tuple[int, ...] = ()  # the ops whose costs are no measurements
+
+    def __post_init__(self) -> None:
+        try:
+            seconds = np.asarray(self.seconds, dtype=np.float64)
+            workspace = np.asarray(self.workspace_bytes, dtype=np.float64)
+            resident = operator.index(self.resident_bytes)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidProblem(f"The profile has costs that are not numbers: {error}.") from None
+        bad = np.flatnonzero((workspace != np.rint(workspace)) | (np.abs(workspace) > MAX_BYTES))
+        if bad.size:
+            raise InvalidProblem(f"Op {bad[0]} needs {workspace[bad[0]]} workspace bytes; a size is a whole number.")
+        object.__setattr__(self, "seconds", seconds)
+        object.__setattr__(self, "workspace_bytes", workspace.astype(np.int64))
+        object.__setattr__(self, "resident_bytes", resident)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Problem:
+    """What to schedule: the input of every solver.
+
+    Raises:
+        InvalidProblem: if the profile does not fit the graph, or a cost is negative or not finite.
+
+    >>> problem = Problem.from_dag(deps=[[], [0], [0, 1]], seconds=[1, 1, 1], sizes=[4, 4, 4])
+    >>> problem.keep_all_peak
+    12
+    """
+
+    graph: Graph
+    profile: Profile
+    emit: Callable[[Plan], Any] | None = field(default=None, repr=False)  # writes fx modules; None: not from PyTorch
+
+    def __post_init__(self) -> None:
+        ops = self.graph.ops
+        for name, costs in (("seconds", self.seconds), ("workspace bytes", self.workspace)):
+            if costs.shape != (len(ops),):
+                raise InvalidProblem(f"The profile has {costs.size} {name} for {len(ops)} ops.")
+            bad = np.flatnonzero(~np.isfinite(costs) | (costs < 0) | (costs > MAX_BYTES))
+            if bad.size:
+                op, cost = ops[bad[0]], costs[bad[0]]
+                raise InvalidProblem(f"Op {op.name!r} costs {cost} {name}; a cost is finite and >= 0.")
+        if not all(type(k) is int and 0 <= k < len(ops) for k in self.profile.estimated):
+            raise InvalidProblem(f"The profile marks ops as estimated that are not there: {self.profile.estimated}.")
+        if not 0 <= self.resident <= MAX_BYTES:
+            raise InvalidProblem(f"{self.resident} resident bytes; they are between 0 and 2**53.")
+
+    @classmethod
+    def from_dag(
+        cls,
+        deps: Sequence[Sequence[int]],
+        seconds: Sequence[float],
+        sizes: Sequence[int],
+        outputs: Sequence[int] | None = None,
+        workspace: Sequence[int] | None = None,
+        resident_bytes: int = 0,
+        forward: int | None = None,
+    ) -> Problem:
+        """A problem from plain lists, one value per op, for experiments without PyTorch.
+
+        Args:
+            deps: for each op, the earlier ops whose values it reads.
+            seconds: for each op, the time of one execution.
+            sizes: for each op, the bytes of its value.
+            outputs: ops whose values are results of the step; by default those that no op reads.
+            workspace: for each op, bytes needed only while it runs; by default none.
+            resident_bytes: bytes there all the time.
+            forward: how many of the ops, the first ones, are of the forward; by default all.
+
+        Raises:
+            InvalidProblem: naming the op with a bad dependency, cost or size.
+
+        >>> Problem.from_dag([[], [0]], seconds=[1.0, 2.0], sizes=[10, 20]).graph.outputs
+        (1,)
+        """
+        n = len(deps)
+        workspace = [0] * n if workspace is None else workspace
+        forward = n if forward is None else forward
+        for name, given in (("seconds", seconds), ("sizes", sizes), ("workspace", workspace)):
+            if len(given) != n:
+                raise InvalidProblem(f"{n} ops have dependencies, but there are {len(given)} {name}.")
+        inputs = [tuple(sorted({_index(d, n, f"deps[{k}]") for d in ds})) for k, ds in enumerate(deps)]
+        if outputs is None:
+            read = {d for ds in inputs for d in ds}
+            outputs = [k for k in range(n) if k not in read]
+        graph = Graph(
+            ops=tuple(Op(f"op{k}", "op", inputs[k], (k,), "forward" if k < forward else "backward") for k in range(n)),
+            values=tuple(Value(f"v{k}", _size(sizes[k], k), k) for k in range(n)),
+            outputs=tuple(_index(k, n, "outputs") for k in outputs),
+        )
+        return cls(graph, Profile(seconds, workspace, resident_bytes))  # type: ignore[arg-type]  # it makes arrays of them
+
+    def __repr__(self) -> str:
+        graph = self.graph
+        return (
+            f"Problem({len(graph.ops)} ops, {len(graph.values)} values, keep_all_peak={self.keep_all_peak}, "
+            f"keep_all_cost={self.keep_all_cost:g}, {self.profile.source})"
+        )
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """(T,) float64: the time of one execution of each op (C in the paper)."""
+        return self.profile.seconds
+
+    @property
+    def workspace(self) -> np.ndarray:
+        """(T,) int64: bytes each op needs while it runs, beyond inputs and outputs."""
+        return self.profile.workspace_bytes
+
+    @property
+    def resident(self) -> int:
+        """Bytes that are there all the time."""
+        return self.profile.resident_bytes
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """(V,) int64: bytes of each value; 0 for values that no op makes (they count as resident; M in the paper)."""
+        return np.array([0 if v.producer is None else v.size_bytes for v in self.graph.values], dtype=np.int64)
+
+    @cached_property
+    def keep_all_cost(self) -> float:
+        """Seconds of a step that runs each op once."""
+        return float(self.seconds.sum())
+
+    @cached_property
+    def live_bytes(self) -> np.ndarray:
+        """(T,) int64: bytes at hand while each op runs, if each runs once and values go after their last use."""
+        last = [max((*users, self.graph.values[v].producer or 0)) for v, users in enumerate(self.graph.users)]
+        for v in self.graph.outputs:
+            last[v] = len(self.graph.ops)
+        dying: list[int] = [0] * (len(self.graph.ops) + 1)
+        for v, end in enumerate(last):
+            dying[end] += int(self.sizes[v])
+        live, at = self.resident, []
+        for k, op in enumerate(self.graph.ops):
+            live += int(self.sizes[list(op.outputs)].sum())
+            at.append(live + int(self.workspace[k]))
+            live -= dying[k]
+        return np.array(at, dtype=np.int64)
+
+    @cached_property
+    def keep_all_peak(self) -> int:
+        """Bytes that a step needs in which nothing runs twice."""
+        return int(self.live_bytes.max())
+
+    @cached_property
+    def unavoidable_bytes(self) -> np.ndarray:
+        """(T,) int64: bytes that every schedule has at hand while each op runs for the first time.
+
+        Its inputs, outputs and workspace, the results of the step made so far, and the values that only a pinned op
+        makes and a later op still reads. No budget below the largest of these can be met.
+        """
+        graph = self.graph
+        results, bytes_at = set(graph.outputs), []
+        held: set[int] = set()  # made earlier, and here in every schedule
+        for k, op in enumerate(graph.ops):
+            held = {v for v in held if v in results or graph.users[v][-1] >= k}
+            here = held.union(op.inputs, op.outputs)
+            bytes_at.append(self.resident + int(self.sizes[list(here)].sum()) + int(self.workspace[k]))
+            held.update(v for v in op.outputs if v in results or (op.pinned and graph.users[v]))
+        return np.array(bytes_at, dtype=np.int64)
+
+    def min_budget(self, *, time_limit: float = 10.0) -> MinBudget:
+        """The smallest peak in bytes that a known plan reaches, and what no schedule at all stays below.
+
+        Args:
+            time_limit: seconds, most of which are needed only where the two ends do not meet.
+
+        >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+        >>> chain.min_budget().peak, chain.min_budget().bound
+        (3, 3)
+        """
+        from checkmate.solvers.solve import min_budget
+
+        return min_budget(self, time_limit=time_limit)
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write everything a solver needs to a JSON file, compressed where the name ends in ``.gz``."""
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "ops": [asdict(op) for op in self.graph.ops],
+            "values": [asdict(value) for value in self.graph.values],
+            "outputs": self.graph.outputs,
+            "seconds": self.seconds.tolist(),
+            "workspace_bytes": self.workspace.tolist(),
+            "resident_bytes": self.resident,
+            "source": self.profile.source,
+            "estimated": self.profile.estimated,
+        }
+        text = json.dumps(document, allow_nan=False).encode()
+        path = Path(path)
+        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> Problem:
+        """Read what `to_json` wrote. Nothing in the file can run.
+
+        Raises:
+            InvalidProblem: if the file is not such a file, or describes no valid problem.
+            OSError: if it cannot be read.
+        """
+        path = Path(path)
+        raw = path.read_bytes()
+        try:
+            document = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
+        except (ValueError, OSError, EOFError, zlib.error, RecursionError) as error:
+            raise InvalidProblem(f"{path} is not JSON: {error}") from None
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise InvalidProblem(f"{path} is not a problem file: its 'format' is not {FORMAT!r}.")
+        if document.get("version") != VERSION:
+            raise InvalidProblem(f"{path} has version {document.get('version')!r}; this checkmate reads {VERSION}.")
+        try:
+            graph = Graph(
+                ops=tuple(
+                    Op(**{**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])})
+                    for op in document["ops"]
+                ),
+                values=tuple(Value(**value) for value in document["values"]),
+                outputs=tuple(document["outputs"]),
+            )
+            costs = {name: document[name] for name in ("seconds", "workspace_bytes", "resident_bytes", "source")}
+            return cls(graph, Profile(**costs, estimated=tuple(document.get("estimated", ()))))  # older files lack it
+        except KeyError as error:
+            raise InvalidProblem(f"{path} describes no valid problem: {error} is missing") from None
+        except (TypeError, ValueError) as error:
+            raise InvalidProblem(f"{path} describes no valid problem: {error}") from None
+
+
+def _index(k: Any, n: int, where: str) -> int:
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 0 <= k < n:
+        raise InvalidProblem(f"{where} names {k!r}, but the ops are 0 to {n - 1}.")
+    return int(k)
+
+
+def _size(size: Any, k: int) -> int:
+    try:
+        if size == int(size):
+            return int(size)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise InvalidProblem(f"sizes[{k}] is {size!r}; a size is a whole number of bytes.")

@@ -1,0 +1,142 @@
+"""R and S, the rules they obey, their cost and their memory, straight from the equations.
+
+Rows are stages: stage t ends with the first execution of op t, and before that may run any earlier op again, in order.
+``R[t, k]``: op k runs in stage t. ``S[t, v]``: value v, made in an earlier stage, is at hand when stage t begins.
+Equation numbers are those of Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
+MLSys 2020. We differ from the paper in that S is of values and not of ops, and in that a result of the step is held
+from its first execution on; if its op runs again, the second copy of the result is dropped when the op is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import scipy.sparse as sp
+
+from checkmate.core.graph import Graph
+from checkmate.core.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """What runs and what is kept in each stage.
+
+    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 1, 1, 1], sizes=[1, 1, 1, 1])
+    >>> R = np.eye(4, dtype=bool)
+    >>> R[3, 0] = True  # run op 0 again just before op 3
+    >>> again = Schedule.from_runs(problem.graph, R)
+    >>> again.violations(problem, budget=3), again.cost(problem)
+    ([], 5.0)
+    """
+
+    R: np.ndarray  # (T, T) bool
+    S: np.ndarray  # (T, V) bool
+
+    @classmethod
+    def from_runs(cls, graph: Graph, R: np.ndarray) -> Schedule:
+        """The schedule that runs R and keeps no more than R needs.
+
+        S[t, v] = 1 where v was made earlier and, before its producer runs again, a user of v runs in stage t or later;
+        and for every result of the step once it is made.
+        """
+        R = np.asarray(R, dtype=bool)
+        reads, made_by = _reads(graph), _producers(graph)
+        made = made_by >= 0
+        used = (sp.csr_array(R, dtype=np.float32) @ reads).toarray() > 0  # (T, V): some user of v runs in stage t
+        remade = R[:, made_by] & made  # (T, V): the producer of v runs in stage t
+        older = np.arange(len(graph.ops))[:, None] > made_by  # (T, V): v was made in a stage before t
+        S = np.zeros_like(used)
+        needed = np.zeros(len(graph.values), dtype=bool)
+        for t in reversed(range(len(graph.ops))):
+            needed = (needed | used[t]) & ~remade[t] & made
+            S[t] = needed
+        outputs = list(graph.outputs)
+        S[:, outputs] = older[:, outputs] & made[outputs]
+        return cls(R, S)
+
+    def cost(self, problem: Problem) -> float:
+        """Seconds of the whole step, Eq. (1a): Σ_t Σ_k C_k R[t, k]."""
+        return float(self.R.sum(axis=0) @ problem.seconds)
+
+    def memory(self, problem: Problem) -> np.ndarray:
+        """(T, T) int64: U[t, k], bytes at hand while op k runs in stage t, or would, Eqs. (2)-(5); 0 for k > t.
+
+        U[t, k+1] = U[t, k] - freed_t(k) + R[t, k+1] Σ_{v in out(k+1)} M_v, with FREE[t, v, k] = 1 where op k is the
+        last to touch v in stage t and v is not kept for stage t+1. Workspace is added where the op runs.
+        """
+        graph, sizes = problem.graph, problem.sizes
+        T, results = len(graph.ops), set(graph.outputs)
+        U = np.zeros((T, T), dtype=np.int64)
+        for t in range(T):
+            kept = self.S[t + 1] if t + 1 < T else np.isin(np.arange(len(graph.values)), graph.outputs)
+            live = problem.resident + int(sizes @ self.S[t])
+            for k in range(t + 1):
+                op = graph.ops[k]
+                if not self.R[t, k]:
+                    U[t, k] = live
+                    continue
+                new = sum(int(sizes[v]) for v in op.outputs if not (v in results and t > k))
+                second_copies = sum(int(sizes[v]) for v in op.outputs if v in results and t > k)
+                U[t, k] = live + new + second_copies + int(problem.workspace[k])
+                live += new
+                for v in {*op.inputs, *op.outputs}:
+                    used_later = any(self.R[t, j] for j in graph.users[v] if k < j <= t)
+                    if not kept[v] and not used_later and graph.values[v].producer is not None:
+                        live -= int(sizes[v])
+        return U
+
+    def peak(self, problem: Problem) -> int:
+        """Bytes reached, by the equations: the largest U."""
+        return int(self.memory(problem).max())
+
+    def violations(self, problem: Problem, budget: int | None = None) -> list[str]:
+        """Each equation that does not hold: its name, where, and by how much. Empty when all do."""
+        graph, R, S = problem.graph, self.R, self.S
+        T, V = len(graph.ops), len(graph.values)
+        if R.shape != (T, T) or S.shape != (T, V):
+            return [f"R and S have shapes {R.shape} and {S.shape}, not {(T, T)} and {(T, V)}"]
+        absent = np.flatnonzero(~R.diagonal())
+        found = [f"(8a) R[{t}, {t}] = 0: {graph.ops[t].name} does not run in its own stage" for t in absent]
+        found += [f"(8c) R[{t}, {k}] = 1 though {k} > {t}" for t, k in np.argwhere(np.triu(R, 1))]
+        for k, op in enumerate(graph.ops):
+            if op.pinned and R[:, k].sum() > 1:
+                found.append(f"pinned: {op.name} runs {R[:, k].sum()} times though it {op.pinned}")
+        for t, k in np.argwhere(np.tril(R)):
+            for v in graph.ops[k].inputs:
+                value = graph.values[v]
+                if value.producer is not None and not (R[t, value.producer] or S[t, v]):
+                    found.append(f"(1b) R[{t}, {k}] = 1 but {value.name} is neither kept nor made in stage {t}")
+        for t, v in np.argwhere(S):
+            p = graph.values[v].producer
+            if p is None or p >= t:
+                found.append(f"(8b) S[{t}, {v}] = 1 but {graph.values[v].name} is not made before stage {t}")
+            elif not (R[t - 1, p] or S[t - 1, v]):
+                found.append(f"(1c) S[{t}, {v}] = 1 but {graph.values[v].name} is not at hand in stage {t - 1}")
+        for v in graph.outputs:
+            p = graph.values[v].producer
+            if p is not None and not S[p + 1 :, v].all():
+                found.append(f"output: {graph.values[v].name} is a result of the step but is not kept to its end")
+        if budget is not None and not found:
+            U = self.memory(problem)
+            for t, k in np.argwhere(U > budget):
+                found.append(f"(9) U[{t}, {k}] = {U[t, k]} exceeds the budget of {budget} by {U[t, k] - budget}")
+        return found
+
+    @cached_property
+    def recomputed(self) -> np.ndarray:
+        """(T,) int: how often each op runs beyond its first time."""
+        return self.R.sum(axis=0) - 1
+
+
+def _reads(graph: Graph) -> sp.csr_array:
+    """(T, V) float32, sparse: 1 where op reads value."""
+    k = [k for k, op in enumerate(graph.ops) for _ in op.inputs]
+    v = [v for op in graph.ops for v in op.inputs]
+    return sp.csr_array((np.ones(len(k), dtype=np.float32), (k, v)), shape=(len(graph.ops), len(graph.values)))
+
+
+def _producers(graph: Graph) -> np.ndarray:
+    """(V,) int: the producer of each value, -1 where it has none."""
+    return np.array([-1 if v.producer is None else v.producer for v in graph.values])

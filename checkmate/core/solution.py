@@ -1,0 +1,146 @@
+"""What a solver answers: a plan with its cost, the bound that proves how good it is, and what happened, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
+    from checkmate.inspection.peak import PeakExplanation
+
+OPTIMAL_GAP = 1e-6  # a smaller gap than this is rounding, not recomputation
+
+
+class Status(Enum):
+    """How a solve ended. Each carries what it means."""
+
+    OPTIMAL = "optimal", "no schedule with fewer seconds fits the budget"
+    FEASIBLE = "feasible", "fits the budget; the gap says how much better another plan could be at most"
+    INFEASIBLE = "infeasible", "proven: no schedule fits the budget"
+    NOT_FOUND = "not found", "no plan was found; that none exists is not proven"
+
+    def __init__(self, label: str, meaning: str) -> None:
+        self.label = label
+        self.meaning = meaning
+
+    def __repr__(self) -> str:
+        return f"Status.{self.name}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Solution:
+    """The answer to a `Problem` and a budget.
+
+    ``schedule`` and ``plan`` are there exactly if the status is OPTIMAL or FEASIBLE; such a plan has passed the
+    verifier, and ``cost`` and ``peak`` are the simulator's.
+    """
+
+    status: Status
+    problem: Problem
+    budget: int  # bytes
+    method: str
+    schedule: Schedule | None = None
+    plan: Plan | None = None
+    cost: float = float("inf")  # seconds of the step
+    bound: float = 0.0  # seconds that every schedule within the budget takes, proven
+    peak: int | None = None  # bytes
+    seconds: float = 0.0  # spent solving
+    message: str = ""  # what happened, where the status does not say it all
+    details: dict[str, Any] = field(default_factory=dict)  # figures of the method
+
+    @property
+    def gap(self) -> float:
+        """(cost - bound) / cost: at most this share of the step could be saved; infinite without a plan."""
+        if self.plan is None:
+            return float("inf")
+        return max(0.0, (self.cost - self.bound) / self.cost) if self.cost > 0 else 0.0
+
+    @property
+    def overhead(self) -> float:
+        """The cost relative to a step that runs each op once, minus one."""
+        base = self.problem.keep_all_cost
+        return self.cost / base - 1 if base > 0 else 0.0
+
+    @cached_property
+    def modules(self) -> Any:
+        """The forward and backward `torch.fx.GraphModule` of the plan.
+
+        Raises:
+            ValueError: if there is no plan, or the problem was not captured from PyTorch.
+        """
+        if self.plan is None:
+            raise ValueError(f"There are no modules without a plan: {self.status.meaning}.")
+        if self.problem.emit is None:
+            raise ValueError("This problem was not captured from PyTorch: it has a plan but no modules.")
+        return self.problem.emit(self.plan)
+
+    def explain_peak(self, **options: Any) -> PeakExplanation:
+        """What is in memory at the peak, what dropping it would cost, and what less or more memory would.
+
+        Args:
+            options: ``step``, ``prices``, ``time_limit`` and ``top``, as of `checkmate.inspection.peak.explain_peak`.
+
+        Raises:
+            ValueError: if there is no plan.
+
+        >>> from checkmate import solve
+        >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 2, 3, 4], sizes=[10, 20, 20, 5])
+        >>> solve(chain, 50).explain_peak(prices=False).moment.name
+        'op2'
+        """
+        from checkmate.inspection.peak import explain_peak
+
+        return explain_peak(self, **options)
+
+    def report(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Write the plan as one HTML page that needs no network: summary, pictures to point at, tables to sort.
+
+        Args:
+            path: of the page, such as ``"plan.html"``; one that is there is replaced.
+            options: ``frontier`` and ``prices``, as of `checkmate.webpage.page.report`.
+
+        Returns:
+            The path of the page.
+
+        Raises:
+            ValueError: if there is no plan.
+            OSError: if the page cannot be written.
+
+        >>> import tempfile
+        >>> from checkmate import solve
+        >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 2, 3, 4], sizes=[10, 20, 20, 5])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     solve(chain, 50).report(f"{folder}/plan.html").stat().st_size < 100_000
+        True
+        """
+        from checkmate.webpage.page import report
+
+        return report(self, path, **options)
+
+    def __repr__(self) -> str:
+        found = f"cost={self.cost:g}, bound={self.bound:g}, peak={self.peak}" if self.plan else self.message
+        return f"Solution({self.status!r}, budget={self.budget}, method={self.method!r}, {found})"
+
+    def __str__(self) -> str:
+        lines = [f"{self.status.label} ({self.method}): {self.message or self.status.meaning}"]
+        facts = [("budget", format_bytes(self.budget))]
+        if self.plan is not None and self.schedule is not None and self.peak is not None:
+            again, keep_all = self.schedule.recomputed, max(1, self.problem.keep_all_peak)
+            facts += [
+                ("peak", f"{format_bytes(self.peak)} ({self.peak / keep_all:.1%} of keeping all)"),
+                ("step", f"{format_seconds(self.cost)} ({self.overhead:+.2%} recomputation)"),
+                ("bound", f"{format_seconds(self.bound)} (gap {self.gap:.2%})"),
+                ("runs again", f"{(again > 0).sum()} of {len(again)} ops, {again.sum()} times in all"),
+            ]
+        facts.append(("solved in", format_seconds(self.seconds)))
+        return "\n".join([*lines, *(f"  {name:<11}{text}" for name, text in facts)])

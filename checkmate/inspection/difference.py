@@ -1,0 +1,241 @@
+"""Two plans of one step side by side: what runs more often in one, what is kept in one and not in the other, where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.core.solution import Solution
+from checkmate.core.table import data_frame, html_table, text_table
+from checkmate.inspection.module_groups import fold
+from checkmate.inspection.timeline import OUTSIDE, place_of
+from checkmate.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+
+@dataclass(frozen=True)
+class OpDifference:
+    """An op that runs more often in one of two plans."""
+
+    op: int  # index in the graph
+    name: str
+    target: str
+    phase: str
+    module: str  # path, empty where not known
+    where: str  # module and line of the source
+    runs_a: int
+    runs_b: int
+    seconds: float  # that the second plan spends more on it
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """A value that one of two plans keeps."""
+
+    value: int  # index in the graph
+    name: str
+    module: str
+    where: str
+    bytes: int  # that the second plan keeps more; negative where the first one keeps it
+
+
+@dataclass(frozen=True)
+class ModuleDifference:
+    """What differs in neighbouring modules, taken together."""
+
+    module: str
+    runs: int  # that the second plan makes more
+    seconds: float  # that it spends more
+    bytes: int  # that it keeps more
+
+
+@dataclass(frozen=True, repr=False)
+class Difference:
+    """How the second of two plans differs from the first. Prints as a summary with tables."""
+
+    a: Solution
+    b: Solution
+    ops: tuple[OpDifference, ...]  # those that cost or save most seconds first
+    values: tuple[ValueDifference, ...]  # most bytes first
+    modules: tuple[ModuleDifference, ...]  # in the order of the graph
+    kept_at: str  # when a value counts as kept, in words
+    top: int = 10  # how many ops and values are printed
+
+    def __bool__(self) -> bool:
+        return bool(self.ops or self.values)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Each op that runs more often in one of the plans as a dict."""
+        return [asdict(row) for row in self.ops]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The `records` as a ``pandas.DataFrame``.
+
+        Raises:
+            ImportError: if pandas is not installed.
+        """
+        return data_frame(self.records())
+
+    def _title(self) -> str:
+        a, b = (f"{s.method} within {format_bytes(s.budget)}" for s in (self.a, self.b))
+        return f"From a ({a}) to b ({b}):"
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        a, b = self.a, self.b
+        share = f", {(b.cost - a.cost) / a.cost:+.2%}" if a.cost else ""
+        seconds = f"{_signed(b.cost - a.cost, format_seconds)}{share}"
+        yield "step", f"{format_seconds(a.cost)} to {format_seconds(b.cost)} ({seconds})"
+        low, high = a.peak or 0, b.peak or 0
+        yield "peak", f"{format_bytes(low)} to {format_bytes(high)} ({_signed(high - low, format_bytes)})"
+        for word, sign in (("runs more", 1), ("runs less", -1)):
+            rows = [row for row in self.ops if (row.runs_b - row.runs_a) * sign > 0]
+            times = sum(abs(row.runs_b - row.runs_a) for row in rows)
+            spent = _signed(sum(row.seconds for row in rows), format_seconds)
+            yield word, f"{len(rows)} ops, {times} times in all: {spent}" if rows else "no op"
+        for word, sign in (("keeps", 1), ("drops", -1)):
+            kept = [row for row in self.values if row.bytes * sign > 0]
+            size = _signed(sum(row.bytes for row in kept), format_bytes)
+            yield word, f"{len(kept)} values {self.kept_at}: {size}" if kept else "no value"
+
+    def _tables(self) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+        """Titles, heads and rows; those without rows are left out."""
+        if len(self.modules) > 1:
+            yield "by module", _MODULE_HEADS, [_module_cells(row) for row in self.modules]
+        if self.ops:
+            rest = self.ops[self.top :]
+            spent = _signed(sum(row.seconds for row in rest), format_seconds)
+            more = [(f"... and {len(rest)} more", "", "", spent, "")] if rest else []
+            yield "runs", _OP_HEADS, [*map(_op_cells, self.ops[: self.top]), *more]
+        if self.values:
+            left = self.values[self.top :]
+            size = _signed(sum(row.bytes for row in left), format_bytes)
+            others = [(f"... and {len(left)} more", "", size, "")] if left else []
+            yield f"kept {self.kept_at}", _VALUE_HEADS, [*map(_value_cells, self.values[: self.top]), *others]
+
+    def __repr__(self) -> str:
+        lines = [self._title(), *(f"  {name:<11}{text}" for name, text in self._facts())]
+        tables = [f"{title}\n{text_table(heads, rows, _NUMBERS)}" for title, heads, rows in self._tables()]
+        return "\n\n".join(["\n".join(lines), *tables])
+
+    def _repr_html_(self) -> str:
+        tables = [f"{html_table((title,), ())}{html_table(heads, rows)}" for title, heads, rows in self._tables()]
+        return html_table((self._title(), ""), self._facts()) + "".join(tables)
+
+
+_OP_HEADS = ("op", "runs in a", "runs in b", "seconds", "where")
+_VALUE_HEADS = ("value", "kept by", "bytes", "where")
+_MODULE_HEADS = ("modules", "runs", "seconds", "bytes kept")
+_NUMBERS = {"runs in a", "runs in b", "seconds", "bytes", "runs", "bytes kept"}
+
+
+def _op_cells(row: OpDifference) -> tuple[str, ...]:
+    return row.name, str(row.runs_a), str(row.runs_b), _signed(row.seconds, format_seconds), row.where
+
+
+def _value_cells(row: ValueDifference) -> tuple[str, ...]:
+    return row.name, "b" if row.bytes > 0 else "a", _signed(row.bytes, format_bytes), row.where
+
+
+def _module_cells(row: ModuleDifference) -> tuple[str, ...]:
+    return row.module, f"{row.runs:+d}", _signed(row.seconds, format_seconds), _signed(row.bytes, format_bytes)
+
+
+def _signed(amount: float, form: Callable[[float], str]) -> str:
+    text = form(abs(amount))
+    return text if text == form(0) else f"{'+' if amount > 0 else '-'}{text}"
+
+
+def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
+    """How plan b differs from plan a of the same step.
+
+    A value is kept if it is at hand when the backward begins; of a problem without a backward, if it is so when the op
+    begins at which a plan that keeps everything has its peak.
+
+    Args:
+        a: a Solution with a plan.
+        b: another, of the same problem.
+        top: how many ops and values are printed.
+
+    Raises:
+        ValueError: if one has no plan, or they are of different problems.
+
+    >>> from checkmate import solve
+    >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[10] * 5, forward=3)
+    >>> difference = diff(solve(chain, 40), solve(chain, 30))
+    >>> [(row.name, row.runs_a, row.runs_b, row.seconds) for row in difference.ops]
+    [('op0', 1, 2, 1.0)]
+    >>> [(row.name, row.bytes) for row in difference.values]
+    [('v0', -10)]
+    """
+    plan_a, plan_b = _plan_of(a), _plan_of(b)
+    _check_same(a.problem, b.problem)
+    problem = a.problem
+    graph, forward = problem.graph, problem.graph.forward_length
+    divided = 0 < forward < len(graph.ops)
+    stage = forward if divided else int(problem.live_bytes.argmax())
+    kept_at = "between forward and backward" if divided else f"at the beginning of {graph.ops[stage].name}"
+    return Difference(
+        a=a,
+        b=b,
+        ops=tuple(sorted(_ops(problem, plan_a, plan_b), key=lambda row: -abs(row.seconds))),
+        values=tuple(sorted(_values(problem, plan_a.S[stage], plan_b.S[stage]), key=lambda row: -abs(row.bytes))),
+        modules=_modules(problem, plan_a, plan_b, stage, top),
+        kept_at=kept_at,
+        top=top,
+    )
+
+
+def _plan_of(solution: Solution) -> Schedule:
+    if solution.schedule is None:
+        raise ValueError(f"There is no plan to compare: {solution.message or solution.status.meaning}")
+    return solution.schedule
+
+
+def _check_same(a: Problem, b: Problem) -> None:
+    if a is not b and (a.graph != b.graph or not np.array_equal(a.seconds, b.seconds)):
+        raise ValueError(f"The plans are of different problems: {a!r} and {b!r}.")
+
+
+def _ops(problem: Problem, a: Schedule, b: Schedule) -> Iterator[OpDifference]:
+    runs_a, runs_b = a.R.sum(axis=0), b.R.sum(axis=0)
+    for k in np.flatnonzero(runs_a != runs_b):
+        op, here, there = problem.graph.ops[k], int(runs_a[k]), int(runs_b[k])
+        module, spent = place_of(op.where).module, float((there - here) * problem.seconds[k])
+        yield OpDifference(int(k), op.name, op.target, op.phase, module, op.where or "", here, there, spent)
+
+
+def _values(problem: Problem, a: np.ndarray, b: np.ndarray) -> Iterator[ValueDifference]:
+    for v in np.flatnonzero(a != b):
+        value = problem.graph.values[v]
+        assert value.producer is not None  # S is of what ops make
+        where, size = problem.graph.ops[value.producer].where or "", int(problem.sizes[v])
+        yield ValueDifference(int(v), value.name, place_of(where).module, where, size if b[v] else -size)
+
+
+def _modules(problem: Problem, a: Schedule, b: Schedule, stage: int, most: int) -> tuple[ModuleDifference, ...]:
+    """What differs, by groups of the modules of the forward in their order; modules in which nothing does left out."""
+    ops, values = list(_ops(problem, a, b)), list(_values(problem, a.S[stage], b.S[stage]))
+    touched = {row.module for row in ops} | {row.module for row in values}
+    order = [path for path in dict.fromkeys(place_of(op.where).module for op in problem.graph.ops) if path in touched]
+    paths = [path for path in order if path]
+    groups: list[tuple[str, Sequence[str]]] = [
+        (group.label, paths[group.first : group.last + 1]) for group in fold(paths, max(1, most))
+    ]
+    if "" in touched:
+        groups.append((OUTSIDE, [""]))
+    return tuple(
+        ModuleDifference(
+            label,
+            sum(row.runs_b - row.runs_a for row in ops if row.module in inside),
+            sum(row.seconds for row in ops if row.module in inside),
+            sum(row.bytes for row in values if row.module in inside),
+        )
+        for label, inside in groups
+    )

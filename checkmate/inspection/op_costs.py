@@ -1,0 +1,170 @@
+"""What a step spends, op by op: its time, the bytes it makes, and how long these bytes stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from checkmate.core.problem import Problem
+from checkmate.core.table import data_frame, html_table, text_table
+from checkmate.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+
+@dataclass(frozen=True)
+class OpCosts:
+    """What one op spends in a step that runs each op once and frees each value after its last use."""
+
+    op: int  # position in the order of execution
+    name: str
+    target: str
+    phase: str
+    where: str  # module path and line of the user's code; empty where not known
+    seconds: float
+    share: float  # of the step's seconds
+    output_bytes: int
+    workspace_bytes: int  # while it runs, beyond inputs and outputs
+    byte_seconds: float  # sum over its outputs: bytes times the seconds that they stay
+    estimated: bool  # not measured
+
+
+@dataclass(frozen=True, repr=False)
+class Costs:
+    """The costs of each op, in order of execution. Prints the most expensive by time, bytes and bytes x lifetime."""
+
+    rows: tuple[OpCosts, ...]
+    source: str  # where the costs come from
+    seconds: float  # of the step
+    peak: int  # bytes, nothing running twice
+    top: int = 10  # how many ops each printed table shows
+
+    def __iter__(self) -> Iterator[OpCosts]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> OpCosts:
+        return self.rows[i]
+
+    def by_time(self) -> list[OpCosts]:
+        """The most expensive first, by seconds."""
+        return sorted(self.rows, key=lambda row: -row.seconds)
+
+    def by_bytes(self) -> list[OpCosts]:
+        """By the bytes that an op takes while it runs, beyond its inputs: outputs and workspace."""
+        return sorted(self.rows, key=lambda row: -(row.output_bytes + row.workspace_bytes))
+
+    def by_lifetime(self) -> list[OpCosts]:
+        """By bytes times the seconds that they stay: what rematerialization can win most from."""
+        return sorted(self.rows, key=lambda row: -row.byte_seconds)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Each row as a dict."""
+        return [asdict(row) for row in self.rows]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The `records` as a ``pandas.DataFrame``.
+
+        Raises:
+            ImportError: if pandas is not installed.
+        """
+        return data_frame(self.records())
+
+    def _title(self) -> str:
+        return (
+            f"{len(self.rows)} ops, {format_seconds(self.seconds)} and at most {format_bytes(self.peak)} a step "
+            f"({self.source})"
+        )
+
+    def _tables(self) -> dict[str, list[OpCosts]]:
+        tables = {"time": self.by_time(), "bytes": self.by_bytes(), "bytes x lifetime": self.by_lifetime()}
+        return {f"most {name}": rows[: self.top] for name, rows in tables.items()}
+
+    def __repr__(self) -> str:
+        blocks = [f"{name}\n{text_table(_HEADS, map(_cells, rows), _NUMBERS)}" for name, rows in self._tables().items()]
+        return "\n\n".join([self._title(), *blocks])
+
+    def _repr_html_(self) -> str:
+        blocks = [f"<h4>{name}</h4>{html_table(_HEADS, map(_cells, rows))}" for name, rows in self._tables().items()]
+        return html_table((self._title(),), ()) + "".join(blocks)
+
+
+_HEADS = ("op", "time", "share", "outputs", "workspace", "bytes x lifetime", "phase", "cost", "where")
+_NUMBERS = {"time", "share", "outputs", "workspace", "bytes x lifetime"}
+
+
+def _cells(row: OpCosts) -> tuple[str, ...]:
+    return (
+        row.target,
+        format_seconds(row.seconds),
+        f"{row.share:.1%}",
+        format_bytes(row.output_bytes),
+        format_bytes(row.workspace_bytes),
+        f"{format_bytes(row.byte_seconds)} s",
+        row.phase,
+        "estimated" if row.estimated else "",
+        row.where,
+    )
+
+
+def profile(fn: Problem | Callable[..., Any], *args: Any, top: int = 10, **kwargs: Any) -> Costs:
+    """What each op of a step costs, as a table.
+
+    Args:
+        fn: a `Problem`, as `checkmate.trace` or `Problem.from_json` give it: then nothing runs and PyTorch is not
+            needed. Or a module or function, with an example batch as args and kwargs; ``profile`` and ``cache`` are
+            options of `checkmate.trace`.
+        top: how many ops each of the three printed tables shows.
+
+    Raises:
+        TypeError: if a problem comes with arguments.
+        Unsupported: if the step cannot be captured as one graph, or needs no gradients.
+
+    >>> problem = Problem.from_dag([[], [0], [0, 1]], seconds=[1.0, 2.0, 4.0], sizes=[10, 20, 5])
+    >>> [(row.name, row.byte_seconds) for row in profile(problem).by_lifetime()]
+    [('op1', 120.0), ('op0', 70.0), ('op2', 20.0)]
+    """
+    if isinstance(fn, Problem):
+        if args or kwargs:
+            raise TypeError("A problem is already traced: profile(problem) takes no batch and no options beside top.")
+        return _costs_of(fn, top)
+    from checkmate.compiler import trace
+
+    return _costs_of(trace(fn, *args, **kwargs), top)
+
+
+def _costs_of(problem: Problem, top: int) -> Costs:
+    graph, seconds, sizes = problem.graph, problem.seconds, problem.sizes
+    ends = np.cumsum(seconds)
+    step = problem.keep_all_cost
+    estimated = set(problem.profile.estimated)
+    results = set(graph.outputs)
+
+    def lifetime(v: int, k: int) -> float:
+        """Seconds from the begin of the op that makes a value to the end of its last use."""
+        last = len(graph.ops) - 1 if v in results else max((k, *graph.users[v]))
+        return float(ends[last] - ends[k] + seconds[k])
+
+    rows = [
+        OpCosts(
+            op=k,
+            name=op.name,
+            target=op.target,
+            phase=op.phase,
+            where=op.where or "",
+            seconds=float(seconds[k]),
+            share=float(seconds[k]) / step if step else 0.0,
+            output_bytes=sum(int(sizes[v]) for v in op.outputs),
+            workspace_bytes=int(problem.workspace[k]),
+            byte_seconds=sum(int(sizes[v]) * lifetime(v, k) for v in op.outputs),
+            estimated=k in estimated,
+        )
+        for k, op in enumerate(graph.ops)
+    ]
+    return Costs(tuple(rows), problem.profile.source, step, problem.keep_all_peak, top)

@@ -1,0 +1,319 @@
+"""Why a plan's peak is what it is: what is alive there, what dropping it would cost, what less or more memory would."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
+from checkmate.core.table import data_frame, html_table, text_table
+from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
+from checkmate.solvers.common.certify import certify
+from checkmate.solvers.solve import solve
+from checkmate.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+STEP = 100_000_000  # bytes more or less whose price is asked for, at most this share of the peak:
+SHARE = 100  # one hundredth
+TIME_LIMIT = 5.0  # seconds for each price
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value that is in memory at the peak."""
+
+    value: int  # index in the graph
+    name: str
+    bytes: int
+    role: str  # one of `checkmate.inspection.timeline.ROLES`
+    made_by: str  # name of the op
+    module: str  # path, empty where not known
+    line: str  # of the source, such as "resnet.py:31", empty where not known
+    where: str  # both, with the module's class
+    next_op: str  # name of the op that reads it next; empty where none does
+    next_in: float | None  # seconds from the end of the peak's op until that one begins
+    drop_seconds: float | None  # to make it again for that op, from what is kept then; None: it cannot be dropped
+    why_not: str  # why it cannot be dropped, in words; empty where it can
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a step within another budget takes. Changes are against the plan explained; a negative one is faster."""
+
+    change_bytes: int  # less or more than this plan may have
+    budget: int  # bytes
+    status: Status
+    cost: float  # seconds of the best plan found, infinite where none was
+    bound: float  # seconds that every plan within this budget takes, proven; infinite where there is none
+    found_change: float  # seconds by which the plan found differs
+    proven_change: float  # no plan within this budget differs by less, proven
+
+
+@dataclass(frozen=True, repr=False)
+class PeakExplanation:
+    """What `explain_peak` found. Iterates over what is held, the most bytes first; prints as tables."""
+
+    held: tuple[Held, ...]
+    prices: tuple[Price, ...]  # of less memory, then of more; empty where not asked for
+    peak: int  # bytes
+    budget: int  # bytes
+    moment: Moment  # the op that runs at the peak
+    resident: dict[str, int]  # bytes that are there all the time, by role
+    seconds: float  # of the plan's step
+    top: int = 10  # how many values are printed
+    better: Solution | None = None  # a faster plan within the same budget, if the prices came upon one
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, i: int) -> Held:
+        return self.held[i]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Each value that is held as a dict."""
+        return [asdict(row) for row in self.held]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The `records` as a ``pandas.DataFrame``.
+
+        Raises:
+            ImportError: if pandas is not installed.
+        """
+        return data_frame(self.records())
+
+    def _title(self) -> str:
+        again = f", run for the {_nth(self.moment.time + 1)} time" if self.moment.time else ""
+        where = f" ({self.moment.where}{again})" if self.moment.where else again
+        return f"The peak of {format_bytes(self.peak)} is at {self.moment.name}{where}, in the {self.moment.phase}."
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        yield "budget", f"{format_bytes(self.budget)}, of which {format_bytes(self.budget - self.peak)} are left"
+        held = sum(row.bytes for row in self.held)
+        yield "values", f"{format_bytes(held)} in {len(self.held)} values"
+        if self.resident:
+            parts = ", ".join(f"{role} {format_bytes(size)}" for role, size in self.resident.items())
+            yield "resident", f"{format_bytes(sum(self.resident.values()))}: {parts}"
+        if self.moment.workspace:
+            yield "workspace", f"{format_bytes(self.moment.workspace)} of {self.moment.target}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        shown = [_cells(row) for row in self.held[: self.top]]
+        rest = self.held[self.top :]
+        if rest:
+            shown.append((f"... and {len(rest)} more", format_bytes(sum(row.bytes for row in rest)), "", "", "", ""))
+        return shown
+
+    def __repr__(self) -> str:
+        lines = [self._title(), *(f"  {name:<11}{text}" for name, text in self._facts())]
+        blocks = ["\n".join(lines), text_table(_HEADS, self._rows(), _NUMBERS)]
+        if self.prices:
+            table = text_table(_PRICE_HEADS, map(_price_cells, self.prices), _PRICE_NUMBERS)
+            blocks.append(f"{self._about_prices()}\n{table}")
+        if self.better is not None:
+            blocks.append(self._about_better(self.better))
+        return "\n\n".join(blocks)
+
+    def _repr_html_(self) -> str:
+        facts = html_table((self._title(), ""), self._facts()) + html_table(_HEADS, self._rows())
+        if not self.prices:
+            return facts
+        prices = html_table(_PRICE_HEADS, map(_price_cells, self.prices))
+        better = "" if self.better is None else html_table((self._about_better(self.better),), ())
+        return f"{facts}{html_table((self._about_prices(),), ())}{prices}{better}"
+
+    def _about_prices(self) -> str:
+        return f"What less or more memory would change of this step of {format_seconds(self.seconds)}:"
+
+    def _about_better(self, better: Solution) -> str:
+        saved = format_seconds(self.seconds - better.cost)
+        return (
+            f"On the way a better plan for the same budget was found: a step of {format_seconds(better.cost)}, {saved} "
+            "less. It is in .better; given more time, solve finds such a plan itself."
+        )
+
+
+_HEADS = ("value", "bytes", "role", "needed next by", "dropping costs", "where")
+_NUMBERS = {"bytes"}
+_PRICE_HEADS = ("memory", "budget", "step", "plan found", "any plan, proven", "status")
+_PRICE_NUMBERS = {"memory", "budget", "step", "plan found", "any plan, proven"}
+
+
+def _cells(row: Held) -> tuple[str, ...]:
+    costs = row.why_not if row.drop_seconds is None else format_seconds(row.drop_seconds)
+    wait = f" in {format_seconds(row.next_in)}" if row.next_in else ", the next op" if row.next_in == 0 else ""
+    return row.name, format_bytes(row.bytes), row.role, f"{row.next_op}{wait}", costs, row.where
+
+
+def _price_cells(price: Price) -> tuple[str, ...]:
+    known = price.cost < float("inf")
+    sign = "+" if price.change_bytes > 0 else ""
+    least = "none fits" if price.bound == float("inf") else f"at least {_signed(price.proven_change)}"
+    return (
+        f"{sign}{format_bytes(price.change_bytes)}",
+        format_bytes(price.budget),
+        format_seconds(price.cost) if known else "-",
+        _signed(price.found_change) if known else "-",
+        least,
+        price.status.label,
+    )
+
+
+def _signed(seconds: float) -> str:
+    text = format_seconds(abs(seconds))
+    return text if text == format_seconds(0.0) else f"{'+' if seconds > 0 else '-'}{text}"
+
+
+def _nth(n: int) -> str:
+    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f"{n}{ending}"
+
+
+def explain_peak(
+    solution: Solution,
+    *,
+    step: int | str | None = None,
+    prices: bool = True,
+    time_limit: float = TIME_LIMIT,
+    top: int = 10,
+) -> PeakExplanation:
+    """What is in memory at the peak of a plan and what it would cost not to have it there.
+
+    The cost of dropping a value is the seconds of the ops that make it again, right before the op that needs it next,
+    from what the plan has at hand then. It is of this value alone, while the rest stays as it is; and whether there is
+    room for making it is not asked. What fewer or more bytes would really cost the prices say: for each, the problem is
+    solved again, beginning with this plan. The plan found there is one, and the bound is proven for all. Where one of
+    these plans is faster and fits this plan's budget as well, it is said, and is ``better``.
+
+    Args:
+        solution: one with a plan.
+        step: bytes less than the peak, and more than the budget, to ask the price of; by default 100 MB, or a hundredth
+            of the peak if that is less.
+        prices: whether to ask for prices at all; it takes two solves.
+        time_limit: seconds for each of the two solves, of which a step of thousands of ops may take a few more.
+        top: how many values are printed.
+
+    Raises:
+        ValueError: if the solution has no plan, or a limit is out of range.
+        BudgetError: if the step is no positive number of bytes.
+
+    >>> from checkmate import Problem
+    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 2, 3, 4], sizes=[10, 20, 20, 5])
+    >>> peak = explain_peak(solve(chain, 50), step=10)
+    >>> [(row.name, row.bytes, row.next_op, row.drop_seconds, row.why_not) for row in peak][-1]
+    ('v0', 10, 'op3', 1.0, '')
+    >>> [(price.budget, price.found_change, price.proven_change) for price in peak.prices]
+    [(40, 1.0, 1.0), (60, 0.0, 0.0)]
+    """
+    if solution.plan is None or solution.peak is None:
+        raise ValueError(f"There is no plan to explain: {solution.message or solution.status.meaning}")
+    if isinstance(top, bool) or not isinstance(top, int) or top < 0:
+        raise ValueError(f"top is a number of rows, not {top!r}.")
+    size = max(1, min(STEP, solution.peak // SHARE)) if step is None else parse_bytes(step)
+    line = timeline(solution.plan, solution.problem)
+    moment = line.peak_moment
+    remake = Remaking(solution, line)
+    held = tuple(_held(solution, line, moment, span, remake) for span in line.alive(moment.index))
+    asked = list(_prices(solution, size, time_limit)) if prices else []
+    best = _better(solution, [answer for _, answer in asked])
+    bought = tuple(price for price, _ in asked)
+    about = (line.peak, solution.budget, moment, line.resident, solution.cost, top, best)
+    return PeakExplanation(held, bought, *about)
+
+
+class Remaking:
+    """What must run to make a value again at some moment, from what is at hand there."""
+
+    def __init__(self, solution: Solution, line: Timeline) -> None:
+        self.graph, self.seconds = solution.problem.graph, solution.problem.seconds
+        self.spans: dict[int, list[tuple[int, int]]] = {}  # by value, when its copies are made and gone, ascending
+        for span in line.spans:
+            self.spans.setdefault(span.value, []).append((span.first, span.last))
+
+    def at_hand(self, value: int, index: int) -> bool:
+        """Whether a copy made before this execution is still there."""
+        copies = self.spans.get(value, [])
+        i = bisect_left(copies, (index, -1)) - 1  # the last copy made before
+        return i >= 0 and copies[i][1] >= index
+
+    def ops(self, value: int, index: int) -> set[int]:
+        """The ops that make the value again just before this execution, if its copy there were gone."""
+        producer = self.graph.values[value].producer
+        assert producer is not None  # what no op makes is resident
+        needed, ask = {producer}, [producer]
+        while ask:
+            for v in self.graph.ops[ask.pop()].inputs:
+                made_by = self.graph.values[v].producer
+                if made_by is not None and made_by not in needed and (v == value or not self.at_hand(v, index)):
+                    needed.add(made_by)
+                    ask.append(made_by)
+        return needed
+
+
+def _held(solution: Solution, line: Timeline, moment: Moment, span: Span, remake: Remaking) -> Held:
+    graph = solution.problem.graph
+    use = span.next_use(moment.index)
+    reader = None if use is None else line.moments[use]
+    needed = set() if use is None else remake.ops(span.value, use)
+    pinned = [graph.ops[k] for k in sorted(needed) if graph.ops[k].pinned]
+    why_not = ""
+    if span.first == moment.index:
+        why_not = "made here"
+    elif moment.index in span.uses:
+        why_not = "read here"
+    elif span.role == "results":
+        why_not = "a result of the step"
+    elif pinned:
+        why_not = f"{pinned[0].name} {pinned[0].pinned}"
+    return Held(
+        value=span.value,
+        name=span.name,
+        bytes=span.bytes,
+        role=span.role,
+        made_by=graph.ops[span.producer].name,
+        module=span.place.module,
+        line=span.place.line,
+        where=span.where,
+        next_op="" if reader is None else reader.name,
+        next_in=None if reader is None else reader.begin - line.moments[moment.index + 1].begin,
+        drop_seconds=None if why_not else float(sum(solution.problem.seconds[k] for k in sorted(needed))),
+        why_not=why_not,
+    )
+
+
+def _better(solution: Solution, answers: list[Solution]) -> Solution | None:
+    """The fastest plan that fits the budget too, if one of the answers is faster."""
+    least = solution.cost * (1 - OPTIMAL_GAP)
+    faster = [a for a in answers if a.peak is not None and a.peak <= solution.budget and a.cost < least]
+    if not faster:
+        return None
+    best = min(faster, key=lambda answer: answer.cost)
+    assert best.schedule is not None
+    bound = min(solution.bound, best.cost)
+    return certify(solution.problem, solution.budget, best.schedule.R, method=best.method, bound=bound)
+
+
+def _prices(solution: Solution, step: int, time_limit: float) -> Iterator[tuple[Price, Solution]]:
+    """Of a step less than the peak, if so much can be taken away, and of one more than the budget; with the plans."""
+    assert solution.peak is not None
+    for budget, change in ((solution.peak - step, -step), (solution.budget + step, step)):
+        if budget > 0:
+            yield _price(solution, budget, change, time_limit)
+
+
+def _price(solution: Solution, budget: int, change: int, time_limit: float) -> tuple[Price, Solution]:
+    answer = solve(solution.problem, budget, time_limit=time_limit, start=solution, progress=False)
+    cost, bound = answer.cost, answer.bound
+    if change < 0:  # fewer bytes: what is proven of this plan's budget holds there as well
+        bound = max(bound, min(solution.bound, cost))
+    else:  # this plan fits there
+        cost = min(cost, solution.cost)
+        bound = min(bound, cost)
+    price = Price(change, budget, answer.status, cost, bound, cost - solution.cost, bound - solution.cost)
+    return price, answer

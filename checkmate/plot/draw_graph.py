@@ -1,0 +1,192 @@
+"""A step as a picture of boxes and arrows: what is computed from what, by module where the ops are many."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from checkmate.core.problem import Problem
+from checkmate.inspection.module_groups import fold
+from checkmate.inspection.timeline import place_of
+from checkmate.plot.style import BLUE, axes_of, pyplot
+from checkmate.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NODES = 40  # boxes, where nobody says how many
+
+
+@dataclass(frozen=True)
+class _Node:
+    """Neighbouring ops of the forward or of the backward, drawn as one box."""
+
+    name: str
+    ops: range
+    x: float
+    y: float
+    seconds: float
+    bytes: int  # of what they make
+
+
+def graph(problem: Problem, *, most: int = NODES, ax: Axes | None = None) -> Axes:
+    r"""The ops as boxes with their seconds and the bytes they make: the forward downwards, the backward upwards.
+
+    Arrows are values, the wider the more bytes; the bytes of those from forward to backward, which a plan keeps or
+    makes again, stand beside them where there is room. The darker a box the more time it takes. Where there are more
+    than ``most`` ops, those of a module are one box, or those of neighbouring modules.
+
+    Raises:
+        ValueError: if ``most`` is less than 2.
+        ImportError: without Matplotlib.
+
+    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], [1.0] * 4, [4, 4, 4, 1], forward=2)
+    >>> graph(problem).texts[0].get_text()
+    'op0\n1.0 s, makes 4 B'
+    """
+    if most < 2:
+        raise ValueError(f"most is a number of boxes, at least 2, not {most!r}.")
+    nodes = _nodes(problem, most)
+    rows = max(sum(node.x == x for node in nodes) for x in (0.0, 2.0))
+    ax = axes_of(ax, (10, 1.5 + 0.46 * rows))
+    slowest = max(node.seconds for node in nodes) or 1.0
+    for node in nodes:
+        shade = str(1 - 0.35 * node.seconds / slowest)
+        ax.add_patch(
+            pyplot().Rectangle((node.x - 0.5, node.y - 0.3), 1, 0.6, fc=shade, ec="black", lw=0.8, label=node.name)
+        )
+        many = f"{len(node.ops)} ops, " if len(node.ops) > 1 else ""
+        facts = f"{many}{format_seconds(node.seconds)}, makes {format_bytes(node.bytes)}"
+        ax.text(node.x, node.y, f"{node.name}\n{facts}", ha="center", va="center", fontsize=7.5)
+    ax.set(xlim=(-1.0, 3.0), ylim=(-rows + 0.3, 1.2))  # before labels look for room
+    _draw_edges(ax, problem, nodes)
+    for x, head in ((0.0, "forward, downwards"), (2.0, "backward, upwards")):
+        if any(node.x == x for node in nodes):
+            ax.text(x, 0.75, head, ha="center", weight="bold")
+    ax.set_axis_off()
+    drawn = "" if len(nodes) == len(problem.graph.ops) else f" in {len(nodes)} boxes"
+    step = f"{format_seconds(problem.keep_all_cost)}, {format_bytes(problem.keep_all_peak)} keeping all"
+    ax.set_title(f"{len(problem.graph.ops)} ops{drawn}: {step}")
+    return ax
+
+
+def _nodes(problem: Problem, most: int) -> list[_Node]:
+    ops, forward = problem.graph.ops, problem.graph.forward_length
+    halves = [half for half in (range(forward), range(forward, len(ops))) if half]
+    folded = []
+    for half in halves:
+        paths = _filled([place_of(ops[k].where).module for k in half])
+        room = max(1, most // len(halves)) if len(ops) > most else len(ops)
+        groups = fold(paths, room) if len(half) > room else fold(paths, len(half))
+        folded.append([(group, half[group.first : group.last + 1]) for group in groups])
+    height, nodes = max(map(len, folded)) - 1, []
+    for half, groups_of in zip(halves, folded, strict=True):
+        backward = half[0] >= forward
+        for i, (group, inside) in enumerate(groups_of):
+            y = -height * i / max(1, len(groups_of) - 1)
+            name = group.label if len(inside) > 1 and group.label else _ends([ops[k].name for k in inside])
+            made = sum(int(problem.sizes[v]) for k in inside for v in ops[k].outputs)
+            seconds = float(problem.seconds[inside.start : inside.stop].sum())
+            where = (2.0, -height - y) if backward else (0.0, y)
+            nodes.append(_Node(name, inside, *where, seconds, made))
+    return nodes
+
+
+def _filled(paths: list[str]) -> list[str]:
+    """The paths, where an op between two of a network has none that of the op before: a sum of gradients, say."""
+    last = max((i for i, path in enumerate(paths) if path), default=-1)
+    filled: list[str] = []
+    for i, path in enumerate(paths):
+        filled.append(path or (filled[-1] if filled and i < last else ""))
+    return filled
+
+
+def _ends(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} - {names[-1]}"
+
+
+def _draw_edges(ax: Axes, problem: Problem, nodes: list[_Node]) -> None:
+    """An arrow for each pair of boxes between which values go; neighbours straight, others around the column."""
+    from matplotlib.patches import FancyArrowPatch
+
+    box = {k: i for i, node in enumerate(nodes) for k in node.ops}
+    edges: dict[tuple[int, int], int] = {}
+    for v, value in enumerate(problem.graph.values):
+        if value.producer is not None:
+            for b in {box[k] for k in problem.graph.users[v]} - {box[value.producer]}:
+                edges[box[value.producer], b] = edges.get((box[value.producer], b), 0) + value.size_bytes
+    most = max(edges.values(), default=0) or 1
+    crossing = []  # from forward to backward: bytes, ends, width
+    for (a, b), size in edges.items():
+        begin, end = nodes[a], nodes[b]
+        across, down = begin.x != end.x, -1.0 if end.y < begin.y else 1.0
+        side = 0.5 if begin.x else -0.5  # where arrows around a column leave it
+        if across:
+            points, bend = ((begin.x + 0.5, begin.y), (end.x - 0.5, end.y)), 0.0
+        elif b == a + 1:
+            points, bend = ((begin.x, begin.y + 0.3 * down), (end.x, end.y - 0.3 * down)), 0.0
+        else:
+            far = min(0.45, 0.9 / max(1.0, abs(end.y - begin.y)))
+            points, bend = ((begin.x + side, begin.y), (end.x + side, end.y)), far
+        look: dict[str, Any] = {
+            "lw": 0.4 + 3 * size / most,
+            "color": BLUE if across else "#444444",
+            "alpha": 0.75,
+            "shrinkA": 0,
+            "shrinkB": 0,
+        }
+        arrow = FancyArrowPatch(
+            *points, arrowstyle="-|>", mutation_scale=7, connectionstyle=f"arc3,rad={bend}",
+            label=f"{begin.name} -> {end.name}: {format_bytes(size)}", zorder=0.5, **look,
+        )  # fmt: skip
+        ax.add_patch(arrow)
+        if across:
+            crossing.append((size, np.array(points), look["lw"]))
+    crossing.sort(key=lambda arrow: -arrow[0])
+    _label(ax, [(format_bytes(size) if size >= 0.02 * most else "", ends, lw) for size, ends, lw in crossing])
+
+
+PLACES = (0.2, 0.3, 0.12, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88)  # of the way along an arrow, where its label may stand
+
+
+def _label(ax: Axes, arrows: list[tuple[str, np.ndarray, float]]) -> None:
+    """Write beside each arrow what is said of it, above or below, where no arrow and no other label is.
+
+    Arrows are a text, two points and a width; the first ones choose first. What finds no room is not written.
+    """
+    points = ax.figure.dpi / 72  # pixels of one
+    lines = [(ax.transData.transform(ends), (0.5 * width + 1.5) * points) for _, ends, width in arrows]
+    taken: list[np.ndarray] = []  # the lower left and the upper right corner of each label
+    for (words, _, _), (ends, margin) in zip(arrows, lines, strict=True):
+        if not words:
+            continue
+        text = ax.text(0, 0, words, fontsize=7, ha="center", va="center")
+        extent = text.get_window_extent()
+        half = np.array([extent.width, extent.height]) / 2
+        along = ends[1] - ends[0]
+        off = half[1] + abs(along[1] / along[0]) * half[0] + 1.05 * margin
+        for share, side in itertools.product(PLACES, (1, -1)):
+            middle = ends[0] + share * along + [0, side * off]
+            box = np.array([middle - half, middle + half])
+            inside = ends[0][0] < box[0][0] and box[1][0] < ends[1][0]
+            free = not any(_crosses(*other, box) for other in lines)
+            if inside and free and not any((box[0] < b[1]).all() and (b[0] < box[1]).all() for b in taken):
+                x, y = ax.transData.inverted().transform(middle)
+                text.set_position((x, y))
+                taken.append(box)
+                break
+        else:
+            text.remove()
+
+
+def _crosses(ends: np.ndarray, margin: float, box: np.ndarray) -> bool:
+    """Whether a straight line comes nearer to a box than the margin, above or below it."""
+    (x, y), (dx, dy) = ends[0], ends[1] - ends[0]
+    over = np.clip(box[:, 0], *sorted(ends[:, 0]))  # from where to where the line is over or under the box
+    if over[0] == over[1]:
+        return False
+    heights = y + (over - x) * dy / dx
+    return bool(heights.min() - margin < box[1][1] and heights.max() + margin > box[0][1])

@@ -1,0 +1,1 @@
+"""A compiled step against plain PyTorch, bit by bit."""

@@ -1,0 +1,181 @@
+"""Where a compiled step leaves plain PyTorch: the first op whose value is another.
+
+The step is captured once more and follows the same plan, op by op, with a fingerprint of each value. Beside it runs the
+captured graph in its own order, each op once: what differs there, the plan has done. If nothing does, the values of the
+captured graph are sought among those that plain PyTorch makes: the first that is not there, the capture has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from checkmate.backends.eager import Backend
+from checkmate.capture.device import random_states
+from checkmate.capture.joint import Joint
+from checkmate.capture.nodes import target_name, tensors
+from checkmate.capture.provenance import where
+from checkmate.codegen.emit import AGAIN
+from checkmate.core.problem import Problem, Profile
+from checkmate.core.solution import Solution
+
+_ANOTHER = re.compile(rf"(?:{AGAIN}|_copy)(\d+)$")
+Prints = tuple[str, ...]  # of the tensors of one node
+
+
+def first_difference(
+    capture: Callable[[Backend], Callable[..., Any]],
+    solution: Solution,
+    run: Callable[[Callable[..., Any]], Any],
+    plain: Callable[..., Any],
+    device: torch.device,
+) -> str | None:
+    """The first value that differs and the op that makes it, in words; None where all are the same.
+
+    Args:
+        capture: the step as a function that a backend compiles.
+        solution: the plan that was followed.
+        run: calls a step and its backward, and puts all state back.
+        plain: the step as plain PyTorch runs it.
+        device: of the step.
+    """
+    notes = _Notes(solution, device)
+    run(capture(Backend(notes.plan, notes.lower, notes.profile, takes_none=False)))
+    if notes.joint is None or not notes.as_captured:
+        return None
+    return notes.by_plan() or _by_capture(notes.joint, notes.as_captured, run, plain)
+
+
+@dataclass
+class _Notes:
+    """What each op made when the plan was followed, and when each op ran once."""
+
+    solution: Solution
+    device: torch.device
+    joint: Joint | None = None
+    as_planned: list[tuple[str, Prints]] = field(default_factory=list)  # in order
+    as_captured: dict[str, Prints] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)  # by placeholder, as they were before the step
+    states: list[torch.Tensor] = field(default_factory=list)
+
+    def profile(self, joint: Joint) -> Profile:
+        self.joint = joint
+        return self.solution.problem.profile
+
+    def plan(self, problem: Problem) -> Solution:
+        return replace(self.solution, problem=problem)
+
+    def lower(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[[list[Any]], Any]:
+        """Run a module node by node; after the backward run the whole captured graph on the same inputs."""
+        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        is_backward = any(node.meta.get("autograd_backward") for node in module.graph.nodes)
+
+        def run(inputs: list[Any]) -> Any:
+            given = dict(zip(names, inputs, strict=True))
+            if not is_backward:
+                self.inputs = _copied(given)
+                self.states = random_states(self.device)
+            elif self.joint is not None:
+                tangents = {name: given[name] for name in names if name not in self.inputs}
+                self._run_as_captured(self.joint, {**self.inputs, **_copied(tangents)})
+            return _Recorder(module, lambda name, prints: self.as_planned.append((name, prints))).run(*inputs)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _run_as_captured(self, joint: Joint, given: dict[str, Any]) -> None:
+        with torch.random.fork_rng(devices=[self.device.index or 0] if self.device.type == "cuda" else []):
+            torch.set_rng_state(self.states[0])
+            if len(self.states) > 1:
+                torch.cuda.set_rng_state(self.states[1], self.device)
+            recorder = _Recorder(joint.module, self.as_captured.__setitem__)
+            recorder.run(*(given[node.name] for node in joint.placeholders))
+
+    def by_plan(self) -> str | None:
+        assert self.joint is not None
+        nodes = {node.name: node for node in self.joint.module.graph.nodes}
+        for name, found in self.as_planned:
+            again = _ANOTHER.search(name)
+            node = nodes.get(_ANOTHER.sub("", name))
+            expected = self.as_captured.get(node.name) if node is not None else None
+            if node is None or expected is None or expected == found:
+                continue
+            time = f" when it runs for time {int(again.group(1)) + 1}" if again else ""
+            return f"{_described(node)}{time}: the plan runs it on other values than the captured step, or it wavers."
+        return None
+
+
+def _by_capture(joint: Joint, as_captured: dict[str, Prints], run: Callable[..., Any], plain: Any) -> str | None:
+    """The first op of the captured graph that plain PyTorch runs too, but never with this result."""
+    made = _Made()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    with made:
+        run(watched)
+    for node in joint.module.graph.nodes:
+        known = made.prints.get(_family(node.target))
+        prints = as_captured.get(node.name, ())
+        if node.op == "call_function" and known and prints and not known.issuperset(prints):
+            return f"{_described(node)}: plain PyTorch makes no such value; it was captured as another computation."
+    return None
+
+
+def _described(node: fx.Node) -> str:
+    return f"{node.name} of {target_name(node)} ({where(node)})"
+
+
+def _family(target: Any) -> str:
+    """``aten::add`` for all overloads, in place or not."""
+    return target._schema.name.removesuffix("_") if isinstance(target, torch._ops.OpOverload) else ""
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a module node by node and tells of each what it made."""
+
+    def __init__(self, module: fx.GraphModule, tell: Callable[[str, Prints], None]) -> None:
+        super().__init__(module)
+        self.tell = tell
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function":
+            self.tell(n.name, _prints(result))
+        return result
+
+
+class _Made(TorchDispatchMode):
+    """Fingerprints of all that plain PyTorch makes, by op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prints: dict[str, set[str]] = defaultdict(set)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.prints[_family(func)].update(_prints(result))
+        return result
+
+
+def _prints(result: Any) -> Prints:
+    return tuple(map(_fingerprint, tensors(result)))
+
+
+def _fingerprint(tensor: torch.Tensor) -> str:
+    """What tells a tensor's bits, shape and type from others, whatever its strides."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(flat.numpy().tobytes()).hexdigest()}"
+
+
+def _copied(given: dict[str, Any]) -> dict[str, Any]:
+    return tree_map_only(torch.Tensor, lambda t: t.detach().clone(), given)

@@ -1,0 +1,61 @@
+"""From the costs of the ops that could be measured to the profile of a step: the others are estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+import torch.fx as fx
+
+from checkmate.capture.joint import Joint
+from checkmate.core.problem import Profile
+from checkmate.errors import Unsupported
+from checkmate.profiling.cost_table import OpCost
+from checkmate.profiling.one_op import device_of
+from checkmate.profiling.roofline import CUDA_BLOCK_BYTES, DEVICES, moved_bytes_of, roofline_seconds
+
+LIKE = {"cpu": "laptop", "cuda": "a100"}  # the device that ops are estimated for, by kind of device; then scaled
+
+
+def fill(joint: Joint, costs: Sequence[OpCost | None], source: str) -> Profile:
+    """The profile of a step.
+
+    An op without a cost takes the seconds of its roofline estimate, times the median ratio of measured to estimated
+    seconds of the others; its workspace is taken to be as large as all that it touches.
+
+    Args:
+        joint: the step.
+        costs: of each op, by position; None: not known. What autograd does has none and costs nothing.
+        source: where the costs come from; how many are estimated is added to it.
+    """
+    graph = joint.graph
+    seconds, workspace = np.zeros(len(costs)), np.zeros(len(costs), dtype=np.int64)
+    nodes = {k: node for k, node in enumerate(joint.nodes) if node is not None}
+    estimated = tuple(k for k in nodes if costs[k] is None)
+    scale = _scale(nodes, costs) if estimated else 1.0
+    for k, node in nodes.items():
+        op, cost = graph.ops[k], costs[k]
+        block = CUDA_BLOCK_BYTES if device_of(node).type == "cuda" else 1
+        outputs = sum(-(-graph.values[v].size_bytes // block) * block for v in op.outputs)
+        if cost is None:
+            inputs = sum(graph.values[v].size_bytes for v in op.inputs)
+            seconds[k], workspace[k] = scale * _estimate(node), inputs + outputs
+        else:
+            seconds[k], workspace[k] = cost.seconds, max(0, cost.allocated_bytes - outputs)
+    if estimated:
+        source += f"; {len(estimated)} op{'s' if len(estimated) > 1 else ''} estimated"
+    return Profile(seconds, workspace, joint.resident_bytes, source, estimated)
+
+
+def _estimate(node: fx.Node) -> float:
+    device = DEVICES[LIKE[device_of(node).type]]
+    try:
+        return roofline_seconds(node, device)
+    except Unsupported:  # a product of a rare type: by its bytes alone
+        return device.seconds(0, "float32", moved_bytes_of(node))
+
+
+def _scale(nodes: dict[int, fx.Node], costs: Sequence[OpCost | None]) -> float:
+    measured = [(cost.seconds, nodes[k]) for k, cost in enumerate(costs) if cost is not None and k in nodes]
+    return median(seconds / _estimate(node) for seconds, node in measured) if measured else 1.0

@@ -1,0 +1,175 @@
+"""One op of a captured step on its own: what it is known by, whether it can run, and inputs made up for it.
+
+Inputs have the shapes, strides and types of the trace. Floats are between 0.1 and 0.9: valid as probabilities,
+variances and standard deviations, and none so small that the processor slows down. Indices are drawn from what they
+index, so that lookups touch memory as real ones do; other integers are zero. Bools are true.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._functorch._aot_autograd.utils import is_with_effects
+from torch.utils._pytree import tree_map
+
+from checkmate.capture.nodes import is_collective, target_name, tensors
+from checkmate.capture.numbers import value_of
+from checkmate.capture.patches.recurrent import lstm_layer
+from checkmate.capture.random_draws import save_state
+
+log = logging.getLogger("checkmate.profiling")
+aten = torch.ops.aten
+
+_ALONG = {  # op(x, dim, index, ...): the index picks along a dimension of x
+    aten.gather,
+    aten.index_select,
+    aten.index_add,
+    aten.index_copy,
+    aten.index_fill,
+    aten.scatter,
+    aten.scatter_add,
+    aten.scatter_reduce,
+}
+_BY_DIMENSION = {aten.index, aten._unsafe_index, aten.index_put, aten._unsafe_index_put}  # op(x, [index or None, ...])
+_TARGETS = {  # position of the scores and of the targets: classes are dimension 1, or 0 where there is no other
+    aten.nll_loss_forward: (0, 1),
+    aten.nll_loss2d_forward: (0, 1),
+    aten.nll_loss_backward: (1, 2),
+    aten.nll_loss2d_backward: (1, 2),
+    aten.multi_margin_loss: (0, 1),
+    aten.multi_margin_loss_backward: (1, 2),
+}
+_POOLED = {  # position of x and of the indices, dimensions of a window's plane: indices are places in the plane
+    aten.max_pool2d_with_indices_backward: (1, 7, 2),
+    aten.max_pool3d_with_indices_backward: (1, 7, 3),
+    aten.adaptive_max_pool2d_backward: (1, 2, 2),
+    aten.max_unpool2d: (0, 1, 2),
+}
+
+
+def key_of(node: fx.Node) -> str:
+    """What two ops must share to cost the same, in words that hold in every process."""
+
+    def describe(arg: Any) -> Any:
+        return tree_map(_describe, arg.meta.get("val") if isinstance(arg, fx.Node) else arg)
+
+    return f"{target_name(node)} {fx.node.map_aggregate((node.args, node.kwargs), describe)!r}"
+
+
+class _Text(str):
+    """Shown without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        return _Text(f"{dtype}{[*leaf.shape]}{[*leaf.stride()]}{leaf.device.type}")
+    return _Text(leaf.type) if isinstance(leaf, torch.device) else value_of(leaf)
+
+
+def runs_alone(node: fx.Node) -> bool:
+    """Whether it makes sense to run an op by itself: no collective, no side effect, no subgraph."""
+    target = node.target
+    if isinstance(target, types.FunctionType):
+        return True
+    return isinstance(target, torch._ops.OpOverload) and not is_collective(node) and not is_with_effects(node)
+
+
+def call_of(node: fx.Node) -> Callable[[], Any]:
+    """The op with made-up inputs, ready to run. Draws from the global random state."""
+    bounds = _index_bounds(node)
+
+    def make(arg: Any) -> Any:
+        if not isinstance(arg, fx.Node):
+            return arg
+        if arg.target is save_state:  # a generator takes no made-up state
+            return call_of(arg)()
+        source: Any = arg.args[0] if arg.target is operator.getitem else None
+        if source is not None and source.target is lstm_layer:  # nor its backward a made-up workspace
+            return call_of(source)()[arg.args[1]]
+        return tree_map(lambda leaf: make_up(leaf, bounds.get(arg)), arg.meta["val"])
+
+    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), make)
+    target: Any = node.target
+    return lambda: target(*args, **kwargs)
+
+
+def make_up(leaf: Any, bound: int | None = None) -> Any:
+    """A tensor like a fake one; ``bound``: its integers are indices below this."""
+    if not isinstance(leaf, torch.Tensor):
+        return value_of(leaf)
+    real = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    flat = real.as_strided((real.untyped_storage().nbytes() // real.element_size(),), (1,), 0)
+    if leaf.dtype.is_complex:
+        torch.view_as_real(flat).uniform_(0.1, 0.9)
+    elif leaf.dtype.is_floating_point:
+        flat.uniform_(0.1, 0.9)
+    elif leaf.dtype is torch.bool:
+        flat.fill_(True)
+    elif bound:
+        flat.random_(0, bound)
+    else:
+        flat.zero_()
+    return real
+
+
+def _index_bounds(node: fx.Node) -> dict[fx.Node, int]:
+    """For the arguments that hold indices, how many things there are to pick from."""
+    args: tuple[Any, ...] = node.args
+    packet = node.target.overloadpacket if isinstance(node.target, torch._ops.OpOverload) else None
+    found: dict[Any, int] = {}
+    if packet is aten.embedding:
+        found[args[1]] = _size(args[0], 0)
+    elif packet is aten.embedding_dense_backward:
+        found[args[1]] = args[2]
+    elif packet in _ALONG:
+        found[args[2]] = _size(args[0], args[1])
+    elif packet in _BY_DIMENSION:
+        for dim, index in enumerate(args[1]):
+            if isinstance(index, fx.Node):
+                found[index] = min(_size(args[0], dim), found.get(index, _size(args[0], dim)))
+    elif packet in _TARGETS:
+        scores, targets = (args[i] for i in _TARGETS[packet])
+        found[targets] = _size(scores, min(1, scores.meta["val"].dim() - 1))
+    elif packet in _POOLED:
+        x, indices, dims = _POOLED[packet]
+        found[args[indices]] = args[x].meta["val"].shape[-dims:].numel()
+    return {index: bound for index, bound in found.items() if isinstance(index, fx.Node)}
+
+
+def _size(node: Any, dim: int) -> int:
+    val = node.meta["val"]
+    return int(val.shape[dim]) if val.dim() else 1
+
+
+def device_of(node: fx.Node) -> torch.device:
+    """The device that an op runs on: that of its tensors, an accelerator before the CPU."""
+    found = {leaf.device for leaf in tensors([n.meta.get("val") for n in (node, *node.all_input_nodes)])}
+    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
+
+
+def attempt(node: fx.Node, run: Callable[[], None]) -> bool:
+    """Run something with an op; False if the op does not run on made-up inputs.
+
+    Raises:
+        RuntimeError: if memory runs out, which says nothing about the op.
+    """
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
+        if "allocate memory" in str(error):
+            raise
+        log.debug("%s does not run on its own: %s", node.name, error)
+        return False
+    return True

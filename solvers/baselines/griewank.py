@@ -1,0 +1,183 @@
+"""Binomial checkpointing: with s slots for checkpoints, the fewest forward steps that reverse a chain of l.
+
+Griewank and Walther, "Algorithm 799: revolve", 2000; also known as treeverse, or log n checkpointing. With states
+x_0 → x_1 → … → x_l, reversing needs x_{l-1}, then x_{l-2}, down to x_0, each made by steps from the nearest checkpoint
+below it. With s slots, of which x_0 takes one, β(s, r) = C(s + r, s) steps can be reversed such that none of them runs
+more than r times, and the fewest steps for l are, with the first sweep up to x_{l-1},
+
+    t(l, s) = r l − β(s + 1, r − 1)   where   β(s, r − 1) < l ≤ β(s, r)
+
+Here x_0 is what is given before the step begins and takes no bytes, so s slots hold s − 1 values; x_j is what the j-th
+op of the chain makes, with all outputs of that op. l − 1 is the state that the first backward op needs; an op after
+it, the loss say, belongs to its reversal, and is not counted in t. On chains of unit costs and sizes these are the
+optimal schedules of the integer program. Where costs or sizes differ they are schedules still, not optimal ones: the
+number of steps is least, not their seconds, and a slot is as large as what lies in it.
+
+We differ from the paper in that the slots are not given: of all numbers of slots, the cheapest schedule that fits is
+taken. On graphs that are no chains the method does not apply as it stands, and says so; asked to, it takes articulation
+points, or all forward ops in a row, for the chain. Then t no longer holds: a backward op makes what it misses again,
+with whatever that takes, and what lies between two articulation points runs again even where everything would fit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from math import comb
+
+import numpy as np
+
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution
+from checkmate.solvers.baselines.checkpoint_places import CANDIDATES, droppable
+from checkmate.solvers.baselines.sweep import answer, cheapest, does_not_apply
+from checkmate.solvers.common.runs import on_demand
+
+METHOD = "griewank"
+TRIES = 64  # numbers of slots that are simulated
+
+
+def griewank(
+    problem: Problem, budget: int, *, candidates: str = "chain", tries: int = TRIES, time_limit: float = 60.0
+) -> Solution:
+    """The cheapest binomial schedule that fits. NOT_FOUND where none does, or where the forward is no chain.
+
+    Args:
+        problem: what to schedule.
+        budget: bytes.
+        candidates: what to take for the states: "chain" for chains; "ap", articulation points, or "linearized", all
+            forward ops in the order in which they run, for any graph.
+        tries: how many numbers of slots to simulate.
+        time_limit: seconds.
+
+    Raises:
+        ValueError: if there are no such candidates.
+
+    >>> deps = [[], [0], [1], [2], [3], [2, 4], [1, 5], [0, 6]]
+    >>> chain = Problem.from_dag(deps, seconds=[1] * 8, sizes=[1] * 8, forward=5)
+    >>> [griewank(chain, budget).cost for budget in (3, 4, 5)]
+    [11.0, 9.0, 8.0]
+    """
+    began = time.perf_counter()
+    if candidates not in CANDIDATES:
+        raise ValueError(f"There are no candidates {candidates!r}. There are {', '.join(CANDIDATES)}.")
+    instead = "candidates='ap' and candidates='linearized'"
+    if candidates == "chain" and (no := does_not_apply(problem, budget, METHOD, began, instead)):
+        return no
+    line = CANDIDATES[candidates](problem)
+    needed = needs(problem, line)
+    length = 1 + max(needed.values(), default=0)
+    sweep = cheapest(
+        problem,
+        budget,
+        length,
+        lambda i: reversal(problem, line, needed, stored(length, i + 1)),
+        tries=tries,
+        time_limit=time_limit - (time.perf_counter() - began),
+    )
+    details = {"candidates": len(line), "steps": length}
+    if sweep.best is not None:
+        details |= {"slots": sweep.best + 1, "least steps": least_steps(length, sweep.best + 1)}
+    return answer(sweep, METHOD, began, details=details)
+
+
+def beta(s: int, r: int) -> int:
+    """β(s, r) = C(s + r, s): how many steps s slots reverse with no step run more than r times; 0 for r < 0."""
+    return comb(s + r, s) if r >= 0 else 0
+
+
+def repetitions(steps: int, slots: int) -> int:
+    """The r with β(s, r − 1) < l ≤ β(s, r)."""
+    if slots == 1:
+        return steps - 1
+    r = 0
+    while beta(slots, r) < steps:
+        r += 1
+    return r
+
+
+def least_steps(steps: int, slots: int) -> int:
+    """t(l, s): the fewest forward steps that reverse l steps with s slots, one of them for x_0.
+
+    >>> least_steps(10, 3), least_steps(10, 10)  # one slot for each state: the first sweep is all
+    (15, 9)
+    """
+    r = repetitions(steps, slots)
+    return r * steps - beta(slots + 1, r - 1)
+
+
+def stored(steps: int, slots: int) -> list[tuple[int, ...]]:
+    """For each state x_0, …, x_{l-1}, the states that are in slots when it is needed, ascending.
+
+    To reverse l steps from a state in a slot: m steps forward; store that state, reverse the last l − m steps with one
+    slot less, drop it; reverse the first m. This m is one of those that reach t(l, s).
+
+    >>> stored(5, 2)  # the slot beside x_0 holds x_3, and then x_1
+    [(0,), (0, 1), (0, 1), (0, 3), (0, 3)]
+    """
+    at: list[tuple[int, ...]] = [()] * steps
+    todo: list[tuple[int, int, int, tuple[int, ...]]] = [(0, steps, slots, (0,))]
+    while todo:
+        low, high, s, held = todo.pop()
+        if high - low == 1:
+            at[low] = held if s else held[:-1]  # without a slot, it is there only while it is needed
+            continue
+        r = repetitions(high - low, s)
+        m = min(beta(s, r - 1), high - low - beta(s - 1, r - 1))
+        todo.append((low, low + m, s, held))
+        todo.append((low + m, high, s - 1, (*held, low + m)))
+    return at
+
+
+def needs(problem: Problem, line: Sequence[int]) -> dict[int, int]:
+    """For each backward op that reads what the forward may drop, the state from which its reversal starts.
+
+    That is the lowest from which all it reads can be made: j where it reads what the j-th op of ``line`` makes, or what
+    an op between that and the next makes. It never rises from one op to a later one.
+    """
+    graph, values = problem.graph, droppable(problem)
+    needed: dict[int, int] = {}
+    state = len(line)
+    for t in range(graph.forward_length, len(graph.ops)):
+        made_by = [graph.values[v].producer for v in graph.ops[t].inputs if v in values]
+        if made_by:
+            state = min([state, *(bisect_right(line, k) for k in made_by if k is not None)])
+            needed[t] = state
+    return needed
+
+
+def reversal(
+    problem: Problem, line: Sequence[int], needed: dict[int, int], at: Sequence[tuple[int, ...]]
+) -> np.ndarray:
+    """R (T, T) bool: each state is made from the nearest in a slot when the backward comes to need it.
+
+    Args:
+        problem: what to schedule.
+        line: the ops that make states 1, 2, ….
+        needed: per backward op the state it needs, as `needs` gives it.
+        at: per state, those in slots when it is needed, as `stored` gives it.
+
+    Between two ops that need the same state nothing is let go; and what is in a slot is not let go while it is still
+    to be read, by the backward of the next op for one.
+    """
+    graph = problem.graph
+    ops = list(needed)
+    if not ops:
+        return np.eye(len(graph.ops), dtype=bool)
+    others = set(range(len(graph.values))) - droppable(problem)
+    first = {v for t in ops if needed[t] == needed[ops[0]] for v in graph.ops[t].inputs}
+    slots = _values(problem, line, at[needed[ops[0]]])
+    kept_after = {graph.forward_length - 1: others | slots | first}
+    for t, following in itertools.pairwise(ops):
+        if needed[following] < needed[t]:
+            slots = {v for v in slots if graph.users[v] and graph.users[v][-1] > t}
+            slots |= _values(problem, line, at[needed[following]])
+            kept_after[t] = others | slots
+    return on_demand(problem, kept_after)
+
+
+def _values(problem: Problem, line: Sequence[int], states: Sequence[int]) -> set[int]:
+    """What the ops that make these states make."""
+    return {v for j in states if j for v in problem.graph.ops[line[j - 1]].outputs}

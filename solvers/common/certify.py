@@ -1,0 +1,67 @@
+"""The last step of every method: what runs becomes a plan, and nothing leaves that the verifier refuses."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from checkmate.core import plan as plans
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
+from checkmate.errors import SolverError
+
+ROUNDING = 1e-4  # a bound may exceed a cost by this share of it, from the tolerances of solvers
+log = logging.getLogger("checkmate.solve")
+
+
+def certify(
+    problem: Problem, budget: int, R: np.ndarray, *, method: str, bound: float = 0.0, **fields: object
+) -> Solution:
+    """The Solution that runs R (T, T), verified and simulated.
+
+    The bound is raised to the cost of running each op once, which every schedule takes; one that this schedule
+    contradicts was no proof, and does not count. OPTIMAL where the bound meets the cost within `OPTIMAL_GAP`.
+
+    Raises:
+        SolverError: if R breaks a rule or exceeds the budget; the method is wrong then, not the problem.
+    """
+    schedule = Schedule.from_runs(problem.graph, R)
+    plan = plans.lower(problem.graph, schedule)
+    if wrong := plans.verify(plan, problem, budget):
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise SolverError(f"The schedule of {method} is wrong: {wrong[0]}{more}.")
+    cost = plans.cost(plan, problem)
+    if contradicts(bound, cost):
+        log.warning("a bound of %s, %.6g s, was wrong: a verified schedule takes %.6g s", method, bound, cost)
+        bound = problem.keep_all_cost
+    runs_once = np.array_equal(R, np.eye(len(R), dtype=bool))  # the least there is, whatever is lost in its sum
+    bound = max(problem.keep_all_cost, bound)  # in this order, what is no number is no bound
+    bound = cost if runs_once else min(bound, cost)
+    status = Status.OPTIMAL if cost - bound <= OPTIMAL_GAP * cost else Status.FEASIBLE
+    peak = plans.simulate(plan, problem).peak
+    return Solution(status, problem, budget, method, schedule, plan, cost, bound, peak, **fields)  # type: ignore[arg-type]
+
+
+def contradicts(bound: float, cost: float) -> bool:
+    """Whether a lower bound cannot be true if a schedule has this cost, beyond what solvers round."""
+    return bound > cost * (1 + ROUNDING)
+
+
+def faults(problem: Problem, budget: int, R: np.ndarray) -> list[str]:
+    """All that the verifier has against R (T, T) within the budget, in words; empty when nothing."""
+    return plans.verify(plans.lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem, budget)
+
+
+def peak_of(problem: Problem, R: np.ndarray) -> int:
+    """Bytes that the plan of R (T, T) reaches, simulated.
+
+    Raises:
+        SolverError: if some op does not run in its own stage: no such R comes from a working solver.
+    """
+    if not R.diagonal().all():
+        k = int(np.argmin(R.diagonal()))
+        raise SolverError(f"An answer of the solver never runs {problem.graph.ops[k].name}.")
+    schedule = Schedule.from_runs(problem.graph, R)
+    return plans.simulate(plans.lower(problem.graph, schedule), problem).peak

@@ -1,0 +1,42 @@
+"""A problem as plain lists, for loops that touch single values millions of times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkmate.core.problem import Problem
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Who reads and makes what. Values that no op makes are left out of ``inputs``: they are always at hand."""
+
+    inputs: list[tuple[int, ...]]  # per op
+    outputs: list[tuple[int, ...]]  # per op
+    users: list[tuple[int, ...]]  # per value, the ops that read it, ascending
+    producer: list[int]  # per value, -1: given
+    size: list[int]  # per value, bytes
+    result: list[bool]  # per value: an output of the step
+    seconds: list[float]  # per op
+    workspace: list[int]  # per op, bytes
+    pinned: list[bool]  # per op: it must run exactly once
+    resident: int  # bytes
+
+    @classmethod
+    def of(cls, problem: Problem) -> Tables:
+        """The tables of a problem."""
+        graph = problem.graph
+        results = set(graph.outputs)
+        producer = [-1 if value.producer is None else value.producer for value in graph.values]
+        return cls(
+            inputs=[tuple(v for v in op.inputs if producer[v] >= 0) for op in graph.ops],
+            outputs=[op.outputs for op in graph.ops],
+            users=list(graph.users),
+            producer=producer,
+            size=problem.sizes.tolist(),
+            result=[v in results and producer[v] >= 0 for v in range(len(producer))],
+            seconds=problem.seconds.tolist(),
+            workspace=problem.workspace.tolist(),
+            pinned=[op.pinned is not None for op in graph.ops],
+            resident=problem.resident,
+        )

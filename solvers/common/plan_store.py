@@ -1,0 +1,292 @@
+"""Plans kept on disk, so that the second start of a script need not plan again.
+
+One JSON file for each question: the graph's structure, its sizes, the costs and where they come from, the bytes that
+are resident, the budget, the method, and the version of checkmate that planned. A file holds what runs again as a list
+of (stage, op), what it was proven for, and how long was allowed to look for it. Nothing in it is believed: the plan
+passes the verifier and the simulator for today's problem before it is used, and the bound counts only for the very
+costs, sizes and bytes that it was proven for. A file that is damaged, or not the one it claims to be, is refused with a
+warning. The folder holds so many plans at most; those go first that were not used for longest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkmate.core import files
+from checkmate.core import plan as plans
+from checkmate.core.fingerprint import fingerprints
+from checkmate.core.graph import MAX_BYTES
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.core.solution import Solution
+from checkmate.errors import InvalidProblem, SolverError
+from checkmate.solvers.common.certify import certify, contradicts
+from checkmate.version import __version__
+
+log = logging.getLogger("checkmate.solve")
+
+FORMAT, VERSION = "checkmate-plan", 1
+MOST_PLANS, MOST_BYTES = 1000, 2**27  # on disk
+MOST_READ = 8  # files that are looked through for a plan to begin with, the last used first
+ABANDONED_SECONDS = 3600.0  # a half-written file of that age is of a process that died
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan answers. Equal questions have equal answers, but for luck and time."""
+
+    structure: str  # hashes: see `checkmate.core.fingerprint`
+    sizes: str
+    costs: str
+    source: str  # where the costs come from: it names the device
+    resident: int  # bytes
+    budget: int  # bytes
+    method: str
+    checkmate: str = __version__
+
+    @classmethod
+    def of(cls, problem: Problem, budget: int, method: str) -> Question:
+        """The question that a solve answers."""
+        prints = fingerprints(problem)
+        source, resident = problem.profile.source, problem.resident
+        return cls(prints.structure, prints.sizes, prints.costs, source, resident, budget, method)
+
+    @property
+    def room(self) -> int:
+        """Bytes for what the step itself makes."""
+        return self.budget - self.resident
+
+    @property
+    def path(self) -> Path:
+        """The file of the answer. Those of one structure, and of one structure and sizes, begin alike."""
+        rest = _hash([value for name, value in asdict(self).items() if name not in ("structure", "sizes")])
+        return folder() / f"{self.structure[:16]}-{self.sizes[:16]}-{rest[:16]}.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """An answer as it is kept."""
+
+    question: Question
+    by: str  # the method's own name for the plan
+    time_limit: float  # seconds that were allowed
+    cost: float  # seconds of the step
+    bound: float  # seconds, proven for this very question
+    keep_all_peak: int  # bytes
+    ops: int
+    again: tuple[tuple[int, int], ...]  # (stage, op): what runs beyond each op's own stage
+
+    @classmethod
+    def of(cls, solution: Solution, method: str, time_limit: float) -> Record:
+        """What to keep of a solution that has a plan."""
+        assert solution.schedule is not None
+        problem, again = solution.problem, np.argwhere(np.tril(solution.schedule.R, -1)).tolist()
+        return cls(
+            Question.of(problem, solution.budget, method),
+            solution.method,
+            float(time_limit),
+            float(solution.cost),
+            float(solution.bound),
+            problem.keep_all_peak,
+            len(problem.graph.ops),
+            tuple((t, k) for t, k in again),
+        )
+
+    @property
+    def gap(self) -> float:
+        """(cost - bound) / cost."""
+        return (self.cost - self.bound) / self.cost if self.cost > 0 else 0.0
+
+    def runs(self) -> np.ndarray:
+        """R, (T, T) bool."""
+        R = np.eye(self.ops, dtype=bool)
+        if self.again:
+            R[tuple(np.array(self.again).T)] = True
+        return R
+
+    def answers(self, question: Question) -> bool:
+        """Whether its bound holds there: for the same costs and sizes, and no more room than it was proven for."""
+        names = ("structure", "sizes", "costs", "checkmate")
+        same = all(getattr(self.question, name) == getattr(question, name) for name in names)
+        return same and question.room <= self.question.room
+
+    def schedule(self, problem: Problem) -> Schedule | None:
+        """The schedule, if it is one of this problem, whatever the budget."""
+        if len(problem.graph.ops) != self.ops:
+            return None
+        schedule = Schedule.from_runs(problem.graph, self.runs())
+        return None if plans.verify(plans.lower(problem.graph, schedule), problem) else schedule
+
+    def certified(self, problem: Problem, budget: int) -> Solution | None:
+        """The plan for a problem of the same structure, verified and simulated; None if it does not fit the budget."""
+        if len(problem.graph.ops) != self.ops:
+            return None
+        bound = self.bound if self.answers(Question.of(problem, budget, self.question.method)) else 0.0
+        try:
+            return certify(problem, budget, self.runs(), method=self.by, bound=bound, details={"from": "plan cache"})
+        except SolverError:
+            return None
+
+
+def folder() -> Path:
+    """Where the plans are."""
+    return files.folder() / "plans"
+
+
+def lookup(question: Question) -> Record | None:
+    """The answer to this very question; None, with a warning where there is reason for one, if there is none."""
+    record = _read_or_warn(question.path)
+    if record is not None and record.question != question:
+        log.warning("%s answers another question than its name says; planned anew.", question.path)
+        return None
+    return record
+
+
+def relatives(question: Question) -> list[Record]:
+    """Plans of the same ops: those with the same sizes first, then others, in each the last used first."""
+    same = _latest(f"{question.structure[:16]}-{question.sizes[:16]}-*.json")
+    others = [path for path in _latest(f"{question.structure[:16]}-*.json") if path not in same]
+    found = [_read_or_warn(path) for path in [*same, *others] if path != question.path]
+    return [record for record in found if record is not None and record.question.structure == question.structure]
+
+
+def used(question: Question) -> None:
+    """Note that an answer was used, so that it stays."""
+    with contextlib.suppress(OSError):
+        os.utime(question.path)
+
+
+def store(record: Record) -> None:
+    """Keep an answer, together with the better parts of what is known already; a warning says if that fails."""
+    path = record.question.path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.locked(folder() / "plans"):
+            with contextlib.suppress(InvalidProblem, OSError):  # what is damaged is replaced
+                known = read(path)
+                if known.question == record.question:
+                    record = _merged(known, record)
+            files.write_json(path, as_document(record))
+            _prune()
+    except OSError as error:
+        log.warning("The plan is not kept for the next time: %s", error)
+
+
+def read(path: str | os.PathLike[str]) -> Record:
+    """Read a file.
+
+    Raises:
+        InvalidProblem: if it is no plan of checkmate, or was changed.
+        OSError: if it cannot be read.
+    """
+    return from_document(files.read_json(Path(path), format=FORMAT, version=VERSION, what="plan"), str(path))
+
+
+def from_document(document: dict[str, Any], origin: str) -> Record:
+    """Take back what `as_document` made, and a file or another process kept; ``origin``: what to call that.
+
+    Raises:
+        InvalidProblem: if it is no plan of checkmate, or was changed.
+    """
+    rest = {name: value for name, value in document.items() if name != "checksum"}
+    if document.get("checksum") != _hash(rest):
+        raise InvalidProblem(f"{origin} is damaged: its checksum does not fit.")
+    try:
+        fields = {name: value for name, value in rest.items() if name not in ("format", "version", "question")}
+        record = Record(Question(**rest["question"]), **fields)
+        _check(record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidProblem(f"{origin} is no valid plan: {error}") from None
+    return replace(record, again=tuple((t, k) for t, k in record.again))
+
+
+def as_document(record: Record) -> dict[str, Any]:
+    """The record as JSON holds it."""
+    document = {"format": FORMAT, "version": VERSION, **asdict(record)}
+    document = json.loads(json.dumps(document))  # tuples as lists, as they are read
+    return {**document, "checksum": _hash(document)}
+
+
+def _hash(what: object) -> str:
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def _check(record: Record) -> None:
+    """Raise a ValueError or TypeError for what is of the wrong kind or out of range."""
+    for field in fields(Question):
+        value = getattr(record.question, field.name)
+        if field.type == "int":
+            _require(type(value) is int and 0 <= value <= MAX_BYTES, field.name, value)
+        else:
+            _require(isinstance(value, str), field.name, value)
+    _require(isinstance(record.by, str), "by", record.by)
+    for name in ("time_limit", "cost", "bound"):
+        value = getattr(record, name)
+        _require(isinstance(value, float) and 0 <= value < math.inf, name, value)
+    _require(not contradicts(record.bound, record.cost), "bound", record.bound)
+    for name in ("keep_all_peak", "ops"):
+        value = getattr(record, name)
+        _require(type(value) is int and 0 < value <= MAX_BYTES, name, value)
+    _require(isinstance(record.again, list), "again", type(record.again))
+    for place in record.again:
+        t, k = place
+        _require(type(t) is int and type(k) is int and 0 <= k < t < record.ops, "again", place)
+
+
+def _require(holds: bool, name: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value!r:.100}")
+
+
+def _read_or_warn(path: Path) -> Record | None:
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return None
+    except (InvalidProblem, OSError) as error:
+        log.warning("A plan on disk is refused: %s", error)
+        return None
+
+
+def _merged(known: Record, new: Record) -> Record:
+    """The cheaper plan, the better bound, the longer time."""
+    best = new if new.cost <= known.cost else known
+    bound = max((b for b in (known.bound, new.bound) if b <= best.cost), default=new.bound)
+    return replace(best, bound=bound, time_limit=max(known.time_limit, new.time_limit))
+
+
+def _latest(pattern: str) -> list[Path]:
+    return [path for _, _, path in _by_age(pattern)[:MOST_READ]]
+
+
+def _by_age(pattern: str) -> list[tuple[float, int, Path]]:
+    """Seconds since the epoch at which files were last used, and their bytes; the last used first."""
+    found = []
+    for path in folder().glob(pattern):
+        with contextlib.suppress(OSError):  # taken away just now
+            about = path.stat()
+            found.append((about.st_mtime, about.st_size, path))
+    return sorted(found, reverse=True)
+
+
+def _prune() -> None:
+    """Drop what was not used for longest, beyond so many plans and bytes, and what processes that died left behind."""
+    total = 0
+    for i, (_, size, path) in enumerate(_by_age("*.json")):
+        total += size
+        if i >= MOST_PLANS or total > MOST_BYTES:
+            path.unlink(missing_ok=True)
+    for written, _, path in _by_age(".*.tmp"):
+        if time.time() - written > ABANDONED_SECONDS:
+            path.unlink(missing_ok=True)

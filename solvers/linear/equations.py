@@ -1,0 +1,349 @@
+"""The exact model of Checkmate: which ops run and which values stay, as a mixed-integer linear program.
+
+Letters and equation numbers are those of Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor
+Rematerialization", MLSys 2020: stage t ends with the first execution of op t; R[t, k] op k runs in stage t, S[t, v]
+value v is at hand when stage t begins, FREE[t, v, k] v is let go after op k, U[t, k] bytes at hand while op k runs.
+
+Two forms with the same integer optima:
+
+``"paper"``
+    FREE is a product of binaries, made linear by rows with a large coefficient (7b, 7c).
+``"strengthened"``
+    What is at hand after op k in stage t, S[t, v] + R[t, prod(v)] - Σ_{i <= k} FREE[t, v, i], is at least R[t, j] for
+    each later user j of v, and at least S[t+1, v]. These rows imply (1b), (1c) and, where S is as small as R allows,
+    FREE[t, v, k] <= R[t, k] and S[t, v] + R[t, prod(v)] <= 1. The linear relaxation is at least as tight as that of
+    the paper, and only R need be integer: for binary R the least S and the earliest FREE are integral by themselves.
+    S is declared integer all the same, for the cover inequalities of `fit_first_runs`: a training step of 80 ops at
+    0.7 of its peak is proven optimal in 10 to 30 s, from a good start in 5 s; without either of the two not in 60 s.
+
+We differ from the paper in that values, not ops, are kept and freed, in that a result of the step is at hand from its
+first execution to the end, and in that an op has a workspace. A value that is a result or that nobody reads has no
+variables: its (second) copy counts while its op runs, as workspace does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from checkmate.core.problem import Problem
+from checkmate.solvers.linear.model import NONE, Entry, Model
+
+FORMULATIONS = ("strengthened", "paper")
+
+
+@dataclass(frozen=True, eq=False)
+class Touches:
+    """Who reads or makes the values that a schedule may keep: those with a producer and users that are no results.
+
+    A touch is a pair of a value and an op that makes or reads it. The touches of a value stand together, its producer's
+    first and then its users' in order.
+    """
+
+    value: np.ndarray  # (E,) int
+    op: np.ndarray  # (E,) int
+    made_by: np.ndarray  # (E,) int: the producer of the value
+    earlier: tuple[np.ndarray, np.ndarray]  # pairs (e, i) of touches of one value, i before e
+
+    @property
+    def reads(self) -> np.ndarray:
+        """(E,) bool: the op reads the value, and does not make it."""
+        return self.op != self.made_by
+
+
+@dataclass(frozen=True, eq=False)
+class Variables:
+    """Columns of the model, `NONE` where the variable is known to be zero."""
+
+    R: np.ndarray  # (T, T), op k runs in stage t
+    S: np.ndarray  # (T, V), value v is at hand when stage t begins; none for results, which always are
+    FREE: np.ndarray  # (T, E), touch e is the last in stage t of a value that is not kept for the next
+    U: np.ndarray  # (T, T), bytes at hand when op k runs in stage t, less resident, results and workspace
+    touches: Touches  # the columns of FREE
+
+
+def build(problem: Problem, budget: int, *, formulation: str = "strengthened") -> tuple[Model, Variables]:
+    """The model of a problem under a budget in bytes, its costs in units of the mean cost of an op.
+
+    Raises:
+        ValueError: if the formulation is unknown.
+
+    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 1, 1, 1], sizes=[1, 1, 1, 1])
+    >>> model, variables = build(problem, budget=3)
+    >>> variables.R.shape, variables.S.shape
+    ((4, 4), (4, 4))
+    """
+    if formulation not in FORMULATIONS:
+        raise ValueError(f"Unknown formulation {formulation!r}: it is one of {', '.join(FORMULATIONS)}.")
+    model, touches = Model(), _touches(problem)
+    R, S, FREE = _where(problem, budget, touches)
+    paper, cost = formulation == "paper", problem.seconds / cost_unit(problem)
+    x = Variables(
+        R=model.variables(R, name="R", lower=np.eye(len(R)), cost=cost, integer=True),  # (1a, 8a)
+        S=model.variables(S, name="S", integer=True),
+        FREE=model.variables(FREE, name="FREE", integer=paper),
+        U=model.variables(np.tril(np.ones_like(R)), name="U", upper=_capacity(problem, budget)[:, None]),
+        touches=touches,
+    )
+    if paper:
+        depend(model, x)
+        keep(model, x)
+        free_without_hazard(model, x)
+        free_with_no_hazard_only(model, x)
+    else:
+        depend_until_freed(model, x)
+        keep_or_free(model, x)
+        fit_first_runs(model, x, problem, budget)
+    begin_stage(model, x, problem)
+    run_and_free(model, x, problem)
+    fit(model, x, problem, budget)
+    return model, x
+
+
+def depend(model: Model, x: Variables) -> None:
+    """An op runs only when its inputs are at hand (1b).
+
+    R[t, j] <= R[t, prod(v)] + S[t, v]      every stage t, op j, input v of j
+    """
+    of = x.touches
+    t, e = np.nonzero((x.R[:, of.op] != NONE) & of.reads)
+    terms = [(x.R[t, of.op[e]], 1.0), (x.R[t, of.made_by[e]], -1.0), (x.S[t, of.value[e]], -1.0)]
+    model.constrain("depend", terms, upper=0.0)
+
+
+def keep(model: Model, x: Variables) -> None:
+    """Only what is at hand can be kept (1c).
+
+    S[t+1, v] <= R[t, prod(v)] + S[t, v]      every stage t, value v
+    """
+    v, made_by = _values(x.touches)
+    t, i = np.nonzero(x.S[1:, v] != NONE)
+    terms = [(x.S[t + 1, v[i]], 1.0), (x.R[t, made_by[i]], -1.0), (x.S[t, v[i]], -1.0)]
+    model.constrain("keep", terms, upper=0.0)
+
+
+def free_without_hazard(model: Model, x: Variables) -> None:
+    """A value that nothing holds back is freed (7b).
+
+    1 - FREE[t, v, k] <= (1 - R[t, k]) + S[t+1, v] + Σ_{j in users(v), j > k} R[t, j]
+    """
+    count, free, hazards, _ = _hazards(x)
+    model.constrain_sparse("free without hazard", count, [free, *hazards], lower=0.0)
+
+
+def free_with_no_hazard_only(model: Model, x: Variables) -> None:
+    """A value is freed only after an op that ran, if it is not kept and no later op of the stage reads it (7c).
+
+    κ (1 - FREE[t, v, k]) >= (1 - R[t, k]) + S[t+1, v] + Σ_{j in users(v), j > k} R[t, j],  κ the number of terms
+    """
+    count, (rows, columns, _), hazards, terms = _hazards(x)
+    model.constrain_sparse("free with no hazard only", count, [(rows, columns, terms), *hazards], upper=terms - 1.0)
+
+
+def _hazards(x: Variables) -> tuple[int, Entry, list[Entry], np.ndarray]:
+    """What holds a value back after op k, less the constant 1, a row for each FREE[t, v, k]; and how many terms."""
+    of = x.touches
+    there = x.FREE != NONE
+    t, e = np.nonzero(there)
+    rows = np.full(x.FREE.shape, NONE)
+    rows[t, e] = np.arange(len(t))
+    kept = np.vstack([x.S[1:], np.full((1, x.S.shape[1]), NONE)])[t, of.value[e]]
+    late, early = of.earlier
+    s, pair = np.nonzero(there[:, early] & (x.R[:, of.op[late]] != NONE))
+    held = rows[s, early[pair]]
+    terms = 1.0 + (kept != NONE) + np.bincount(held, minlength=len(t))
+    own = np.arange(len(t))
+    ran = (own, x.R[t, of.op[e]], -1.0)
+    return len(t), (own, x.FREE[t, e], 1.0), [ran, (own, kept, 1.0), (held, x.R[s, of.op[late[pair]]], 1.0)], terms
+
+
+def depend_until_freed(model: Model, x: Variables) -> None:
+    """An op runs only when its inputs are at hand and not yet freed; implies (1b) and FREE[t, v, k] <= 1 - R[t, j].
+
+    R[t, j] + Σ_{k < j} FREE[t, v, k] <= R[t, prod(v)] + S[t, v]      every stage t, op j, input v of j
+    """
+    of = x.touches
+    there = (x.R[:, of.op] != NONE) & of.reads
+    t, e = np.nonzero(there)
+    rows = np.full(there.shape, NONE)
+    rows[t, e] = own = np.arange(len(t))
+    late, early = of.earlier
+    s, pair = np.nonzero(there[:, late])
+    freed = (rows[s, late[pair]], x.FREE[s, early[pair]], 1.0)
+    terms = [(own, x.R[t, of.op[e]], 1.0), (own, x.R[t, of.made_by[e]], -1.0), (own, x.S[t, of.value[e]], -1.0), freed]
+    model.constrain_sparse("depend until freed", len(t), terms, upper=0.0)
+
+
+def keep_or_free(model: Model, x: Variables) -> None:
+    """What is at hand is kept, or freed once, and nothing else is; implies (1c).
+
+    S[t+1, v] + Σ_k FREE[t, v, k] <= R[t, prod(v)] + S[t, v]      every stage t, value v
+    """
+    of = x.touches
+    v, made_by = _values(of)
+    nth = np.searchsorted(v, of.value)  # the row of each touch's value among those that may be kept
+    kept = np.vstack([x.S[1:], np.full((1, x.S.shape[1]), NONE)])
+    freed = np.zeros((len(x.S), len(v)), dtype=bool)
+    t, e = np.nonzero(x.FREE != NONE)
+    freed[t, nth[e]] = True
+    there = freed | (kept[:, v] != NONE)
+    s, i = np.nonzero(there)
+    rows = np.full(there.shape, NONE)
+    rows[s, i] = own = np.arange(len(s))
+    sides = [(own, kept[s, v[i]], 1.0), (own, x.R[s, made_by[i]], -1.0), (own, x.S[s, v[i]], -1.0)]
+    model.constrain_sparse("keep or free", len(s), [*sides, (rows[t, nth[e]], x.FREE[t, e], 1.0)], upper=0.0)
+
+
+def begin_stage(model: Model, x: Variables, problem: Problem) -> None:
+    """A stage begins with what is kept for it (2), and with its op 0.
+
+    U[t, 0] = Σ_v M_v S[t, v] + R[t, 0] Σ_{v in out(0)} M_v      beyond what is resident and the results so far
+    """
+    M, made = _sizes(problem), _made_bytes(problem, x.touches)
+    model.constrain("begin stage", [(x.U[:, :1], 1.0), (x.S, -M), (x.R[:, :1], -made[0])], lower=0.0, upper=0.0)
+
+
+def run_and_free(model: Model, x: Variables, problem: Problem) -> None:
+    """From one op to the next, what the first frees goes and what the second makes comes (3, 4).
+
+    U[t, k+1] = U[t, k] - Σ_{v in in(k), out(k)} M_v FREE[t, v, k] + R[t, k+1] Σ_{v in out(k+1)} M_v
+    """
+    of, made = x.touches, _made_bytes(problem, x.touches)
+    t, k = np.nonzero(x.U[:, 1:] != NONE)
+    rows = np.full(x.U.shape, NONE)
+    rows[t, k] = own = np.arange(len(t))
+    s, e = np.nonzero((x.FREE != NONE) & (rows[:, of.op] != NONE))  # nothing follows the last op of a stage
+    freed = (rows[s, of.op[e]], x.FREE[s, e], _sizes(problem)[of.value[e]])
+    terms = [(own, x.U[t, k + 1], 1.0), (own, x.U[t, k], -1.0), (own, x.R[t, k + 1], -made[k + 1]), freed]
+    model.constrain_sparse("run and free", len(t), terms, lower=0.0, upper=0.0)
+
+
+def fit(model: Model, x: Variables, problem: Problem, budget: int) -> None:
+    """The budget holds while each op runs (9). Where W_k = 0 this is the upper bound of U.
+
+    U[t, k] + W_k R[t, k] <= budget      W_k with what op k makes that is a result or that nobody reads
+    """
+    W = _working_bytes(problem, x.touches)
+    t, k = np.nonzero((x.R != NONE) & (W > 0))
+    model.constrain("fit", [(x.U[t, k], 1.0), (x.R[t, k], W[k])], upper=_capacity(problem, budget)[t])
+
+
+def fit_first_runs(model: Model, x: Variables, problem: Problem, budget: int) -> None:
+    """The budget holds while an op runs for the first time, said in S alone; implied by (2)-(9).
+
+    Σ_{v not in in(t), out(t)} M_v S[t+1, v] <= budget - Σ_{v in in(t), out(t)} M_v - W_t      every stage t
+
+    What is kept for stage t+1 is at hand in the last moment of stage t. These are knapsacks of binaries, which (2)-(9)
+    are not, so that solvers derive cover inequalities from them: the bounds of the linear program change little, those
+    after the cuts a lot.
+    """
+    M, graph = _sizes(problem), problem.graph
+    own = _own_bytes(problem) / size_unit(problem)
+    kept = np.vstack([x.S[1:], np.full((1, x.S.shape[1]), NONE)])
+    for k, op in enumerate(graph.ops):
+        kept[k, [*op.inputs, *op.outputs]] = NONE
+    t = np.flatnonzero((kept != NONE).any(axis=1))
+    model.constrain("fit first runs", [(kept[t], M)], upper=(_capacity(problem, budget) - own)[t])
+
+
+def size_unit(problem: Problem) -> float:
+    """Bytes in which the model counts: the mean size, since a solver's tolerances are for numbers around one."""
+    return float(problem.sizes.mean()) or 1.0
+
+
+def cost_unit(problem: Problem) -> float:
+    """Seconds in which the model counts: the mean cost."""
+    return float(problem.seconds.mean()) or 1.0
+
+
+def _touches(problem: Problem) -> Touches:
+    graph = problem.graph
+    pairs: list[tuple[int, int, int]] = []
+    earlier: list[tuple[int, int]] = []
+    for v, value in enumerate(graph.values):
+        if value.producer is None or v in graph.outputs or not graph.users[v]:
+            continue
+        first = len(pairs)
+        pairs += [(v, k, value.producer) for k in (value.producer, *graph.users[v])]
+        earlier += [(e, i) for e in range(first, len(pairs)) for i in range(first, e)]
+    value_, op, made_by = np.array(pairs, dtype=np.int64).reshape(-1, 3).T
+    late, early = np.array(earlier, dtype=np.int64).reshape(-1, 2).T
+    return Touches(value_, op, made_by, (late, early))
+
+
+def _values(of: Touches) -> tuple[np.ndarray, np.ndarray]:
+    """The values that may be kept, ascending, and their producers."""
+    v, first = np.unique(of.value, return_index=True)
+    return v, of.made_by[first]
+
+
+def _where(problem: Problem, budget: int, of: Touches) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(T, T), (T, V), (T, E) bool: where R, S and FREE can be one in a schedule without useless runs.
+
+    R[t, k] = 0 where k > t (8c), k is pinned, no op that may still run reads what k makes, or k does not fit beside the
+    results so far. S[t, v] = 0 where v is not yet made (8b) or no op that may still run reads it.
+    """
+    graph = problem.graph
+    T, V = len(graph.ops), len(graph.values)
+    stage = np.arange(T)[:, None]
+    useful = np.arange(T)  # the last stage in which an op may be of use
+    read = np.full(V, -1)  # the last stage in which a value that may be kept is read
+    for k in reversed(range(T)):
+        if not graph.ops[k].pinned:
+            useful[k] = max([k, *read[list(graph.ops[k].outputs)]])
+        inputs = list(graph.ops[k].inputs)
+        read[inputs] = np.maximum(read[inputs], useful[k])
+    room = budget - problem.resident - _results_bytes(problem)
+    fits = _own_bytes(problem) <= room[:, None]
+    R = (stage == np.arange(T)) | ((stage > np.arange(T)) & (stage <= useful) & fits)
+    v, made_by = _values(of)
+    S = np.zeros((T, V), dtype=bool)
+    S[:, v] = (stage > made_by) & (stage <= read[v])
+    FREE = R[:, of.op] & (problem.sizes[of.value] > 0) & (S[:, of.value] | R[:, of.made_by])
+    return R, S, FREE
+
+
+def _results_bytes(problem: Problem) -> np.ndarray:
+    """(T,) int64: bytes of the results of the step that are made before each stage."""
+    made = np.zeros(len(problem.graph.ops) + 1, dtype=np.int64)
+    for v in problem.graph.outputs:
+        producer = problem.graph.values[v].producer
+        if producer is not None:
+            made[producer + 1] += problem.sizes[v]
+    return made.cumsum()[:-1]
+
+
+def _own_bytes(problem: Problem) -> np.ndarray:
+    """(T,) int64: bytes an op needs at hand beside the results so far: inputs, outputs and workspace."""
+    results = set(problem.graph.outputs)
+    touched = [[*(v for v in op.inputs if v not in results), *op.outputs] for op in problem.graph.ops]
+    return np.array([problem.sizes[vs].sum() for vs in touched], dtype=np.int64) + problem.workspace
+
+
+def _made_bytes(problem: Problem, of: Touches) -> np.ndarray:
+    """(T,): what each op makes that stays at hand until freed, in units of size."""
+    made = of.op == of.made_by
+    return np.bincount(of.op[made], _sizes(problem)[of.value[made]], minlength=len(problem.graph.ops))
+
+
+def _working_bytes(problem: Problem, of: Touches) -> np.ndarray:
+    """(T,): workspace, with what each op makes that is a result of the step or that nobody reads, in units of size."""
+    M = _sizes(problem)
+    outputs = np.array([M[list(op.outputs)].sum() for op in problem.graph.ops])
+    return np.maximum(0.0, outputs - _made_bytes(problem, of)) + problem.workspace / size_unit(problem)
+
+
+def _sizes(problem: Problem) -> np.ndarray:
+    """(V,): M in units of size."""
+    return problem.sizes / size_unit(problem)
+
+
+def _capacity(problem: Problem, budget: int) -> np.ndarray:
+    """(T,): the budget of each stage beyond what is resident and the results so far, in units of size.
+
+    Sums of sizes are multiples of their greatest common divisor, so the budget is rounded down to one.
+    """
+    step = int(np.gcd.reduce(np.concatenate([problem.sizes, problem.workspace]))) or 1
+    room = budget - problem.resident - _results_bytes(problem)
+    return room // step * step / size_unit(problem)

@@ -1,0 +1,265 @@
+"""Run HiGHS on a `Model`, as a linear program or with integers, and say plainly how it ended.
+
+HiGHS runs in a thread of its own while the caller waits, so that Ctrl-C is noticed at once: Python handles signals
+between its own instructions only, and one call of HiGHS may take a minute. HiGHS also keeps one scheduler a thread, and
+a run with another number of threads than the scheduler was made for would end at once with 'Not Set'.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import highspy
+import numpy as np
+
+from checkmate.errors import SolverError
+from checkmate.solvers.linear.model import Model
+
+PATIENCE = 0.7  # seconds that HiGHS has to end once Ctrl-C was pressed; after that it is left to end by itself
+OVERTIME = 0.04  # of the time limit; a run that takes more, in HiGHS's presolve say, is left to end by itself as well
+
+
+class Outcome(Enum):
+    """How a run ended."""
+
+    OPTIMAL = "solved to the asked gap"
+    STOPPED = "stopped early by a limit; there may be an incumbent"
+    INFEASIBLE = "proven to have no solution"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What HiGHS found. ``x`` is None where it has no feasible point; ``bound`` is proven in any case."""
+
+    outcome: Outcome
+    x: np.ndarray | None  # (columns,)
+    objective: float  # of x, infinite without one
+    bound: float  # no solution has a smaller objective
+    seconds: float
+
+
+_MODEL_STATUS = {
+    highspy.HighsModelStatus.kOptimal: Outcome.OPTIMAL,
+    highspy.HighsModelStatus.kModelEmpty: Outcome.OPTIMAL,
+    highspy.HighsModelStatus.kInfeasible: Outcome.INFEASIBLE,
+    highspy.HighsModelStatus.kTimeLimit: Outcome.STOPPED,
+    highspy.HighsModelStatus.kIterationLimit: Outcome.STOPPED,
+    highspy.HighsModelStatus.kSolutionLimit: Outcome.STOPPED,
+    highspy.HighsModelStatus.kInterrupt: Outcome.STOPPED,
+    highspy.HighsModelStatus.kObjectiveTarget: Outcome.STOPPED,
+    highspy.HighsModelStatus.kObjectiveBound: Outcome.STOPPED,
+}
+
+
+def run(
+    model: Model,
+    *,
+    relax: bool = False,
+    time_limit: float = float("inf"),
+    gap: float = 0.0,
+    threads: int = 1,
+    start: tuple[np.ndarray, np.ndarray] | None = None,
+    target: float | None = None,
+    on_incumbent: Callable[[np.ndarray], None] | None = None,
+    on_bound: Callable[[float], None] | None = None,
+) -> Result:
+    """Solve a model.
+
+    Args:
+        model: what to minimise.
+        relax: drop integrality and solve the linear program.
+        time_limit: seconds.
+        gap: stop once (objective - bound) / objective is at most this.
+        threads: of HiGHS.
+        start: columns and their values of a known solution; HiGHS completes the rest.
+        target: stop at a solution with an objective at most this.
+        on_incumbent: called with the (columns,) values of each better solution as it is found.
+        on_bound: called with each better lower bound of the objective, with integers only.
+
+    The two are called from another thread, with the caller's context variables.
+
+    Raises:
+        SolverError: if HiGHS refuses the model or ends in a state that says nothing about it.
+        KeyboardInterrupt: within a second or so of Ctrl-C, also where HiGHS itself takes longer to notice.
+    """
+    began = time.perf_counter()
+    solver = highspy.Highs()
+    _set(solver, "output_flag", False)
+    _set(solver, "threads", threads)
+    _set(solver, "mip_rel_gap", float(gap))
+    _set(solver, "mip_abs_gap", 0.0 if gap == 0 else 1e-9)
+    if target is not None:
+        _set(solver, "objective_target", float(target))
+    _check(solver.passModel(_to_highs(model, relax)), "take the model")
+    if start is not None and not relax:
+        columns, values = start
+        _check(solver.setSolution(len(columns), columns.astype(np.int32), values.astype(np.float64)), "take the start")
+    left = max(0.0, float(time_limit) - (time.perf_counter() - began))
+    if np.isfinite(left):
+        _set(solver, "time_limit", left)
+    going = _Run(solver, on_incumbent, on_bound)
+    if not going.wait(left + 0.05 + OVERTIME * time_limit):
+        return _unfinished(going, model, time.perf_counter() - began)
+    return _result(solver, model, relax, time.perf_counter() - began)
+
+
+class _Run:
+    """One run of HiGHS in its own thread: it can be left alone, and hears of Ctrl-C where HiGHS asks."""
+
+    def __init__(
+        self,
+        solver: highspy.Highs,
+        on_incumbent: Callable[[np.ndarray], None] | None,
+        on_bound: Callable[[float], None] | None,
+    ) -> None:
+        self._solver, self._on_incumbent, self._on_bound = solver, on_incumbent, on_bound
+        self.x: np.ndarray | None = None  # the best solution that was reported
+        self.bound = -float("inf")  # the best bound that was reported
+        self._stop = False
+        self._over = threading.Event()
+        self._status = highspy.HighsStatus.kError
+        self._error: BaseException | None = None
+        for asks in (solver.cbSimplexInterrupt, solver.cbIpmInterrupt, solver.cbMipInterrupt):
+            asks.subscribe(self._answer)
+        solver.cbMipImprovingSolution.subscribe(self._improve)
+        context = contextvars.copy_context()
+        # no daemon: a thread that Python ends by force inside HiGHS takes the whole process down
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="checkmate-highs")
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the run ended in time. What a callback raised is raised here."""
+        try:
+            over = self._wait(seconds)
+        except BaseException:
+            self._stop = True
+            self._over.wait(PATIENCE)
+            raise
+        if self._error is not None:
+            self._over.wait(PATIENCE)
+            raise self._error
+        if over:
+            self._thread.join()
+            _check(self._status, "run")
+        self._stop = not over
+        return over
+
+    def _wait(self, seconds: float) -> bool:
+        until = time.perf_counter() + seconds
+        while (left := until - time.perf_counter()) > 0:  # in turns, for on Windows a long wait hears no Ctrl-C
+            if self._over.wait(min(0.1, left)) or self._error is not None:
+                return True
+        return self._over.is_set()
+
+    def _run(self) -> None:
+        try:
+            self._status = self._solver.run()
+        except BaseException as error:  # noqa: BLE001  # raised again by `wait`
+            self._error = SolverError(f"HiGHS failed: {error}")
+            self._error.__cause__ = error
+        finally:
+            self._over.set()
+
+    def _answer(self, event: highspy.HighsCallbackEvent) -> None:
+        """HiGHS asks whether to stop. Nothing may be raised through its code, so errors are kept for later."""
+        bound = float(event.data_out.mip_dual_bound)
+        if np.isfinite(bound) and bound > self.bound and not self._stop:
+            self.bound = bound
+            self._keep_error(self._on_bound, bound)
+        if self._stop:
+            event.interrupt()
+
+    def _improve(self, event: highspy.HighsCallbackEvent) -> None:
+        if not self._stop:
+            self.x = np.array(event.data_out.mip_solution)
+            self._keep_error(self._on_incumbent, self.x)
+
+    def _keep_error(self, call: Callable[[Any], None] | None, value: Any) -> None:
+        try:
+            if call is not None:
+                call(value)
+        except BaseException as error:  # noqa: BLE001  # Ctrl-C too: raised again by `wait`
+            self._error, self._stop = error, True
+
+
+def export(model: Model, path: str | os.PathLike[str]) -> None:
+    """Write a model as ``.lp`` or ``.mps``, by the name of the file, with the names of its variables and rows.
+
+    Raises:
+        ValueError: if the name ends otherwise.
+        OSError: if the file cannot be written.
+    """
+    if Path(path).suffix not in (".lp", ".mps"):
+        raise ValueError(f"A model is written as .lp or .mps, not as {Path(path).name!r}.")
+    Path(path).touch()  # HiGHS does not say why it cannot write
+    lp = _to_highs(model, relax=False)
+    lp.col_names_, lp.row_names_ = model.column_names(), model.row_names()
+    solver = highspy.Highs()
+    _set(solver, "output_flag", False)
+    _check(solver.passModel(lp), "take the model")
+    _check(solver.writeModel(str(path)), f"write {path}")
+
+
+def _result(solver: highspy.Highs, model: Model, relax: bool, seconds: float) -> Result:
+    status = solver.getModelStatus()
+    if status == highspy.HighsModelStatus.kUnboundedOrInfeasible and np.isfinite(least_objective(model)):
+        status = highspy.HighsModelStatus.kInfeasible  # nothing that is bounded is unbounded
+    if status not in _MODEL_STATUS:
+        raise SolverError(f"HiGHS ended with status {solver.modelStatusToString(status)!r}, which solves nothing.")
+    outcome = _MODEL_STATUS[status]
+    info = solver.getInfo()
+    has_point = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    x = np.array(solver.getSolution().col_value) if has_point and outcome is not Outcome.INFEASIBLE else None
+    objective = float(model.cost @ x) if x is not None else float("inf")
+    if outcome is Outcome.INFEASIBLE:
+        bound = float("inf")
+    elif relax or not model.integer.any():
+        bound = objective if outcome is Outcome.OPTIMAL else least_objective(model)
+    else:
+        bound = max(float(info.mip_dual_bound), least_objective(model))
+    return Result(outcome, x, objective, min(bound, objective), seconds)
+
+
+def _unfinished(going: _Run, model: Model, seconds: float) -> Result:
+    """What a run had reported that did not end in time."""
+    objective = float(model.cost @ going.x) if going.x is not None else float("inf")
+    bound = max(going.bound, least_objective(model))
+    return Result(Outcome.STOPPED, going.x, objective, min(bound, objective), seconds)
+
+
+def least_objective(model: Model) -> float:
+    """The objective where each variable is at its cheaper bound."""
+    cost = model.cost
+    at = np.where(cost > 0, model.lower, model.upper)
+    return float(cost[cost != 0] @ at[cost != 0])
+
+
+def _to_highs(model: Model, relax: bool) -> highspy.HighsLp:
+    matrix = model.matrix()
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = model.columns, model.rows
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = model.cost, model.lower, model.upper
+    lp.row_lower_, lp.row_upper_ = model.row_lower, model.row_upper
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
+    if not relax and model.integer.any():
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        lp.integrality_ = [kinds[bool(i)] for i in model.integer]
+    return lp
+
+
+def _set(solver: highspy.Highs, option: str, value: bool | int | float | str) -> None:
+    _check(solver.setOptionValue(option, value), f"set {option} to {value!r}")
+
+
+def _check(status: highspy.HighsStatus, doing: str) -> None:
+    if status == highspy.HighsStatus.kError:
+        raise SolverError(f"HiGHS failed to {doing}.")

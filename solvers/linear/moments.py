@@ -1,0 +1,248 @@
+"""A lower bound that scales: what memory forces at a few moments of the step.
+
+A moment is the first execution of an op o_i; o_1 < ... < o_m. X[i, v]: value v is at hand at moment i. R[i, k]: op k
+runs between moments i-1 and i, the last included. Of the rules of a schedule we keep
+
+    R[i, j] <= X[i-1, v] + R[i, prod(v)]          v an input of op j            (1b)
+    X[i, v] <= X[i-1, v] + R[i, prod(v)]                                        (1c)
+    R[i, k] = 1 for o_{i-1} < k <= o_i;  R[i, k] = 0 before that, and after it where k is pinned    (8)
+    Σ_v M_v X[i, v] <= budget - resident - results so far - workspace of o_i    (9), at the moments only
+    X[i, v] = 1 for what o_i reads and makes
+
+Any schedule maps to such R and X at no more cost: the least cost here is a bound for all of them. It has O(T m)
+variables, where the exact model has O(T^2). Which moments matters more than how many: `moment_bound` starts with two
+and adds one where the plan that the answer suggests breaks the budget.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from checkmate.core import plan as plans
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.solvers.common import incumbent as progress
+from checkmate.solvers.common.runs import on_demand
+from checkmate.solvers.linear import highs
+from checkmate.solvers.linear.equations import cost_unit, size_unit
+from checkmate.solvers.linear.highs import Outcome
+from checkmate.solvers.linear.model import NONE, Model
+
+log = logging.getLogger("checkmate.solve")
+EXACT = 1e-6  # a smaller gap than this is none
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """What the moments prove, and what their model would keep."""
+
+    value: float  # seconds that every schedule within the budget takes; infinite if proven that none is
+    moments: tuple[int, ...] = ()  # ops, of the last model that had an answer
+    kept: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))  # (m, V) bool, at hand at each moment
+    R: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))  # (m + 1, T) bool, runs between moments
+    schedule: Schedule | None = None  # of the least cost, where the model's answer fits the budget: it is optimal
+    infeasible: bool = False  # proven: no schedule fits the budget
+    cut: bool = False  # the last model ran out of time
+    seconds: float = 0.0  # spent
+    rounds: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxed:
+    """The model of some moments: columns of R (m + 1, T) and X (m, V), `NONE` where zero."""
+
+    model: Model
+    R: np.ndarray
+    X: np.ndarray
+
+
+def moment_bound(
+    problem: Problem,
+    budget: int,
+    *,
+    moments: Sequence[int] | None = None,
+    start: Schedule | None = None,
+    gap: float = EXACT,
+    time_limit: float = 10.0,
+    threads: int = 1,
+    most: int = 12,
+) -> Bound:
+    """The best bound of models with more and more moments.
+
+    Args:
+        problem: what to schedule.
+        budget: bytes.
+        moments: ops to begin with; by default where keeping everything peaks and where most is unavoidable.
+        start: a known schedule within the budget, for the solver to start from.
+        gap: to solve each model to; a larger one leaves time for more moments.
+        time_limit: seconds.
+        threads: of the solver.
+        most: moments at most.
+
+    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> moment_bound(problem, budget=3).value, moment_bound(problem, budget=2).infeasible
+    (4.0, True)
+    """
+    began = time.perf_counter()
+    at = sorted(set(moments)) if moments is not None else default_moments(problem)
+    best = Bound(problem.keep_all_cost)
+    while True:
+        left = time_limit - (time.perf_counter() - began)
+        best = _round(problem, budget, at, best, start=start, gap=gap, time_limit=left, threads=threads)
+        left = time_limit - (time.perf_counter() - began)
+        if best.infeasible or best.schedule is not None or left <= 0.02 * time_limit or best.moments != tuple(at):
+            break
+        at = next_moments(problem, budget, best)
+        if at == list(best.moments) or len(at) > most:
+            break
+    return replace(best, seconds=time.perf_counter() - began)
+
+
+def _round(
+    problem: Problem,
+    budget: int,
+    at: list[int],
+    best: Bound,
+    *,
+    start: Schedule | None,
+    gap: float,
+    time_limit: float,
+    threads: int,
+) -> Bound:
+    """Solve the model of these moments; the better bound of it and what was known, and its answer if it has one."""
+    x = build(problem, budget, at)
+    unit = cost_unit(problem)
+    result = highs.run(
+        x.model,
+        gap=gap,
+        time_limit=time_limit,
+        threads=threads,
+        start=_start(x, at, start),
+        on_bound=lambda bound: progress.proved(problem, budget, bound * unit),
+    )
+    value = max(best.value, result.bound * unit)
+    log.info("bound: %.6g s with %d moments, %s", value, len(at), result.outcome.value)
+    if result.outcome is Outcome.INFEASIBLE:
+        return replace(best, value=float("inf"), infeasible=True, rounds=best.rounds + 1)
+    if result.x is None:
+        return replace(best, value=value, rounds=best.rounds + 1)
+    kept, R = (x.model.value(result.x, family) > 0.5 for family in (x.X, x.R))
+    found = Bound(value, tuple(at), kept, R, cut=result.outcome is Outcome.STOPPED, rounds=best.rounds + 1)
+    schedule = lift(problem, found)
+    fits = plans.simulate(plans.lower(problem.graph, schedule), problem).peak <= budget
+    proven = schedule.cost(problem) <= value * (1 + EXACT)
+    return replace(found, schedule=schedule if fits and proven else None)
+
+
+def _start(x: Relaxed, moments: list[int], schedule: Schedule | None) -> tuple[np.ndarray, np.ndarray] | None:
+    """The columns R of a schedule; the solver finds X."""
+    if schedule is None:
+        return None
+    begins = [0, *(o + 1 for o in moments if o + 1 < len(schedule.R))]
+    runs = np.logical_or.reduceat(schedule.R, begins, axis=0)[: len(x.R)]
+    there = x.R[: len(runs)] != NONE
+    return x.R[: len(runs)][there], runs[there].astype(np.float64)
+
+
+def default_moments(problem: Problem) -> list[int]:
+    """Where keeping everything peaks, and where most is unavoidable."""
+    return sorted({int(np.argmax(problem.live_bytes)), int(np.argmax(problem.unavoidable_bytes))})
+
+
+def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
+    """The model of these moments, ascending."""
+    graph, model = problem.graph, Model()
+    T, V, m = len(graph.ops), len(graph.values), len(moments)
+    made_by = np.array([-1 if value.producer is None else value.producer for value in graph.values])
+    held = np.isin(np.arange(V), graph.outputs) | (made_by < 0)  # always at hand once made
+    useful, read = _lives(problem, held)
+    begins = np.array([0, *(o + 1 for o in moments)])[:, None]  # of each segment, its first new op
+    ends = np.array([*moments, T - 1])[:, None]
+    k = np.arange(T)
+    first = (begins <= k) & (k <= ends)
+    pinned = np.array([op.pinned is not None for op in graph.ops])
+    R_there = first | ((k < begins) & (useful >= begins) & ~pinned)
+    own = np.zeros((m, V), dtype=bool)
+    for i, o in enumerate(moments):
+        own[i, [*graph.ops[o].inputs, *graph.ops[o].outputs]] = True
+    X_there = ~held & (made_by <= ends[:-1]) & ((read > ends[:-1]) | own)
+    R = model.variables(R_there, lower=first, cost=problem.seconds / cost_unit(problem), integer=True)
+    X = model.variables(X_there, lower=own)
+    x = Relaxed(model, R, X)
+    _depend(x, problem, begins[:, 0], made_by, held)
+    _keep(x, begins[:, 0], made_by)
+    _fit(x, problem, budget, moments, made_by)
+    return x
+
+
+def _lives(problem: Problem, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each op the last stage in which running it may be of use, and for each value the last that may read it."""
+    graph = problem.graph
+    useful = np.arange(len(graph.ops))
+    read = np.full(len(graph.values), -1)
+    for k in reversed(range(len(graph.ops))):
+        if graph.ops[k].pinned is None:
+            useful[k] = max([k, *(read[v] for v in graph.ops[k].outputs if not held[v])])
+        inputs = list(graph.ops[k].inputs)
+        read[inputs] = np.maximum(read[inputs], useful[k])
+    return useful, read
+
+
+def _depend(x: Relaxed, problem: Problem, begins: np.ndarray, made_by: np.ndarray, held: np.ndarray) -> None:
+    """R[i, j] <= X[i-1, v] + R[i, prod(v)]      v an input of op j, made before segment i."""
+    reads = [(j, v) for j, op in enumerate(problem.graph.ops) for v in op.inputs if not held[v]]
+    j, v = np.array(reads, dtype=np.int64).reshape(-1, 2).T
+    s, e = np.nonzero((x.R[1:, j] != NONE) & (made_by[v] < begins[1:, None]))
+    j, v = j[e], v[e]
+    terms = [(x.R[s + 1, j], 1.0), (x.X[s, v], -1.0), (x.R[s + 1, made_by[v]], -1.0)]
+    x.model.constrain("depend", terms, upper=0.0)
+
+
+def _keep(x: Relaxed, begins: np.ndarray, made_by: np.ndarray) -> None:
+    """X[i, v] <= X[i-1, v] + R[i, prod(v)]      v made before segment i."""
+    s, v = np.nonzero((x.X[1:] != NONE) & (made_by < begins[1:-1, None]))
+    terms = [(x.X[s + 1, v], 1.0), (x.X[s, v], -1.0), (x.R[s + 1, made_by[v]], -1.0)]
+    x.model.constrain("keep", terms, upper=0.0)
+
+
+def _fit(x: Relaxed, problem: Problem, budget: int, moments: Sequence[int], made_by: np.ndarray) -> None:
+    """Σ_v M_v X[i, v] <= budget - resident - results so far - workspace of o_i      at each moment i."""
+    room = []
+    for o in moments:
+        results = [v for v in problem.graph.outputs if 0 <= made_by[v] <= o]
+        room.append(budget - problem.resident - int(problem.sizes[results].sum()) - int(problem.workspace[o]))
+    unit = size_unit(problem)
+    x.model.constrain("fit", [(x.X, problem.sizes / unit)], upper=np.array(room) / unit)
+
+
+def lift(problem: Problem, bound: Bound) -> Schedule:
+    """The schedule that keeps at each moment what the bound's model keeps, and runs on demand what is missing.
+
+    Its cost is at most the model's; its peak may exceed the budget between the moments.
+    """
+    kept = {t: np.flatnonzero(at).tolist() for t, at in zip(bound.moments, bound.kept, strict=True)}
+    return Schedule.from_runs(problem.graph, on_demand(problem, kept))
+
+
+def next_moments(problem: Problem, budget: int, bound: Bound) -> list[int]:
+    """The moments of the next model: those of a bound, and the stage in which its lifted answer breaks the budget most.
+
+    Those of the bound alone if its model ran out of time, or the answer breaks the budget nowhere else.
+    """
+    if bound.cut:
+        return list(bound.moments)
+    usage = plans.simulate(plans.lower(problem.graph, lift(problem, bound)), problem)
+    excess: dict[int, int] = {}
+    stage = 0
+    for op, live in zip(usage.ops, usage.bytes_at, strict=True):
+        excess[stage] = max(excess.get(stage, 0), live - budget)
+        stage += op == stage
+    for t in bound.moments:
+        excess.pop(t, None)
+    worst = max(excess, key=lambda t: excess[t], default=-1)
+    return sorted({*bound.moments, *([worst] if excess.get(worst, 0) > 0 else [])})

@@ -1,0 +1,221 @@
+"""The exact model on chosen places: only some ops may run again, and only in stages where that can be of use.
+
+A place is a stage t and an op k that may run in it. Those with k = t always run; the others are candidates. Between two
+consecutive places that touch a value, the value is at hand or not, so the whole of S, FREE and U comes down to one
+variable for each such gap:
+
+    r[p] <= y[e-1]                         the op at place p reads the value of touch e                     (1b)
+    y[e] <= y[e-1] + r[p] [p makes it]     at hand after touch e, until the next touch of the value         (1c)
+    L[p] = L[p-1] + Σ_{e at p} M (y[e] - y[e-1])                                                            (2)-(4)
+    L[p-1] + r[p] (W + Σ_{v in out} M_v) <= budget - resident - results so far                              (9)
+
+Every r is a schedule (`checkmate.core.schedule.Schedule.from_runs`), with y the least that it needs: with all places
+this is the exact model, with fewer a restriction of it. Its answers are plans; its bound holds for the chosen places
+alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from checkmate.core.problem import Problem
+from checkmate.solvers.common import incumbent as progress
+from checkmate.solvers.common.certify import peak_of
+from checkmate.solvers.linear import highs
+from checkmate.solvers.linear.equations import cost_unit, size_unit
+from checkmate.solvers.linear.highs import Outcome
+from checkmate.solvers.linear.model import NONE, Model
+
+MOST_PLACES = 20_000
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What the model of some places found."""
+
+    R: np.ndarray | None  # (T, T) bool, a schedule within the budget; None where none was found
+    cost: float  # seconds, infinite without R
+    bound: float  # seconds, of schedules on these places only
+    outcome: Outcome
+    places: int
+    seconds: float  # spent
+
+
+def restricted(
+    problem: Problem,
+    budget: int,
+    places: np.ndarray,
+    *,
+    start: np.ndarray | None = None,
+    frozen: np.ndarray | None = None,
+    time_limit: float = 30.0,
+    gap: float = 1e-4,
+    threads: int = 1,
+    target: float | None = None,
+) -> Answer:
+    """The cheapest schedule on these places.
+
+    Args:
+        problem: what to schedule.
+        budget: bytes.
+        places: (P, 2) int, as `choose_places` gives them.
+        start: (T, T) bool, a known schedule within the budget that runs on these places only.
+        frozen: (P,) bool, places that stay as in the start.
+        time_limit: seconds.
+        gap: stop once (cost - bound) / cost is at most this.
+        threads: of the solver.
+        target: stop at a schedule that takes at most this many seconds.
+    """
+    began = time.perf_counter()
+    goal = None if target is None else target / cost_unit(problem)
+    excess = 0
+    for _ in range(2):  # an answer may break the budget by less than the solver's tolerance: ask for more room
+        model, r = build(problem, budget - 2 * excess, places, start=start, frozen=frozen)
+        known = None if start is None else (r, start[places[:, 0], places[:, 1]].astype(np.float64))
+        left = max(0.1, time_limit - (time.perf_counter() - began))
+        report = partial(_report, problem, budget, places, model, r)
+        result = highs.run(
+            model, time_limit=left, gap=gap, threads=threads, start=known, target=goal, on_incumbent=report
+        )
+        R = None if result.x is None else _as_runs(problem, places, model.value(result.x, r) > 0.5)
+        excess = 0 if R is None else peak_of(problem, R) - budget
+        if excess <= 0:
+            break
+    else:
+        R = None
+    cost = float("inf") if R is None else float(R.sum(axis=0) @ problem.seconds)
+    bound = result.bound * cost_unit(problem)
+    return Answer(R, cost, bound, result.outcome, len(places), time.perf_counter() - began)
+
+
+def _report(problem: Problem, budget: int, places: np.ndarray, model: Model, r: np.ndarray, x: np.ndarray) -> None:
+    progress.found(problem, budget, _as_runs(problem, places, model.value(x, r) > 0.5), "restricted")
+
+
+def _as_runs(problem: Problem, places: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    T = len(problem.graph.ops)
+    R = np.zeros((T, T), dtype=bool)
+    t, k = places[runs].T
+    R[t, k] = True
+    return R
+
+
+def choose_places(
+    problem: Problem, candidates: Iterable[int], *, also: np.ndarray | None = None, most: int = MOST_PLACES
+) -> np.ndarray:
+    """(P, 2) int: stages and ops in the order in which they run, where running a candidate again can be of use at once.
+
+    In stage t those are the candidates whose values op t reads, those whose values they read, and so on; the ones
+    farthest from t are left out where there are too many.
+
+    Args:
+        candidates: ops that may run again; pinned ones never do.
+        also: (T, T) bool, runs of a known schedule to have among the places.
+        most: places at most, not counting those of each op's first execution and of ``also``.
+    """
+    graph = problem.graph
+    free = {k for k in candidates if graph.ops[k].pinned is None}
+    deps = [[d for d in ds if d in free] for ds in graph.deps]
+    layers: list[list[tuple[int, int]]] = []  # by distance from the stage's own op
+    reached = [{t} for t in range(len(graph.ops))]
+    border = [[t] for t in range(len(graph.ops))]
+    count = 0
+    while count <= most and any(border):
+        layer = []
+        for t, ks in enumerate(border):
+            border[t] = sorted({d for k in ks for d in deps[k]} - reached[t])
+            reached[t].update(border[t])
+            layer += [(t, k) for k in border[t]]
+        layers.append(layer)
+        count += len(layer)
+    if count > most and len(layers) > 1:
+        layers.pop()
+    T = len(graph.ops)
+    there = np.eye(T, dtype=bool) if also is None else np.eye(T, dtype=bool) | also
+    t, k = np.array([place for layer in layers for place in layer], dtype=np.int64).reshape(-1, 2).T
+    there[t, k] = True
+    return np.argwhere(there)
+
+
+@dataclass(frozen=True, eq=False)
+class _Touches:
+    """Pairs of a value and a place that makes or reads it, those of a value together and in order."""
+
+    value: np.ndarray  # (E,) int
+    place: np.ndarray  # (E,) int
+    makes: np.ndarray  # (E,) bool
+    follows: np.ndarray  # (E,) bool: the touch before is of the same value
+
+    @classmethod
+    def of(cls, problem: Problem, places: np.ndarray) -> _Touches:
+        """The touches of values that may come and go: made by an op, of some size, no results, and read by some op."""
+        graph = problem.graph
+        results = set(graph.outputs)
+        there = (problem.sizes > 0) & [bool(graph.users[v]) and v not in results for v in range(len(graph.values))]
+        of_op = [[(v, True) for v in op.outputs] + [(v, False) for v in op.inputs] for op in graph.ops]
+        found = [(v, p, makes) for p, k in enumerate(places[:, 1].tolist()) for v, makes in of_op[k] if there[v]]
+        value, place, makes = np.array(sorted(found), dtype=np.int64).reshape(-1, 3).T
+        return cls(value, place, makes.astype(bool), np.concatenate([[False], value[1:] == value[:-1]])[: len(value)])
+
+
+def build(
+    problem: Problem,
+    budget: int,
+    places: np.ndarray,
+    *,
+    start: np.ndarray | None = None,
+    frozen: np.ndarray | None = None,
+) -> tuple[Model, np.ndarray]:
+    """The model on these places, and its columns r (P,)."""
+    model, e = Model(), _Touches.of(problem, places)
+    stage, op = places.T
+    lower, upper = (stage == op).astype(float), np.ones(len(places))
+    if frozen is not None and start is not None:
+        lower[frozen] = upper[frozen] = start[stage, op][frozen]
+    r = model.variables(
+        (len(places),), lower=lower, upper=upper, cost=problem.seconds[op] / cost_unit(problem), integer=True
+    )
+    lasts = np.concatenate([~e.follows[1:], [True]])[: len(e.value)]
+    y = model.variables(~lasts)  # at hand after touch e, until the next touch of the value
+    before = np.where(e.follows, np.concatenate([[NONE], y[:-1]])[: len(y)], NONE)
+    reads = np.flatnonzero(~e.makes)
+    model.constrain("depend", [(r[e.place[reads]], 1.0), (before[reads], -1.0)], upper=0.0)
+    kept = np.flatnonzero((y != NONE) & e.follows)
+    made = np.where(e.makes, r[e.place], NONE)
+    model.constrain("keep", [(y[kept], 1.0), (before[kept], -1.0), (made[kept], -1.0)], upper=0.0)
+    _remember(model, problem, budget, places, e, r, y, before)
+    return model, r
+
+
+def _remember(
+    model: Model,
+    problem: Problem,
+    budget: int,
+    places: np.ndarray,
+    e: _Touches,
+    r: np.ndarray,
+    y: np.ndarray,
+    before: np.ndarray,
+) -> None:
+    """The bytes at hand after each place, and the budget while its op runs."""
+    unit, graph, P = size_unit(problem), problem.graph, len(places)
+    stage, op = places.T
+    results = np.zeros(len(graph.ops) + 1)
+    for v in graph.outputs:
+        producer = graph.values[v].producer
+        if producer is not None:
+            results[producer + 1] += problem.sizes[v]
+    room = (budget - problem.resident - results.cumsum()[stage]) / unit
+    L = model.variables((P,), upper=np.maximum(0.0, room))
+    M = problem.sizes[e.value] / unit
+    own = np.arange(P)
+    earlier = np.concatenate([[NONE], L[:-1]])
+    changes = [(own, L, 1.0), (own, earlier, -1.0), (e.place, y, -M), (e.place, before, M)]
+    model.constrain_sparse("remember", P, changes, lower=0.0, upper=0.0)
+    made = np.array([problem.sizes[list(o.outputs)].sum() for o in graph.ops]) + problem.workspace
+    model.constrain("fit", [(earlier, 1.0), (r, made[op] / unit)], upper=room)

@@ -1,0 +1,180 @@
+"""Plan a step with what is known: the same step's plan on disk, or that of another batch size, to begin with.
+
+    the same question           -> its plan, if it is as good as asked for, or there was as much time for it
+    the same, other costs       -> its plan and a new bound, if that is about as good
+    a smaller step, in between  -> the plan of the step before, adapted: a few seconds at most, no worse than it was
+    the same ops                -> the nearest plan, adapted, and then as much time as without it
+    none of these               -> a plan from nothing
+
+A gap that is smaller than what measured costs are off by gets less than all of the time, in proportion. What is found
+is kept on disk (`checkmate.solvers.common.plan_store`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from checkmate.core.fingerprint import fingerprints
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.core.solution import Solution
+from checkmate.solvers.common import plan_store as plan_cache
+from checkmate.solvers.common.plan_store import Question, Record
+from checkmate.solvers.solve import solve
+from checkmate.units import format_seconds
+
+log = logging.getLogger("checkmate.solve")
+
+GAP = 1e-4  # asked for
+DERIVE_SECONDS = 3.0  # at most for a step that is no larger than one planned before in this process
+BOUND_SECONDS = 3.0  # at most for a new bound, where costs have changed
+WAVER = 0.01  # of the step: a plan for other costs may be worse by this much; measured costs differ by more
+NEAR = 0.01  # of the room: a budget that differs by less is about the same
+
+
+def plan(
+    problem: Problem,
+    budget: int,
+    *,
+    method: str = "auto",
+    time_limit: float = 60.0,
+    earlier: Sequence[Solution] = (),
+    cache: bool = True,
+) -> Solution:
+    """The plan of a step, from what is known where that serves, else as `solve` finds it.
+
+    Args:
+        problem: what to schedule.
+        budget: bytes.
+        method: see `solve`. Plans are adapted by "auto" only.
+        time_limit: seconds.
+        earlier: solutions of this process, for other batches of the same step.
+        cache: read plans from disk, and keep this one there.
+
+    Returns:
+        What `solve` returns, of any status. ``details["from"]`` says "plan cache" where the plan is as it was on disk;
+        "other costs", "less time" or "another size" where it began with a plan that was found for or in these.
+    """
+    began = time.perf_counter()
+    if budget >= problem.keep_all_peak and method == "auto":
+        return solve(problem, budget, time_limit=time_limit)
+    wish = _wish(problem, budget, method, time_limit, earlier)
+    known = plan_cache.lookup(wish.question) if cache else None
+    solution = None if known is None else _recall(problem, wish, known)
+    if solution is None:
+        solution = _begin(problem, wish, known, earlier, plan_cache.relatives(wish.question) if cache else [])
+        if cache and solution.plan is not None:
+            spent = min(wish.limit, solution.seconds) if "interrupted" in solution.details else wish.limit
+            plan_cache.store(Record.of(solution, method, spent))
+    return replace(solution, seconds=time.perf_counter() - began)
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What is asked for."""
+
+    question: Question
+    limit: float  # seconds to look for it
+    gap: float  # to stop at
+    time_limit: float  # seconds, if nothing is found in the limit
+
+    def met_by(self, record: Record) -> bool:
+        """Looking again would give no better plan, or need not."""
+        return record.gap <= self.gap or record.time_limit >= self.limit
+
+
+def _wish(problem: Problem, budget: int, method: str, time_limit: float, earlier: Sequence[Solution]) -> _Wish:
+    """A step that is no larger than one before gets little time, and a gap as small as that one's will do.
+
+    The largest step so far gets all the time: it is what training spends most on, and of steps in any order few are
+    larger than all before.
+    """
+    question = Question.of(problem, budget, method)
+    before = _same_ops(problem, earlier)
+    if method != "auto" or all(other.problem.keep_all_cost < problem.keep_all_cost for other in before):
+        return _Wish(question, time_limit, GAP, time_limit)
+    gap = max(GAP, min(other.gap for other in before))
+    return _Wish(question, min(time_limit, DERIVE_SECONDS), gap, time_limit)
+
+
+def _same_ops(problem: Problem, earlier: Sequence[Solution]) -> list[Solution]:
+    structure = fingerprints(problem).structure
+    return [s for s in earlier if s.plan is not None and fingerprints(s.problem).structure == structure]
+
+
+def _recall(problem: Problem, wish: _Wish, known: Record) -> Solution | None:
+    """The plan on disk for this question, if it is good enough."""
+    if not wish.met_by(known):
+        return None
+    solution = known.certified(problem, wish.question.budget)
+    if solution is None:
+        log.warning("The plan in %s breaks the rules or the budget; planned anew.", wish.question.path)
+        return None
+    plan_cache.used(wish.question)
+    log.info("plan from %s: %s", wish.question.path, solution)
+    return solution
+
+
+def _begin(
+    problem: Problem, wish: _Wish, known: Record | None, earlier: Sequence[Solution], records: Sequence[Record]
+) -> Solution:
+    """Solve, from the nearest known plan on, if the method can begin with one."""
+    budget = wish.question.budget
+    if wish.question.method != "auto":
+        return solve(problem, budget, method=wish.question.method, time_limit=wish.time_limit)
+    start: Solution | Schedule | None = None if known is None else known.certified(problem, budget)
+    origin = "less time"
+    if start is None and (close := [record for record in records if _is_close(record, wish.question)]):
+        record = min(close, key=lambda r: (not r.answers(wish.question), abs(r.question.room - wish.question.room)))
+        start, origin = _bounded(problem, wish, record), "other costs"
+        if start is not None and wish.met_by(record) and start.gap <= _about(wish, record):
+            return replace(start, details={**start.details, "from": origin})
+    if start is None:
+        start, origin = _nearest(problem, budget, _same_ops(problem, earlier), records), "another size"
+    if start is None:
+        return solve(problem, budget, time_limit=wish.limit, settle=WAVER)
+    solution = solve(problem, budget, time_limit=wish.limit, gap=wish.gap, settle=WAVER, start=start)
+    if solution.plan is None:
+        return solve(problem, budget, time_limit=wish.time_limit, settle=WAVER)
+    return replace(solution, details={**solution.details, "from": origin})
+
+
+def _is_close(record: Record, question: Question) -> bool:
+    """The same step, for about the same room."""
+    names = ("sizes", "method", "checkmate")
+    same = all(getattr(record.question, name) == getattr(question, name) for name in names)
+    return same and abs(record.question.room - question.room) <= NEAR * max(0, question.room)
+
+
+def _about(wish: _Wish, record: Record) -> float:
+    """The gap to stop at, where a plan for other costs is at hand."""
+    same_costs = record.question.costs == wish.question.costs
+    return max(wish.gap, record.gap + (0.0 if same_costs else WAVER)) if wish.met_by(record) else wish.gap
+
+
+def _bounded(problem: Problem, wish: _Wish, record: Record) -> Solution | None:
+    """A plan for the same step, with today's costs and a bound for them; None if it does not fit."""
+    start = record.certified(problem, wish.question.budget)
+    if start is None:
+        return None
+    limit = min(wish.limit, BOUND_SECONDS)
+    found = solve(problem, wish.question.budget, time_limit=limit, gap=_about(wish, record), start=start)
+    log.info("plan for other costs or bytes, with a new bound after %s: %s", format_seconds(found.seconds), found)
+    return start if found.plan is None else found
+
+
+def _nearest(
+    problem: Problem, budget: int, earlier: Sequence[Solution], records: Sequence[Record]
+) -> Solution | Schedule | None:
+    """The plan that was made for a budget as tight as this one; of this process, where there is one."""
+
+    def far(budget_then: int, keep_all: int) -> float:
+        return abs(budget / problem.keep_all_peak - budget_then / keep_all)
+
+    if earlier:
+        return min(earlier, key=lambda s: far(s.budget, s.problem.keep_all_peak))
+    usable = [(record, schedule) for record in records if (schedule := record.schedule(problem)) is not None]
+    return min(usable, key=lambda pair: far(pair[0].question.budget, pair[0].keep_all_peak))[1] if usable else None

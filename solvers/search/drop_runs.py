@@ -1,0 +1,147 @@
+"""Fewer runs within a budget: what a plan makes again although it could have stayed.
+
+The plans of the smallest peaks (`checkmate.solvers.search.backward_search`) make everything again in each stage. Here
+the stages are gone through once more, in order. What the plan needs when a stage begins is always at hand; whatever
+else there is room for stays as well, and in each stage only that runs which is missing. Where that does not fit, a
+stage lets go of what the plan does not need and runs as planned, which fits. So a plan is found wherever there was one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.linear.rounding import without_useless
+
+Worth = Callable[[int, int], float]  # of a value in a stage: the higher, the sooner it stays
+ROUNDS = 4  # at most: what is slim already asks for less
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of what is there beside the plan's needs, to try to run a stage with
+
+
+def slim(problem: Problem, budget: int, R: np.ndarray, *, deadline: float = float("inf")) -> np.ndarray:
+    """A schedule (T, T) within the budget that runs less than R, which is within the budget too.
+
+    Args:
+        deadline: of `time.perf_counter`, after which nothing more is tried; one way through the stages always is.
+
+    >>> chain = Problem.from_dag([[], [0], [1], [2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> slim(chain, 2, np.tril(np.ones((4, 4), dtype=bool))).sum()
+    np.int64(4)
+    """
+    best, cost = R, float(R.sum(axis=0) @ problem.seconds)
+    for _ in range(ROUNDS):
+        stages, before = _Stages(problem, budget, best), cost
+        for worth in stages.worths():
+            found = without_useless(problem.graph, stages.run(worth))
+            taken = float(found.sum(axis=0) @ problem.seconds)
+            if taken < cost:
+                best, cost = found, taken
+            if time.perf_counter() > deadline:
+                return best
+        if cost >= before * (1 - 1e-3):
+            break
+    return best
+
+
+class _Stages:
+    def __init__(self, problem: Problem, budget: int, R: np.ndarray) -> None:
+        self.problem, self.tables, self.T = problem, Tables.of(problem), len(R)
+        tables, S = self.tables, Schedule.from_runs(problem.graph, R).S
+        moving = np.array([k >= 0 and not tables.result[v] for v, k in enumerate(tables.producer)])
+        self.moving: list[bool] = moving.tolist()
+        self.needed = [set(np.flatnonzero(row & moving).tolist()) for row in S] + [set()]
+        self.room = budget - np.cumsum(
+            [tables.resident, *(sum(tables.size[v] for v in vs if tables.result[v]) for vs in tables.outputs)]
+        )
+        self.next_use: list[float] = []
+        self.turn: list[int] = []
+
+    def worths(self) -> tuple[Worth, ...]:
+        """What is needed soon and takes long to make for each byte; or what is needed soon."""
+        tables = self.tables
+
+        def dear(v: int) -> float:
+            return (tables.seconds[tables.producer[v]] + 1e-12) / max(1, tables.size[v])
+
+        return (
+            lambda v, t: dear(v) / (self.next_use[v] - t + 1),
+            lambda v, t: dear(v) / (self.next_use[v] - t + 1) ** 0.5,
+            lambda v, t: 1.0 / (self.next_use[v] - t + 1),
+        )
+
+    def run(self, worth: Worth) -> np.ndarray:
+        """All stages."""
+        R = np.zeros((self.T, self.T), dtype=bool)
+        there: set[int] = set()
+        users = self.tables.users
+        self.next_use = [float(us[0]) if us else np.inf for us in users]
+        self.turn = [0] * len(users)
+        for t in range(self.T):
+            extra = sorted(there - self.needed[t], key=lambda v: worth(v, t), reverse=True)
+            for share in SHARES:
+                start = self.needed[t].union(extra[: int(share * len(extra))])
+                ops = self._missing(t, start)
+                level, idle = self._levels(t, start, ops)
+                if level.max() <= self.room[t] or not share:
+                    break
+            R[t, ops] = True
+            for v in self.tables.inputs[t]:
+                self.turn[v] += 1
+                self.next_use[v] = float(users[v][self.turn[v]]) if self.turn[v] < len(users[v]) else np.inf
+            there = self._keep(t, ops, level, idle, worth)
+        return R
+
+    def _missing(self, t: int, there: set[int]) -> list[int]:
+        """The ops to run in stage t, ascending: for op t, and for what the plan needs in the next stage."""
+        tables = self.tables
+        todo = [v for v in (*tables.inputs[t], *self.needed[t + 1]) if tables.producer[v] != t]
+        ops = {t}
+        while todo:
+            v = todo.pop()
+            k = tables.producer[v]
+            if v not in there and self.moving[v] and k not in ops:
+                ops.add(k)
+                todo += tables.inputs[k]
+        return sorted(ops)
+
+    def _levels(self, t: int, start: set[int], ops: list[int]) -> tuple[np.ndarray, dict[int, int]]:
+        """Bytes at hand beside results while each op runs; and from which op on each value is idle in this stage."""
+        tables = self.tables
+        change = np.zeros(len(ops) + 1, dtype=np.int64)
+        own = np.zeros(len(ops), dtype=np.int64)
+        last: dict[int, int] = dict.fromkeys(start, -1)
+        born: dict[int, int] = dict.fromkeys(start, 0)
+        for i, k in enumerate(ops):
+            own[i] = tables.workspace[k] + sum(tables.size[v] for v in tables.outputs[k] if not self.moving[v])
+            for v in tables.outputs[k]:
+                if self.moving[v]:
+                    born[v] = last[v] = i
+            for v in tables.inputs[k]:
+                if self.moving[v]:
+                    last[v] = i
+        idle = {}
+        for v, begin in born.items():
+            end = len(ops) - 1 if v in self.needed[t + 1] else last[v]
+            if end >= begin:
+                change[begin] += tables.size[v]
+                change[end + 1] -= tables.size[v]
+            if v not in self.needed[t + 1]:
+                idle[v] = end + 1
+        return change.cumsum()[:-1] + own, idle
+
+    def _keep(self, t: int, ops: list[int], level: np.ndarray, idle: dict[int, int], worth: Worth) -> set[int]:
+        """What is at hand for the next stage: what the plan needs, and what else there is room for."""
+        slack = self.room[t] - level
+        kept = set(self.needed[t + 1])
+        useful = [v for v in idle if self.next_use[v] < np.inf]
+        for v in sorted(useful, key=lambda v: worth(v, t), reverse=True):
+            begin, size = idle[v], self.tables.size[v]
+            if size <= slack[begin:].min(initial=self.room[t + 1]):
+                slack[begin:] -= size
+                kept.add(v)
+        return kept

@@ -1,0 +1,256 @@
+"""One pass over the ops under a budget: rematerialize on demand, evict on pressure what is cheap and far from its use.
+
+The offline cousin of dynamic tensor rematerialization (Kirisame et al. 2021): the future is known, so the time to the
+next use takes the place of staleness, as in Belady's rule for caches. The pass goes stage by stage: in stage t the
+missing ancestors of op t run in ascending order, then op t. What it runs is a schedule in the sense of
+`checkmate.core.schedule`, and the memory it counts is never below that schedule's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from checkmate.solvers.common.flat_problem import Tables
+
+NEVER = 2**31 - 1  # a stage after all others
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Evict the value with the smallest seconds**a / (bytes**b * stages-to-next-use**c), times its tilt."""
+
+    a: float = 1.0
+    b: float = 1.0
+    c: float = 1.0
+    tilt: np.ndarray | None = None  # (V,) float64, of each value
+    outside: tuple[tuple[int, np.ndarray], ...] = ()  # (stage, (V,) bool): up to the stage those values go first
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """Where a pass ended early: op, and the bytes it lacks."""
+
+    op: int
+    stage: int
+    missing_bytes: int
+
+
+def run_pass(tables: Tables, budget: int, weights: Weights) -> list[list[int]] | Stuck:
+    """For each stage the ops that run, ascending; or where the budget was too small for this order of evictions."""
+    state = _State(tables, budget, weights)
+    stages = []
+    for t in range(len(tables.inputs)):
+        ran = state.stage(t)
+        if isinstance(ran, Stuck):
+            return ran
+        stages.append(ran)
+    return stages
+
+
+class _State:
+    """What is at hand, when each value is needed next, and what bringing it back would cost."""
+
+    def __init__(self, tables: Tables, budget: int, weights: Weights) -> None:
+        V = len(tables.producer)
+        self.tables, self.weights = tables, weights
+        self.room = budget - tables.resident
+        self.now = 0
+        self.at_hand = [p < 0 for p in tables.producer]
+        self.movable = np.zeros(V, dtype=bool)  # at hand, of some size, and not a result
+        self.claims = np.zeros(V, dtype=np.int32)  # by ops still to run in this stage
+        self.next_use = np.array([users[0] if users else NEVER for users in tables.users], dtype=np.int64)
+        self.user_index = [0] * V
+        self.shadow_first = np.full(V, NEVER, dtype=np.int64)  # first and last stage in which an evicted
+        self.shadow_last = np.full(V, -1, dtype=np.int64)  # value needs this one to come back
+        self.worth = np.full(V, np.inf)  # seconds-back**a / bytes**b, times the tilt
+        self.only_copy = [p >= 0 and tables.pinned[p] for p in tables.producer]
+        self.changed: set[int] = set()  # values that came or went since worth was right
+        tilt = np.ones(V) if weights.tilt is None else weights.tilt
+        self.scale = (tilt / np.maximum(1.0, np.array(tables.size)) ** weights.b).tolist()
+
+    def stage(self, t: int) -> list[int] | Stuck:
+        """Run op t and what it needs first."""
+        tables = self.tables
+        self.now = t
+        again = sorted(self._closure(tables.inputs[t]))
+        ops = [*again, t]
+        for k in ops:
+            for v in tables.inputs[k]:
+                self.claims[v] += 1
+        for k in again:
+            if tables.pinned[k]:
+                return Stuck(k, t, 0)
+            for v in tables.outputs[k]:
+                if self.at_hand[v] and not tables.result[v]:
+                    self._drop(v)
+        for k in ops:
+            lacking = sum(tables.size[v] for v in tables.outputs[k]) + tables.workspace[k] - self.room
+            if lacking > 0 and not self._evict(lacking):
+                return Stuck(k, t, lacking)
+            self._run(k)
+        self._advance(t)
+        return ops
+
+    def _closure(self, values: tuple[int, ...]) -> set[int]:
+        """The ops that must run to have these values."""
+        again: set[int] = set()
+        todo = [v for v in values if not self.at_hand[v]]
+        while todo:
+            k = self.tables.producer[todo.pop()]
+            if k not in again:
+                again.add(k)
+                todo += [v for v in self.tables.inputs[k] if not self.at_hand[v]]
+        return again
+
+    def _run(self, k: int) -> None:
+        for v in self.tables.inputs[k]:
+            self.claims[v] -= 1
+        for v in self.tables.outputs[k]:
+            if not self.at_hand[v]:
+                self._arrive(v)
+
+    def _advance(self, t: int) -> None:
+        """Op t has run: its inputs are needed next by their next user."""
+        for v in self.tables.inputs[t]:
+            self.user_index[v] += 1
+            users, i = self.tables.users[v], self.user_index[v]
+            self.next_use[v] = users[i] if i < len(users) else NEVER
+
+    def _arrive(self, v: int) -> None:
+        self.at_hand[v] = True
+        self.room -= self.tables.size[v]
+        self.movable[v] = self.tables.size[v] > 0 and not self.tables.result[v]
+        self.changed.add(v)
+
+    def _drop(self, v: int) -> None:
+        self.at_hand[v] = self.movable[v] = False
+        self.room += self.tables.size[v]
+        self.changed.add(v)
+
+    def _stale(self) -> list[int]:
+        """Values at hand that came, or are made of what came or went, through what is not at hand: worth is stale."""
+        tables, at_hand = self.tables, self.at_hand
+        seen, todo = set(self.changed), list(self.changed)
+        stale = [v for v in todo if at_hand[v]]
+        while todo:
+            for j in tables.users[todo.pop()]:
+                if j > self.now:
+                    break
+                for w in tables.outputs[j]:
+                    if w not in seen:
+                        seen.add(w)
+                        (stale if at_hand[w] else todo).append(w)
+        return stale
+
+    def _evict(self, lacking: int) -> bool:
+        """Make room for so many bytes more, and put back what need not have gone."""
+        goal = self.room + lacking
+        free = np.flatnonzero(self.movable & (self.claims == 0))
+        needed = self._needed_at(free)
+        spared = self._drop_unneeded(free[needed == NEVER].tolist(), goal)
+        if self.room >= goal:
+            return True
+        urgency = np.full(len(self.worth), np.inf)
+        alive = needed < NEVER
+        urgency[free[alive]] = (needed[alive] - self.now + 1.0) ** -self.weights.c
+        for stage, outside in self.weights.outside:
+            if self.now <= stage:
+                urgency[outside] *= 1e-9
+                break
+        gone: list[tuple[float, int]] = []
+        while self.room < goal:
+            self._refresh()
+            scores = self.worth * urgency
+            v = int(scores.argmin())
+            if not np.isfinite(scores[v]):
+                if not spared:
+                    return False
+                self._drop(spared.pop())
+                continue
+            gone.append((float(scores[v]), v))
+            urgency[v] = np.inf
+            self._claim_ancestors(v)
+            self._drop(v)
+        for _, v in sorted(gone, reverse=True):
+            if self.room - self.tables.size[v] >= goal:
+                self._arrive(v)
+        return True
+
+    def _drop_unneeded(self, values: list[int], goal: int) -> list[int]:
+        """Let values go that no op needs any more, until there is room; those spared so that others can come back.
+
+        That is the only copy of a value, where larger ones that are still needed can be made from it: a mask of bits,
+        say, and the noise it stands for, or the random state that such a mask was drawn with.
+        """
+        spared = []
+        for v in values:
+            if self.room >= goal:
+                break
+            if self.only_copy[v] and self._makes_bytes(v) > self.tables.size[v]:
+                spared.append(v)
+            else:
+                self._drop(v)
+        return spared
+
+    def _makes_bytes(self, v: int) -> int:
+        """Bytes at hand, and still needed, that were made from v, be it through others that come from it alone."""
+        tables, total, todo = self.tables, 0, [v]
+        while todo:
+            for j in tables.users[todo.pop()]:
+                if j > self.now:
+                    break
+                for w in tables.outputs[j]:
+                    if self.movable[w] and self._needed_at(np.array([w]))[0] < NEVER:
+                        total += tables.size[w]
+                    elif len(tables.inputs[j]) == 1:
+                        todo.append(w)
+        return total
+
+    def _needed_at(self, values: np.ndarray) -> np.ndarray:
+        """The next stage that needs each value, for itself or to bring back another; NEVER without one."""
+        first, last = self.shadow_first[values], self.shadow_last[values]
+        shadow = np.where(first > self.now, first, np.where(last > self.now, last, NEVER))
+        return np.minimum(self.next_use[values], shadow)
+
+    def _claim_ancestors(self, v: int) -> None:
+        """Value v leaves and must come back: what its op reads is needed then, and if missing, what that needs."""
+        tables = self.tables
+        todo = [v]
+        while todo:
+            w = todo.pop()
+            first = min(int(self.next_use[w]), int(self.shadow_first[w]) if self.shadow_first[w] > self.now else NEVER)
+            last = max(int(self.next_use[w]) if self.next_use[w] < NEVER else -1, int(self.shadow_last[w]))
+            first = min(first, last) if last > self.now else first
+            for u in tables.inputs[tables.producer[w]]:
+                if first < self.shadow_first[u] or self.shadow_first[u] <= self.now or last > self.shadow_last[u]:
+                    stale = self.shadow_first[u] <= self.now
+                    self.shadow_first[u] = first if stale else min(first, int(self.shadow_first[u]))
+                    self.shadow_last[u] = max(last, int(self.shadow_last[u]))
+                    if not self.at_hand[u]:
+                        todo.append(u)
+
+    def _refresh(self) -> None:
+        """Bring `worth` up to date."""
+        a = self.weights.a
+        for v in self._stale():
+            if self.movable[v]:
+                self.worth[v] = max(self._seconds_back(v), 1e-30) ** a * self.scale[v]
+        self.changed.clear()
+
+    def _seconds_back(self, v: int) -> float:
+        """Seconds to make v again from what is at hand: its op and the missing ancestors; infinite if one is pinned."""
+        tables, total = self.tables, 0.0
+        seen, todo = {tables.producer[v]}, [tables.producer[v]]
+        while todo:
+            k = todo.pop()
+            if tables.pinned[k]:
+                return float("inf")
+            total += tables.seconds[k]
+            for w in tables.inputs[k]:
+                p = tables.producer[w]
+                if not self.at_hand[w] and p not in seen:
+                    seen.add(p)
+                    todo.append(p)
+        return total

@@ -1,0 +1,223 @@
+"""Local search on what runs again: drop a run, and where that breaks the budget run cheaper things again instead.
+
+Any set of runs is a schedule; only memory limits it (`checkmate.core.schedule.Schedule.from_runs`). A value is at hand
+from a run of its producer to its last reader before the next such run. So a move changes the intervals of a few values,
+and the bytes at hand along them: microseconds, where a simulation takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from checkmate.core.problem import Problem
+from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.linear.places import choose_places
+
+DEPTH = 6  # runs added at most in exchange for one
+TRIES = 5  # values tried at most for each of these
+
+
+def exchange(
+    problem: Problem, tables: Tables, budget: int, R: np.ndarray, *, deadline: float, seed: int = 0, quiet: int = 5
+) -> np.ndarray:
+    """A schedule (T, T) no worse than R, which fits the budget.
+
+    Args:
+        deadline: of `time.perf_counter`.
+        quiet: end after so many new starts, from the best with random changes, that came to nothing.
+    """
+    line = Line(problem, tables, budget, R)
+    rng = np.random.default_rng(seed)
+    best, best_cost = line.on.copy(), line.cost
+    starts = 0
+    while starts <= quiet and time.perf_counter() < deadline:
+        before = line.cost
+        _sweep(line, deadline)
+        if line.cost < best_cost * (1 - 1e-12):
+            best, best_cost, starts = line.on.copy(), line.cost, 0
+        if line.cost >= before * (1 - 1e-12):
+            starts += 1
+            line.become(best)
+            _perturb(line, rng, 2 + starts)
+    line.become(best)
+    return line.runs()
+
+
+def _sweep(line: Line, deadline: float) -> None:
+    """Try to save each run that could be, the dearest first."""
+    again = np.flatnonzero(line.on & ~line.fixed)
+    for p in again[np.argsort(-line.seconds[again], kind="stable")].tolist():
+        if line.on[p]:
+            _save(line, p)
+        if time.perf_counter() > deadline:
+            return
+
+
+def _save(line: Line, p: int, limit: float | None = None) -> bool:
+    """Drop the run at p, with what only it needed; pay with other runs where bytes are short. Undone if that fails.
+
+    The cost must end below the limit, by default what it is.
+    """
+    limit, undo = line.cost * (1 - 1e-12) if limit is None else limit, [p]
+    line.flip(p)
+    undo += _drop_useless(line, p)
+    for _ in range(DEPTH):
+        if line.fits() or not _pay(line, limit, undo):
+            break
+    if line.fits() and line.cost < limit:
+        return True
+    for q in reversed(undo):
+        line.flip(q)
+    return False
+
+
+def _drop_useless(line: Line, p: int) -> list[int]:
+    """Runs before p whose values nobody reads now that p does not run."""
+    dropped, todo = [], [p]
+    while todo:
+        for v in line.tables.inputs[int(line.op[todo.pop()])]:
+            q = line.made_before(v, p)
+            if q is not None and not line.fixed[q] and line.on[q] and not line.is_useful(q):
+                line.flip(q)
+                dropped.append(q)
+                todo.append(q)
+    return dropped
+
+
+def _pay(line: Line, limit: float, undo: list[int]) -> bool:
+    """At the place with most bytes at hand, let a value go until it is read next, and run its producer again there."""
+    worst = int(line.bytes_at.argmax())
+    peak = int(line.bytes_at[worst])
+    for q in itertools.islice(line.offers(worst), TRIES):
+        if line.cost + line.seconds[q] >= limit:
+            continue
+        line.flip(q)
+        if line.bytes_at[worst] < peak:
+            undo.append(q)
+            return True
+        line.flip(q)
+    return False
+
+
+def _perturb(line: Line, rng: np.random.Generator, count: int) -> None:
+    """Drop a few runs at any price, or run a few more places, where that still fits."""
+    drop = rng.random() < 0.5
+    for p in rng.permutation(np.flatnonzero(line.on & ~line.fixed if drop else ~line.on))[:count].tolist():
+        if drop and line.on[p]:
+            _save(line, p, limit=float("inf"))
+        elif not drop:
+            line.flip(p)
+            if not line.fits():
+                line.flip(p)
+
+
+class Line:
+    """Places in the order in which they run, which of them are on, and the bytes at hand at each."""
+
+    def __init__(self, problem: Problem, tables: Tables, budget: int, R: np.ndarray) -> None:
+        T = len(tables.inputs)
+        self.tables, self.T, self.room = tables, T, budget - tables.resident
+        places = choose_places(problem, range(T), also=R, most=8 * T)
+        self.stage, self.op = places.T
+        self.on: np.ndarray = R[self.stage, self.op].copy()
+        self.fixed = self.stage == self.op
+        self.seconds = np.array(tables.seconds)[self.op]
+        self.cost = float(self.seconds[self.on].sum())
+        self.place = {(t, k): p for p, (t, k) in enumerate(places.tolist())}
+        self.touches: list[list[tuple[int, bool]]] = [[] for _ in tables.producer]  # (place, it makes the value)
+        for p, k in enumerate(self.op.tolist()):
+            for v in tables.inputs[k]:
+                self.touches[v].append((p, False))
+            for v in tables.outputs[k]:
+                self.touches[v].append((p, True))
+        movable = [
+            v
+            for v, k in enumerate(tables.producer)
+            if k >= 0 and tables.size[v] and self.touches[v] and not tables.result[v] and not tables.pinned[k]
+        ]
+        self.cheap = np.array(sorted(movable, key=lambda v: tables.seconds[tables.producer[v]] / tables.size[v]), int)
+        self.begins = np.array([touches[0][0] if touches else 0 for touches in self.touches])
+        self.ends = np.array([touches[-1][0] if touches else 0 for touches in self.touches])
+        self.bytes_at = np.zeros(len(places), dtype=np.int64)
+        for v in range(len(tables.producer)):
+            self._count(v, tables.size[v])
+        self.bytes_at[self.on] += np.array(tables.workspace)[self.op[self.on]]
+
+    def runs(self) -> np.ndarray:
+        """R, (T, T) bool."""
+        R = np.zeros((self.T, self.T), dtype=bool)
+        R[self.stage[self.on], self.op[self.on]] = True
+        return R
+
+    def fits(self) -> bool:
+        """No place has more bytes at hand than the budget allows."""
+        return bool(self.bytes_at.max() <= self.room)
+
+    def become(self, on: np.ndarray) -> None:
+        """Switch to other places."""
+        for p in np.flatnonzero(self.on != on).tolist():
+            self.flip(p)
+
+    def flip(self, p: int) -> None:
+        """Run at p if it does not, and the reverse."""
+        tables, k = self.tables, int(self.op[p])
+        touched = [v for v in (*tables.inputs[k], *tables.outputs[k]) if tables.size[v]]
+        for v in touched:
+            self._count(v, -tables.size[v])
+        sign = -1 if self.on[p] else 1
+        self.on[p] = not self.on[p]
+        self.cost += sign * float(self.seconds[p])
+        self.bytes_at[p] += sign * tables.workspace[k]
+        for v in touched:
+            self._count(v, tables.size[v])
+
+    def _count(self, v: int, size: int) -> None:
+        """Add the bytes of v wherever it is at hand."""
+        if self.tables.result[v]:
+            makes = [p for p, made in self.touches[v] if made and self.on[p]]
+            self.bytes_at[makes[0] :] += size
+            for p in makes[1:]:
+                self.bytes_at[p] += size
+            return
+        for first, last in self.intervals(v):
+            self.bytes_at[first : last + 1] += size
+
+    def intervals(self, v: int) -> list[tuple[int, int]]:
+        """Where v is at hand: from each run of its producer to the last reader before the next."""
+        found: list[tuple[int, int]] = []
+        first = last = -1
+        on = self.on
+        for p, makes in self.touches[v]:
+            if on[p]:
+                if makes:
+                    if first >= 0:
+                        found.append((first, last))
+                    first = p
+                last = p
+        if first >= 0:
+            found.append((first, last))
+        return found
+
+    def made_before(self, v: int, p: int) -> int | None:
+        """The last run of v's producer before place p."""
+        return max((q for q, makes in self.touches[v] if makes and q < p and self.on[q]), default=None)
+
+    def is_useful(self, p: int) -> bool:
+        """Somebody reads what the run at p makes."""
+        outputs = self.tables.outputs[int(self.op[p])]
+        return any(first == p < last for v in outputs for first, last in self.intervals(v))
+
+    def offers(self, p: int) -> Iterator[int]:
+        """Places that are off where a value at hand but idle at p could be made again, the cheapest byte first."""
+        at_hand = self.cheap[(self.begins[self.cheap] < p) & (self.ends[self.cheap] > p)]
+        for v in at_hand.tolist():
+            following = next(((q, makes) for q, makes in self.touches[v] if q >= p and self.on[q]), None)
+            if following is None or following[1] or following[0] == p:
+                continue
+            q = self.place.get((int(self.stage[following[0]]), self.tables.producer[v]))
+            if q is not None and p < q and not self.on[q]:
+                yield q

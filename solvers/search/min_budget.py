@@ -1,0 +1,264 @@
+"""The smallest budget: the smallest peak that a known plan reaches, and what no schedule stays below.
+
+    eviction passes -> search backwards: plans from above, refutations from below, wider and wider until they meet
+                    -> what the plan need not run again is dropped
+
+The two ends mostly meet exactly, or within the grain: values so small that all of them together do not matter are left
+out of the search, and counted as if they were always at hand once made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from checkmate.core.fingerprint import fingerprints
+from checkmate.core.problem import Problem
+from checkmate.solvers.common.certify import peak_of
+from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.search.backward_search import OutOfTime, find_plan, refute
+from checkmate.solvers.search.drop_runs import slim
+from checkmate.solvers.search.eviction import Stuck, run_pass
+from checkmate.solvers.search.next_use import GRID, as_matrix
+from checkmate.solvers.search.value_sets import Needs
+from checkmate.units import format_bytes
+
+log = logging.getLogger("checkmate.solve")
+
+TIME_LIMIT = 10.0  # seconds
+MOST_OPS_EXACT = 24  # up to here the two ends meet
+SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of the way from the bound to the peak, to look for a plan at
+SHARE = 0.85  # of the time to search in; the rest is for what makes the plan slim
+GRAIN = 5e-4  # of the smallest budget: what all values below the grain have together
+CLOSE = 1e-3  # a smaller gap is not worth more time
+WIDTHS = (
+    1,
+    4,
+    8,
+    16,
+    24,
+    32,
+    64,
+    128,
+    256,
+)  # states that a search pursues at most; wider ones find more, and take longer
+REMEMBERED = 32  # problems
+NEAR_WIDER = 16  # times as many states are pursued there
+NEAR = 10  # stages after one that a search did not get beyond, to look for a proof in first
+WIDE_ENOUGH = 2000  # for the smallest problems, where nothing is to be dropped; beyond it comparing them takes too long
+
+
+@dataclass(frozen=True)
+class MinBudget:
+    """The smallest budget of a problem, from both sides.
+
+    >>> print(MinBudget(peak=2000, bound=1500))
+    2.00 kB (no schedule fits below 1.50 kB)
+    """
+
+    peak: int  # bytes: a plan is known that reaches no more
+    bound: int  # bytes: no schedule at all reaches less
+
+    @property
+    def gap(self) -> float:
+        """(peak - bound) / peak: at most by this share could the smallest budget be smaller."""
+        return (self.peak - self.bound) / self.peak if self.peak else 0.0
+
+    @property
+    def proven(self) -> bool:
+        """No smaller budget works."""
+        return self.peak == self.bound
+
+    def __str__(self) -> str:
+        below = "no schedule fits less" if self.proven else f"no schedule fits below {format_bytes(self.bound)}"
+        return f"{format_bytes(self.peak)} ({below})"
+
+
+@dataclass
+class _Known:
+    """What is known of a problem."""
+
+    peak: int
+    R: np.ndarray  # (T, T) bool, a schedule of that peak
+    bound: int
+    op: int  # it stands in the way of less than the bound
+    time_limit: float = 0.0  # seconds that were granted for it
+
+    @property
+    def is_close(self) -> bool:
+        return self.peak - self.bound <= CLOSE * self.peak
+
+
+Mark = tuple[str, str, int]
+_known: OrderedDict[Mark, _Known] = OrderedDict()  # by `_mark`, the last used at the end
+
+
+def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
+    """The smallest peak of a plan that is found, and a proven lower bound of it; `least_runs` has that plan.
+
+    Both are exact for problems of up to `MOST_OPS_EXACT` ops, unless time runs out. What is found is remembered,
+    also for a problem that is equal but for its costs; it is looked for again only with more time than before, where
+    that may help.
+
+    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> min_budget(chain)
+    MinBudget(peak=3, bound=3)
+    """
+    known = _find(problem, time_limit)
+    return MinBudget(known.peak, known.bound)
+
+
+def least_runs(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple[int, np.ndarray]:
+    """The smallest peak that a plan was found to reach, and its R (T, T)."""
+    known = _find(problem, time_limit)
+    return known.peak, known.R
+
+
+def bottleneck(problem: Problem) -> int:
+    """The op that stands in the way of a smaller budget, as far as it is known."""
+    return _find(problem, 0.0).op
+
+
+def _find(problem: Problem, time_limit: float) -> _Known:
+    mark = _mark(problem)
+    known = _known.get(mark)
+    if known is None:
+        once, op = np.eye(len(problem.graph.ops), dtype=bool), int(problem.unavoidable_bytes.argmax())
+        known = _Known(problem.keep_all_peak, once, int(problem.unavoidable_bytes[op]), op)
+        _known[mark] = known
+        if len(_known) > REMEMBERED:
+            _known.popitem(last=False)
+    _known.move_to_end(mark)
+    exact = len(problem.graph.ops) <= MOST_OPS_EXACT
+    done = known.peak == known.bound if exact else known.is_close
+    if not done and time_limit > known.time_limit:
+        known.time_limit = time_limit
+        began = time.perf_counter()
+        ends = _Ends(problem, known, began + SHARE * time_limit, exact=exact)
+        with contextlib.suppress(OutOfTime):
+            ends.close()
+        ends.slim(began + time_limit)
+        log.info("smallest budget: %s, after %.1f s", MinBudget(known.peak, known.bound), time.perf_counter() - began)
+    return known
+
+
+def _mark(problem: Problem) -> Mark:
+    """Equal for problems that differ in their costs only: a step captured again has the same smallest budget."""
+    prints = fingerprints(problem)
+    return prints.structure, prints.sizes, problem.resident
+
+
+class _Ends:
+    """The two ends, drawn together until they meet or time runs out."""
+
+    def __init__(self, problem: Problem, known: _Known, deadline: float, *, exact: bool) -> None:
+        self.problem, self.known, self.deadline, self.exact = problem, known, deadline, exact
+        grain = -1 if exact else _grain(problem, int(GRAIN * known.bound))
+        self.needs = Needs(problem, grain=max(0, grain))
+        self.small = int(problem.sizes[problem.sizes <= grain].sum())
+        self.stuck: set[int] = set()  # stages that searches for plans did not get beyond
+        self.fat = False  # the plan makes more again than it needs to
+
+    def close(self) -> None:
+        """Plans and refutations, wider and wider."""
+        if self.exact:
+            before = -1
+            while before < self.known.bound < self.known.peak:
+                before = self.known.bound
+                self._plan(before, WIDE_ENOUGH)
+            if self.known.bound == self.known.peak:
+                return
+        if self._plan(self.known.bound, WIDTHS[0]) and self._is_open:
+            self._evict()
+        for width in WIDTHS:
+            if self._is_open:
+                self._refute(width)
+            if self._is_open:
+                self._descend(width)
+
+    @property
+    def _is_open(self) -> bool:
+        return not self.known.is_close
+
+    def _plan(self, budget: int, width: int) -> bool:
+        """Look for a plan within a budget, small values aside; True if there is more to look for."""
+        R, search = find_plan(self.needs, budget, width=width, deadline=self.deadline, exact=self.exact)
+        if R is None:
+            self.stuck.add(search.reached)
+            if search.complete and search.least > self.known.bound:
+                self.known.bound, self.known.op = min(search.least, self.known.peak), search.reached
+            return True
+        self._offer(R, budget + self.small)
+        return False
+
+    def _offer(self, R: np.ndarray, budget: int) -> None:
+        """Take a schedule that fits a budget, if it is better; its peak is simulated once it is slim."""
+        if budget < self.known.peak:
+            self.known.R, self.known.peak, self.fat = R, max(budget, self.known.bound), True
+
+    def slim(self, deadline: float) -> None:
+        """Drop what the plan need not run again, and see what its peak is."""
+        if self.fat:
+            self.known.R = slim(self.problem, self.known.peak, self.known.R, deadline=deadline)
+            self.known.peak = peak_of(self.problem, self.known.R)
+
+    def _evict(self) -> None:
+        """A peak that is easily reached: a bisection with eviction passes."""
+        tables, low, started = Tables.of(self.problem), self.known.bound, time.perf_counter()
+        while self.known.peak - low > 0.01 * low:
+            middle = (low + self.known.peak) // 2
+            stages = run_pass(tables, middle, GRID[0])
+            if isinstance(stages, Stuck):
+                low = middle
+            else:
+                self.known.R = as_matrix(stages)
+                self.known.peak = max(peak_of(self.problem, self.known.R), self.known.bound)
+            if time.perf_counter() - started > 0.2 * (self.deadline - started):
+                return
+
+    def _refute(self, width: int) -> None:
+        """Raise the bound, stage by stage, those first in which most is needed."""
+        needs, known = self.needs, self.known
+        share = time.perf_counter() + 0.15 * (self.deadline - time.perf_counter())
+        near = dict.fromkeys(t + i for i in range(NEAR) for t in sorted(self.stuck) if t + i < needs.T)
+        for t in dict.fromkeys([*near, *sorted(range(needs.T), key=lambda t: -needs.at(t, t, 0))]):
+            high = known.peak
+            budget = known.bound
+            while budget < high and self._is_open:
+                try:
+                    wide = min(WIDE_ENOUGH // 2, NEAR_WIDER * width) if t in near else width
+                    proven = refute(needs, budget, t, width=wide, deadline=share)
+                except OutOfTime:
+                    return
+                if proven is None and budget == known.bound:
+                    break
+                if proven is None:
+                    high = budget
+                else:
+                    known.bound, known.op = min(proven, known.peak), t
+                budget = known.bound if high - known.bound <= 0.1 * CLOSE * high else (known.bound + high) // 2
+
+    def _descend(self, width: int) -> None:
+        """Lower the peak: look for a plan at the bound itself, then from there up to what is known.
+
+        Which states are pursued is a matter of luck, and more room may be bad luck: so all is tried, the least first.
+        """
+        low, room = self.known.bound, self.known.peak - self.small - self.known.bound
+        for share in SHARES:
+            if room <= 0 or not self._plan(low + int(share * room), width):
+                return
+
+
+def _grain(problem: Problem, most: int) -> int:
+    """The largest size such that all values of up to that size have no more than ``most`` bytes together."""
+    sizes = np.sort(problem.sizes)
+    fits = np.flatnonzero(sizes.cumsum() <= most)
+    if not len(fits):
+        return 0
+    grain = int(sizes[fits[-1]])
+    return grain if sizes[sizes <= grain].sum() <= most else max(0, grain - 1)

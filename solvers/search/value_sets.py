@@ -1,0 +1,198 @@
+"""What must be at hand, as sets of bits: the tables of `checkmate.solvers.search.backward_search`.
+
+A set of values is one Python int, a bit for each value, in the order of their producers: set operations on hundreds of
+values take a fraction of a microsecond. Only values that may come and go have a bit: those that an op makes and an op
+reads, that are no results of the step, and that are larger than a grain. Results are at hand from their first run on;
+what nobody reads counts as workspace.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from checkmate.core.problem import Problem
+from checkmate.solvers.common.flat_problem import Tables
+
+MOST_SUMS = 300_000  # sums of bytes that are remembered
+MOST_PATHS = 100  # that are tried from a pinned value, to find where what it made goes
+
+
+class Debt(NamedTuple):
+    """From stage ``begin`` to stage ``end``, one of ``values`` is always at hand: ``least`` bytes or more."""
+
+    begin: int
+    end: int
+    values: int
+    least: int
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Making a set of values from nothing: bytes at the peak, pinned values aside, and the pinned values it reads."""
+
+    peak: int
+    pinned: int
+
+
+class Needs:
+    """Sets of values, their bytes, and what every schedule holds at a stage whatever else it does.
+
+    >>> needs = Needs(Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1, 2, 4, 8]))
+    >>> needs.bytes_of(needs.inputs[3]), needs.from_scratch(needs.inputs[3]).peak
+    (5, 7)
+    """
+
+    def __init__(self, problem: Problem, *, grain: int = 0) -> None:
+        tables = Tables.of(problem)
+        self.tables, self.T, self.forward_length = tables, len(tables.inputs), problem.graph.forward_length
+        moving = [
+            v
+            for v, k in enumerate(tables.producer)
+            if k >= 0 and tables.size[v] > grain and tables.users[v] and not tables.result[v]
+        ]
+        self.values = sorted(moving, key=lambda v: tables.producer[v])
+        self.bit = {v: 1 << i for i, v in enumerate(self.values)}
+        self.size = [tables.size[v] for v in self.values]
+        self.producer = [tables.producer[v] for v in self.values]
+        self.inputs = [self._set(vs) for vs in tables.inputs]
+        self.outputs = [self._set(vs) for vs in tables.outputs]
+        self.working = [  # per op: workspace, and what it makes that is a result or that nobody reads
+            sum(tables.size[v] for v in vs if tables.result[v] or not tables.users[v]) + workspace
+            for vs, workspace in zip(tables.outputs, tables.workspace, strict=True)
+        ]
+        self.below = [0] * (self.T + 1)  # per op, the values made before it
+        for k, made in enumerate(self.outputs):
+            self.below[k + 1] = self.below[k] | made
+        self.free = self._set([v for v in self.values if not tables.pinned[tables.producer[v]]])
+        self.base = self._base()  # per stage: bytes that are resident or results made before it
+        self._eights = _sums_of_eights(self.size)
+        self._rows = np.arange(len(self._eights))
+        self._sums: dict[int, int] = {0: 0}
+        self._scratch: dict[int, Scratch] = {0: Scratch(0, 0)}
+        self.debts, self._owing = _by_stage(list(_debts(self)), self.T)
+        self._owed: list[dict[int, int]] = [{} for _ in range(self.T)]
+
+    def _set(self, values: list[int] | tuple[int, ...]) -> int:
+        return sum(self.bit.get(v, 0) for v in values)
+
+    def _base(self) -> list[int]:
+        made = [sum(self.tables.size[v] for v in vs if self.tables.result[v]) for vs in self.tables.outputs]
+        return (self.tables.resident + np.cumsum([0, *made[:-1]])).tolist()
+
+    def bytes_of(self, values: int) -> int:
+        """Bytes of a set of values."""
+        known = self._sums.get(values)
+        if known is None:
+            eights = np.frombuffer(values.to_bytes(len(self._eights), "little"), dtype=np.uint8)
+            known = int(self._eights[self._rows, eights].sum())
+            if len(self._sums) > MOST_SUMS:
+                self._sums.clear()
+            self._sums[values] = known
+        return known
+
+    def at(self, t: int, k: int, needed: int) -> int:
+        """Bytes at least while op k runs in stage t, if the set ``needed`` is at hand when it is done."""
+        held = needed | self.inputs[k] | self.outputs[k]
+        return self.base[t] + self.bytes_of(held) + self.working[k] + self.owed(t, held)
+
+    def owed(self, t: int, held: int) -> int:
+        """Bytes that every schedule has at hand in stage t beside the set ``held``."""
+        touched = held & self._owing[t]
+        owed = self._owed[t].get(touched)
+        if owed is None:
+            owed = sum(debt.least for debt in self.debts[t] if not debt.values & touched)
+            self._owed[t][touched] = owed
+        return owed
+
+    def from_scratch(self, values: int) -> Scratch:
+        """Make free values in one stage from nothing but pinned ones, running every op for them again."""
+        chain: list[tuple[int, int, int]] = []
+        while values not in self._scratch:
+            k = self.producer[values.bit_length() - 1]
+            peak = self.bytes_of(values | (self.inputs[k] & self.free) | self.outputs[k]) + self.working[k]
+            chain.append((values, peak, self.inputs[k] & ~self.free))
+            values = self.before(k, values) & self.free
+        scratch = self._scratch[values]
+        for values, peak, pinned in reversed(chain):
+            scratch = Scratch(max(scratch.peak, peak), scratch.pinned | pinned)
+            self._scratch[values] = scratch
+        return scratch
+
+    def before(self, k: int, needed: int) -> int:
+        """What must be at hand before op k runs, where ``needed`` must be after it."""
+        return (needed & ~self.outputs[k]) | self.inputs[k]
+
+
+def _sums_of_eights(size: list[int]) -> np.ndarray:
+    """(⌈V/8⌉, 256) int64: the bytes of each set of eight neighbours."""
+    sizes = np.array(size + [0] * (-len(size) % 8), dtype=np.int64).reshape(-1, 8)
+    members = (np.arange(256)[:, None] >> np.arange(8)) & 1  # (256, 8)
+    return sizes @ members.T
+
+
+def _debts(needs: Needs) -> list[Debt]:
+    """What pinned ops leave behind: their values cannot be made again, so something made from them stays.
+
+    Let a pinned op make v_1, let free ops make v_2 from v_1, v_3 from v_2 and so on, and let op j read the last of
+    these. At any moment after the pinned op and before j first runs, one of v_1, v_2, ... is at hand: if none were,
+    then the last one would have to be made again from the one before it, and that one too, back to v_1, which nothing
+    makes again. So what is at hand cuts all such paths, and is at least as large as a flow along them: each path owes
+    some bytes, and no value lies on paths that owe more than its size together. The flow is built up greedily, stage
+    by stage: a path ends with the last op that reads its last value, and the widest one takes its place.
+    """
+    tables = needs.tables
+    left = list(tables.size)  # per value: bytes that no path owes
+    found: list[Debt] = []
+    ending: list[list[tuple[int, tuple[int, ...], int]]] = [[] for _ in range(needs.T)]  # source, path, bytes
+    sources: list[int] = []  # to find paths for in this stage
+    for t in range(1, needs.T):
+        for source, path, owed in ending[t - 1]:
+            sources.append(source)
+            for v in path:
+                left[v] += owed
+        sources += [v for v in tables.outputs[t - 1] if needs.bit.get(v, 0) & ~needs.free]
+        for source in dict.fromkeys(sources):
+            while path := _widest(needs, source, t, left):
+                owed, end = min(left[v] for v in path), tables.users[path[-1]][-1]
+                for v in path:
+                    left[v] -= owed
+                ending[end].append((source, path, owed))
+                found.append(Debt(t, end, sum(needs.bit[v] for v in path), owed))
+        sources = []
+    return found
+
+
+def _widest(needs: Needs, source: int, t: int, left: list[int]) -> tuple[int, ...]:
+    """The path from a value to one that is read in stage t or later, on which the most bytes are left; () for none."""
+    tables = needs.tables
+    seen = {source}
+    border: list[tuple[int, int, tuple[int, ...]]] = []  # bytes and last use, negated, of a path
+    if left[source] > 0:
+        border.append((-left[source], -tables.users[source][-1], (source,)))
+    for _ in range(MOST_PATHS):
+        if not border:
+            break
+        wide, end, path = heapq.heappop(border)
+        if -end >= t:
+            return path
+        for k in tables.users[path[-1]]:
+            for w in tables.outputs[k]:
+                if w not in seen and left[w] > 0 and needs.bit.get(w, 0) & needs.free:
+                    seen.add(w)
+                    heapq.heappush(border, (max(wide, -left[w]), -tables.users[w][-1], (*path, w)))
+    return ()
+
+
+def _by_stage(debts: list[Debt], T: int) -> tuple[list[list[Debt]], list[int]]:
+    """For each stage the debts that hold in it, and the values that they speak of."""
+    at: list[list[Debt]] = [[] for _ in range(T)]
+    owing = [0] * T
+    for debt in debts:
+        for t in range(debt.begin, debt.end + 1):
+            at[t].append(debt)
+            owing[t] |= debt.values
+    return at, owing

@@ -1,0 +1,398 @@
+"""What a person does wrong, and what they read; and that nothing is lost by it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from tests.support.bits import assert_same_bits
+from tests.support.stepping import assert_same, train
+
+
+@pytest.fixture
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10))
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(128, 64), torch.randint(10, (128,))
+
+
+def test_infeasible_budget_names_the_way_out(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    problem = checkmate.trace(step, *batch)
+    with pytest.raises(checkmate.InfeasibleBudget, match="Smallest budget that works") as caught:
+        checkmate.compile(step, budget="100 kB")(*batch)
+    error = caught.value
+    assert error.budget == 100_000
+    assert error.op in {op.name for op in problem.graph.ops}
+    assert error.op in str(error)
+    assert "test_error_messages.py" in str(error)  # the line of the user's code
+    assert error.__suppress_context__  # no traceback of the machinery below
+    compiled = checkmate.compile(step, budget=error.min_budget)
+    compiled(*batch).backward()
+    assert compiled.plans[0].peak <= error.min_budget
+
+
+def test_infeasible_with_a_reserve(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    smallest = checkmate.trace(step, *batch).min_budget().peak
+    with pytest.raises(checkmate.InfeasibleBudget, match="reserve") as caught:
+        checkmate.compile(step, budget=smallest, reserve=smallest)(*batch)
+    assert caught.value.min_budget == 2 * smallest
+    with pytest.raises(checkmate.InfeasibleBudget, match="reserved") as caught:
+        checkmate.compile(step, budget=smallest, reserve=1000)(*batch)
+    assert caught.value.min_budget == smallest + 1000
+
+
+def test_after_an_error_the_model_trains_as_before(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    import copy
+
+    twin = copy.deepcopy(net)
+    state = torch.get_rng_state()
+    with pytest.raises(checkmate.InfeasibleBudget):
+        checkmate.compile(net, budget="1 kB")(batch[0])
+    assert_same_bits(torch.get_rng_state(), state)
+    assert_same(
+        train(net, lambda x, y: F.cross_entropy(net(x), y), batch),
+        train(twin, lambda x, y: F.cross_entropy(twin(x), y), batch),
+    )
+
+
+@pytest.mark.parametrize("budget", ["8 GB?", "", "many", 0, -3, float("nan"), float("inf"), 0.5, True, None, [1]])
+def test_bad_budgets_fail_at_the_call(budget: object) -> None:
+    with pytest.raises(checkmate.BudgetError):
+        checkmate.compile(nn.Linear(2, 2), budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"method": "magic"}, ValueError, "auto"),
+        ({"time_limit": 0}, ValueError, "time_limit"),
+        ({"time_limit": float("nan")}, ValueError, "time_limit"),
+        ({"reserve": -1}, checkmate.BudgetError, "positive"),
+    ],
+)
+def test_bad_options_fail_at_the_call(options: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        checkmate.compile(nn.Linear(2, 2), budget="1 GB", **options)
+
+
+@pytest.mark.parametrize(("what", "named"), [(3, "int"), (None, "NoneType"), (nn.Linear, "the class Linear")])
+def test_not_callable(what: object, named: str) -> None:
+    with pytest.raises(TypeError, match=f"module or a function, not {named}"):
+        checkmate.compile(what, budget="1 GB")
+
+
+def test_compiled_by_torch_already(net: nn.Module) -> None:
+    with pytest.raises(checkmate.Unsupported, match=r"Give checkmate\.compile the plain one"):
+        checkmate.compile(torch.compile(net), budget="1 GB")
+
+
+def test_graph_break_says_where_and_what_to_do(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    def breaking(x: Tensor, y: Tensor) -> Tensor:
+        logits = net(x)
+        torch._dynamo.graph_break()
+        return F.cross_entropy(logits, y)
+
+    with pytest.raises(checkmate.Unsupported, match="one graph") as caught:
+        checkmate.compile(breaking, budget="1 GB")(*batch)
+    assert "test_error_messages.py" in str(caught.value)
+    assert "breaking" in str(caught.value)
+
+
+def test_branch_on_a_value(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    def branching(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(net(x), y)
+        return loss * 2 if loss > 3 else loss
+
+    with pytest.raises(checkmate.Unsupported, match=r"costs too much(.|\n)*loss \* 2 if loss > 3"):
+        checkmate.compile(branching, budget="1 GB")(*batch)
+
+
+@pytest.mark.parametrize("mark", ["mark_dynamic", "maybe_mark_dynamic"])
+def test_sizes_that_are_marked_as_dynamic(net: nn.Module, mark: str) -> None:
+    step = checkmate.compile(lambda x: net(x).sum(), budget="1 GB", profile="roofline:h100")
+    x = torch.randn(12, 64)
+    getattr(torch._dynamo, mark)(x, 0)
+    with pytest.raises(
+        checkmate.Unsupported, match=r"marked as dynamic \(torch._dynamo.mark_dynamic\).*a plan of its own"
+    ):
+        step(x)
+    unmarked = torch.randn(12, 64)
+    step(unmarked).backward()
+    assert len(step.plans) == 1
+
+
+def test_sizes_that_depend_on_data(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    def masking(x: Tensor, y: Tensor) -> Tensor:
+        chosen = x[:, 0] > 0
+        return F.cross_entropy(net(x[chosen]), y[chosen])
+
+    with pytest.raises(checkmate.Unsupported):
+        checkmate.compile(masking, budget="1 GB")(*batch)
+
+
+def test_backward_hook_of_a_submodule(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
+    net[0].register_full_backward_hook(lambda module, grads, outputs: None)
+    with pytest.raises(checkmate.Unsupported, match="without backward hooks"):
+        checkmate.compile(net, budget="1 GB")(batch[0])
+
+
+def test_double_backward(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    loss = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget="1 GB")(*batch)
+    with pytest.raises(checkmate.Unsupported, match=r"create_graph=True.*plain model"):
+        torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+
+
+def test_backward_within_autocast(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """Plain PyTorch may compute other gradients there, and the plan's backward is the one outside."""
+    step = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget="1 GB")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = step(*batch)
+        with pytest.raises(checkmate.Unsupported, match="Call it after the block"):
+            loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_wrong_shapes_read_as_in_plain_pytorch(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    x, y = batch
+    with pytest.raises(RuntimeError, match=r"\[128, 3\] X \[64, 256\]"):
+        checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget="1 GB")(x[:, :3], y)
+
+
+def test_backward_that_reads_what_the_forward_overwrites(batch: tuple[Tensor, Tensor]) -> None:
+    scale, weight = torch.ones(64), torch.ones(64, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        loss = (weight * scale * x).sum()
+        scale.mul_(2)
+        return loss
+
+    with pytest.raises(checkmate.Unsupported, match="overwrites"):
+        checkmate.compile(step, budget="1 GB")(batch[0])
+
+
+def test_nothing_to_plan(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    with torch.no_grad(), pytest.raises(checkmate.Unsupported, match="no_grad"):
+        checkmate.trace(net, batch[0])
+
+
+def test_planning_under_a_profiler(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.raises(checkmate.Unsupported, match="profiler"),
+    ):
+        checkmate.compile(net, budget="1 GB")(torch.randn(131, 64))
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda net, x: net(x).exp().mul_(2).sum(), "x.clone"),
+        (lambda net, x: net(x).summ(), "does it run"),
+        (lambda net, x: net(x, 1, 2).sum(), "other arguments"),
+        (lambda net, x: net(x[(x[:, 0] > 0).nonzero()[:, 0]]).sum(), "torch.where"),
+        (lambda net, x: (net(x) * torch.rand(1, generator=torch.Generator())).sum(), "manual_seed"),
+    ],
+    ids=["in place", "no such method", "arguments", "sizes", "generator"],
+)
+def test_what_to_do_is_said(
+    step: Callable[..., Tensor], words: str, net: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
+    def mine(x: Tensor) -> Tensor:
+        return step(net, x)
+
+    with pytest.raises(checkmate.Unsupported, match=words) as caught:
+        checkmate.compile(mine, budget="1 GB")(batch[0])
+    assert "mine" in str(caught.value) or "test_error_messages.py" in str(caught.value)
+    assert len(caught.traceback) <= 4  # nothing of the machinery
+    assert caught.value.__suppress_context__
+
+
+def test_a_tensor_hook_that_changes_the_shape(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    def hooked(x: Tensor) -> Tensor:
+        logits = net(x)
+        logits.register_hook(lambda grad: grad[:, :1])
+        return logits.sum()
+
+    with pytest.raises(checkmate.Unsupported, match="gradient of the shape"):
+        checkmate.compile(hooked, budget="1 GB")(batch[0])
+
+
+def test_an_op_that_fails_as_it_runs_says_where(net: nn.Module) -> None:
+    """The type stays that of plain PyTorch; no frame of the machinery is shown."""
+    table = nn.Embedding(5, 64)
+    compiled = checkmate.compile(lambda i: net(table(i)).sum(), budget="1 GB", time_limit=1)
+    with pytest.raises(IndexError, match=r"out of range.*\n  in aten.embedding.default of the forward.*errors.py:\d+"):
+        compiled(torch.tensor([1, 7]))
+    with pytest.raises(IndexError) as caught:
+        compiled(torch.tensor([1, 7]))
+    assert len(caught.traceback) <= 3
+    compiled(torch.tensor([1, 4])).backward()
+
+
+@torch.library.custom_op("checkmate_tests::picky", mutates_args=())
+def picky(grad: Tensor) -> Tensor:
+    if grad.sum() > 100:
+        raise RuntimeError("too much")
+    return grad.clone()
+
+
+@torch.library.custom_op("checkmate_tests::picky_later", mutates_args=())
+def picky_later(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+picky.register_fake(torch.empty_like)
+picky_later.register_fake(torch.empty_like)
+picky_later.register_autograd(lambda ctx, grad: picky(grad))
+
+
+def test_an_op_that_fails_in_the_backward_says_where(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    compiled = checkmate.compile(lambda x: picky_later(net(x)).sum(), budget="1 GB", time_limit=1)
+    with pytest.raises(RuntimeError, match=r"too much\n  in checkmate_tests.picky.default of the backward.*py:\d+"):
+        compiled(batch[0]).backward()
+
+
+def test_a_name_that_has_no_value_yet_is_no_obstacle(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """A closure may hold a name that is set later, or was deleted: plain PyTorch runs what does not read it."""
+    deleted = net
+
+    def step(x: Tensor) -> Tensor:
+        return net(x if x.dim() == 2 else deleted(x)).sum()  # noqa: F821  # never read
+
+    del deleted
+    report = checkmate.verify(step, batch[0], budget="1 GB", time_limit=1)
+    assert report.tensors == len(net.state_dict()) + 1
+    checkmate.compile(step, budget="1 GB", time_limit=1)(batch[0]).backward()
+
+
+def test_faults_of_hooks_read_as_they_are(net: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
+    net[0].weight.register_hook(lambda grad: grad.nonesuch)
+    loss = checkmate.compile(lambda x: net(x).sum(), budget="1 GB", time_limit=1)(batch[0])
+    with pytest.raises(AttributeError, match="nonesuch"):
+        loss.backward()
+
+
+class Kept(logging.Handler):
+    """What is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@pytest.fixture
+def of_fake_tensors() -> Iterator[list[str]]:
+    """What PyTorch's fake tensors log, of which each record is printed with a traceback of twenty lines."""
+    log, kept = logging.getLogger("torch._subclasses.fake_tensor"), Kept()
+    log.addHandler(kept)
+    yield kept.said
+    log.removeHandler(kept)
+
+
+def test_a_wrong_shape_is_one_sentence_and_a_line(
+    net: nn.Module, batch: tuple[Tensor, Tensor], of_fake_tensors: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    x = batch[0][:, :3]
+    for call in (checkmate.compile(lambda x: net(x).sum(), budget="1 GB"), lambda x: checkmate.trace(net, x)):
+        with pytest.raises(RuntimeError, match="same reduction dim") as caught:
+            call(x)
+        assert str(caught.value).count("\n") <= 1
+    assert of_fake_tensors == []
+    assert capfd.readouterr().err == ""
+    with pytest.raises(RuntimeError):  # what others compile is logged as ever
+        torch.compile(net, backend="eager", fullgraph=True)(x)
+    assert len(of_fake_tensors) == 1
+
+
+def test_a_model_without_data_and_a_batch_with(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    without = net.to("meta")
+    with pytest.raises(RuntimeError, match=r"two devices, cpu and meta! .* no data: .*roofline") as caught:
+        checkmate.compile(lambda x: without(x).sum(), budget="1 GB")(batch[0])
+    _, line = str(caught.value).splitlines()
+    assert "test_error_messages.py" in line
+    assert "without(x).sum()" in line
+
+
+def test_a_batch_that_is_no_tensor(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    compiled = checkmate.compile(net, budget="1 GB")
+    with pytest.raises(TypeError, match=r"^linear\(\): argument 'input' \(position 1\) must be Tensor, not list"):
+        compiled(list(batch))  # in the words of plain PyTorch
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch))
+    with pytest.raises(checkmate.Unsupported, match="Pass the tensors of a batch"):
+        compiled(loader)
+
+
+class _Queue(nn.Module):
+    """As of momentum contrast: a buffer says where the next rows go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.register_buffer("rows", torch.zeros(8, 4))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = int(self.pointer)
+        self.rows[at : at + 2] = x[:2]
+        return self.head(x).sum()
+
+
+_FAKE_QUANTIZE = torch.ao.quantization.FakeQuantize()
+_GRU = nn.GRU(4, 3, batch_first=True)
+
+
+def _packed(x: Tensor) -> Tensor:
+    sequence = nn.utils.rnn.pack_padded_sequence(x.view(1, 6, 4), [5], batch_first=True)
+    return _GRU(sequence)[1].sum()
+
+
+def _ctc_of_tensors(x: Tensor) -> Tensor:
+    log_probs = x.view(6, 1, 4).log_softmax(-1)
+    return F.ctc_loss(log_probs, torch.tensor([[1, 2]]), torch.tensor([6]), torch.tensor([2]))
+
+
+def _mean_of_ctc(x: Tensor) -> Tensor:
+    return F.ctc_loss(x.view(6, 1, 4).log_softmax(-1), torch.tensor([[1, 2]]), (6,), (2,))
+
+
+def _penalty(x: Tensor) -> Tensor:
+    loss = x.square().sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + grad.square().sum()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (_Queue(), r"a number is read from pointer, by int\(\)"),
+        (
+            lambda x: x[: x.argmax().item()].sum(),
+            r"a number is read from what the step computes at test_compile_errors",
+        ),
+        (lambda x: _FAKE_QUANTIZE(x).sum(), "fused_moving_avg_obs_fake_quant"),
+        (_packed, "Run the recurrent module on the padded batch"),
+        (_ctc_of_tensors, "pass these as tuples of numbers"),
+        (_mean_of_ctc, r"\(losses / lengths.clamp\(min=1\)\).mean\(\)"),
+        (_penalty, "would be differentiated again"),
+    ],
+)
+def test_what_it_is_and_what_to_do(step: Callable[..., Tensor], words: str) -> None:
+    with pytest.raises(checkmate.Unsupported, match=words) as caught:
+        checkmate.compile(step, budget="1 GB")(torch.randn(6, 4, requires_grad=True))
+    assert "test_error_messages.py:" in str(caught.value)

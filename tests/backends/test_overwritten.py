@@ -1,0 +1,111 @@
+"""What is written to between a step and its backward is refused by name, and the model stays as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import checkmate
+from checkmate.backends.state import same_bits
+
+
+def _compiled(step: Any, budget: int) -> Any:
+    return checkmate.compile(step, budget=budget, time_limit=1, profile="roofline:h100", cache=False)
+
+
+@pytest.fixture
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+
+
+X = torch.ones(512, 8)
+
+
+def _least(step: Any) -> int:
+    return checkmate.trace(step, X, profile="roofline:h100").min_budget().peak
+
+
+def test_a_weight_that_plain_pytorch_needs_too(net: nn.Sequential) -> None:
+    step = _compiled(lambda x: net(x).square().sum(), 10**7)
+    loss = step(X)
+    with torch.no_grad():
+        net[2].weight.add_(1)
+    with pytest.raises(checkmate.Unsupported) as refusal:
+        loss.backward()
+    said = str(refusal.value)
+    assert said.startswith("2.weight was written to between the step and its backward")
+    assert "aten.mm.default of 2 (Linear, test_overwritten.py:" in said
+    assert "in the backward, reads it. Plain PyTorch refuses this too" in said
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_weight_of_an_op_that_runs_again(net: nn.Sequential) -> None:
+    """The bias is needed by no backward, but by the forward: plain PyTorch goes on, with a roomier budget ours too."""
+
+    def step(x: Tensor) -> Tensor:
+        return net(x).square().sum()
+
+    def write_and_go_back(step: Callable[[Tensor], Tensor]) -> Tensor:
+        net.zero_grad()
+        loss = step(X)
+        before = net[0].bias.detach().clone()
+        with torch.no_grad():
+            net[0].bias.add_(1)
+        try:
+            loss.backward()
+        finally:
+            with torch.no_grad():
+                net[0].bias.copy_(before)
+        return net[0].weight.grad
+
+    plain = write_and_go_back(step)
+    assert same_bits(write_and_go_back(_compiled(step, 10**7)), plain)
+    tight = _compiled(step, _least(step))
+    with pytest.raises(checkmate.Unsupported) as refusal:
+        write_and_go_back(tight)
+    said = str(refusal.value)
+    assert said.startswith("0.bias was written to")
+    assert "aten.addmm.default of 0 (Linear, test_overwritten.py:" in said
+    assert "which the plan runs again, reads it. Plain PyTorch keeps what was made of it" in said
+    assert "roomier budget" in said
+
+
+def test_a_batch_and_a_result(net: nn.Sequential) -> None:
+    step = _compiled(lambda x: net(x).exp(), 10**7)
+    x = X.clone()
+    y = step(x)
+    x.zero_()
+    with pytest.raises(checkmate.Unsupported, match=r"^args.0 was written to"):
+        y.sum().backward()
+    y = step(X)
+    with torch.no_grad():
+        y.zero_()
+    with pytest.raises(checkmate.Unsupported, match=r"^A result of the compiled step, of shape \(512, 4\), was"):
+        y.sum().backward()
+
+
+def test_the_backward_is_over_before_the_write(net: nn.Sequential) -> None:
+    """What the error advises; a second backward of the same call comes after the write, and is refused."""
+    step = _compiled(lambda x: net(x).square().sum(), 10**7)
+    loss = step(X)
+    loss.backward(retain_graph=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.step()
+    with pytest.raises(checkmate.Unsupported, match=r"before optimizer.step\(\)"):
+        loss.backward()
+    step(X).backward()
+
+
+def test_what_nobody_needs_may_be_written_to(net: nn.Sequential) -> None:
+    step = _compiled(lambda x: net(x).sum(), 10**7)
+    y = step(X)
+    with torch.no_grad():
+        net[4].bias.zero_()
+        y.zero_()
+    y.backward()
+    assert same_bits(net[4].bias.grad, torch.full((4,), 512.0))

@@ -1,0 +1,174 @@
+"""One rank plans, the others follow; ranks are played one after the other here, with a real store between them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import checkmate
+from benchmarks.networks import dags
+from checkmate.backends import ranks
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution, Status
+from checkmate.errors import SolverError
+from checkmate.solvers.solve import min_budget, solve
+
+PROBLEM = dags.resnet((1, 1))
+SMALLEST = min_budget(PROBLEM, time_limit=1).peak
+BUDGET = (SMALLEST + PROBLEM.keep_all_peak) // 2
+Ask = Callable[..., Solution]
+
+
+class Planner:
+    """Plans, and counts how often."""
+
+    def __init__(self, problem: Problem, budget: int = BUDGET) -> None:
+        self.problem, self.budget, self.calls = problem, budget, 0
+
+    def __call__(self) -> Solution:
+        self.calls += 1
+        return solve(self.problem, self.budget, time_limit=1.0)
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """``ask(rank, planner)``: what that rank gets."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.05))
+    monkeypatch.setattr(ranks, "_store", lambda: store)
+
+    def ask(rank: int, plan: Any, budget: int = BUDGET, method: str = "auto") -> Solution:
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        return ranks.one_plan(plan, plan.problem, budget, method=method, time_limit=0.05)
+
+    return ask
+
+
+def _slower(factor: float) -> Problem:
+    """The same step as another rank measures it."""
+    return replace(PROBLEM, profile=replace(PROBLEM.profile, seconds=PROBLEM.seconds * factor))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_whoever_asks_first_plans_and_the_other_follows(ask: Ask, first: int) -> None:
+    planner, follower = Planner(PROBLEM), Planner(_slower(1.3))
+    planned = ask(first, planner)
+    followed = ask(1 - first, follower)
+    assert (planner.calls, follower.calls) == (1, 0)
+    assert planned.schedule is not None
+    assert followed.schedule is not None
+    assert np.array_equal(planned.schedule.R, followed.schedule.R)
+    assert planned.schedule.recomputed.sum() > 0
+    assert followed.plan == planned.plan
+    assert (followed.cost, followed.bound, followed.peak, followed.status) == (
+        planned.cost,
+        planned.bound,
+        planned.peak,
+        planned.status,
+    )
+    assert followed.details["from"] == f"rank {first}"
+
+
+def test_who_asks_again_plans_again(ask: Ask) -> None:
+    planners = [Planner(PROBLEM), Planner(PROBLEM)]
+    for _ in range(2):
+        for rank, planner in enumerate(planners):
+            ask(rank, planner)
+    assert [planner.calls for planner in planners] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("problem", "budget", "method"),
+    [
+        (dags.resnet((1, 2)), BUDGET, "auto"),
+        (replace(PROBLEM, profile=replace(PROBLEM.profile, workspace_bytes=PROBLEM.workspace + 1)), BUDGET, "auto"),
+        (PROBLEM, BUDGET + 1, "auto"),
+        (PROBLEM, BUDGET, "next-use"),
+    ],
+    ids=["ops", "bytes", "budget", "method"],
+)
+def test_ranks_with_other_questions_do_not_wait_for_each_other(
+    ask: Ask, problem: Problem, budget: int, method: str
+) -> None:
+    """The stages of a pipeline, a smaller last batch, a step that only one rank takes."""
+    planners = [Planner(PROBLEM), Planner(problem, problem.keep_all_peak)]
+    ask(0, planners[0])
+    ask(1, planners[1], budget, method)
+    assert [planner.calls for planner in planners] == [1, 1]
+
+
+def test_where_the_plan_does_not_fit_a_rank_plans_for_itself(ask: Ask, caplog: pytest.LogCaptureFixture) -> None:
+    planned = ask(0, Planner(PROBLEM))
+    assert planned.peak is not None
+    fuller = Planner(
+        replace(PROBLEM, profile=replace(PROBLEM.profile, resident_bytes=PROBLEM.resident + BUDGET - planned.peak + 1))
+    )
+    found = ask(1, fuller)
+    assert fuller.calls == 1
+    assert found.peak is None or found.peak <= BUDGET
+    assert "does not fit rank 1" in caplog.text
+
+
+def test_that_nothing_fits_is_told_to_all(ask: Ask) -> None:
+    planner, follower = Planner(PROBLEM, SMALLEST // 2), Planner(PROBLEM, SMALLEST // 2)
+    planned, followed = ask(0, planner, SMALLEST // 2), ask(1, follower, SMALLEST // 2)
+    assert follower.calls == 0
+    assert planned.status is followed.status is Status.INFEASIBLE
+    assert planned.message == followed.message
+    assert all(planned.details[name] == followed.details[name] for name in ("min_budget", "op"))
+
+
+def test_a_rank_that_fails_fails_all(ask: Ask) -> None:
+    class Failing(Planner):
+        def __call__(self) -> Solution:
+            raise ZeroDivisionError("no more")
+
+    with pytest.raises(ZeroDivisionError):
+        ask(0, Failing(PROBLEM))
+    with pytest.raises(SolverError, match=r"Rank 0 .* failed. ZeroDivisionError: no more"):
+        ask(1, Planner(PROBLEM))
+
+
+def test_a_rank_that_never_answers_is_waited_for_so_long_only(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_plan_for_all", lambda *args: None)  # it died
+    ask(0, Planner(PROBLEM))
+    with pytest.raises(SolverError, match="Rank 0 was to plan this step for all, and has not in 0 s"):
+        ask(1, Planner(PROBLEM))
+
+
+def test_a_changed_answer_is_refused(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(0, Planner(PROBLEM))
+    follow = ranks._follow
+
+    def changed(document: dict[str, Any], *args: Any) -> Any:
+        document["record"]["bound"] *= 0.5
+        return follow(document, *args)
+
+    monkeypatch.setattr(ranks, "_follow", changed)
+    with pytest.raises(checkmate.InvalidProblem, match="The plan of rank 0 is damaged"):
+        ask(1, Planner(PROBLEM))
+
+
+def test_a_process_among_imagined_ones_plans_for_itself() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        planner = Planner(PROBLEM)
+        assert ranks.one_plan(planner, PROBLEM, BUDGET, method="auto", time_limit=1.0).plan is not None
+        assert planner.calls == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_waiting_is_logged(ask: Ask, caplog: pytest.LogCaptureFixture) -> None:
+    ask(0, Planner(PROBLEM))
+    with caplog.at_level(logging.INFO, logger="checkmate.backends.ranks"):
+        ask(1, Planner(PROBLEM))
+    assert "Rank 0 plans this step" in caplog.text

@@ -1,0 +1,135 @@
+"""Problems at many sizes, and a plan under a cap on its seconds: against brute force."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.networks.dags import unet
+from checkmate import Problem
+from checkmate.batch.interpolation import (
+    ONE_FORWARD,
+    Family,
+    check_overhead,
+    is_beyond,
+    is_within,
+    most_seconds,
+    plan_within,
+)
+from checkmate.core.problem import Profile
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+
+
+def grown(problem: Problem, size: int, block: int = 1) -> Problem:
+    """The problem with bytes and seconds that grow with the size; sizes rounded up to a block, as allocators do."""
+    values = tuple(replace(v, size_bytes=-(-v.size_bytes * size // block) * block) for v in problem.graph.values)
+    seconds = problem.seconds * size + 0.5
+    profile = Profile(seconds, problem.workspace * size, problem.resident + 10)
+    return Problem(replace(problem.graph, values=values), profile)
+
+
+def test_an_estimate_of_what_is_affine_is_the_truth() -> None:
+    base = random_problem(3)
+    family = Family(lambda n: grown(base, n))
+    family.at(2), family.at(5)
+    for n in (1, 3, 4, 9, 100):
+        estimate, truth = family.estimate(n), grown(base, n)
+        assert estimate is not None
+        assert estimate.sizes.tolist() == truth.sizes.tolist()
+        assert estimate.workspace.tolist() == truth.workspace.tolist()
+        assert estimate.resident == truth.resident
+        np.testing.assert_allclose(estimate.seconds, truth.seconds, rtol=1e-12)
+    assert sorted(family.traced) == [2, 5]
+
+
+def test_an_estimate_between_two_traces_is_off_by_less_than_a_block_each() -> None:
+    base = random_problem(3)
+    family = Family(lambda n: grown(base, n, block=8))
+    family.at(3), family.at(11)
+    for n in range(4, 11):
+        estimate = family.estimate(n)
+        assert estimate is not None
+        assert np.abs(estimate.sizes - grown(base, n, block=8).sizes).max() <= 8
+
+
+def test_the_nearest_traces_count() -> None:
+    """Where memory bends, the two sizes next to it say how."""
+    family = Family(lambda n: Problem.from_dag([[]], [1], [n if n <= 10 else 100 * n]))
+    for n in (1, 10, 20, 30):
+        family.at(n)
+    far, between = family.estimate(40), family.estimate(25)
+    assert far is not None
+    assert far.keep_all_peak == 4000
+    assert between is not None
+    assert between.keep_all_peak == pytest.approx(2500, rel=0.15)
+
+
+def test_there_is_no_estimate_from_one_trace_or_from_two_kinds_of_graph() -> None:
+    family = Family(lambda n: Problem.from_dag([[]] * min(n, 2), [1] * min(n, 2), [n] * min(n, 2)))
+    family.at(1)
+    assert family.estimate(3) is None
+    family.at(2)
+    assert family.estimate(3) is None
+    family.at(4)
+    assert family.estimate(3) is not None
+
+
+def test_a_size_is_traced_once() -> None:
+    calls: list[int] = []
+
+    def trace(n: int) -> Problem:
+        calls.append(n)
+        return Problem.from_dag([[]], [1], [n])
+
+    family = Family(trace)
+    assert family.at(3) is family.at(3)
+    assert family.estimate(3) is family.at(3)
+    assert calls == [3]
+
+
+@pytest.mark.parametrize("wrong", [True, -0.1, math.inf, math.nan, "two-forwards", [1]])
+def test_a_cap_that_makes_no_sense_is_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match="one-forward"):
+        check_overhead(wrong)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_plan_under_a_cap_is_found_where_there_is_one_and_else_refuted(seed: int) -> None:
+    problem = random_problem(seed, most_ops=4)
+    found = outcomes(problem)
+    for budget in interesting_budgets(found):
+        best = optimum(found, max(1, budget))
+        for overhead in (None, ONE_FORWARD, 0.0, 0.2, 1.0):
+            cap = most_seconds(problem, overhead)
+            solution = plan_within(problem, max(1, budget), cap, time_limit=5.0)
+            if best <= cap and best < math.inf:
+                assert is_within(solution, cap), (budget, overhead)
+                assert solution.cost <= cap * (1 + 1e-9)
+            else:
+                assert not is_within(solution, cap)
+                assert is_beyond(solution, cap), (budget, overhead)
+
+
+def test_it_stops_at_the_first_plan_under_the_cap() -> None:
+    """Proving the least recomputation of this step takes far longer."""
+    problem = unet()
+    budget = problem.keep_all_peak // 2
+    solution = plan_within(problem, budget, most_seconds(problem, ONE_FORWARD), time_limit=30.0)
+    assert is_within(solution, most_seconds(problem, ONE_FORWARD))
+    assert solution.seconds < 5
+
+
+def test_a_jump_between_neighbours_is_not_drawn_out() -> None:
+    def trace(n: int) -> Problem:
+        return Problem.from_dag([[], [0]], [n] * 2, sizes=[4 * n + (n == 101) * 100] * 2)
+
+    family = Family(trace)
+    for size in (50, 100, 101):
+        family.at(size)
+    assert family.estimate(75).live_bytes.tolist() == trace(75).live_bytes.tolist()  # type: ignore[union-attr]
+    far = family.estimate(150)
+    assert far is not None
+    assert far.live_bytes.max() < 2 * trace(150).live_bytes.max()

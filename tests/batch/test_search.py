@@ -1,0 +1,336 @@
+"""The largest batch of PyTorch steps: against trying every size, and against the meter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from benchmarks.networks.dags import unit_chain
+from checkmate import InfeasibleBudget, LargestBatch, Problem, Unsupported, max_batch_size, trace
+from checkmate.batch.bracket import Hunt
+from checkmate.batch.interpolation import ONE_FORWARD, is_within, most_seconds, plan_within
+from checkmate.batch.search import BASELINES
+from tests.batch.test_interpolation import grown
+from tests.support.bits import assert_same_bits
+
+ROOFLINE = "roofline:h100"
+HIDDEN, LAYERS = 32, 3
+BUDGET = 100_000
+
+
+def _model() -> nn.Module:
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(HIDDEN, HIDDEN), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(HIDDEN, 4))
+
+
+def _make_step(device: str = "meta") -> Callable[[Tensor], Tensor]:
+    model = _model().to(device)
+    return lambda x: model(x).square().sum()
+
+
+def _make_batch(n: int, device: str = "meta") -> Tensor:
+    return torch.ones(n, HIDDEN, device=device)
+
+
+def _search(budget: int | str = BUDGET, **options: Any) -> LargestBatch:
+    settings: dict[str, Any] = {"make_step": _make_step, "make_batch": _make_batch, "time_limit": 10, **options}
+    return max_batch_size(**{"profile": ROOFLINE, "budget": budget, **settings})
+
+
+@pytest.fixture
+def on_paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Problem]:
+    """A step without tracing, of n samples: 10 bytes and 4 n if all is kept, or 3 n if one of 5 ops runs again."""
+    base = unit_chain(2)
+
+    def fake(step: object, batch: Tensor, **options: object) -> Problem:
+        return grown(base, len(batch))
+
+    monkeypatch.setattr("checkmate.batch.steps.trace", fake)
+    return lambda n: grown(base, n)
+
+
+@pytest.fixture(scope="module")
+def found() -> LargestBatch:
+    return _search(baselines=True, time_limit=60)
+
+
+@pytest.mark.slow
+def test_the_answer_fits_and_the_next_size_does_not(found: LargestBatch) -> None:
+    step = _make_step()
+    for size, fits in ((found.size, True), (found.size + 1, False)):
+        problem = trace(step, _make_batch(size), profile=ROOFLINE)
+        cap = most_seconds(problem, ONE_FORWARD)
+        solution = plan_within(problem, BUDGET, cap, time_limit=5)
+        assert is_within(solution, cap) is fits
+        assert fits or solution.bound > cap
+    assert found.proven
+    assert found.solution.peak <= BUDGET
+    assert found.solution.cost <= most_seconds(found.solution.problem, ONE_FORWARD)
+    assert found.solution.modules.forward is not None
+
+
+@pytest.mark.slow
+def test_what_keeps_all_is_found_exactly(found: LargestBatch) -> None:
+    peaks = {n: trace(_make_step(), _make_batch(n), profile=ROOFLINE).keep_all_peak for n in _around(found.keep_all)}
+    assert [peak <= BUDGET for peak in peaks.values()] == [True, False]
+    kept = found.baselines["checkpoint-all"]
+    assert kept is not None
+    assert found.size > found.keep_all == kept.size
+
+
+def _around(size: int | None) -> tuple[int, int]:
+    assert size is not None
+    return size, size + 1
+
+
+@pytest.mark.slow
+def test_the_curve_ends_at_the_answer_and_names_the_fastest(found: LargestBatch) -> None:
+    sizes = [point.size for point in found]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == found.size
+    assert found.keep_all in sizes
+    for point in found:
+        assert point.throughput == pytest.approx(point.size / point.seconds)
+        assert point.peak <= BUDGET
+        assert point.throughput <= found.fastest.throughput
+    assert found.fastest.traced
+    assert found.points[-1].traced
+
+
+@pytest.mark.slow
+def test_no_method_is_better_than_all(found: LargestBatch) -> None:
+    assert list(found.baselines) == list(BASELINES)
+    for name, point in found.baselines.items():
+        if point is not None:
+            assert point.traced
+            assert point.size <= found.size, name
+
+
+def test_a_tighter_cap_gives_a_smaller_size(on_paper: Callable[[int], Problem]) -> None:
+    sizes = {cap: _search(90, max_overhead=cap).size for cap in (0.0, 0.19, 0.2, ONE_FORWARD, None)}
+    assert sizes == {0.0: 20, 0.19: 20, 0.2: 26, ONE_FORWARD: 26, None: 26}
+
+
+@pytest.mark.slow
+def test_any_integer_will_do() -> None:
+    """The length of a sequence, which attention squares."""
+
+    def make_step() -> Callable[[Tensor], Tensor]:
+        layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True).to("meta")
+        return lambda x: layer(x).sum()
+
+    found = _search(
+        "1 MB",
+        make_step=make_step,
+        make_batch=lambda n: torch.ones(2, n, 32, device="meta"),
+        smallest=100,
+        time_limit=60,
+    )
+    assert found.size > found.keep_all > 100
+    assert found.solution.peak <= 1_000_000
+
+
+@pytest.mark.slow
+def test_a_step_that_changes_with_the_size_is_made_for_each() -> None:
+    made: list[int] = []
+
+    def make_step(n: int) -> nn.Module:
+        made.append(n)
+        return nn.Linear(n, n).to("meta")
+
+    found = _search(100_000, make_step=make_step, make_batch=lambda n: torch.ones(1, n, device="meta"))
+    assert {found.size, found.size + 1} <= set(made)
+    weights = 4 * found.size**2
+    assert 2 * weights <= 100_000 < 2 * 4 * (found.size + 12) ** 2
+
+
+@pytest.mark.parametrize("batch", [tuple, dict, "list"], ids=str)
+def test_batches_of_all_kinds(batch: object) -> None:
+    model = nn.Linear(8, 3).to("meta")
+
+    def step(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), target)
+
+    def make_batch(n: int) -> Any:
+        named = {"x": torch.ones(n, 8, device="meta"), "target": torch.zeros(n, dtype=torch.long, device="meta")}
+        return named if batch is dict else tuple(named.values()) if batch is tuple else list(named.values())
+
+    assert _search(50_000, make_step=lambda: step, make_batch=make_batch, largest=2).size == 2
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+def test_padding_is_climbed(found: LargestBatch) -> None:
+    padded = _search(make_batch=lambda n: _make_batch(-(-n // 16) * 16), time_limit=60)
+    assert padded.size == found.size // 16 * 16
+
+
+def test_a_module_is_a_step() -> None:
+    assert _search(make_step=nn.Linear(HIDDEN, 4).to("meta"), largest=2).size == 2
+
+
+@pytest.mark.slow
+def test_measured_costs_and_a_measured_peak() -> None:
+    """On real tensors: the planned peak is the measured one, to the byte."""
+    step = _make_step("cpu")
+    found = _search(
+        make_step=lambda: step,
+        make_batch=partial(_make_batch, device="cpu"),
+        profile="measure",
+        measure=True,
+        max_overhead=None,
+        smallest=100,
+        largest=101,
+        time_limit=60,
+    )
+    assert found.measured_peak is not None
+    assert found.measured_peak <= BUDGET
+    assert found.measured_peak == found.solution.peak
+    assert found.solution.overhead > 0
+
+
+@pytest.mark.slow
+def test_measuring_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    found = _search(
+        100_000,
+        make_step=lambda: lambda x: model(x).sum(),
+        make_batch=lambda n: torch.ones(n, 16),
+        profile="measure",
+        measure=True,
+        smallest=2,
+        largest=8,
+    )
+    assert found.measured_peak <= 100_000
+    assert_same_bits(model.state_dict(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert_same_bits(state, torch.get_rng_state())
+
+
+def test_where_more_is_measured_than_predicted_there_is_room_made(
+    monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
+) -> None:
+    monkeypatch.setattr(
+        "checkmate.batch.steps.SizedSteps.measured_peak", lambda self, size, solution: solution.peak + 10
+    )
+    options = {"make_step": lambda: _make_step("cpu"), "make_batch": partial(_make_batch, device="cpu")}
+    plain, found = _search(90, **options), _search(90, measure=True, **options)
+    assert (plain.size, plain.measured_peak, plain.next_size) == (26, None, "proven")
+    assert (found.size, found.measured_peak, found.next_size) == (23, 89, "not found")
+
+
+def test_a_size_that_does_not_fit_is_refused_with_the_smallest_budget(on_paper: Callable[[int], Problem]) -> None:
+    for overhead, least in ((None, 34), (ONE_FORWARD, 34), (0.1, 42)):
+        with pytest.raises(InfeasibleBudget, match=f"Not even size 8 fits 30 B: .*{least} B") as refused:
+            _search(30, smallest=8, max_overhead=overhead)
+        assert (refused.value.budget, refused.value.min_budget) == (30, least)
+        assert refused.value.op
+        assert _search(least, smallest=8, max_overhead=overhead).size == 8
+
+
+def test_a_cap_that_nothing_meets_is_told_from_a_budget_that_nothing_meets(on_paper: Callable[[int], Problem]) -> None:
+    with pytest.raises(InfeasibleBudget, match=r"runs \d+\.\d% of the step again, above the cap.*42 B") as refused:
+        _search(34, smallest=8, max_overhead=0.1)
+    assert refused.value.min_budget == 42
+    assert _search(34, smallest=8, max_overhead=None).size == 8
+
+
+def test_a_batch_that_cannot_be_made_names_the_size() -> None:
+    def make_batch(n: int) -> Tensor:
+        if n > 2:
+            raise IndexError("no more than 2")
+        return _make_batch(n)
+
+    with pytest.raises(Unsupported, match=r"make_batch, for size \d+, failed: IndexError: no more than 2.*largest="):
+        _search(make_batch=make_batch)
+    found = _search(make_batch=make_batch, largest=2)
+    assert (found.size, found.next_size) == (2, "asked for no more")
+
+
+def test_a_step_that_fails_names_the_size() -> None:
+    with pytest.raises(Unsupported, match=r"The step of size 1 cannot be traced"):
+        _search(make_batch=lambda n: torch.ones(n, HIDDEN + 1, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"make_step": lambda x, y: x}, TypeError, "lambda: step"),
+        ({"make_step": lambda: torch.ones(1)}, TypeError, "gave no step"),
+        ({"make_step": 3}, TypeError, "not int"),
+        ({"budget": "many"}, checkmate.BudgetError, "many"),
+        ({"max_overhead": "two"}, ValueError, "one-forward"),
+        ({"baselines": ["chen"]}, ValueError, "no method 'chen'"),
+        ({"smallest": 0}, ValueError, "smallest"),
+        ({"smallest": 3, "largest": 2}, ValueError, "no size from 3 to 2"),
+        ({"time_limit": 0}, ValueError, "time_limit"),
+        ({"measure": True}, Unsupported, "meta"),
+    ],
+)
+def test_arguments_that_make_no_sense(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        _search(**options)
+
+
+def test_little_time_gives_an_answer_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
+) -> None:
+    monkeypatch.setattr(
+        "checkmate.batch.search.SHARES", dict.fromkeys(("keep all", "largest", "plan", "baselines"), 0.0)
+    )
+    found = _search(90)
+    assert (found.size, found.keep_all, found.next_size, found.ended) == (1, 1, "not looked at", "time limit")
+    assert found.cut_short == ("checkpoint-all",)
+    assert found.fastest.traced
+
+
+def test_a_size_that_keeps_all_is_known_though_its_search_was_cut_short(
+    monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
+) -> None:
+    """The search for it once ended at 16 where 136, traced as the fastest, kept everything too."""
+    shares = {"keep all": 0.0, "largest": 0.65, "plan": 0.7, "baselines": 0.9}
+    monkeypatch.setattr("checkmate.batch.search.SHARES", shares)
+    found = _search(90, baselines=["checkpoint-all"])
+    keeping = [point.size for point in found if point.traced and point.solution.problem.keep_all_peak <= 90]
+    assert found.size > 20 >= found.keep_all == max(keeping) > 1
+    kept = found.baselines["checkpoint-all"]
+    assert kept is not None
+    assert kept.size == found.keep_all
+    assert found.cut_short == ("checkpoint-all",)
+
+
+def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]) -> None:
+    traced = Hunt.traced
+
+    def interrupted(self: Hunt, size: int) -> Any:
+        if self.method == "auto":
+            raise KeyboardInterrupt
+        return traced(self, size)
+
+    monkeypatch.setattr(Hunt, "traced", interrupted)
+    found = _search(90)
+    assert (found.size, found.keep_all, found.ended) == (20, 20, "interrupted")
+    assert found.fastest.throughput > 0
+    with pytest.raises(KeyboardInterrupt):
+        _search(12)
+
+
+def test_a_baseline_that_finds_more_is_the_answer(
+    monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
+) -> None:
+    shares = {"keep all": 0.4, "largest": 0.0, "plan": 0.0, "baselines": 0.9}
+    monkeypatch.setattr("checkmate.batch.search.SHARES", shares)
+    found = _search(90, baselines=["next-use"])
+    assert (found.keep_all, found.size, found.next_size) == (20, 26, "not looked at")
+    assert found.solution.method == "next-use"
+    assert found.points[-1].size == 26

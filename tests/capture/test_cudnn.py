@@ -1,0 +1,132 @@
+"""Batch norm by cuDNN, with a stand-in for cuDNN on the CPU: the same sums as there, called as cuDNN is called."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import checkmate
+from checkmate.capture import cudnn
+from checkmate.memory import measure_peak
+from tests.support.bits import assert_same_bits
+
+RESERVE = 24  # bytes
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None, var: Tensor | None, training: bool, *rest: float
+) -> tuple[Tensor, ...]:
+    """Writes the running statistics and does not say so, as cuDNN does."""
+    results = torch.ops.aten.native_batch_norm(x, weight, bias, mean, var, training, *rest)
+    return (*results, torch.full((RESERVE,), 7, dtype=torch.uint8))
+
+
+def _backward(
+    x: Tensor, grad: Tensor, weight: Tensor, _: None, __: None, mean: Tensor, rstd: Tensor, eps: float, reserve: Tensor
+) -> Three:
+    """Spoils its reserve, as cuDNN may; one that was spoiled spoils the gradient."""
+    grad = grad * (reserve[0] / 7)
+    reserve.zero_()
+    return torch.ops.aten.native_batch_norm_backward(
+        grad, x, weight, None, None, mean, rstd, True, eps, [True, True, True]
+    )
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = types.SimpleNamespace(cudnn_batch_norm=_forward, cudnn_batch_norm_backward=_backward)
+    own = {name: getattr(torch.ops.aten, name) for name in dir(cudnn.aten) if "batch_norm" in name}
+    monkeypatch.setattr(cudnn, "aten", types.SimpleNamespace(**{**own, **vars(ops)}))
+    monkeypatch.setattr(cudnn, "is_for_cudnn", lambda tensors, training, eps: True)
+    monkeypatch.setattr(cudnn, "reserve_bytes", lambda x: RESERVE)
+
+
+def _net(track: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, track_running_stats=track), nn.ReLU()) for _ in "123"]
+    return nn.Sequential(*(layer for group in layers for layer in group), nn.Flatten(), nn.Linear(4 * 64, 3))
+
+
+@pytest.mark.usefixtures("one_thread", "stand_in")
+@pytest.mark.parametrize(
+    ("track", "frozen", "share"), [(True, False, 0.0), (True, False, 0.5), (False, False, 0.0), (True, True, 0.0)]
+)
+def test_trains_as_eager_does(track: bool, frozen: bool, share: float) -> None:
+    """Also where it runs again, and where a gradient that cuDNN makes is asked for by none."""
+    net, plain = _net(track), _net(track)
+    for module in (net, plain):
+        module[1].weight.requires_grad_(not frozen)
+    x, y = torch.randn(16, 4, 8, 8), torch.randint(3, (16,))
+    problem = checkmate.trace(lambda x, y: F.cross_entropy(net(x), y), x, y)
+    targets = [op.target for op in problem.graph.ops]
+    assert targets.count("checkmate.batch_norm") == targets.count("checkmate.batch_norm_backward") == 3
+    assert not [target for target in targets if "native_batch_norm" in target]
+    budget = int(problem.min_budget().peak + share * (problem.keep_all_peak - problem.min_budget().peak))
+    compiled = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget=budget, time_limit=1)
+    for _ in range(2):
+        net.zero_grad(set_to_none=True)
+        plain.zero_grad(set_to_none=True)
+        compiled(x, y).backward()
+        F.cross_entropy(plain(x), y).backward()
+        assert_same_bits((p.grad for p in net.parameters()), (p.grad for p in plain.parameters()))
+        assert_same_bits(net.buffers(), plain.buffers())
+    net.zero_grad(set_to_none=True)
+    use = measure_peak(lambda: compiled(x, y).backward())
+    assert problem.resident + use.peak == compiled.plans[0].peak <= budget
+    if share == 0.0:
+        assert any("batch_norm" in name for name in compiled.plans[0].modules.again)
+
+
+@pytest.mark.usefixtures("one_thread", "stand_in")
+def test_evaluates_as_eager_does() -> None:
+    net = _net().eval()
+    x = torch.randn(16, 4, 8, 8)
+    problem = checkmate.trace(lambda x: net(x).square().sum(), x)
+    targets = [op.target for op in problem.graph.ops]
+    assert targets.count("checkmate.evaluate") == 3
+    assert len([target for target in targets if "native_batch_norm_backward" in target]) == 3
+    compiled = checkmate.compile(lambda x: net(x).square().sum(), budget=problem.min_budget().peak, time_limit=5)
+    loss, expected = compiled(x), net(x).square().sum()
+    assert_same_bits(loss, expected)
+    found = torch.autograd.grad(loss, list(net.parameters()))
+    assert_same_bits(found, torch.autograd.grad(expected, list(net.parameters())))
+
+
+def test_on_the_cpu_no_batch_norm_is_for_cudnn() -> None:
+    net = _net()
+    graph = checkmate.trace(lambda x: net(x).sum(), torch.randn(2, 4, 8, 8)).graph
+    assert len([op for op in graph.ops if op.target == "aten._native_batch_norm_legit_functional.default"]) == 3
+
+
+def test_pytorch_is_asked_who_does_it() -> None:
+    """The installed PyTorch may have no cuDNN; then it names its own kernel on CUDA too."""
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        x, *others = nodes = [graph.placeholder(f"primals_{i}") for i in range(5)]
+        x.meta["val"] = torch.empty(2, 4, 8, 8, device="cuda:0")
+        for node in others:
+            node.meta["val"] = torch.empty(4, device="cuda:0")
+    assert cudnn.is_for_cudnn(nodes, True, 1e-5) == torch.backends.cudnn.is_available()
+    assert cudnn.is_for_cudnn([*nodes[:3], None, None], True, 1e-5) == torch.backends.cudnn.is_available()
+    assert not cudnn.is_for_cudnn([*nodes[:3], None, None], False, 1e-5)
+    assert not cudnn.is_for_cudnn([x, None, None, *nodes[3:]], True, 1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("training", [True, False])
+def test_on_cuda_the_bits_are_those_of_eager(training: bool, memory_format: torch.memory_format) -> None:
+    net = nn.BatchNorm2d(16).cuda().train(training)
+    x = torch.randn(8, 16, 9, 9, device="cuda").to(memory_format=memory_format).requires_grad_()
+    compiled = checkmate.compile(lambda x: net(x).square().sum(), budget="1 GB", verify=True)
+    loss, expected = compiled(x), net(x).square().sum()
+    assert_same_bits(loss, expected)
+    wanted = [x, *net.parameters()]
+    assert_same_bits(torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted))

@@ -1,0 +1,191 @@
+"""One device for a step, what is in use on it, and what a step on CUDA is rounded to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import checkmate
+from benchmarks.networks import CASES
+from checkmate.backends.eager import with_what_is_held
+from checkmate.capture import device as devices
+from checkmate.capture.device import (
+    BLOCK_BYTES,
+    allocated_on,
+    device_of,
+    have_libraries_take_workspaces,
+    held_outside,
+    random_states,
+    same_random_state,
+)
+from checkmate.capture.joint import read_joint
+from checkmate.memory import measure_peak
+from checkmate.profiling.roofline import CUDA_BLOCK_BYTES
+from tests.support.bits import assert_same_bits
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+def _graph(*devices: str, shape: tuple[int, ...] = (3, 5)) -> fx.Graph:
+    """Inputs on these devices, as fake tensors: no device is there."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        for i, device in enumerate(devices):
+            graph.placeholder(f"primals_{i}").meta["val"] = torch.empty(shape, device=device)
+    return graph
+
+
+def test_one_device() -> None:
+    assert device_of(_graph("cpu", "cpu")) == CPU
+    assert device_of(_graph("cuda:0", "cuda:0")) == torch.device("cuda:0")
+    assert device_of(_graph()) == CPU
+
+
+def test_several_devices_are_named() -> None:
+    with pytest.raises(checkmate.Unsupported, match=r"cuda:0, first at primals_0.*cuda:1, first at primals_1"):
+        device_of(_graph("cuda:0", "cuda:1"))
+    with pytest.raises(checkmate.Unsupported, match=r"cpu, first at primals_1"):
+        device_of(_graph("cuda:0", "cpu"))
+
+
+def test_a_number_may_be_on_the_cpu() -> None:
+    graph = _graph("cuda:0")
+    with FakeTensorMode():
+        graph.placeholder("seed").meta["val"] = torch.empty(())
+    assert device_of(graph) == torch.device("cuda:0")
+    assert device_of(_graph("cpu", shape=())) == CPU
+
+
+def test_other_kinds_of_device_are_refused() -> None:
+    with pytest.raises(checkmate.Unsupported, match="runs on meta"):
+        device_of(_graph("meta"))
+
+
+def test_what_the_step_does_not_know_is_held() -> None:
+    """Parameters of 1000 bytes with two moments of Adam and a kept gradient each: 3000 bytes are none of the plan's."""
+    assert held_outside(allocated=4000, resident=1000) == 3000
+    assert held_outside(allocated=1000, resident=1000) == 0
+    assert held_outside(allocated=0, resident=1000) == 0
+
+
+def test_what_is_held_counts_as_resident() -> None:
+    problem = checkmate.Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[10, 20], resident_bytes=1000)
+    assert with_what_is_held(problem, None) is problem
+    assert with_what_is_held(problem, 800) is problem
+    held = with_what_is_held(problem, 4000)
+    assert held.resident == 4000
+    assert held.keep_all_peak == problem.keep_all_peak + 3000
+    assert held.min_budget().peak == problem.min_budget().peak + 3000
+
+
+def test_what_an_allocator_holds_is_read_when_the_step_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole way on the CPU, with the reading that a CUDA device would give."""
+    step, x = torch.nn.Linear(8, 4), torch.ones(2, 8)
+    problem = checkmate.trace(step, x)
+    monkeypatch.setattr("checkmate.backends.eager.allocated_on", lambda device: problem.resident + 5000)
+    assert checkmate.trace(step, x).resident == problem.resident + 5000
+    with pytest.raises(checkmate.InfeasibleBudget) as caught:
+        checkmate.compile(step, budget=5000)(x)
+    assert caught.value.min_budget == problem.min_budget().peak + 5000
+
+
+def test_nothing_is_read_from_an_allocator_of_the_cpu() -> None:
+    assert allocated_on(CPU) is None
+
+
+def test_products_before_the_allocator_is_read_leave_no_trace() -> None:
+    """Here on the CPU, where they do nothing but run: without gradients enabled, and while random numbers wait."""
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        have_libraries_take_workspaces(CPU)
+        assert not torch.is_grad_enabled()
+    assert_same_bits(torch.get_rng_state(), state)
+
+
+def test_libraries_take_their_workspaces_before_the_allocator_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(devices, "have_libraries_take_workspaces", lambda device: calls.append("products"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: calls.append("read") or 77)
+    assert allocated_on(torch.device("cuda", 0)) == 77
+    assert calls == ["products", "read"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_after_that_products_take_no_more_in_either_thread() -> None:
+    with torch.device("cuda"):
+        x = torch.ones(256, 256, requires_grad=True)
+    before = allocated_on(x.device)
+    torch.autograd.grad((x @ x).sum(), x)
+    assert allocated_on(x.device) == before
+
+
+def test_random_state_comes_back() -> None:
+    before = random_states(CPU)
+    with same_random_state(CPU):
+        torch.rand(3)
+    (after,) = random_states(CPU)
+    assert_same_bits(before[0], after)
+
+
+def test_blocks_are_those_of_the_allocator() -> None:
+    assert BLOCK_BYTES["cuda"] == CUDA_BLOCK_BYTES
+
+
+def test_a_step_on_cuda_is_counted_in_blocks() -> None:
+    """A joint graph as AOTAutograd writes it, y = sin(x) and dx = dy cos(x), of 60 bytes each."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        x, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
+        x.meta["val"], tangent.meta["val"] = (torch.empty(3, 5, device="cuda:0") for _ in range(2))
+        y, slope = (graph.call_function(target, (x,)) for target in (aten.sin.default, aten.cos.default))
+        y.meta["val"], slope.meta["val"] = x.meta["val"].sin(), x.meta["val"].cos()
+        grad = graph.call_function(aten.mul.Tensor, (tangent, slope))
+        grad.meta["val"] = tangent.meta["val"] * slope.meta["val"]
+    graph.output((y, grad)).meta["desc"] = [None, None]
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    joint = read_joint(module, num_fwd_outputs=1, block_bytes=BLOCK_BYTES[device_of(graph).type])
+    assert [value.size_bytes for value in joint.graph.values] == [512] * 5
+    assert joint.resident_bytes == 512
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_step_on_cuda_keeps_its_budget(share: float) -> None:
+    """What is in use elsewhere included; the certificate compares the numbers with plain PyTorch."""
+    with torch.device("cuda"):
+        module, step, batch = CASES["vit"].make(0)
+        elsewhere = torch.ones(1_000_000)
+    problem = checkmate.trace(step, *batch)
+    assert problem.resident >= elsewhere.nbytes
+    budget = int(problem.min_budget().peak + share * (problem.keep_all_peak - problem.min_budget().peak))
+    compiled = checkmate.compile(step, budget=budget, time_limit=5, verify=True)
+    compiled(*batch).backward()
+    module.zero_grad(set_to_none=True)
+    use = measure_peak(lambda: compiled(*batch).backward(), device="cuda")
+    assert use.before is not None
+    assert use.before + use.peak <= budget
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_on_cuda_is_that_of_eager(dtype: torch.dtype) -> None:
+    x = torch.rand(64, 65, dtype=dtype, device="cuda", requires_grad=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for p in (0.1, 0.37, 0.5):
+            x = torch.nn.functional.dropout(x.sin(), p, training=True)
+        return (x * x).sum()
+
+    compiled = checkmate.compile(step, budget=checkmate.trace(step, x).min_budget().peak)
+    torch.manual_seed(3)
+    found = torch.autograd.grad(compiled(x), x)[0], torch.cuda.get_rng_state()
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(step(x), x)[0], torch.cuda.get_rng_state()
+    assert_same_bits(found[0], expected[0])
+    assert_same_bits(found[1], expected[1])

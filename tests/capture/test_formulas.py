@@ -1,0 +1,61 @@
+"""Gradients whose formula eager PyTorch chooses by the data have the bits of the one that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import checkmate
+from tests.support.sampling import every
+
+STEPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda x: -x.max(),
+    "max of a transposed": lambda x: (-3 * x.t().max()).sin(),
+    "min": lambda x: x.min().sin(),
+    "median": lambda x: -x.median(),
+    "nanmedian": lambda x: -x.nanmedian(),
+    "prod": lambda x: x.prod().sin(),
+    "prod along": lambda x: x.prod(1).sin().sum(),
+    "prod kept": lambda x: x.t().prod(-1, True).sin().sum(),
+    "prod in double precision": lambda x: x.prod(0, dtype=torch.float64).sin().sum(),
+    "of integers": lambda x: x.sum() * (x > 0.5).int().max(),
+    "scaled": lambda x: (x / x.abs().max() * 127).round().sum() + x.square().sum(),
+}
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda x: x,
+    "a zero": lambda x: x.index_put((torch.tensor(2), torch.tensor(3)), torch.tensor(0.0)),
+    "zeros in a row": lambda x: x.index_put((torch.tensor([2, 2]), torch.tensor([3, 5])), torch.tensor(0.0)),
+    "ties": lambda x: x.index_put((torch.tensor([1, 4]), torch.tensor([1, 4])), x.max()).clamp(min=-0.5),
+    "no number": lambda x: x.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(float("nan"))),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", every(4, STEPS))
+def test_same_bits_as_eager(name: str) -> None:
+    def step(x: Tensor) -> Tensor:
+        return STEPS[name](x * 1.5)
+
+    drawn = torch.randn(6, 7)
+    smallest = checkmate.trace(step, drawn.clone().requires_grad_()).min_budget().peak
+    compiled = checkmate.compile(step, budget=smallest, time_limit=1)
+    for change in CHANGES.values():
+        x = change(drawn).clone().requires_grad_()
+        (wanted,) = torch.autograd.grad(step(x), x)
+        (found,) = torch.autograd.grad(compiled(x), x)
+        assert found.numpy().tobytes() == wanted.numpy().tobytes()  # zero is not minus zero
+    assert len(compiled.plans) == 1
+
+
+def test_the_gradient_is_one_op_that_is_measured() -> None:
+    ops = checkmate.trace(lambda x: x.max() + x.prod(), torch.randn(5, 5, requires_grad=True)).graph.ops
+    assert [op.target for op in ops].count("checkmate.gradient.default") == 2
+
+
+def test_pytorch_keeps_its_own_formulas() -> None:
+    before = dict(torch.ops.aten.prod.dim_int.py_kernels)
+    checkmate.trace(lambda x: x.prod(1).sum(), torch.randn(5, 5, requires_grad=True))
+    assert dict(torch.ops.aten.prod.dim_int.py_kernels) == before

@@ -1,0 +1,80 @@
+"""Ops that tracing would decompose run as eager PyTorch runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import checkmate
+from tests.support.bits import assert_same_bits
+from tests.support.sampling import every
+
+X = (2, 3, 9, 7)
+STEPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "bilinear, corners": lambda x: F.interpolate(x, size=(13, 20), mode="bilinear", align_corners=True),
+    "bilinear, antialias": lambda x: F.interpolate(x, size=(5, 4), mode="bilinear", antialias=True),
+    "bicubic": lambda x: F.interpolate(x, scale_factor=1.7, mode="bicubic"),
+    "nearest": lambda x: F.interpolate(x, scale_factor=2, mode="nearest"),
+    "nearest-exact": lambda x: F.interpolate(x, scale_factor=1.5, mode="nearest-exact"),
+    "linear": lambda x: F.interpolate(x.flatten(2), scale_factor=2, mode="linear"),
+    "trilinear": lambda x: F.interpolate(x[None], scale_factor=2, mode="trilinear"),
+    "area": lambda x: F.interpolate(x, size=(4, 4), mode="area"),
+    "softshrink": lambda x: F.softshrink(x, 0.2),
+    "hardshrink": lambda x: F.hardshrink(x, 0.2),
+    "multi-margin": lambda x: F.multi_margin_loss(x.flatten(1), torch.tensor([3, 5])),
+    "grid sample": lambda x: F.grid_sample(x, torch.tanh(x[:, :2].permute(0, 2, 3, 1)), align_corners=False),
+    "adaptive pool": lambda x: F.adaptive_avg_pool2d(x, 3) + F.adaptive_max_pool2d(x, 3),
+    "pad": lambda x: F.pad(x, (1, 2, 3, 1), mode="reflect"),
+    "pixel shuffle": lambda x: F.pixel_unshuffle(F.pad(x, (0, 1, 0, 1)), 2),
+    "gelu": lambda x: F.gelu(x) + F.gelu(x, approximate="tanh") + F.mish(x) + F.silu(x) + F.hardswish(x) + F.elu(x),
+    "softplus": lambda x: F.softplus(x) + F.logsigmoid(x) + F.leaky_relu(x) + F.rrelu(x, training=True) + F.celu(x),
+    "norms": lambda x: F.group_norm(x, 3) + F.instance_norm(x) + F.local_response_norm(x, 2),
+    "losses": lambda x: F.huber_loss(x, x.detach() * 2) + F.smooth_l1_loss(x, x.detach() * 3) + F.kl_div(x, x.exp()),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3) + F.normalize(x, dim=1),
+    "added products": lambda x: (
+        torch.addcdiv(x, x.cos(), x.exp(), value=0.3) + torch.addcmul(x, x.cos(), x, value=0.3)
+    ).addcdiv_(x.sin(), x.exp(), value=0.7),
+    "vector times matrices": lambda x: torch.linspace(0, 1, 9) @ x,
+    "matrices times one": lambda x: x[:, 0] @ torch.linspace(0, 1, 35).view(1, 7, 5),
+    "matrices of other strides times one": lambda x: x[0].transpose(1, 2) @ torch.linspace(0, 1, 18).view(9, 2),
+    "matrices times a vector": lambda x: x.transpose(2, 3) @ torch.linspace(0, 1, 9),
+    "matrix times matrices": lambda x: torch.linspace(0, 1, 36).view(4, 9) @ x,
+    "dropout of nothing": lambda x: F.dropout(x.sin()[:, :, :, :5], 0.0),
+    "dropout in evaluation": lambda x: F.dropout(x.sin()[:, :, :, :5], 0.5, training=False),
+    "linear algebra": lambda x: (
+        torch.linalg.vector_norm(x, dim=1) + torch.cdist(x[0], x[1]).sum() + x.logcumsumexp(2)[:, 0]
+    ),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", every(2, STEPS))
+def test_same_bits_as_eager(name: str) -> None:
+    x = torch.randn(X, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        return STEPS[name](x.sin()).square().sum()
+
+    compiled = checkmate.compile(step, budget=checkmate.trace(step, x).min_budget().peak, time_limit=1)
+    torch.manual_seed(0)
+    found = compiled(x)
+    (grad,) = torch.autograd.grad(found, x)
+    torch.manual_seed(0)
+    expected = step(x)
+    assert_same_bits(found, expected)
+    assert_same_bits(grad, torch.autograd.grad(expected, x)[0])
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten.upsample_bilinear2d.vec, torch.ops.aten.dropout.default])
+def test_decompositions_come_back(op: torch._ops.OpOverload) -> None:
+    before = dict(op.py_kernels)
+    assert before
+    checkmate.trace(
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear").sum(), torch.randn(X, requires_grad=True)
+    )
+    assert dict(op.py_kernels) == before

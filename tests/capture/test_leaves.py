@@ -1,0 +1,92 @@
+"""Functions given one tensor twice, and intermediates that become leaves, as plain PyTorch trains them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import checkmate
+from checkmate.backends.state import same_bits
+
+
+class _Product(torch.autograd.Function):
+    """With gradients that differ by place, so that their order shows in the last bits."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b, c)
+        return a * b.sin() * c
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, b, c = ctx.saved_tensors
+        return grad * b.sin() * c * 1.37, grad * a * b.cos() * c * 3.1, grad * a * b.sin() * 0.77
+
+
+def _of_an_intermediate(x: Tensor) -> Tensor:
+    y = x.sin() * 1.7
+    return (_Product.apply(y, y, y) * y.exp()).sum() + (y.tanh() * _Product.apply(x, y, x)).sum()
+
+
+def _of_an_input(x: Tensor) -> Tensor:
+    return (_Product.apply(x, x, x) * x.exp()).sum() + (x.tanh() * _Product.apply(x.cos(), x, x)).sum()
+
+
+def _after_frozen_layers(x: Tensor) -> Tensor:
+    """As a model does that is trained by adapters, with checkpoints."""
+    with torch.no_grad():
+        embedded = x.sin()
+    embedded.requires_grad_()
+    return (embedded * x.cos()).square().sum()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("step", [_of_an_intermediate, _of_an_input, _after_frozen_layers])
+def test_the_bits_of_plain_pytorch(step: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(40, 50, requires_grad=True)
+    (expected,) = torch.autograd.grad(step(x), x)
+    (found,) = torch.autograd.grad(checkmate.compile(step, budget="1 MB", time_limit=1)(x), x)
+    assert same_bits(found, expected)
+
+
+def _hooked(model: nn.Module, x: Tensor) -> Tensor:
+    y = x.sin().requires_grad_()
+    y.register_hook(lambda grad: grad * 2)
+    return model(y).sum()
+
+
+def _kept(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.sin().requires_grad_()
+    return model(y).sum(), y.view(-1)
+
+
+def _alone(model: nn.Module, x: Tensor) -> Tensor:
+    return x.sin().requires_grad_().sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [(_hooked, "by a hook or outside"), (_kept, "by a hook or outside"), (_alone, "which trains nothing")],
+)
+def test_a_leaf_whose_gradient_is_asked_for_is_refused(step: Callable[..., Any], words: str) -> None:
+    model = nn.Linear(5, 2)
+    with pytest.raises(checkmate.Unsupported, match=rf"test_leaves.py:\d+: .*{words}"):
+        checkmate.compile(lambda x: step(model, x), budget="1 MB", time_limit=1)(torch.randn(3, 5))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_attention_with_values_of_another_width() -> None:
+    """As in multi-head latent attention, whose keys carry the positions too."""
+    x = torch.randn(2, 6, 3 * (12 + 12 + 8), requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        q, k, v = x.view(2, 6, 3, -1).transpose(1, 2).split([12, 12, 8], -1)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum()
+
+    (expected,) = torch.autograd.grad(step(x), x)
+    (found,) = torch.autograd.grad(checkmate.compile(step, budget="1 MB", time_limit=1)(x), x)
+    assert same_bits(found, expected)

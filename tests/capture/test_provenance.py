@@ -1,0 +1,53 @@
+"""Whose code a frame is, and how a module's path is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkmate
+from checkmate.capture.provenance import is_users, module_path, source_name
+
+
+def test_a_users_folder_may_have_any_name() -> None:
+    """A checkout in a folder named checkmate once hid every line of the user's code."""
+    for file in (
+        "/home/ann/checkmate/train.py",
+        "/home/ann/torch/train.py",
+        "train.py",
+        f"{checkmate.__path__[0]}_x/a.py",
+    ):
+        assert is_users(file)
+
+
+def test_pytorch_and_this_library_are_not_the_users() -> None:
+    assert not is_users(torch.nn.functional.__file__)
+    assert not is_users(str(Path(checkmate.__file__).parent / "compiler.py"))
+
+
+def test_a_cell_of_a_notebook_is_called_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's name for its file is a number that says nothing to a person: once 3371390298.py:24."""
+    shells = pytest.importorskip("IPython.core.interactiveshell")
+    shell = shells.InteractiveShell()
+    name = shell.compile.cache("1 + 1", 3)
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    assert source_name(name) == "In[3]"
+    assert source_name("/home/ann/resnet.py") == "resnet.py"
+    monkeypatch.setattr("IPython.get_ipython", lambda: None)  # imported, but not running
+    assert source_name("/home/ann/resnet.py") == "resnet.py"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("L['fn'].__closure__[0].cell_contents._modules['layer1'][0]", "layer1.0"),
+        ("L['self']._modules['head']", "head"),
+        ("L['self']", ""),
+        ("G['___unnamed_scope_139872976024000_c5']._modules['3']", "3"),
+        ("", ""),
+    ],
+)
+def test_module_paths(path: str, name: str) -> None:
+    assert module_path(path).strip(".") == name

@@ -1,0 +1,220 @@
+"""Random numbers are drawn once, or the same ones again, however often what they go into runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from checkmate.capture.random_draws import (
+    STATE_BYTES,
+    WORTH_BYTES,
+    draw_again,
+    draw_mask,
+    draw_once,
+    draw_saved,
+    hold_place,
+    save_state,
+)
+from checkmate.codegen import emit as codegen
+from checkmate.memory import measure_peak
+from tests.support.bits import assert_same_bits
+from tests.support.sampling import slow
+from tests.support.stepping import assert_same, train
+
+BATCH, TOKENS, WIDTH = 4, 16, 32
+
+
+class Block(nn.Module):
+    """A layer with a dropout of one kind."""
+
+    def __init__(self, drop: Callable[[Tensor, bool], Tensor]) -> None:
+        super().__init__()
+        self.wide, self.back = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(self.drop(F.gelu(self.wide(x)), self.training))
+
+
+def _attention(x: Tensor, training: bool) -> Tensor:
+    q = x.view(BATCH, TOKENS, 4, -1).transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(q, q, q * 2, dropout_p=0.2 if training else 0.0)
+    return mixed.transpose(1, 2).reshape(x.shape)
+
+
+def _masked_attention(x: Tensor, training: bool) -> Tensor:
+    q = x.view(BATCH, TOKENS, 4, -1).transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(q, q, q, dropout_p=0.2 if training else 0.0, is_causal=True)
+    return mixed.transpose(1, 2).reshape(x.shape)
+
+
+DROPS: dict[str, Callable[[Tensor, bool], Tensor]] = {
+    "dropout": lambda x, training: F.dropout(x, 0.1, training),
+    "in place": lambda x, training: F.dropout(x * 2, 0.3, training, inplace=True),
+    "alpha": lambda x, training: F.alpha_dropout(x, 0.2, training),
+    "channels": lambda x, training: F.dropout1d(x, 0.2, training),
+    "attention": _attention,
+    "causal attention": _masked_attention,
+    "noise": lambda x, training: x + 0.1 * torch.randn_like(x) * torch.sigmoid(x),
+}
+QUICK = {"dropout"}
+
+
+def _network(drop: Callable[[Tensor, bool], Tensor]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(drop) for _ in range(3)))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["dropout", *(slow(name) for name in sorted({*DROPS} - QUICK))])
+def test_replays_at_the_tightest_budget(name: str) -> None:
+    """Several steps: the random state goes on as in plain PyTorch from each to the next."""
+    net, twin = _network(DROPS[name]), _network(DROPS[name])
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    step = lambda x: net(x).square().mean()  # noqa: E731
+    budget = checkmate.trace(step, x).min_budget(time_limit=1).peak
+    compiled = checkmate.compile(step, budget=budget, time_limit=1)
+    found = train(net, compiled, (x,))
+    (plan,) = compiled.plans
+    assert_same(found, train(twin, lambda x: twin(x).square().mean(), (x,)))
+    assert plan.schedule is not None
+    assert plan.plan is not None
+    assert plan.schedule.recomputed.sum() > 0  # it is tight
+    drawing = [k for k, op in enumerate(plan.problem.graph.ops) if op.pinned == "draws random numbers"]
+    assert len(drawing) == 3
+    assert all(plan.plan.runs.count(k) == 1 for k in drawing)
+    assert max(found.peaks) + plan.problem.resident == plan.peak <= budget
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "channels-last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(1, 3),
+    "expanded": lambda x: x[:1].expand(3, -1, -1, -1),
+    "sliced": lambda x: x[:, 1:4, ::2],
+    "a number": lambda x: x[0, 0, 0, 0],
+    "empty": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mask_is_drawn_from_a_saved_state_as_from_the_tensor_itself(layout: str) -> None:
+    x = LAYOUTS[layout](torch.randn(3, 5, 7, 9))
+    torch.manual_seed(5)
+    expected, after = draw_mask(x, 0.7), torch.get_rng_state()
+    torch.manual_seed(5)
+    saved = save_state(x)
+    assert saved.numel() == STATE_BYTES + 8 * x.dim()
+    first = draw_saved(saved, tuple(x.shape), 0.7)
+    assert_same_bits(torch.get_rng_state(), after)
+    torch.manual_seed(6)
+    between = torch.get_rng_state()
+    again = draw_again(saved, tuple(x.shape), 0.7)
+    assert_same_bits(torch.get_rng_state(), between)
+    for mask in (first, again):
+        assert_same_bits(mask, expected)
+        assert mask.stride() == expected.stride()
+
+
+def _wide(drop: Callable[[Tensor, bool], Tensor]) -> tuple[nn.Module, Tensor]:
+    """Masks that are worth more than a random state."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Block(drop) for _ in range(3)))
+    return net, torch.randn(2 * WORTH_BYTES // (2 * WIDTH * TOKENS), TOKENS, WIDTH)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("reseeded", [False, True])
+def test_large_masks_are_drawn_again_where_memory_is_short(reseeded: bool) -> None:
+    """Whatever the generator is set to between forward and backward, it is found there after the backward."""
+    net, x = _wide(DROPS["dropout"])
+    twin, _ = _wide(DROPS["dropout"])
+    step = lambda x: net(x).square().mean()  # noqa: E731
+    problem = checkmate.trace(step, x)
+    drawing = [k for k, op in enumerate(problem.graph.ops) if "draw_saved" in op.target]
+    assert len(drawing) == 3
+    assert not any(problem.graph.ops[k].pinned for k in drawing)
+    compiled = checkmate.compile(step, budget=problem.min_budget(time_limit=1).peak, time_limit=1)
+    found = []
+    for run, module in ((lambda x: twin(x).square().mean(), twin), (compiled, net)):
+        torch.manual_seed(1)
+        loss = run(x)
+        if reseeded:
+            torch.manual_seed(1)
+        states = [torch.get_rng_state()]
+        loss.backward()
+        states.append(torch.get_rng_state())
+        found.append([loss.detach(), *states, *(p.grad for p in module.parameters())])
+    assert_same_bits(*found)
+    (plan,) = compiled.plans
+    assert plan.plan is not None
+    assert any(plan.plan.runs.count(k) > 1 for k in drawing)
+    assert any("draw_again" in str(node.target) for node in plan.modules.backward.graph.nodes)
+    peaks = train(net, compiled, (x,)).peaks
+    assert [plan.problem.resident + peak for peak in peaks] == [plan.peak] * len(peaks)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_no_random_state_is_saved_for_a_mask_that_is_drawn_once() -> None:
+    net, x = _wide(DROPS["dropout"])
+    twin, _ = _wide(DROPS["dropout"])
+    compiled = checkmate.compile(lambda x: net(x).square().mean(), budget="1 GB")
+    found = train(net, compiled, (x,))
+    assert_same(found, train(twin, lambda x: twin(x).square().mean(), (x,)))
+    (plan,) = compiled.plans
+    targets = [node.target for node in plan.modules.forward.graph.nodes]
+    assert (targets.count(draw_once), targets.count(save_state)) == (3, 0)
+    assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_state_is_saved_where_the_tensor_is_not_read_again(again: bool) -> None:
+    """Then the plan frees it before the mask is made, and drawing from it would hold it longer."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    state = graph.call_function(save_state, (x,))
+    drawn = graph.call_function(draw_saved, (state, (WORTH_BYTES,), 0.5))
+    graph.output((drawn, x) if again else (drawn,))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    torch.manual_seed(0)
+    expected = module(torch.ones(WORTH_BYTES))[0]
+    codegen._draw_once(module)
+    assert [node.target for node in graph.nodes][1:3] == (
+        [hold_place, draw_once] if again else [save_state, draw_saved]
+    )
+    torch.manual_seed(0)
+    assert_same_bits(module(torch.ones(WORTH_BYTES))[0], expected)
+
+
+def test_drawing_again_takes_no_more_memory_than_drawing() -> None:
+    saved = save_state(torch.empty(300, 300))
+    first, again = (
+        measure_peak(lambda draw=draw: draw(saved, (300, 300), 0.5)).peak for draw in (draw_saved, draw_again)
+    )
+    assert first == again == 300 * 300
+
+
+def test_for_a_gpu_masks_are_kept() -> None:
+    with torch.device("meta"):
+        net, _ = _wide(DROPS["dropout"])
+        x = torch.ones(4 * WORTH_BYTES // (2 * WIDTH * TOKENS), TOKENS, WIDTH)
+    problem = checkmate.trace(lambda x: net(x).square().mean(), x, profile="roofline:h100")
+    assert any("draw_mask" in op.target for op in problem.graph.ops)
+    assert not any("save_state" in op.target for op in problem.graph.ops)
+
+
+def test_small_masks_and_those_that_nobody_reads_are_drawn_once() -> None:
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        F.dropout(x, 0.5)
+        return (F.dropout(x[0], 0.5) * weight).sum()
+
+    x = torch.randn(2, WORTH_BYTES - 1)
+    targets = [op.target for op in checkmate.trace(step, x, torch.ones(1, requires_grad=True)).graph.ops]
+    assert targets.count("checkmate.draw_mask") == 2
+    assert "checkmate.save_state" not in targets

@@ -1,0 +1,286 @@
+"""Rewrites of the joint graph change no bit."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import checkmate
+from checkmate.capture import rewrite
+from checkmate.capture.nodes import is_random
+from checkmate.capture.random_draws import draw_mask
+from checkmate.capture.rewrite import scale_mask
+from checkmate.memory import measure_peak
+from tests.support.bits import assert_same_bits
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.37, 0.5, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["contiguous", "channels-last", "transposed", "empty"])
+def test_mask_and_noise_are_those_of_eager_dropout(p: float, dtype: torch.dtype, layout: str) -> None:
+    x = torch.randn(0 if layout == "empty" else 3, 5, 7, 9).to(dtype)
+    if layout == "channels-last":
+        x = x.to(memory_format=torch.channels_last)
+    if layout == "transposed":
+        x = x.transpose(1, 3)
+    torch.manual_seed(3)
+    expected, state = F.dropout(x, p, training=True), torch.get_rng_state()
+    torch.manual_seed(3)
+    mask = draw_mask(x, 1 - p)
+    assert_same_bits(torch.get_rng_state(), state)
+    assert_same_bits(x * scale_mask(mask, 1 - p, dtype), expected)
+
+
+def test_dropout_keeps_a_mask_of_one_byte() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    graph = checkmate.trace(lambda x: F.dropout(x.sin(), 0.5).sum(), x).graph
+    mask = next(op for op in graph.ops if "draw_mask" in op.target)
+    noise = next(op for op in graph.ops if "scale_mask" in op.target)
+    assert [graph.values[v].size_bytes for v in mask.outputs] == [64 * 64]
+    assert mask.pinned
+    assert not noise.pinned
+    assert not any("native_dropout" in op.target for op in graph.ops)
+
+
+def test_random_numbers_that_nobody_reads_are_drawn_all_the_same() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        F.dropout(x, 0.5)
+        torch.rand_like(x)
+        return (weight * x).sum()
+
+    x = torch.randn(3)
+    compiled = checkmate.compile(step, budget="1 MB")
+    torch.manual_seed(0)
+    compiled(x)
+    found = torch.rand(1)
+    torch.manual_seed(0)
+    step(x)
+    assert_same_bits(found, torch.rand(1))
+
+
+def test_idle_views_are_read_through() -> None:
+    weight = torch.randn(6, 6, requires_grad=True)
+    problem = checkmate.trace(lambda x: torch.relu(x @ weight.t()).sum(), torch.randn(4, 6))
+    targets = [str(n.target) for n in checkmate.solve(problem, "1 MB").modules.backward.graph.nodes]
+    assert not [t for t in targets if "detach" in t]
+
+
+CONVOLUTIONS = {
+    "plain": (F.conv2d, (4, 8, 14, 15), (8, 8, 3, 3), {"padding": 1}),
+    "of 1 x 1": (F.conv2d, (4, 8, 14, 15), (6, 8, 1, 1), {}),
+    "with stride": (F.conv2d, (4, 8, 14, 15), (6, 8, 3, 3), {"stride": 2, "padding": 1}),
+    "dilated": (F.conv2d, (4, 8, 14, 15), (6, 8, 3, 3), {"dilation": 2}),
+    "in groups": (F.conv2d, (4, 8, 14, 15), (6, 4, 3, 3), {"groups": 2}),
+    "depthwise": (F.conv2d, (4, 8, 14, 15), (8, 1, 3, 3), {"groups": 8, "padding": 1}),
+    "transposed": (F.conv_transpose2d, (4, 8, 14, 15), (8, 6, 2, 2), {"stride": 2}),
+    "in one dimension": (F.conv1d, (4, 8, 30), (6, 8, 5), {}),
+    "in three dimensions": (F.conv3d, (2, 4, 9, 8, 7), (6, 4, 3, 3, 3), {}),
+    "of a wide weight": (F.conv2d, (1, 64, 4, 4), (64, 64, 3, 3), {"padding": 1}),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("kind", "layout", "dtype"),
+    [
+        *((kind, "contiguous", torch.float32) for kind in CONVOLUTIONS),
+        ("plain", "channels-last", torch.float32),
+        ("plain", "transposed", torch.float64),
+        ("plain", "contiguous", torch.bfloat16),
+        ("in groups", "channels-last", torch.bfloat16),
+        ("transposed", "channels-last", torch.float32),
+    ],
+)
+def test_a_split_convolution_has_the_same_bits(kind: str, layout: str, dtype: torch.dtype) -> None:
+    convolve, shape, of_weight, options = CONVOLUTIONS[kind]
+    x, weight, bias = torch.randn(shape).to(dtype), torch.randn(of_weight).to(dtype), torch.randn(6).to(dtype)
+    if layout == "channels-last" and len(shape) == 4:
+        x = x.to(memory_format=torch.channels_last)
+    if layout == "transposed":
+        x = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    if 6 in (of_weight[0], of_weight[1]):
+        leaves.append(bias.requires_grad_())
+
+    def step(*leaves: Tensor) -> Tensor:
+        return convolve(*leaves, **options).square().sum()
+
+    problem = checkmate.trace(step, *leaves)
+    assert sum("convolution_backward" in op.target for op in problem.graph.ops) == 2
+    compiled = checkmate.compile(step, budget=problem.min_budget().peak)
+    expected = torch.autograd.grad(step(*leaves), leaves)
+    found = torch.autograd.grad(compiled(*leaves), leaves)
+    assert_same_bits(found, expected)
+    assert [grad.stride() for grad in found] == [grad.stride() for grad in expected]
+
+
+def test_of_a_split_convolution_the_smaller_gradient_is_first_and_the_peak_is_lower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        return F.conv2d(x, weight, padding=1).square().sum()
+
+    def traced(images: int, channels: int) -> checkmate.Problem:
+        x = torch.randn(images, channels, 24, 24, requires_grad=True)
+        return checkmate.trace(step, x, torch.randn(channels, channels, 3, 3, requires_grad=True))
+
+    def order(problem: checkmate.Problem) -> list[str]:
+        return [op.name.rsplit("_", 1)[1] for op in problem.graph.ops if "convolution_backward" in op.target]
+
+    large_images, large_weight = traced(8, 16), traced(1, 128)
+    assert order(large_images) == ["weight", "input"]
+    assert order(large_weight) == ["input", "weight"]
+    monkeypatch.setattr(rewrite, "split_convolutions", lambda graph: None)
+    assert large_images.min_budget().peak < traced(8, 16).min_budget().peak
+    assert large_weight.min_budget().peak <= traced(1, 128).min_budget().peak
+
+
+def test_statistics_of_batch_norm_are_not_saved() -> None:
+    net = torch.nn.BatchNorm1d(6)
+    problem = checkmate.trace(lambda x: net(x).square().sum(), torch.randn(4, 6))
+    backward = next(op for op in problem.graph.ops if "batch_norm_backward" in op.target)
+    names = {problem.graph.values[v].name for v in backward.inputs}
+    statistics = {f"{op.name}[{i}]" for op in problem.graph.ops if "batch_norm_legit" in op.target for i in (3, 4)}
+    assert statistics
+    assert not names & statistics
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("options", [{}, {"track_running_stats": False}, {"affine": False}])
+def test_what_batch_norm_saves_under_autocast_is_counted_as_it_is(options: dict) -> None:
+    """In float32, not in bfloat16: the backward runs on its own, and the measured peak is the predicted one."""
+    torch.manual_seed(0)
+    layers = [(torch.nn.Conv2d(64, 64, 1), torch.nn.BatchNorm2d(64, **options), torch.nn.ReLU()) for _ in "123"]
+    net, x = torch.nn.Sequential(*(layer for group in layers for layer in group)), torch.randn(2, 64, 3, 3)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return net(x).float().square().sum()
+
+    problem = checkmate.trace(step, x)
+    assert "guess" not in problem.profile.source
+    compiled = checkmate.compile(step, budget=problem.min_budget().peak, time_limit=1)
+    compiled(x).backward()
+    net.zero_grad(set_to_none=True)
+    use = measure_peak(lambda: compiled(x).backward())
+    assert problem.resident + use.peak == compiled.plans[0].peak
+
+
+def test_buffers_are_written_in_one_call() -> None:
+    net = torch.nn.Sequential(*(torch.nn.BatchNorm1d(6) for _ in range(3)))
+    graph = checkmate.trace(lambda x: net(x).square().sum(), torch.randn(4, 6)).graph
+    (copy,) = [op for op in graph.ops if "copy_" in op.target]
+    assert len(copy.inputs) == 2 * 9  # of each layer: mean, variance and the count of batches, old and new
+    assert (copy.pinned or "").count(",") == 8
+
+
+aten = torch.ops.aten
+
+
+def _dropout_graph(device: str) -> torch.fx.Graph:
+    """Dropout forward and backward as AOTAutograd writes them, on a device that need not be there."""
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        x, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
+        x.meta["val"], tangent.meta["val"] = (torch.empty(4, 6, device=device) for _ in range(2))
+        dropout = graph.call_function(aten.native_dropout.default, (x, 0.25, True))
+        dropout.meta["val"] = (torch.empty(4, 6, device=device), torch.empty(4, 6, dtype=torch.bool, device=device))
+        y, mask = (graph.call_function(operator.getitem, (dropout, i)) for i in (0, 1))
+        y.meta["val"], mask.meta["val"] = dropout.meta["val"]
+        grad = graph.call_function(aten.native_dropout_backward.default, (tangent, mask, 1 / 0.75))
+        grad.meta["val"] = torch.empty(4, 6, device=device)
+    graph.output((y, grad))
+    return graph
+
+
+def test_on_cuda_dropout_is_one_kernel_and_stays() -> None:
+    """The fused kernel draws from a stream of its own: the mask that it made is kept, and nothing draws again."""
+    graph = _dropout_graph("cuda:0")
+    before = [(n.op, n.target) for n in graph.nodes]
+    rewrite.prepare(graph)
+    assert [(n.op, n.target) for n in graph.nodes] == before
+    (dropout,) = graph.find_nodes(op="call_function", target=aten.native_dropout.default)
+    assert is_random(dropout)
+    rewrite.prepare(graph := _dropout_graph("cpu"))
+    assert not graph.find_nodes(op="call_function", target=aten.native_dropout.default)
+
+
+@pytest.mark.parametrize(
+    ("op", "p_at"),
+    [
+        (aten._scaled_dot_product_flash_attention.default, 3),
+        (aten._scaled_dot_product_efficient_attention.default, 5),
+        (aten._scaled_dot_product_cudnn_attention.default, 5),
+    ],
+    ids=["flash", "efficient", "cudnn"],
+)
+def test_attention_on_cuda_is_random_only_with_dropout(op: torch._ops.OpOverload, p_at: int) -> None:
+    """With dropout it runs once, and the seed and offset that it returns go to its backward as values."""
+    graph = torch.fx.Graph()
+    for p, random in ((0.0, False), (0.1, True)):
+        args = [graph.placeholder(f"q{p}")] * p_at + [p]
+        assert is_random(graph.call_function(op, tuple(args))) == random
+    assert not is_random(graph.call_function(op, tuple(args[:p_at])))
+
+
+def test_on_cuda_batch_norm_keeps_its_statistics() -> None:
+    """The kernel there reads their type. On the CPU they change nothing: here they are kept there too."""
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        grad, mean = graph.placeholder("tangents_1"), graph.placeholder("mean")
+        grad.meta["val"], mean.meta["val"] = torch.empty(4, 6, device="cuda:0"), torch.empty(6, device="cuda:0")
+    mask = [True, True, True]
+    args = (grad, grad, mean, mean, mean, mean, mean, True, 1e-5, mask)
+    backward = graph.call_function(aten.native_batch_norm_backward.default, args)
+    rewrite.forget_running_statistics(graph)
+    assert backward.args == args
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_batch_norm_that_keeps_its_statistics_runs_again_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrite, "forget_running_statistics", lambda graph: None)
+
+    def make() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(layer for _ in "123" for layer in (torch.nn.BatchNorm1d(9), torch.nn.Tanh())))
+
+    net, plain, x = make(), make(), torch.randn(64, 9)
+    problem = checkmate.trace(lambda x: net(x).square().sum(), x)
+    compiled = checkmate.compile(lambda x: net(x).square().sum(), budget=problem.min_budget().peak, time_limit=5)
+    for _ in range(2):
+        compiled(x).backward()
+        plain(x).square().sum().backward()
+    assert any("batch_norm" in name for name in compiled.plans[0].modules.again)
+    assert_same_bits((p.grad for p in net.parameters()), (p.grad for p in plain.parameters()))
+    assert_same_bits(net.buffers(), plain.buffers())
+
+
+@pytest.mark.parametrize("draw", [lambda x: F.dropout(x, 0.3, inplace=True), lambda x: F.alpha_dropout(x, 0.3)])
+def test_draws_in_place_follow_the_memory_order(draw: Callable[[Tensor], Tensor]) -> None:
+    """Tracing draws in logical order: each entry of a transposed tensor got the draw of another."""
+    x = torch.randn(6, 8, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        return draw((x * 2).t().contiguous().t()).square().sum()
+
+    compiled = checkmate.compile(step, budget="1 MB")
+    found = []
+    for run in (compiled, step):
+        torch.manual_seed(3)
+        loss = run(x)
+        (grad,) = torch.autograd.grad(loss, x)
+        found.append((loss.item(), grad.numpy().tobytes(), torch.get_rng_state().numpy().tobytes()))
+    assert found[0] == found[1]
+
+
+def test_draws_that_tracing_would_change_are_refused() -> None:
+    with pytest.raises(checkmate.Unsupported, match=r"test_rewrite.py:\d+.*rrelu.*contiguous"):
+        checkmate.trace(lambda x: F.rrelu(x.t() * 2, training=True).sum(), torch.randn(6, 8, requires_grad=True))

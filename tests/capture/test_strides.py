@@ -1,0 +1,206 @@
+"""Tensors lie in memory as they do in eager PyTorch, and so have its bits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+import checkmate
+from checkmate.backends.state import same_bits
+from checkmate.capture.patches import strides as layouts
+from tests.support.bits import assert_same_bits
+from tests.support.sampling import few
+
+X = (2, 3, 9, 7)
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "rotated": lambda x: x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
+    "window": lambda x: torch.cat([x, x], dim=3)[..., 2:9],
+    "expanded": lambda x: x[:, :, :1].expand(X),
+    "flat": lambda x: x.flatten(1).t().contiguous().t(),
+    "of three dimensions": lambda x: x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batch_norm_lays_its_result_out_as_the_kernel_does(layout: str, training: bool) -> None:
+    """A program that asks for the layout takes the branch that it takes in plain PyTorch."""
+    x = torch.randn(X, requires_grad=True)
+    seen: list[tuple[int, ...]] = []
+
+    def step(x: Tensor) -> Tensor:
+        laid_out = LAYOUTS[layout](x.sin())
+        channels = laid_out.shape[1]
+        y = F.batch_norm(laid_out, torch.zeros(channels), torch.ones(channels), training=training)
+        seen.append(y.stride())
+        return (y * 2 if y.is_contiguous() else y * 3).square().sum()
+
+    expected = step(x)
+    (wanted,) = torch.autograd.grad(expected, x)
+    strides = seen.pop()
+    compiled = checkmate.compile(step, budget="1 GB", time_limit=1)
+    found = compiled(x)
+    assert_same_bits(found, expected)
+    assert_same_bits(torch.autograd.grad(found, x)[0], wanted)
+    assert checkmate.trace(step, x).keep_all_peak > 0
+    assert seen[-1] == strides
+
+
+MENDED = sorted(layouts._DESCRIBED_WRONG, key=str)
+OF_OPERANDS = ("contiguous", "transposed", "channels last", "window", "expanded")
+OPTIONS = {"number": 0.5, "float": 0.5, "int": 1, "bool": False}
+
+
+def _arguments(op: Any, laid_out: tuple[Callable[[Tensor], Tensor], ...]) -> list[Any]:
+    """Arguments that an op takes: its tensors in these layouts, types and numbers that all of these ops take."""
+    layout, given = iter(laid_out), []
+    for a in op._schema.arguments:
+        if str(a.type) == "Tensor":
+            given.append(next(layout)(torch.rand(X) * 0.8 + 0.1))
+        elif a.name == "input_dtype":
+            given.append(torch.float32)
+        elif not a.kwarg_only:
+            given.append(OPTIONS.get(str(a.type)))
+    return given
+
+
+@pytest.mark.parametrize("op", MENDED, ids=str)
+def test_fake_results_lie_as_those_of_the_kernel(op: Any) -> None:
+    tensors = sum(str(a.type) == "Tensor" for a in op._schema.arguments)
+    for laid_out in itertools.product([LAYOUTS[name] for name in OF_OPERANDS], repeat=tensors):
+        args = _arguments(op, laid_out)
+        with FakeTensorMode() as mode:
+            fake = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
+        assert [t.stride() for t in tree_leaves(fake)] == [t.stride() for t in tree_leaves(op(*args))]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_gate_whose_gradient_is_transposed() -> None:
+    """As in gated linear attention: the backward of its projection views the gradient as a matrix, or copies it."""
+    model = nn.Linear(6, 4)
+
+    def step(x: Tensor) -> Tensor:
+        return (F.softplus(model(x)).transpose(1, 2).contiguous().cumsum(-1) * 0.3).square().sum()
+
+    x = torch.randn(2, 12, 6)
+    step(x).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    checkmate.compile(step, budget="1 GB", time_limit=1)(x).backward()
+    assert all(map(same_bits, [p.grad for p in model.parameters()], expected))
+
+
+ROWS, WIDTH = 24, 24
+BASES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {  # what is written, and whose memory that is a part of
+    "contiguous": lambda x: (x, x),
+    "transposed": lambda x: ((y := x.t().contiguous().t()), y),
+    "view": lambda x: (x.t(), x),
+    "window": lambda x: (x[2:20, 3:21], x),
+    "every other": lambda x: (x[:, ::2], x),
+    "part": lambda x: (x.unsafe_chunk(2, dim=1)[1], x[:, :1]),
+}
+A, B = torch.rand(ROWS, WIDTH) + 0.1, torch.rand(ROWS, WIDTH) + 0.1
+ROW = torch.tensor([3, 0, 3, 1])
+WRITES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {  # y is (h, w), a and b are (h, w) and contiguous
+    "masked_fill": lambda y, a, b: y.masked_fill_(a > 0.6, 0.5),
+    "masked_scatter": lambda y, a, b: y.masked_scatter_(a > 0.6, b),
+    "scatter": lambda y, a, b: y.scatter_(0, ROW.expand(y.shape[1], 4).t(), b),
+    "scatter_add": lambda y, a, b: y.scatter_add_(0, ROW.expand(y.shape[1], 4).t(), b),
+    "scatter_reduce": lambda y, a, b: y.scatter_reduce_(0, ROW.expand(y.shape[1], 4).t(), b[:4], "amax"),
+    "index_add": lambda y, a, b: y.index_add_(0, ROW, b[:4], alpha=0.3),
+    "index_copy": lambda y, a, b: y.index_copy_(0, ROW[1:], b[:3]),
+    "index_fill": lambda y, a, b: y.index_fill_(1, ROW, 0.3),
+    "index_put": lambda y, a, b: y.index_put_((ROW,), b[:4], accumulate=True),
+    "cumsum": lambda y, a, b: y.cumsum_(1),
+    "cumprod": lambda y, a, b: y.cumprod_(0),
+    "addmm": lambda y, a, b: y.addmm_(a[:, :5], b[:5], beta=0.7),
+    "addmv": lambda y, a, b: y[0].addmv_(a.t(), b[:, 0]),
+    "addr": lambda y, a, b: y.addr_(a[:, 0], b[0]),
+    "addcmul": lambda y, a, b: y.addcmul_(a, b, value=0.3),
+    "addcdiv": lambda y, a, b: y.addcdiv_(a, b, value=0.3),
+    "add": lambda y, a, b: y.add_(a, alpha=0.3).mul_(b).sigmoid_(),
+    "relu": lambda y, a, b: F.relu(y.sub_(1), inplace=True),
+    "hardswish": lambda y, a, b: F.hardswish(y, inplace=True),
+    "renorm": lambda y, a, b: y.renorm_(2, 0, 1.5),
+    "tril": lambda y, a, b: y.tril_(),
+    "copy": lambda y, a, b: y.copy_(a),
+    "zero": lambda y, a, b: y.zero_(),
+    "normal": lambda y, a, b: y.normal_(0.2, 1.5),
+    "uniform": lambda y, a, b: y.uniform_(),
+    "bernoulli": lambda y, a, b: y.bernoulli_(0.3),
+    "bernoulli of each": lambda y, a, b: y.bernoulli_(a.clamp(max=1)),
+    "dropout": lambda y, a, b: F.dropout(y, 0.3, inplace=True),
+}
+
+
+WITH_EACH = ("masked_fill", "scatter_add", "addmm", "normal", "bernoulli")
+CASES = [(name, base) for base in BASES for name in WRITES if name in WITH_EACH or base in ("transposed", "window")]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("name", "base"), [*CASES[::10], *few(3, [case for i, case in enumerate(CASES) if i % 10])])
+def test_a_write_in_place_leaves_what_eager_leaves(name: str, base: str) -> None:
+    """In the tensor, in what shares its memory, in sums over both, in the gradient and in the random state."""
+    x = torch.randn(ROWS, WIDTH).abs() + 0.2
+    x.requires_grad_()
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, whole = BASES[base](x * 1.25)
+        height, width = y.shape
+        written = WRITES[name](y, A[:height, :width].contiguous(), B[:height, :width].contiguous())
+        loss = (written.sum(0).sin() * 0.3).sum() + (y.sum(1).cos() * 0.7).sum() + whole.sum()
+        return loss, y, whole
+
+    torch.manual_seed(0)
+    expected = step(x)
+    (wanted,) = torch.autograd.grad(expected[0], x)
+    state = torch.get_rng_state()
+    compiled = checkmate.compile(step, budget=checkmate.trace(step, x).min_budget(time_limit=1).peak, time_limit=1)
+    torch.manual_seed(0)
+    found = compiled(x)
+    assert_same_bits(found, expected)
+    assert [t.stride() for t in found] == [t.stride() for t in expected]
+    assert_same_bits(torch.autograd.grad(found[0], x)[0], wanted)
+    assert_same_bits(torch.get_rng_state(), state)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_list_of_tensors_is_written_in_place() -> None:
+    model = nn.Linear(7, 5)
+
+    def step(x: Tensor) -> Tensor:
+        ys = [model(x), model(x * 2)]
+        torch._foreach_mul_(ys, 1.1)
+        torch._foreach_lerp_(ys, [torch.ones(3, 5), torch.ones(3, 5)], 0.3)
+        return sum(y.sin().sum() for y in [*ys, *torch._foreach_pow(2.7, ys)])
+
+    assert checkmate.verify(step, torch.randn(3, 7), budget="1 MB").gradients == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (lambda y: [y, y], r"test_strides.py:\d+: _foreach_mul_ writes to one tensor more than once"),
+        (lambda y: [y[1:], y * 2], r"test_strides.py:\d+: _foreach_mul_ writes to a view"),
+    ],
+)
+def test_writes_that_tracing_loses_are_refused(written: Callable[[Tensor], list[Tensor]], message: str) -> None:
+    def step(x: Tensor) -> Tensor:
+        y = x * 2
+        torch._foreach_mul_(written(y), 1.5)
+        return y.sum()
+
+    with pytest.raises(checkmate.Unsupported, match=message):
+        checkmate.trace(step, torch.ones(3, requires_grad=True))

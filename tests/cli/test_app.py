@@ -1,0 +1,283 @@
+"""The command line: what it prints where, and with which code it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import checkmate
+from benchmarks.networks.dags import unit_chain
+from checkmate import Problem, statusline
+from checkmate.cli.app import main
+
+ROOT = Path(__file__).parents[2]
+STEP = """
+import time
+import torch
+
+def example(n=4):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    return (lambda x: model(x).sum()), torch.ones(n, 8)
+
+def unhurried(n=4):
+    time.sleep(0.1)
+    return example(n)
+
+def named(n=4):
+    step, x = example(n)
+    return (lambda x, y: step(x) + step(y)), {"x": x, "y": x}
+
+def fails(n=4):
+    raise IndexError("no data")
+
+def too_wide(n=4):
+    return example()[0], torch.ones(n, 9)
+
+def wrong(n=4):
+    return 3
+
+not_a_function = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current folder with a problem and a step, and a cache of its own; no progress, no modules left behind."""
+    unit_chain(8).to_json(tmp_path / "chain.json")
+    (tmp_path / "my_step.py").write_text(STEP)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("my_step", None)
+    log = logging.getLogger("checkmate")
+    log.setLevel(logging.NOTSET)
+    log.handlers, log.propagate = [], True
+
+
+def _json(capsys: pytest.CaptureFixture[str], *command: str) -> Any:
+    assert main([*command, "--json"]) == 0
+    out, _ = capsys.readouterr()
+    return json.loads(out)
+
+
+def test_a_problem_is_solved(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, "solve", "chain.json", "--budget", "6B")
+    assert (found["cost"], found["status"], found["peak"], found["budget"]) == (21.0, "optimal", 6, 6)
+    assert sum(found["runs_again"].values()) == 4
+    assert main(["solve", "chain.json", "--budget", "6"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("optimal (auto)")
+    assert err == ""
+
+
+def test_a_refusal_says_what_works_and_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["solve", "chain.json", "--budget", "2", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert "Smallest budget that works: 3 B" in err
+    found = json.loads(out)
+    assert (found["status"], found["min_budget"], found["gap"], found["cost"]) == ("infeasible", 3, None, None)
+
+
+def test_a_method_and_its_limits_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["solve", "chain.json", "--budget", "6", "--time-limit", "5", "--gap", "0"]
+    assert _json(capsys, *command, "--method", "milp")["method"] == "milp"
+    assert _json(capsys, *command, "--method", "next-use")["cost"] >= 21
+
+
+def test_a_plan_is_written_step_by_step(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert main(["solve", "chain.json", "--budget", "6", "--save-plan", "plan.json"]) == 0
+    plan = json.loads((folder / "plan.json").read_text())
+    runs = [step["run"] for step in plan["steps"] if "run" in step]
+    assert len(runs) == plan["cost"] == 21
+    assert {name for name in runs if runs.count(name) > 1} == set(plan["runs_again"])
+    assert {"free": "v0"} in plan["steps"]
+
+
+def test_a_plan_is_written_as_a_page(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert main(["solve", "chain.json", "--budget", "6", "--report", "plan.html"]) == 0
+    assert "<title>" in (folder / "plan.html").read_text()
+
+
+def test_a_frontier(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = _json(capsys, "frontier", "chain.json", "--budget", "2", "6", "8", "--jobs", "1")
+    assert [(row["budget"], row["cost"]) for row in rows] == [(2, None), (6, 21.0), (8, 19.0)]
+    command = ["frontier", "chain.json", "--budget", "8", "--jobs", "1", "--methods", "auto,chen-sqrt"]
+    assert main(command) == 0
+    assert capsys.readouterr().out.count("8 B") >= 2
+    assert main(["frontier", "chain.json", "--budget", "1", "--jobs", "1"]) == 1
+
+
+def test_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(_json(capsys, "methods")) == list(checkmate.methods())
+    assert main(["methods"]) == 0
+    assert capsys.readouterr().out.strip() == repr(checkmate.methods())
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        (["solve", "none.json", "--budget", "1GB"], 2, "cannot read none.json: No such file"),
+        (["solve", "my_step.py", "--budget", "1GB"], 1, "not JSON"),
+        (["solve", "chain.json", "--budget", "many"], 2, "Cannot read the budget 'many'"),
+        (["solve", "chain.json", "--budget", "0.5"], 2, "at least one byte"),
+        (["solve", "chain.json", "--budget", "8", "--method", "chen"], 2, "there is no method 'chen'"),
+        (["solve", "chain.json", "--budget", "8", "--time-limit", "-1"], 2, "time_limit"),
+        (["solve", "chain.json", "--budget", "8", "--gap", "2"], 2, "gap"),
+        (["solve", "chain.json"], 2, "--budget"),
+        (["frontier", "chain.json", "--methods", "chen"], 2, "no method 'chen'"),
+        (["solve", "chain.json", "--budget", "8", "--save-plan", "no/folder/plan.json"], 2, "no/folder"),
+        (["solve", "chain.json", "--budget", "8", "--report", "no/folder/plan.html"], 2, "no/folder"),
+        (["plan", "my_step", "--budget", "8GB"], 2, "module:function"),
+        (["plan", "none:example", "--budget", "8GB"], 2, "no module none"),
+        (["plan", "none.py:example", "--budget", "8GB"], 2, "no file none.py"),
+        (["plan", "my_step:none", "--budget", "8GB"], 2, "example"),
+        (["plan", "my_step:not_a_function", "--budget", "8GB"], 2, "no function"),
+        (["plan", "my_step:wrong", "--budget", "8GB"], 2, "return (step, batch), not int"),
+        (["plan", "my_step:too_wide", "--budget", "8GB"], 1, "my_step:too_wide fails on its batch: a and b must have"),
+        (["plan", "my_step:fails", "--budget", "8GB", "--method", "chen"], 2, "there is no method 'chen'"),
+        (["plan", "my_step:fails", "--budget", "8GB"], 1, "IndexError: no data"),
+        (["plan", "my_step:example", "--budget", "8GB", "--device", "abacus"], 2, "no device 'abacus'"),
+        (["plan", "my_step:example", "--budget", "8GB", "--size", "0"], 2, "whole number"),
+        (["plan", "my_step:example", "--budget", "8GB", "--profile", "ops.txt"], 2, ".json"),
+        (["max-batch", "my_step:example", "--budget", "8GB", "--max-overhead", "two"], 2, "one-forward"),
+        (["max-batch", "my_step:fails", "--budget", "8GB"], 1, "called with (1) failed"),
+        ([], 2, "COMMAND"),
+        (["dance"], 2, "dance"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(
+    command: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_a_module_that_lacks_another_is_told_from_one_that_is_not_there(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "lacking.py").write_text("import nowhere_to_be_found")
+    assert main(["plan", "lacking:example", "--budget", "8GB"]) == 1
+    assert "lacking cannot be imported: No module named 'nowhere_to_be_found'" in capsys.readouterr().err
+
+
+def test_debug_shows_where_an_error_comes_from() -> None:
+    with pytest.raises(IndexError, match="no data"):
+        main(["plan", "my_step:fails", "--budget", "8GB", "--debug"])
+
+
+def test_a_step_is_traced_planned_and_saved(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    command = ["plan", "my_step:example", "--device", "h100", "--budget", "100kB", "--size", "32"]
+    found = _json(capsys, *command, "--save-problem", "problem.json.gz")
+    assert found["source"].startswith("roofline")
+    assert found["peak"] <= 100_000
+    problem = Problem.from_json(folder / "problem.json.gz")
+    assert problem.keep_all_peak == found["keep_all_peak"]
+    assert _json(capsys, "solve", "problem.json.gz", "--budget", "100kB")["cost"] == found["cost"]
+
+
+def test_a_file_is_as_good_as_a_module_and_costs_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, "plan", "my_step.py:named", "--budget", "1MB")
+    assert found["source"].startswith("measured on cpu")
+
+
+def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["max-batch", "my_step:example", "--device", "h100", "--budget", "100kB", "--largest", "40"]
+    found = _json(capsys, *command, "--max-overhead", "none", "--time-limit", "20")
+    assert (found["size"], found["next_size"], found["max_overhead"]) == (40, "asked for no more", None)
+    assert found["points"][-1]["peak"] <= 100_000
+    assert main([*command, "--verbose"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("largest size within 100.00 kB")
+    assert "size 1 traced" in err
+
+
+@pytest.mark.parametrize(
+    ("terminal", "words", "says"),
+    [
+        (False, [], r"checkmate: looking for the largest size, for 120 s at most .*\n"),
+        (False, ["--quiet"], ""),
+        (True, [], r"[^\n]*size \d+ fits[^\n]*"),
+        (True, ["--quiet"], ""),
+    ],
+)
+def test_the_largest_batch_shows_one_line(
+    terminal: bool, words: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that moves on a terminal, and in a file one that says what is done and how to see more."""
+    import_module("tqdm.auto")
+    monkeypatch.setattr(statusline, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(statusline, "REFRESH_SECONDS", 0.01)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    command = ["max-batch", "my_step:unhurried", "--device", "h100", "--budget", "9kB", "--largest", "9"]
+    assert main([*command, *words]) == 0
+    assert re.fullmatch(says, capsys.readouterr().err)
+
+
+def test_a_budget_too_small_for_any_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["max-batch", "my_step:example", "--device", "h100", "--budget", "1kB", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert "Not even size 1 fits 1.00 kB" in err
+    assert json.loads(out)["error"] in err
+    assert json.loads(out)["min_budget"] > 1000
+
+
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("checkmate.solvers.solve.solve", interrupted)
+    assert main(["solve", "chain.json", "--budget", "6"]) == 130
+    assert capsys.readouterr().err == "checkmate: interrupted\n"
+
+
+def test_an_interrupted_plan_is_printed_and_known_by_the_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    solution = checkmate.solve(unit_chain(8), 6)
+    solution.details["interrupted"] = True
+    monkeypatch.setattr("checkmate.solvers.solve.solve", lambda *args, **options: solution)
+    assert main(["solve", "chain.json", "--budget", "6"]) == 130
+    assert "optimal" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"checkmate {checkmate.__version__}"
+
+
+def test_the_module_runs_and_what_needs_no_pytorch_loads_none(folder: Path) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "checkmate", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for command in ("plan", "solve", "frontier", "max-batch", "methods", "doctor"):
+        assert command in shown.stdout
+    code = f"""
+import sys
+from checkmate.cli.app import main
+path = {str(folder / "chain.json")!r}
+commands = [["methods"], ["solve", path, "--budget", "6"], ["frontier", path, "--budget", "6", "--jobs", "1"]]
+codes = [main(command) for command in commands]
+sys.stderr.write(str(codes) + str("torch" in sys.modules))
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stderr == "[0, 0, 0]False"
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = f"{sys.executable} -m checkmate methods | head -n 1; exit ${{PIPESTATUS[0]}}"
+    run = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("auto")
+    assert run.stderr == ""

@@ -1,0 +1,65 @@
+"""What an installation lacks is found, with the way out."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkmate import SolverError
+from checkmate.cli import doctor
+from checkmate.cli.app import main
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_it_says_what_there_is(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"]
+    assert found["torch"] == torch.__version__
+    assert found["threads"] == torch.get_num_threads()
+    assert (found["cache"], found["cache size"], found["cache writable"]) == (str(cache), "0 B in 0 files", "yes")
+    assert not list(cache.iterdir())
+    (cache / "plans").mkdir()
+    (cache / "plans" / "a.json").write_text("12345")
+    assert main(["doctor"]) == 0
+    assert "5 B in 1 files" in capsys.readouterr().out
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    version = importlib.metadata.version
+
+    def without(name: str) -> str:
+        if name in ("pulp", "pandas"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    assert main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert err == "checkmate: pulp is not installed: pip install pulp\n"  # pandas is an extra
+    assert "pandas" in out
+
+
+def test_a_solver_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object, **options: object) -> None:
+        raise SolverError("no license")
+
+    monkeypatch.setattr(doctor, "milp", fails)
+    assert "no license" in doctor.examine().wrong[0]
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    found = doctor.examine()
+    assert found.facts["cache writable"] == "no"
+    assert "CHECKMATE_CACHE_DIR" in found.wrong[0]

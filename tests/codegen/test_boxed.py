@@ -1,0 +1,83 @@
+"""The code that runs is the module's code, with each op bound to itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from checkmate.codegen.boxed import _BINDINGS, boxed
+
+M, X, IMAGE = torch.rand(4, 4), torch.rand(2, 4, 4), torch.rand(1, 1, 4, 4)
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "_adaptive_avg_pool2d": (IMAGE, [2, 2]),
+    "_foreach_copy_": ([torch.rand(4)], [torch.rand(4)]),
+    "_log_softmax": (X, 1, False),
+    "_log_softmax_backward_data": (X, X, 1, torch.float32),
+    "_softmax": (X, 1, False),
+    "_softmax_backward_data": (X, X, 1, torch.float32),
+    "add": (M, 1),
+    "addmm": (M, M, M),
+    "bmm": (X, X),
+    "cat": ([M, M], 1),
+    "clone": (M,),
+    "convolution": (IMAGE, torch.rand(1, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    "div": (M, 2.0),
+    "embedding": (M, torch.tensor([1, 2])),
+    "expand": (M, [2, 4, 4]),
+    "gelu": (M,),
+    "hardtanh": (M, 0, 6),
+    "max_pool2d_with_indices": (IMAGE, [2, 2], [2, 2]),
+    "mean": (IMAGE, [2, 3], True),
+    "mm": (M, M),
+    "mul": (M, 2.0),
+    "native_layer_norm": (M, [4], None, None, 1e-5),
+    "neg": (M,),
+    "permute": (M, [1, 0]),
+    "relu": (M,),
+    "select": (M, 0, 1),
+    "sigmoid": (M,),
+    "silu": (M,),
+    "squeeze": (IMAGE, 0),
+    "sub": (M, 1.0),
+    "sum": (M, [0], True),
+    "t": (M,),
+    "tanh": (M,),
+    "transpose": (M, 0, 1),
+    "unsqueeze": (M, 0),
+    "view": (M, [2, 8]),
+    "where": (M > 0.5, M, M),
+}
+
+
+class _Seen(TorchDispatchMode):
+    """The ops that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", _BINDINGS, ids=str)
+def test_a_binding_runs_the_op_it_stands_for(op: torch._ops.OpOverload) -> None:
+    name = op._schema.name.removeprefix("aten::")
+    with torch.no_grad(), _Seen() as seen:
+        _BINDINGS[op](*ARGUMENTS[name])
+    assert seen.ops == [op]
+
+
+def test_the_list_is_cleared_before_anything_runs() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, y)),))
+    run = boxed(fx.GraphModule(torch.nn.Module(), graph))
+    inputs = [torch.full((2,), 3.0), torch.full((2,), 5.0)]
+    assert run(inputs)[0].tolist() == [15.0, 15.0]
+    assert inputs == []

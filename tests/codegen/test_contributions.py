@@ -1,0 +1,402 @@
+"""Gradients that meet what comes from outside of a step are added in the order of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+import checkmate
+from checkmate.backends import eager as backend
+from checkmate.backends.state import same_bits
+from checkmate.codegen import contributions
+from checkmate.codegen.contributions import counted_contributions, terms_of
+from checkmate.codegen.fan_out import UNKNOWN, Sharing
+from checkmate.memory import measure_peak
+
+Step = Callable[..., Any]
+Train = Callable[[Step], Any]  # runs a backward with the step, plain or compiled
+
+
+class Tied(nn.Module):
+    """A language model whose embedding is its head, and the log-probability of a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, 12)
+        self.body = nn.Linear(12, 12)
+
+    def forward(self, text: Tensor) -> Tensor:
+        logits = F.linear(torch.tanh(self.body(self.embedding(text))), self.embedding.weight)
+        return logits.log_softmax(-1).gather(-1, text.roll(-1, 1)[..., None]).sum()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x[0])
+        for token in x:
+            h = torch.tanh(self.cell(h) + token)
+        return h.square().mean()
+
+
+def _texts(count: int) -> list[Tensor]:
+    return [torch.randint(31, (3, 7)) for _ in range(count)]
+
+
+def _preferences() -> tuple[nn.Module, Train]:
+    chosen, rejected = _texts(2)
+    return Tied(), lambda lp: (-F.logsigmoid(0.1 * (lp(chosen) - lp(rejected)))).backward()
+
+
+def _three_calls() -> tuple[nn.Module, Train]:
+    a, b, c = _texts(3)
+    return Tied(), lambda lp: (lp(a) - lp(b) * lp(c)).backward()
+
+
+def _real_and_fake() -> tuple[nn.Module, Train]:
+    critic = nn.Sequential(spectral_norm(nn.Linear(9, 14)), nn.LeakyReLU(0.2), spectral_norm(nn.Linear(14, 1)))
+    real, fake = torch.randn(5, 9), torch.randn(5, 9)
+
+    def train(d: Step) -> None:
+        bce = F.binary_cross_entropy_with_logits
+        (bce(d(real), torch.ones(5, 1)) + bce(d(fake), torch.zeros(5, 1))).backward()
+
+    return critic, train
+
+
+def _recurrent() -> tuple[nn.Module, Train]:
+    x, y = torch.randn(4, 3, 8), torch.randn(4, 3, 8)
+    return Recurrent(), lambda step: (step(x) + step(y)).backward()
+
+
+def _penalty() -> tuple[nn.Module, Train]:
+    model, (text,) = Tied(), _texts(1)
+
+    def train(lp: Step) -> None:
+        loss = -lp(text)
+        (loss + 0.01 * sum(p.square().sum() for p in model.parameters())).backward()
+
+    return model, train
+
+
+def _inside_and_after() -> tuple[nn.Module, Train]:
+    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    twice = nn.Sequential(block, block)  # this is compiled
+    x = torch.randn(4, 8)
+    return twice, lambda step: block(step(x)).square().sum().backward()
+
+
+def _by_grad() -> tuple[nn.Module, Train]:
+    model, (a, b) = Tied(), _texts(2)
+
+    def train(lp: Step) -> None:
+        weights = [model.embedding.weight]
+        loss = lp(a) - lp(b)
+        for keep in (True, False):
+            (weights[0].grad,) = torch.autograd.grad(loss, weights, retain_graph=keep)
+
+    return model, train
+
+
+def _some_and_then_all() -> tuple[nn.Module, Train]:
+    """The graph of a call serves a backward by itself and one with another call, and gradients accumulate."""
+    model, (a, b) = Tied(), _texts(2)
+
+    def train(lp: Step) -> None:
+        first = lp(a)
+        first.backward(retain_graph=True)
+        (first - lp(b)).backward()
+
+    return model, train
+
+
+def _within_a_checkpoint() -> tuple[nn.Module, Train]:
+    a, b = _texts(2)
+
+    def train(lp: Step) -> None:
+        (checkpoint(lp, a, use_reentrant=False) - checkpoint(lp, b, use_reentrant=False)).backward()
+
+    return Tied(), train
+
+
+PROGRAMS = [
+    _preferences,
+    _three_calls,
+    pytest.param(_real_and_fake, marks=pytest.mark.slow),
+    _recurrent,
+    _penalty,
+    _inside_and_after,
+    _by_grad,
+    _some_and_then_all,
+    _within_a_checkpoint,
+]
+
+
+def _left_by(model: nn.Module, step: Step, train: Train) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    state = copy.deepcopy(model.state_dict())
+    train(step)
+    left = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    left += [b.clone() for b in model.buffers()]
+    model.load_state_dict(state)
+    return left
+
+
+def _compiled(step: Any, budget: int = 10**7) -> Any:
+    return checkmate.compile(step, budget=budget, time_limit=1, profile="roofline:h100", cache=False)
+
+
+def _assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert len(found) == len(expected) > 0
+    assert all(map(same_bits, found, expected))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients_are_those_of_plain_pytorch(program: Callable[[], tuple[nn.Module, Train]]) -> None:
+    torch.manual_seed(0)
+    model, train = program()
+    expected = _left_by(model, model, train)
+    seen: list[Any] = []
+
+    class Noted(Exception):
+        pass
+
+    def note(*args: Any) -> Any:
+        seen.append(args)
+        raise Noted
+
+    with pytest.raises(Noted):
+        train(note)
+    least = checkmate.trace(model, *seen[0], profile="roofline:h100").min_budget().peak
+    for budget in (10**7, least):
+        compiled = _compiled(model, budget)
+        for _ in range(2):
+            _assert_same(_left_by(model, compiled, train), expected)
+
+
+def test_inputs_that_are_no_leaves() -> None:
+    """A hidden state that the step uses twice, and what comes after once more."""
+    torch.manual_seed(0)
+    w = torch.randn(6, 6, requires_grad=True)
+    x = torch.randn(4, 6)
+
+    def step(h: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(h @ w) * h + h.exp(), h  # what it is given comes back as it is
+
+    def train(step: Step) -> Tensor:
+        w.grad = None
+        h = x @ w
+        y, same = step(h)
+        assert same is h
+        (y.sum() + h.sin().sum() + same.cos().sum()).backward()
+        return w.grad
+
+    _assert_same([train(_compiled(step))], [train(step)])
+
+
+def test_results_without_a_gradient() -> None:
+    """Of the terms only some are defined: the others leave no trace."""
+    torch.manual_seed(0)
+    w, v = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    x = torch.randn(3, 8)
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x @ w @ v @ w).sum(), (torch.tanh(x @ w) @ v @ w).exp().sum()
+
+    def train(step: Step, used: tuple[int, ...]) -> list[Tensor]:
+        results = step(x)
+        return [*torch.autograd.grad(sum(results[i] for i in used) + step(2 * x)[0], [w, v])]
+
+    compiled = _compiled(step)
+    for used in [(0,), (1,), (0, 1)]:
+        _assert_same(train(compiled, used), train(step, used))
+
+
+def test_a_backward_by_itself_takes_the_memory_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contributions, "handing_over", None)  # nothing else may be asked for
+    torch.manual_seed(0)
+    model, (text,) = Tied(), _texts(1)
+    least = checkmate.trace(model, text).min_budget().peak
+    step: Any = checkmate.compile(model, budget=least, time_limit=1)
+    step(text).backward()
+    for _ in range(2):  # into no gradient, and into one that is there
+        model.zero_grad()
+        use = measure_peak(lambda: step(text).backward())
+        assert use.peak + step.plans[0].problem.resident == step.plans[0].peak
+
+
+def test_threads_have_backwards_of_their_own() -> None:
+    torch.manual_seed(0)
+    model, (a, b) = Tied(), _texts(2)
+    compiled = _compiled(model)
+    weights = [*model.parameters()]
+    found: dict[int, Any] = {}
+
+    def work(i: int) -> None:
+        for _ in range(5):
+            loss = compiled(a) - compiled(b) if i % 2 else compiled(a)
+            found[i] = torch.autograd.grad(loss, weights)
+
+    work(0)
+    work(1)
+    expected = {0: torch.autograd.grad(model(a), weights), 1: torch.autograd.grad(model(a) - model(b), weights)}
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2, 6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(6):
+        _assert_same(found[i], expected[i % 2])
+
+
+def test_a_backward_within_a_backward() -> None:
+    """Two calls within a region that is differentiated by a backward of its own, and one beside it."""
+    torch.manual_seed(0)
+    model = Tied()
+    a, b, c = _texts(3)
+    anchor = torch.ones((), requires_grad=True)
+
+    def train(lp: Step) -> None:
+        both = checkpoint(lambda scale: scale * (lp(a) - lp(b)), anchor, use_reentrant=True)
+        (both + lp(c)).backward()
+
+    _assert_same(_left_by(model, _compiled(model), train), _left_by(model, model, train))
+
+
+def test_where_the_backward_began_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then contributions are handed over one by one, which is right in any case."""
+    torch.manual_seed(0)
+    model, train = _preferences()
+    expected = _left_by(model, model, train)
+    compiled = _compiled(model)
+    monkeypatch.setattr("checkmate.codegen.arrival_order._engine_frames", lambda frame: iter(()))
+    _assert_same(_left_by(model, compiled, train), expected)
+
+
+def _tanh_and_view(w: Tensor) -> tuple[Tensor, Tensor]:
+    return (w.tanh() * w).exp().sum(), w.t()
+
+
+def _view_used_twice(w: Tensor) -> tuple[Tensor, Tensor]:
+    row = w.view(36)
+    return (row * row.exp() * row.sin()).sum(), row
+
+
+@pytest.mark.parametrize("step", [_tanh_and_view, _view_used_twice])
+def test_views_of_inputs_among_the_results_are_refused_where_sums_would_differ(step: Step) -> None:
+    torch.manual_seed(0)
+    w = torch.randn(6, 6, requires_grad=True)
+    compiled = _compiled(step)
+    _assert_same(torch.autograd.grad(compiled(w)[0], w), torch.autograd.grad(step(w)[0], w))
+    with pytest.raises(checkmate.Unsupported, match=r"args.0 is used more than once within .* x.clone\(\)"):
+        sum(r.sum() for r in compiled(w)).backward()
+
+
+def test_verify_calls_a_step_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, (text,) = Tied(), _texts(1)
+    options = {"budget": 10**7, "time_limit": 1, "profile": "roofline:h100"}
+    report = checkmate.verify(model, text, calls=3, **options)
+    assert (report.outputs, report.gradients, report.measured_peak) == (3, 3, None)
+    assert "3 calls" in str(report)
+    assert "not compared: a plan is for one call" in str(report)
+    with pytest.raises(ValueError, match="1 or more, not 0"):
+        checkmate.verify(model, text, calls=0, **options)
+    monkeypatch.setattr(contributions, "verdicts", lambda fan: ())  # always the sum
+    with pytest.raises(checkmate.VerificationError, match=r"gradient of embedding.weight.*differs"):
+        checkmate.verify(model, text, calls=2, **options)
+
+
+def test_ops_that_differentiate_when_they_are_measured() -> None:
+    torch.manual_seed(0)
+    w = torch.randn(6, 6, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        return (x @ w * w.max() @ w).exp().mean()
+
+    def train(step: Step) -> Sequence[Tensor]:
+        x = torch.full((3, 6), 0.1)
+        return torch.autograd.grad(step(x) + step(2 * x), [w])
+
+    _assert_same(train(checkmate.compile(step, budget="1 MB", time_limit=1, cache=False)), train(step))
+
+
+def test_inputs_in_one_memory_that_the_step_overwrites() -> None:
+    """AOTAutograd takes their common base for them."""
+    torch.manual_seed(0)
+    w = torch.randn(8, requires_grad=True)
+
+    def step(a: Tensor, b: Tensor) -> Tensor:
+        a.mul_(2)
+        return (a * a.exp() * b.sin()).sum()
+
+    def train(step: Step, other: bool) -> Sequence[Tensor]:
+        base = w * 0.3
+        loss = step(base[:6], base[2:])
+        return torch.autograd.grad(loss + base.square().sum() if other else loss, [w])
+
+    compiled = _compiled(step)
+    for other in (False, True):
+        _assert_same(train(compiled, other), train(step, other))
+
+
+def test_where_the_inputs_are_unknown_nothing_may_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "sharing_of", lambda *args: Sharing(together=(UNKNOWN,)))
+    torch.manual_seed(0)
+    model, train = _penalty()
+    (text,) = _texts(1)
+    compiled = _compiled(model)
+
+    def alone(lp: Step) -> None:
+        lp(text).backward()
+
+    _assert_same(_left_by(model, compiled, alone), _left_by(model, model, alone))
+    with pytest.raises(checkmate.Unsupported, match=r"An input is used more than once within the compiled step"):
+        _left_by(model, compiled, train)
+
+
+def test_contributions_are_counted_as_they_come() -> None:
+    """Not counted is what is not defined."""
+    w, v = (torch.ones(3, requires_grad=True) for _ in range(2))
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.detach()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    with counted_contributions() as counts:
+        torch.autograd.grad([(w * w * v + Nothing.apply(v)).sum(), w.sum()], [v, w])
+        torch.autograd.grad(w.sum(), [v, w], allow_unused=True)
+    assert counts == [[1, 3], [1]]
+    torch.autograd.grad(w.sum(), w)
+    assert len(counts) == 2
+
+
+def test_the_terms_of_a_sum() -> None:
+    graph = torch.fx.Graph()
+    a, b, c = map(graph.placeholder, "abc")
+    two = graph.call_function(torch.ops.aten.add.Tensor, (a, b))
+    three = graph.call_function(torch.ops.aten.add.Tensor, (two, c))
+    scaled = graph.call_function(torch.ops.aten.add.Tensor, (a, b), {"alpha": 2})
+    assert terms_of(three, 3) == [a, b, c]
+    assert terms_of(three, 2) == [two, c]  # c may end in a formula that adds; what was counted decides
+    assert terms_of(a, 1) == [a]
+    assert terms_of(two, 3) is None
+    assert terms_of(scaled, 2) is None

@@ -1,0 +1,34 @@
+"""The written modules do what the plan says, copy by copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+
+import checkmate
+from checkmate.codegen.emit import AGAIN
+from checkmate.core.plan import Plan, Run, lower, verify
+from checkmate.core.schedule import Schedule
+
+
+def test_a_result_that_an_op_makes_again_is_handed_out_as_it_was_made_first() -> None:
+    """As the simulator counts: its first copy stays, the second goes at once."""
+    x, scale, shift = (torch.randn(size, requires_grad=True) for size in ((4, 8), (8,), (8,)))
+    problem = checkmate.trace(
+        lambda: F.layer_norm(x.tanh(), (8,), scale, shift).square().sum(), profile="roofline:laptop"
+    )
+    graph = problem.graph
+    (norm,) = (k for k, op in enumerate(graph.ops) if "native_layer_norm_backward" in op.target)
+    plan = lower(graph, Schedule.from_runs(graph, np.eye(len(graph.ops), dtype=bool)))
+    at = plan.steps.index(Run(norm))
+    twice = Plan((*plan.steps[:at], Run(norm), *plan.steps[at:]), plan.boundary)
+    assert verify(twice, problem) == []
+
+    assert problem.emit is not None
+    module: fx.GraphModule = problem.emit(twice).backward
+
+    made = [node for node in module.graph.nodes if "native_layer_norm_backward" in str(node.target)]
+    assert [AGAIN in node.name for node in made] == [False, True]
+    assert not made[1].users

@@ -1,0 +1,71 @@
+"""Results that are views of one value: their gradients are those of plain PyTorch, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import checkmate
+from checkmate.backends.state import same_bits
+
+Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+MOMENTS = {
+    "features and flat features": lambda r: r[1].sin().sum() + r[2].exp().sum(),
+    "the loss alone": lambda r: r[0],
+    "the loss and the value": lambda r: r[0] + r[1].sin().sum() + r[1].exp().sum(),
+    "the loss and the view": lambda r: r[0] + r[2].sin().sum(),
+    "all of them": lambda r: r[0] + r[1].sin().sum() + r[2].exp().sum(),
+}
+
+
+def _features(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = x @ w
+    flat = y.view(-1)
+    return flat.tanh().sum(), y, flat
+
+
+def _three_views(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = x @ w
+    turned = y.t()
+    return y.exp().sum() + y.sin().sum(), turned, y.view(-1)
+
+
+def _one_view(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = x @ w
+    flat = y.view(-1)
+    return (flat * flat.sin()).exp().sum() + (y * y).sum(), w * 2, flat
+
+
+def _parts(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    q, k = (x @ w).chunk(2, -1)
+    return (q * k * q).sum(), q, k
+
+
+def _gradient(step: Step, loss: Callable[[Any], Tensor]) -> Tensor:
+    torch.manual_seed(0)
+    x, w = torch.randn(6, 6), (torch.randn(6, 6) * 0.2).requires_grad_()
+    (grad,) = torch.autograd.grad(loss(step(x, w)), w)
+    return grad
+
+
+REFUSED = {
+    (_features, "all of them"),
+    (_three_views, "the loss and the value"),
+    (_three_views, "the loss and the view"),
+    (_three_views, "all of them"),
+}
+
+
+@pytest.mark.parametrize("step", [_features, _three_views, _one_view, _parts])
+def test_gradients_are_those_of_plain_pytorch_or_refused(step: Step) -> None:
+    compiled: Any = checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100", cache=False)
+    for name, loss in MOMENTS.items():
+        if (step, name) in REFUSED:
+            with pytest.raises(checkmate.Unsupported, match=r"views of one value, of shape \(6, 6\).*outside"):
+                _gradient(compiled, loss)
+        else:
+            assert same_bits(_gradient(compiled, loss), _gradient(step, loss)), name

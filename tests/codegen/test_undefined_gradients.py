@@ -1,0 +1,79 @@
+"""Results that nobody differentiates: as in plain PyTorch, they leave no trace in the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import checkmate
+from tests.support.bits import assert_same_bits
+
+
+def _grads(step: Callable[..., tuple[Tensor, ...]], weights: list[Tensor], used: tuple[int, ...]) -> list[bytes | None]:
+    for weight in weights:
+        weight.grad = None
+    results = step(*weights)
+    torch.stack([results[i].sum() for i in used]).sum().backward()
+    return [None if w.grad is None else w.grad.numpy().tobytes() for w in weights]
+
+
+def _zero_times_infinity(w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    y = w * v
+    return (y * y).sum(), y.sqrt()
+
+
+def _minus_zero(w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    y = w * -1.0
+    return (y * v.detach() * 0.0).sum(), y * 2
+
+
+def _own_parameter(w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return (w * 2).sum(), (w * v).sum()
+
+
+def _view(w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    y = w * v
+    return (y * y).sum(), y[1:]
+
+
+def _parts(w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """A join of both kinds of gradient that is no sum."""
+    return tuple((w * v).exp().split([1, 2]))
+
+
+STEPS = [_zero_times_infinity, _minus_zero, _own_parameter, _view, _parts]
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("step", STEPS)
+def test_gradients_are_those_of_plain_pytorch(step: Callable[..., tuple[Tensor, ...]], used: tuple[int, ...]) -> None:
+    weights = [torch.tensor([0.0, 1.0, 2.0], requires_grad=True), torch.ones(3, requires_grad=True)]
+    compiled = checkmate.compile(step, budget="1 MB")
+    assert _grads(compiled, weights, used) == _grads(step, weights, used)
+    assert _grads(compiled, weights, (0, 1)) == _grads(step, weights, (0, 1))  # the whole backward is still there
+    assert _grads(compiled, weights, used) == _grads(step, weights, used)
+
+
+def test_a_parameter_that_no_loss_reaches_is_not_decayed() -> None:
+    """With zeros for a gradient, weight decay would shrink it."""
+    body, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    step = checkmate.compile(lambda x: (body(x).sum(), head(body(x))), budget="1 MB")
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1, weight_decay=0.5)
+    before = head.weight.detach().clone()
+    step(torch.ones(3, 4))[0].backward()
+    optimizer.step()
+    assert head.weight.grad is None
+    assert_same_bits(head.weight, before)
+
+
+def test_an_earlier_compiled_step_is_left_as_it_is() -> None:
+    """A compiled step of PyTorch before ours still gets its zeros."""
+    before = torch.compile(lambda w: (w * 2, w.exp()), backend="aot_eager")
+    after = checkmate.compile(lambda y: (y * 3).sum(), budget="1 MB")
+    w = torch.ones(3, requires_grad=True)
+    y, _ = before(w)
+    after(y).backward()
+    assert_same_bits(w.grad, torch.full((3,), 6.0))

@@ -1,0 +1,253 @@
+"""Problems: from lists, to files and back, and what they say about memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.networks.dags import unit_chain
+from checkmate.core import plan as plans
+from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.problem import Problem, Profile
+from checkmate.core.schedule import Schedule
+from checkmate.errors import InvalidProblem
+from tests.core.test_schedule import random_runs
+from tests.support.oracle import random_problem
+
+SEEDS = range(40)
+
+
+def _same(a: Problem, b: Problem) -> bool:
+    return (
+        a.graph == b.graph
+        and np.array_equal(a.seconds, b.seconds)
+        and np.array_equal(a.workspace, b.workspace)
+        and (a.resident, a.profile.source) == (b.resident, b.profile.source)
+    )
+
+
+@pytest.mark.parametrize("name", ["p.json", "p.json.gz"])
+@pytest.mark.parametrize("seed", range(5))
+def test_json_round_trip(tmp_path: Path, name: str, seed: int) -> None:
+    problem = random_problem(seed, most_ops=7)
+    problem.to_json(tmp_path / name)
+    assert _same(Problem.from_json(str(tmp_path / name)), problem)
+
+
+def test_json_keeps_every_digit(tmp_path: Path) -> None:
+    problem = Problem.from_dag([[], [0]], [0.1 + 0.2, 1e-300], [2**53, 1], workspace=[2**52 + 1, 0], resident_bytes=7)
+    problem.to_json(tmp_path / "p.json")
+    assert _same(Problem.from_json(tmp_path / "p.json"), problem)
+
+
+def test_the_same_problem_gives_the_same_file(tmp_path: Path) -> None:
+    for name in ("a.json.gz", "b.json.gz"):
+        unit_chain(4).to_json(tmp_path / name)
+    assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
+
+
+def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Problem.from_json(tmp_path / "none.json")
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.update(format="other"), "'format' is not 'checkmate-problem'"),
+        (lambda d: d.update(version=99), "version 99; this checkmate reads 1"),
+        (lambda d: d.pop("seconds"), "'seconds' is missing"),
+        (lambda d: d["ops"][0].pop("inputs"), "'inputs' is missing"),
+        (lambda d: d["ops"][0].update(surprise=1), "surprise"),
+        (lambda d: d["ops"][0].update(inputs=3), "not iterable"),
+        (lambda d: d["ops"][0].update(inputs=["0"]), "no valid problem"),
+        (lambda d: d["ops"].append(None), "no valid problem"),
+        (lambda d: d.update(ops={}), "The graph is empty"),
+        (lambda d: d["values"][1].update(size_bytes=1e400), "Value 'v1' has size inf"),
+        (lambda d: d["values"][0].update(size_bytes="4"), "Value 'v0' has size '4'"),
+        (lambda d: d.update(outputs=[99]), "Output 99 is not a value"),
+        (lambda d: d.update(seconds=[1.0]), "1 seconds for 3 ops"),
+        (lambda d: d.update(seconds=[1.0, None, 1.0]), "'op1' costs nan seconds"),
+        (lambda d: d.update(seconds=[1.0, float("nan"), 1.0]), "'op1' costs nan seconds"),
+        (lambda d: d.update(seconds=[[1.0], [1.0, 2.0]]), "costs that are not numbers"),
+        (lambda d: d.update(workspace_bytes=[0, 0.5, 0]), "Op 1 needs 0.5 workspace bytes"),
+        (lambda d: d.update(workspace_bytes=[0, 2**80, 0]), "Op 1 needs 1.2"),
+        (lambda d: d.update(resident_bytes=1.5), "not numbers"),
+        (lambda d: d.update(resident_bytes=-1), "-1 resident bytes"),
+    ],
+)
+def test_a_bad_document_is_refused_by_name(tmp_path: Path, change: Change, says: str) -> None:
+    path = tmp_path / "p.json"
+    Problem.from_dag([[], [0], [1]], [1, 1, 1], [1, 1, 1]).to_json(path)
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(InvalidProblem, match=says):
+        Problem.from_json(path)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"null", b"[]", b"\xff\xfe", b"{", b"[" * 100_000, b'{"format": "checkmate-problem"}', b"1" * 5000]
+)
+@pytest.mark.parametrize("name", ["p.json", "p.json.gz"])
+def test_what_is_no_problem_file_is_refused(tmp_path: Path, raw: bytes, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    with pytest.raises(InvalidProblem, match=name):
+        Problem.from_json(path)
+
+
+@pytest.mark.parametrize("name", ["p.json", "p.json.gz"])
+def test_a_truncated_file_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    unit_chain(3).to_json(path)
+    raw = path.read_bytes()
+    for length in range(len(raw)):
+        path.write_bytes(raw[:length])
+        with pytest.raises(InvalidProblem):
+            Problem.from_json(path)
+
+
+@pytest.mark.parametrize("name", ["p.json", "p.json.gz"])
+def test_a_damaged_file_is_refused_or_still_a_problem(tmp_path: Path, name: str) -> None:
+    path, rng = tmp_path / name, np.random.default_rng(0)
+    random_problem(1, most_ops=6).to_json(path)
+    raw, refused = path.read_bytes(), 0
+    for _ in range(600):
+        damaged = bytearray(raw)
+        damaged[rng.integers(len(raw))] = rng.integers(256)
+        path.write_bytes(bytes(damaged))
+        try:
+            Problem.from_json(path)
+        except InvalidProblem:
+            refused += 1
+    assert refused > 300
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"deps": [[], [2], [0]]}, "'op1' reads 'v2', which is made by 'op2'"),
+        ({"deps": [[], [1], [0]]}, "'op1' reads 'v1', which is made by 'op1', itself"),
+        ({"deps": [[], [3], [0]]}, r"deps\[1\] names 3, but the ops are 0 to 2"),
+        ({"deps": [[], [-1], [0]]}, r"deps\[1\] names -1"),
+        ({"deps": [[], [0.0], [0]]}, r"deps\[1\] names 0.0"),
+        ({"deps": [[], [True], [0]]}, r"deps\[1\] names True"),
+        ({"deps": []}, "0 ops have dependencies, but there are 3 seconds"),
+        ({"seconds": [1, 1]}, "but there are 2 seconds"),
+        ({"sizes": [1, 1, 1, 1]}, "but there are 4 sizes"),
+        ({"workspace": [1]}, "but there are 1 workspace"),
+        ({"seconds": [1, float("nan"), 1]}, "'op1' costs nan seconds"),
+        ({"seconds": [1, float("inf"), 1]}, "'op1' costs inf seconds"),
+        ({"seconds": [1, -1, 1]}, "'op1' costs -1.0 seconds"),
+        ({"seconds": ["a", 1, 1]}, "not numbers"),
+        ({"deps": [], "seconds": [], "sizes": []}, "The graph is empty"),
+        ({"sizes": [1, -1, 1]}, "'v1' has size -1"),
+        ({"sizes": [1, 2**53 + 1, 1]}, "'v1' has size 9007199254740993"),
+        ({"workspace": [0, 2**53 + 2, 0]}, "Op 1 needs 9007199254740994"),
+        ({"sizes": [1, 1.5, 1]}, r"sizes\[1\] is 1.5"),
+        ({"sizes": [1, "x", 1]}, r"sizes\[1\] is 'x'"),
+        ({"sizes": [1, float("nan"), 1]}, r"sizes\[1\] is nan"),
+        ({"sizes": [1, None, 1]}, r"sizes\[1\] is None"),
+        ({"workspace": [0, -4, 0]}, "'op1' costs -4 workspace bytes"),
+        ({"outputs": [3]}, "outputs names 3"),
+        ({"outputs": [1, 1]}, "An output is listed twice"),
+        ({"resident_bytes": -1}, "-1 resident bytes"),
+    ],
+)
+def test_bad_lists_are_refused_by_name(change: dict[str, Any], says: str) -> None:
+    good: dict[str, Any] = {"deps": [[], [0], [1]], "seconds": [1, 1, 1], "sizes": [1, 1, 1]}
+    Problem.from_dag(**good)
+    with pytest.raises(InvalidProblem, match=says):
+        Problem.from_dag(**{**good, **change})
+
+
+def test_from_dag_takes_arrays() -> None:
+    deps: Any = [np.array([], int), np.array([0])]
+    costs: Any = np.ones(2), np.array([4, 8]), None, np.array([1, 2])
+    problem = Problem.from_dag(deps, *costs)
+    assert problem.graph.deps == ((), (0,))
+    assert problem.workspace.tolist() == [1, 2]
+    assert problem.keep_all_peak == 14
+
+
+def test_repeated_dependencies_count_once() -> None:
+    assert Problem.from_dag([[], [0, 0]], [1, 1], [1, 1]).graph.ops[1].inputs == (0,)
+
+
+def test_without_outputs_the_unread_are_results() -> None:
+    assert Problem.from_dag([[], [0], [0]], [1, 1, 1], [1, 1, 1]).graph.outputs == (1, 2)
+
+
+def test_values_that_are_there_before_count_as_resident() -> None:
+    graph = Graph((Op("a", "f", (0,), (1,)),), (Value("weight", 100, None, "parameter"), Value("x", 4, 0)), (1,))
+    problem = Problem(graph, Profile(np.ones(1), np.zeros(1), resident_bytes=1000))
+    assert problem.sizes.tolist() == [0, 4]
+    assert problem.keep_all_peak == 1004
+
+
+def test_keep_all_by_hand() -> None:
+    problem = Problem.from_dag([[], [0], [1], [0, 2]], [1, 2, 3, 4], [10, 20, 30, 40], workspace=[0, 5, 0, 0])
+    assert problem.live_bytes.tolist() == [10, 10 + 20 + 5, 10 + 20 + 30, 10 + 30 + 40]
+    assert (problem.keep_all_peak, problem.keep_all_cost) == (80, 10.0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_keep_all_is_what_the_simulator_sees(seed: int) -> None:
+    problem = random_problem(seed, most_ops=9)
+    once = Schedule.from_runs(problem.graph, np.eye(len(problem.graph.ops), dtype=bool))
+    usage = plans.simulate(plans.lower(problem.graph, once), problem)
+    assert usage.bytes_at == tuple(problem.live_bytes)
+    assert usage.peak == problem.keep_all_peak
+    assert once.cost(problem) == pytest.approx(problem.keep_all_cost)
+
+
+def test_unavoidable_by_hand() -> None:
+    values = tuple(Value(name, size, k) for k, (name, size) in enumerate([("a", 1), ("mask", 2), ("b", 4), ("c", 8)]))
+    ops = (
+        Op("a", "f", (), (0,)),
+        Op("mask", "f", (0,), (1,), pinned="draws random numbers"),
+        Op("b", "f", (0,), (2,)),
+        Op("c", "f", (1, 2), (3,)),
+    )
+    problem = Problem(Graph(ops, values, (3,)), Profile(np.ones(4), np.array([0, 0, 16, 0]), 32))
+    assert (problem.unavoidable_bytes - 32).tolist() == [1, 1 + 2, 1 + 2 + 4 + 16, 2 + 4 + 8]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_schedule_uses_less_than_is_unavoidable(seed: int) -> None:
+    problem = random_problem(seed, most_ops=7)
+    assert (problem.unavoidable_bytes <= problem.live_bytes).all()
+    for again in range(5):
+        schedule = Schedule.from_runs(problem.graph, random_runs(problem, 100 * seed + again))
+        usage = plans.simulate(plans.lower(problem.graph, schedule), problem)
+        first = np.array([usage.bytes_at[usage.ops.index(k)] for k in range(len(problem.graph.ops))])
+        assert (first >= problem.unavoidable_bytes).all()
+
+
+def test_profiles_are_checked() -> None:
+    graph = unit_chain(1).graph
+    with pytest.raises(InvalidProblem, match="2 seconds for 3 ops"):
+        Problem(graph, Profile(np.ones(2), np.zeros(3)))
+    with pytest.raises(InvalidProblem, match="9 workspace bytes for 3 ops"):
+        Problem(graph, Profile(np.ones(3), np.zeros((3, 3))))
+    with pytest.raises(InvalidProblem, match="'op2' costs"):
+        Problem(graph, Profile(np.array([0, 0, -1]), np.zeros(3)))
+
+
+def test_estimated_ops_stay_marked_in_a_file(tmp_path: Path) -> None:
+    problem = Problem.from_dag([[], [0]], [1, 1], [1, 1])
+    problem = Problem(problem.graph, Profile(problem.seconds, problem.workspace, 0, "measured", (1,)))
+    problem.to_json(tmp_path / "p.json")
+    assert Problem.from_json(tmp_path / "p.json").profile.estimated == (1,)
+    with pytest.raises(InvalidProblem, match="estimated that are not there"):
+        Problem(problem.graph, Profile(problem.seconds, problem.workspace, 0, "measured", (2,)))

@@ -1,0 +1,158 @@
+"""Plans: lowering, the simulator, and a checker that finds each kind of fault."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.plan import Free, Plan, Run, Step, cost, lower, simulate, verify
+from checkmate.core.problem import Problem, Profile
+from checkmate.core.schedule import Schedule
+from tests.core.test_schedule import random_runs
+from tests.support.oracle import random_problem
+
+GRAPH = Graph(
+    ops=(
+        Op("a", "f", (0,), (1,)),
+        Op("b", "f", (1,), (2, 3), pinned="draws random numbers"),
+        Op("loss", "f", (2,), (4,)),
+        Op("b_grad", "f", (1, 3), (5,), "backward"),
+        Op("a_grad", "f", (0, 5), (6,), "backward"),
+    ),
+    values=(
+        Value("tokens", 500, None, "input"),
+        Value("x", 1, 0),
+        Value("y", 10, 1),
+        Value("mask", 100, 1),
+        Value("loss", 1000, 2),
+        Value("dx", 10_000, 3),
+        Value("dw", 100_000, 4),
+    ),
+    outputs=(4, 6),
+)
+PROBLEM = Problem(
+    GRAPH, Profile(np.array([1.0, 2.0, 4.0, 8.0, 16.0]), np.array([0, 0, 0, 7, 0]), resident_bytes=2_000_000)
+)
+KEEP_ALL = lower(GRAPH, Schedule.from_runs(GRAPH, np.eye(5, dtype=bool)))
+AGAIN = Plan((Run(0), Run(1), Free(1), Run(2), Free(2), Run(0), Run(3), Free(1), Free(3), Run(4), Free(5)), boundary=5)
+
+
+def test_lower() -> None:
+    steps = (Run(0), Run(1), Run(2), Free(2), Run(3), Free(1), Free(3), Run(4), Free(5))
+    assert KEEP_ALL == Plan(steps, boundary=4)
+    assert KEEP_ALL.runs == (0, 1, 2, 3, 4)
+    R = np.eye(5, dtype=bool)
+    R[3, 0] = True
+    assert lower(GRAPH, Schedule.from_runs(GRAPH, R)) == AGAIN
+
+
+def test_simulate_by_hand() -> None:
+    usage = simulate(KEEP_ALL, PROBLEM)
+    assert usage.ops == (0, 1, 2, 3, 4)
+    assert [b - 2_000_000 for b in usage.bytes_at] == [1, 111, 1111, 11_101 + 7, 111_000]
+    assert (usage.peak, usage.peak_op) == (2_111_000, 4)
+    again = simulate(AGAIN, PROBLEM)
+    assert again.ops == (0, 1, 2, 0, 3, 4)
+    assert [b - 2_000_000 for b in again.bytes_at] == [1, 111, 1110, 1101, 11_101 + 7, 111_000]
+
+
+def test_a_second_copy_is_counted_while_it_is_made() -> None:
+    usage = simulate(Plan((Run(0), Run(0)), 2), PROBLEM)
+    assert [b - 2_000_000 for b in usage.bytes_at] == [1, 2]
+
+
+def test_cost() -> None:
+    assert (cost(KEEP_ALL, PROBLEM), cost(AGAIN, PROBLEM)) == (31.0, 32.0)
+
+
+def test_nothing_is_wrong_with_these() -> None:
+    assert verify(KEEP_ALL, PROBLEM, budget=2_111_000) == []
+    assert verify(AGAIN, PROBLEM, budget=2_111_000) == []
+
+
+def _without(i: int) -> Plan:
+    boundary = AGAIN.boundary - (i < AGAIN.boundary)
+    return Plan(AGAIN.steps[:i] + AGAIN.steps[i + 1 :], boundary)
+
+
+def _with(i: int, step: Step) -> Plan:
+    boundary = AGAIN.boundary + (i <= AGAIN.boundary - 1)
+    return Plan((*AGAIN.steps[:i], step, *AGAIN.steps[i:]), boundary)
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (Plan((), 0), "a never runs"),
+        (_without(3), "loss never runs"),
+        (_without(0), "step 0 runs b without its input x"),
+        (_without(5), "step 5 runs b_grad without its input x"),
+        (_with(5, Free(3)), "step 7 runs b_grad without its input mask"),
+        (_with(7, Run(1)), "b runs 2 times though it draws random numbers"),
+        (_with(3, Free(1)), "step 3 frees x, which is not at hand"),
+        (_with(3, Free(0)), "step 3 frees tokens, which is not at hand"),
+        (_with(6, Free(4)), "step 6 frees loss, a result of the step"),
+        (_with(6, Free(4)), "loss, a result of the step, is not at hand in the end"),
+        (Plan((Run(1), Run(0), *AGAIN.steps[2:]), 5), "step 0 runs b before a"),
+        (Plan((Run(0), Run(2), Run(1), Run(3), Run(4)), 3), "step 1 runs loss before b"),
+        (Plan((Run(0), Run(1), Run(2), Run(4), Run(3)), 3), "step 3 runs a_grad before b_grad"),
+        (replace(AGAIN, boundary=7), "step 6 runs b_grad of the backward in the forward"),
+        (replace(AGAIN, boundary=3), "step 3 runs loss of the forward for the first time in the backward"),
+    ],
+)
+def test_each_fault_is_found(plan: Plan, says: str) -> None:
+    assert says in verify(plan, PROBLEM)
+
+
+def test_a_peak_beyond_the_budget_is_found() -> None:
+    assert verify(KEEP_ALL, PROBLEM, budget=2_110_999) == [
+        "the peak of 2.11 MB (2_111_000 bytes) at a_grad exceeds the budget of 2.11 MB (2_110_999 bytes)"
+    ]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_missing_run_is_found(seed: int) -> None:
+    """Every run of a lowered plan is needed: each is the first of its op, or what is read later is not at hand."""
+    problem = random_problem(seed, most_ops=7)
+    plan = lower(problem.graph, Schedule.from_runs(problem.graph, _least(problem, seed)))
+    assert verify(plan, problem) == []
+    for i, step in enumerate(plan.steps):
+        if isinstance(step, Run):
+            mutant = Plan(plan.steps[:i] + plan.steps[i + 1 :], plan.boundary - (i < plan.boundary))
+            assert verify(mutant, problem) != []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_free_of_what_is_still_read_is_found(seed: int) -> None:
+    problem = random_problem(seed, most_ops=7)
+    graph = problem.graph
+    plan = lower(graph, Schedule.from_runs(graph, random_runs(problem, seed)))
+    for i, step in enumerate(plan.steps):
+        if isinstance(step, Run):
+            for v in graph.ops[step.op].inputs:
+                mutant = Plan((*plan.steps[:i], Free(v), *plan.steps[i:]), plan.boundary + (i < plan.boundary))
+                assert verify(mutant, problem) != []
+
+
+def _least(problem: Problem, seed: int) -> np.ndarray:
+    """Random runs less those that nothing reads: each run is its op's first, or read before its op runs again."""
+    R = random_runs(problem, seed)
+    for _ in range(R.size):
+        S = Schedule.from_runs(problem.graph, R).S
+        idle = [(t, k) for t, k in np.argwhere(R) if t > k and not _read(problem, R, S, t, k)]
+        if not idle:
+            break
+        R[idle[0]] = False
+    return R
+
+
+def _read(problem: Problem, R: np.ndarray, S: np.ndarray, t: int, k: int) -> bool:
+    """Whether a value that op k makes in stage t is read in that stage, or kept for the next and no result anyway."""
+    graph = problem.graph
+    return any(
+        v not in graph.outputs and (R[t, list(graph.users[v])].any() or (t + 1 < len(R) and S[t + 1, v]))
+        for v in graph.ops[k].outputs
+    )

@@ -1,0 +1,90 @@
+"""What a Solution says about itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from checkmate.core import plan as plans
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.core.solution import Solution, Status
+
+PROBLEM = Problem.from_dag([[], [0], [1], [0, 2]], [1, 2, 3, 4], [1000, 2000, 3000, 4000])
+R = np.eye(4, dtype=bool)
+R[3, 0] = True
+SCHEDULE = Schedule.from_runs(PROBLEM.graph, R)
+FOUND = Solution(
+    Status.FEASIBLE,
+    PROBLEM,
+    budget=9000,
+    method="milp",
+    schedule=SCHEDULE,
+    plan=plans.lower(PROBLEM.graph, SCHEDULE),
+    cost=11.0,
+    bound=10.45,
+    peak=8000,
+    seconds=0.25,
+)
+NONE = Solution(Status.INFEASIBLE, PROBLEM, budget=10, method="milp", message="op3 alone needs 8.00 kB")
+
+
+def test_gap_and_overhead() -> None:
+    assert FOUND.gap == pytest.approx(0.05)
+    assert FOUND.overhead == pytest.approx(0.1)
+
+
+def test_a_summary_of_a_plan() -> None:
+    assert str(FOUND).splitlines() == [
+        "feasible (milp): fits the budget; the gap says how much better another plan could be at most",
+        "  budget     9.00 kB",
+        "  peak       8.00 kB (100.0% of keeping all)",
+        "  step       11.0 s (+10.00% recomputation)",
+        "  bound      10.4 s (gap 5.00%)",
+        "  runs again 1 of 4 ops, 1 times in all",
+        "  solved in  250.0 ms",
+    ]
+
+
+def test_a_summary_without_a_plan() -> None:
+    assert str(NONE).splitlines() == [
+        "infeasible (milp): op3 alone needs 8.00 kB",
+        "  budget     10 B",
+        "  solved in  0.0 µs",
+    ]
+    assert NONE.gap == float("inf")
+
+
+def test_every_status_says_what_it_means() -> None:
+    assert all(status.label and status.meaning for status in Status)
+    assert len({status.meaning for status in Status}) == len(Status)
+    assert repr(Status.NOT_FOUND) == "Status.NOT_FOUND"
+
+
+def test_modules_need_a_plan_and_pytorch() -> None:
+    with pytest.raises(ValueError, match="no modules without a plan"):
+        _ = NONE.modules
+    with pytest.raises(ValueError, match="not captured from PyTorch"):
+        _ = FOUND.modules
+
+
+def test_modules_are_written_once() -> None:
+    written: list[plans.Plan] = []
+
+    def emit(plan: plans.Plan) -> int:
+        written.append(plan)
+        return len(written)
+
+    captured = Problem(PROBLEM.graph, PROBLEM.profile, emit)
+    solution = Solution(Status.OPTIMAL, captured, 9000, "milp", SCHEDULE, FOUND.plan, 11.0, 11.0, 8000)
+    assert (solution.modules, solution.modules) == (1, 1)
+    assert written == [FOUND.plan]
+
+
+def test_a_step_that_costs_nothing() -> None:
+    nothing = Problem.from_dag([[]], [0.0], [0])
+    once = Schedule.from_runs(nothing.graph, np.eye(1, dtype=bool))
+    plan = plans.lower(nothing.graph, once)
+    solution = Solution(Status.OPTIMAL, nothing, 1, "milp", once, plan, 0.0, 0.0, 0)
+    assert (solution.gap, solution.overhead) == (0.0, 0.0)
+    assert "peak       0 B (0.0% of keeping all)" in str(solution)

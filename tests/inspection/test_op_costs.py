@@ -1,0 +1,106 @@
+"""The table of what each op costs: by hand, from a file without PyTorch, and from a network."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+import checkmate
+from checkmate import Problem, Profile
+from tests.project.test_import_without_torch import BLOCK, _python
+
+
+def _problem() -> Problem:
+    """Three ops in a row and one that reads the first and the last; the second is estimated."""
+    plain = Problem.from_dag([[], [0], [1], [0, 2]], [1.0, 2.0, 3.0, 4.0], [100, 10, 50, 1], workspace=[0, 500, 0, 0])
+    profile = Profile(plain.seconds, plain.workspace, 0, "measured on cpu, 2 threads; 1 op estimated", (1,))
+    return Problem(plain.graph, profile)
+
+
+def test_figures_by_hand() -> None:
+    costs = checkmate.profile(_problem())
+    assert [row.seconds for row in costs] == [1.0, 2.0, 3.0, 4.0]
+    assert [row.share for row in costs] == [0.1, 0.2, 0.3, 0.4]
+    assert [row.output_bytes for row in costs] == [100, 10, 50, 1]
+    assert [row.workspace_bytes for row in costs] == [0, 500, 0, 0]
+    assert [row.byte_seconds for row in costs] == [100 * 10.0, 10 * 5.0, 50 * 7.0, 1 * 4.0]
+    assert [row.estimated for row in costs] == [False, True, False, False]
+    assert (costs.seconds, costs.peak) == (10.0, 610)
+
+
+def test_the_three_orders() -> None:
+    costs = checkmate.profile(_problem())
+    assert [row.op for row in costs.by_time()] == [3, 2, 1, 0]
+    assert [row.op for row in costs.by_bytes()] == [1, 0, 2, 3]
+    assert [row.op for row in costs.by_lifetime()] == [0, 2, 1, 3]
+
+
+def test_a_result_stays_to_the_end() -> None:
+    problem = Problem.from_dag([[], [0], [1]], [1.0, 1.0, 1.0], [1, 1, 1], outputs=[0, 2])
+    assert [row.byte_seconds for row in checkmate.profile(problem)] == [3.0, 2.0, 1.0]
+
+
+def test_the_printed_tables_show_the_first_of_each_order_and_what_is_estimated() -> None:
+    shown = repr(checkmate.profile(_problem(), top=1))
+    title, time, size, lifetime = shown.split("\n\n")
+    assert title == "4 ops, 10.0 s and at most 610 B a step (measured on cpu, 2 threads; 1 op estimated)"
+    assert time.splitlines()[0] == "most time"
+    assert len(time.splitlines()) == 3
+    assert "40.0%" in time
+    assert "500 B" in size
+    assert "estimated" in size
+    assert "1.00 kB s" in lifetime
+    assert "estimated" not in lifetime
+
+
+def test_html_is_escaped() -> None:
+    problem = _problem()
+    shown = checkmate.profile(
+        Problem(problem.graph, Profile(problem.seconds, problem.workspace, 0, "<b>"))
+    )._repr_html_()
+    assert "&lt;b&gt;" in shown
+    assert "<b>" not in shown
+    assert shown.count("<table>") == 4
+
+
+def test_rows_do_not_change() -> None:
+    row = checkmate.profile(_problem())[0]
+    with pytest.raises(FrozenInstanceError):
+        row.seconds = 1.0
+
+
+def test_a_step_without_seconds_has_no_shares() -> None:
+    assert [row.share for row in checkmate.profile(Problem.from_dag([[]], [0.0], [1]))] == [0.0]
+
+
+def test_a_problem_takes_no_batch() -> None:
+    with pytest.raises(TypeError, match="already traced"):
+        checkmate.profile(_problem(), 1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pandas") is not None, reason="pandas is installed")
+def test_without_pandas_there_are_records() -> None:
+    costs = checkmate.profile(_problem())
+    with pytest.raises(ImportError, match="pip install pandas"):
+        costs.to_pandas()
+    assert costs.records()[1]["estimated"] is True
+
+
+def test_a_file_is_shown_without_pytorch(tmp_path: Path) -> None:
+    path = tmp_path / "problem.json"
+    _problem().to_json(path)
+    code = f"import checkmate; print(checkmate.profile(checkmate.Problem.from_json({str(path)!r}), top=2))"
+    assert _python(BLOCK + code) == repr(checkmate.profile(_problem(), top=2))
+
+
+def test_a_network_shows_modules_and_lines() -> None:
+    torch = pytest.importorskip("torch")
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    costs = checkmate.profile(lambda x: net(x).sum(), torch.ones(8, 64), profile="roofline:laptop")
+    assert costs[0].target == "aten.addmm.default"
+    assert costs[0].where.startswith("0 (Linear, test_op_costs.py:")
+    assert all(row.estimated for row in costs)
+    assert "roofline estimate for laptop CPU" in repr(costs)

@@ -1,0 +1,245 @@
+"""Why a peak is what it is: what is held, what dropping it costs by doing it, what memory is worth by brute force."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import checkmate
+from benchmarks.networks import dags
+from checkmate import Problem, Status
+from checkmate.core import plan as plans
+from checkmate.core.plan import Free, Plan, Run
+from checkmate.core.problem import Profile
+from checkmate.inspection import peak as peaks
+from checkmate.inspection.peak import Remaking, explain_peak
+from checkmate.inspection.timeline import timeline
+from checkmate.solvers.common.certify import certify
+from checkmate.solvers.search.next_use import next_use
+from tests.inspection.test_timeline import _chain
+from tests.support import oracle
+
+
+def _by_hand(problem: Problem, *again: tuple[int, int], budget: int = 10**6) -> Any:
+    """The plan that runs each op once, and op k again in stage t."""
+    R = np.eye(len(problem.graph.ops), dtype=bool)
+    for t, k in again:
+        R[t, k] = True
+    return certify(problem, budget, R, method="by hand")
+
+
+def test_the_table_by_hand() -> None:
+    peak = _by_hand(_chain(), budget=150).explain_peak(prices=False)
+    assert (peak.peak, peak.moment.name) == (145, "d")
+    assert peak.resident == {"parameters": 7, "inputs": 5, "other resident": 3}
+    assert [(row.name, row.bytes, row.role, row.why_not) for row in peak] == [
+        ("vd", 80, "results", "made here"),
+        ("vc", 40, "gradients", "read here"),
+        ("va", 10, "activations", "read here"),
+    ]
+    assert (peak[2].made_by, peak[2].module, peak[2].line) == ("a", "net.0", "net.py:1")
+    assert sum(row.bytes for row in peak) + sum(peak.resident.values()) == peak.peak
+
+
+def test_what_is_needed_later_says_by_whom_when_and_what_dropping_it_costs() -> None:
+    problem = dags.unit_chain(4)  # op 5 is the first of the backward: it reads the values of ops 3 and 4
+    peak = _by_hand(problem).explain_peak(prices=False)
+    assert peak.moment.name == "op5"
+    assert [(row.name, row.next_op, row.next_in, row.drop_seconds, row.why_not) for row in peak] == [
+        ("v0", "op8", 2.0, 1.0, ""),
+        ("v1", "op7", 1.0, 1.0, ""),
+        ("v2", "op6", 0.0, 1.0, ""),
+        ("v3", "", None, None, "read here"),
+        ("v4", "", None, None, "read here"),
+        ("v5", "op6", 0.0, None, "made here"),
+    ]
+
+
+def test_results_and_what_runs_once_cannot_be_dropped() -> None:
+    problem = Problem.from_dag([[], [0], [1], [2], [1, 3]], [1] * 5, [4, 4, 9, 9, 1], outputs=[0, 4])
+    ops = list(problem.graph.ops)
+    ops[1] = replace(ops[1], pinned="draws random numbers")
+    pinned = replace(problem, graph=replace(problem.graph, ops=tuple(ops)))
+    reasons = {row.name: row.why_not for row in _by_hand(pinned).explain_peak(prices=False)}
+    assert reasons == {
+        "v3": "made here",
+        "v2": "read here",
+        "v0": "a result of the step",
+        "v1": "op1 draws random numbers",
+    }
+
+
+def _dropped(solution: Any, row: Any) -> Plan:
+    """The plan that does without the value at the peak: it is freed after its last use before, and made again after."""
+    line, graph = timeline(solution.plan, solution.problem), solution.problem.graph
+    (span,) = [span for span in line.alive(line.peak_moment.index) if span.value == row.value]
+    use, peak = span.next_use(line.peak_moment.index), line.peak_moment.index
+    remake = Remaking(solution, line)
+    ops = sorted(remake.ops(span.value, use))
+    passing = [v for k in ops for v in graph.ops[k].outputs if v != span.value and not remake.at_hand(v, use)]
+    last = max([span.first, *(u for u in span.uses if u < peak)])
+    steps: list[Any] = []
+    boundary, runs = solution.plan.boundary, -1
+    for i, step in enumerate(solution.plan.steps):
+        boundary = len(steps) if i == solution.plan.boundary else boundary
+        if isinstance(step, Run):
+            runs += 1
+            if runs == use:
+                steps += [*map(Run, ops), *map(Free, passing)]
+        steps.append(step)
+        if isinstance(step, Run) and runs == last:
+            steps.append(Free(span.value))
+    return Plan(tuple(steps), boundary)
+
+
+def _tight(problem: Problem, share: float) -> Any:
+    return next_use(problem, int(share * problem.keep_all_peak))
+
+
+PLANS: dict[str, Callable[[], Any]] = {
+    **{f"random {seed}": lambda seed=seed: _tight(oracle.random_problem(seed, most_ops=7), 1.0) for seed in range(12)},
+    "unet": lambda: _tight(dags.unet(2, wide=8), 0.8),
+    "gpt": lambda: _tight(dags.gpt(1), 0.8),
+    "chain": lambda: _tight(dags.unit_chain(12), 0.6),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_dropping_a_value_costs_what_is_said(name: str) -> None:
+    """Done to the plan: it stays valid, costs so much more, and has so many bytes less at the op of the peak."""
+    solution = PLANS[name]()
+    problem, peak = solution.problem, solution.explain_peak(prices=False)
+    before = sum(row.bytes for row in peak) + sum(peak.resident.values()) + peak.moment.workspace
+    assert before == peak.peak == solution.peak
+    droppable = [row for row in peak if row.drop_seconds is not None and row.next_op]
+    assert len(droppable) > 3 or name.startswith("random")
+    for row in droppable:
+        plan = _dropped(solution, row)
+        assert plans.verify(plan, problem) == []
+        assert plans.cost(plan, problem) == pytest.approx(solution.cost + row.drop_seconds)
+        assert plans.simulate(plan, problem).bytes_at[peak.moment.index] == peak.peak - row.bytes
+
+
+def test_prices_of_the_chain_whose_optima_are_known() -> None:
+    peak = checkmate.solve(dags.unit_chain(8), 4).explain_peak(step=1)
+    less, more = peak.prices
+    assert (less.budget, less.cost, less.bound, less.found_change, less.proven_change) == (3, 45, 45, 19, 19)
+    assert (more.budget, more.cost, more.bound, more.found_change, more.proven_change) == (5, 22, 22, -4, -4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prices_are_those_of_brute_force(seed: int) -> None:
+    problem = oracle.random_problem(seed)
+    outcomes = oracle.outcomes(problem)
+    for budget in oracle.interesting_budgets(outcomes)[:-1]:
+        solution = checkmate.solve(problem, budget)
+        for price in solution.explain_peak(step=1).prices:
+            best = oracle.optimum(outcomes, price.budget)
+            assert price.cost == pytest.approx(best)
+            assert price.proven_change == pytest.approx(best - solution.cost)
+
+
+def test_below_the_smallest_budget_nothing_fits() -> None:
+    peak = checkmate.solve(dags.unit_chain(8), 3).explain_peak(step="1 B")
+    assert (peak.prices[0].status, peak.prices[0].found_change) == (Status.INFEASIBLE, float("inf"))
+    assert "none fits" in repr(peak)
+    assert "infeasible" in repr(peak)
+
+
+def test_a_plan_that_is_not_the_best_is_told_so() -> None:
+    """Running an op for nothing: even with less memory a faster plan is known, and the change is negative."""
+    solution = _by_hand(dags.unit_chain(4), (2, 0), (3, 0), budget=9)
+    peak = solution.explain_peak(step=1)
+    less, _ = peak.prices
+    assert less.found_change < 0
+    assert less.found_change >= less.proven_change
+    assert peak.better is not None
+    assert (peak.better.cost, peak.better.budget) == (9.0, 9)  # each of the nine ops once
+    assert peak.better.peak <= solution.budget
+    for text in (repr(peak), peak._repr_html_()):
+        assert "a better plan for the same budget was found: a step of 9.0 s, 2.0 s less" in text
+
+
+def test_of_the_best_plan_no_better_one_is_told() -> None:
+    peak = checkmate.solve(dags.unit_chain(4), 9).explain_peak(step=1)
+    assert peak.better is None
+    assert "better plan" not in repr(peak) + peak._repr_html_()
+
+
+def test_the_step_is_a_hundredth_of_the_peak_or_100_mb(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(peaks, "_price", lambda solution, budget, *_: (asked.append(budget), solution))
+    for resident, step in ((0, 1), (1000, 10), (10**11, 10**8)):
+        problem = dags.unit_chain(2)
+        solution = _by_hand(replace(problem, profile=replace(problem.profile, resident_bytes=resident)), budget=10**12)
+        asked.clear()
+        explain_peak(solution)
+        assert asked == [solution.peak - step, solution.budget + step]
+
+
+def test_without_prices_nothing_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("checkmate.inspection.peak.solve", None)
+    peak = _by_hand(_chain()).explain_peak(prices=False)
+    assert peak.prices == ()
+    assert "any plan" not in repr(peak) + peak._repr_html_()
+
+
+def test_it_prints_as_tables() -> None:
+    peak = _by_hand(_chain(), (3, 0), budget=150).explain_peak(step=5, top=2)
+    title, values, prices, better = repr(peak).split("\n\n")
+    assert title.splitlines() == [
+        "The peak of 145 B is at d (net.py:3), in the backward.",
+        "  budget     150 B, of which 5 B are left",
+        "  values     130 B in 3 values",
+        "  resident   15 B: parameters 7 B, inputs 5 B, other resident 3 B",
+    ]
+    assert values.splitlines()[1].split() == ["vd", "80", "B", "results", "made", "here", "net.py:3"]
+    assert values.splitlines()[-1].split() == ["...", "and", "1", "more", "10", "B"]
+    assert prices.splitlines()[0] == "What less or more memory would change of this step of 16.0 s:"
+    assert prices.splitlines()[2].split() == ["-5", "B", "140", "B", "-", "-", "none", "fits", "infeasible"]
+    assert prices.splitlines()[3].split()[:10] == ["+5", "B", "155", "B", "15.0", "s", "-1.0", "s", "at", "least"]
+    assert peak._repr_html_().count("<table>") == 5  # one for the better plan
+    assert better.startswith("On the way a better plan for the same budget was found")
+
+
+def test_a_peak_at_a_rematerialization_says_so() -> None:
+    problem = dags.unit_chain(2)
+    fat = replace(problem, profile=Profile(problem.seconds, np.array([9, 0, 0, 0, 0])))
+    solution = _by_hand(fat, (4, 0), (3, 0))
+    moment = solution.explain_peak(prices=False).moment
+    assert (moment.name, moment.time) == ("op0", 1)
+    assert "op0, run for the 2nd time, in the backward." in repr(solution.explain_peak(prices=False))
+    assert "workspace  9 B of op" in repr(solution.explain_peak(prices=False))
+
+
+def test_html_is_escaped() -> None:
+    problem = _chain()
+    ops = [replace(op, where="<b>") for op in problem.graph.ops]
+    shown = _by_hand(replace(problem, graph=replace(problem.graph, ops=tuple(ops)))).explain_peak(prices=False)
+    assert "&lt;b&gt;" in shown._repr_html_()
+    assert "<b>" not in shown._repr_html_()
+
+
+def test_rows_as_records() -> None:
+    peak = _by_hand(_chain()).explain_peak(prices=False)
+    assert peak.records()[0]["bytes"] == peak[0].bytes == 80
+    assert len(peak) == 3
+    if importlib.util.find_spec("pandas"):
+        assert list(peak.to_pandas()["name"]) == ["vd", "vc", "va"]
+
+
+def test_what_cannot_be_explained_is_refused() -> None:
+    with pytest.raises(ValueError, match="There is no plan to explain: No schedule fits 1 B"):
+        checkmate.solve(dags.unit_chain(4), 1).explain_peak()
+    solution = _by_hand(_chain())
+    with pytest.raises(checkmate.BudgetError):
+        solution.explain_peak(step=0)
+    with pytest.raises(ValueError, match="time_limit"):
+        solution.explain_peak(time_limit=0)
+    with pytest.raises(ValueError, match="top is a number of rows, not -1"):
+        solution.explain_peak(top=-1)

@@ -1,0 +1,179 @@
+"""What is in memory while a plan runs: by hand, and against the simulator on random plans."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+import checkmate
+from benchmarks.networks import dags
+from checkmate import Problem
+from checkmate.core import plan as plans
+from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.plan import Free, Plan, Run
+from checkmate.core.problem import Profile
+from checkmate.inspection.timeline import ROLES, Place, Timeline, place_of, timeline
+from checkmate.solvers.search.next_use import next_use
+from tests.support import oracle
+
+
+def _chain() -> Problem:
+    """Four ops, the last two of the backward; the first value is read by op 1 and op 3."""
+    graph = Graph(
+        ops=(
+            Op("a", "mm", (0,), (2,), "forward", None, "net.0 (Linear, net.py:1)"),
+            Op("b", "relu", (2,), (3,), "forward", None, "net.1 (ReLU, net.py:2)"),
+            Op("c", "relu_backward", (3,), (4,), "backward", None, "net.1 (ReLU, net.py:2)"),
+            Op("d", "mm_backward", (1, 2, 4), (5,), "backward", None, "net.py:3"),
+        ),
+        values=(
+            Value("x", 5, None, "input"),
+            Value("w", 7, None, "parameter"),
+            Value("va", 10, 0),
+            Value("vb", 20, 1),
+            Value("vc", 40, 2),
+            Value("vd", 80, 3),
+        ),
+        outputs=(5,),
+    )
+    return Problem(graph, Profile([1.0, 2.0, 4.0, 8.0], [0, 3, 0, 0], 15))
+
+
+AGAIN = Plan((Run(0), Run(1), Free(2), Run(2), Free(3), Run(0), Run(3), Free(2), Free(4)), boundary=3)
+
+
+def test_a_plan_by_hand() -> None:
+    line = timeline(AGAIN, _chain())
+    assert [m.op for m in line.moments] == [0, 1, 2, 0, 3]
+    assert [m.bytes for m in line.moments] == [15 + 10, 15 + 30 + 3, 15 + 60, 15 + 50, 15 + 130]
+    assert [m.begin for m in line.moments] == [0.0, 1.0, 3.0, 7.0, 8.0]
+    assert [m.time for m in line.moments] == [0, 0, 0, 1, 0]
+    assert [m.phase for m in line.moments] == ["forward", "forward", "backward", "backward", "backward"]
+    assert [m.op_phase for m in line.moments] == ["forward", "forward", "backward", "forward", "backward"]
+    assert (line.seconds, line.boundary, line.peak, line.peak_moment.name) == (16.0, 2, 145, "d")
+    spans = [(s.name, s.copy, s.first, s.last, s.uses, s.role) for s in line.spans]
+    assert spans == [
+        ("va", 0, 0, 1, (1,), "activations"),
+        ("vb", 0, 1, 2, (2,), "activations"),
+        ("vc", 0, 2, 4, (4,), "gradients"),
+        ("va", 1, 3, 4, (4,), "made again"),
+        ("vd", 0, 4, 4, (), "results"),
+    ]
+
+
+def test_bytes_by_role_and_by_module_by_hand() -> None:
+    line = timeline(AGAIN, _chain())
+    assert {role: row.tolist() for role, row in line.by("role").items()} == {
+        "parameters": [7] * 5,
+        "inputs": [5] * 5,
+        "other resident": [3] * 5,
+        "results": [0, 0, 0, 0, 80],
+        "activations": [10, 30, 20, 0, 0],
+        "made again": [0, 0, 0, 10, 10],
+        "gradients": [0, 0, 40, 40, 40],
+        "workspace": [0, 3, 0, 0, 0],
+    }
+    assert {module: row.tolist() for module, row in line.by("module").items()} == {
+        "resident": [15] * 5,
+        "outside modules": [0, 0, 0, 0, 80],
+        "net.0": [10, 10, 0, 10, 10],
+        "net.1": [0, 23, 60, 40, 40],
+    }
+    with pytest.raises(ValueError, match="by 'role' or by 'module', not by 'size'"):
+        line.by("size")
+
+
+def test_a_value_that_is_still_there_when_its_op_runs_again_is_there_twice() -> None:
+    problem = Problem.from_dag([[], [0]], [1.0, 1.0], [10, 1], outputs=[0, 1])
+    line = timeline(Plan((Run(0), Run(0), Run(1)), 3), problem)
+    assert [m.bytes for m in line.moments] == [10, 20, 11]
+    assert [(s.first, s.last, s.uses) for s in line.spans] == [(0, 2, (2,)), (1, 1, ()), (2, 2, ())]
+
+
+def test_the_next_use_comes_after_the_moment_asked_for() -> None:
+    span = timeline(AGAIN, _chain()).spans[1]
+    assert (span.next_use(0), span.next_use(1), span.next_use(2)) == (2, 2, None)
+
+
+def test_alive_lists_the_most_bytes_first() -> None:
+    assert [s.name for s in timeline(AGAIN, _chain()).alive(4)] == ["vd", "vc", "va"]
+
+
+def test_values_that_share_bytes_are_resident_without_a_role() -> None:
+    problem = _chain()
+    less = Problem(problem.graph, Profile(problem.seconds, problem.workspace, 6))
+    assert timeline(AGAIN, less).resident == {"other resident": 6}
+
+
+def test_a_plan_that_runs_nothing_has_no_timeline() -> None:
+    with pytest.raises(ValueError, match="runs nothing"):
+        timeline(Plan((), 0), _chain())
+
+
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [
+        ("layer1.0.conv2 (Conv2d, resnet.py:31)", Place("layer1.0.conv2", "Conv2d", "resnet.py:31")),
+        ("layer1.0 (Conv2d)", Place("layer1.0", "Conv2d", "")),
+        ("GPT2LMHeadModel, loss_utils.py:42", Place("", "GPT2LMHeadModel", "loss_utils.py:42")),
+        ("features.3", Place("features.3")),
+        ("modeling_gpt2.py:567", Place("", "", "modeling_gpt2.py:567")),
+        ("generated code", Place()),
+        ("", Place()),
+        (None, Place()),
+    ],
+)
+def test_the_parts_of_where(where: str | None, place: Place) -> None:
+    assert place_of(where) == place
+
+
+def _agrees(line: Timeline, plan: Plan, problem: Problem) -> None:
+    usage = plans.simulate(plan, problem)
+    assert tuple(m.op for m in line.moments) == usage.ops
+    assert tuple(line.bytes.tolist()) == usage.bytes_at
+    assert line.peak == usage.peak
+    assert line.peak_moment.op == usage.peak_op
+    for rows in (line.by_role(), line.by_module(), line.by_module(groups=2)):
+        assert np.array_equal(sum(rows.values()), line.bytes)
+    for index in {0, len(line.moments) // 2, len(line.moments) - 1}:
+        moment = line.moments[index]
+        held = sum(span.bytes for span in line.alive(index)) + sum(line.resident.values())
+        assert held + moment.workspace == moment.bytes
+    assert {span.role for span in line.spans} <= set(ROLES)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_says_what_the_simulator_says(seed: int) -> None:
+    problem = oracle.random_problem(seed)
+    for schedule in islice(oracle.all_schedules(problem), 0, None, 31):
+        plan = plans.lower(problem.graph, schedule)
+        if not plans.verify(plan, problem):
+            _agrees(timeline(plan, problem), plan, problem)
+
+
+@pytest.mark.parametrize("problem", [dags.vgg(), dags.unet(2), dags.gpt(2)], ids=["vgg", "unet", "gpt"])
+def test_it_says_so_of_the_plans_of_training_steps(problem: Problem) -> None:
+    solution = next_use(problem, int(0.7 * problem.keep_all_peak))
+    line = timeline(solution.plan, problem)
+    _agrees(line, solution.plan, problem)
+    assert line.seconds == pytest.approx(solution.cost)
+    reads = [(span.value, use) for span in line.spans for use in span.uses]
+    made = [
+        op
+        for op in line.moments
+        for v in problem.graph.ops[op.op].inputs
+        if problem.graph.values[v].producer is not None
+    ]
+    assert len(reads) == len(made)
+    assert all(span.first < use <= span.last for span in line.spans for use in span.uses)
+
+
+def test_modules_of_a_network_are_taken_together() -> None:
+    problem = checkmate.Problem.from_json("benchmarks/problems/vgg16.json.gz")
+    line = timeline(checkmate.solve(problem, problem.keep_all_peak, method="checkpoint-all").plan, problem)
+    rows = line.by_module(groups=4)
+    assert list(rows)[:2] == ["resident", "outside modules"]
+    assert 2 <= len(rows) - 2 <= 4
+    assert np.array_equal(sum(rows.values()), line.bytes)

@@ -1,0 +1,852 @@
+"""The report: what its page says, without a browser, and how it behaves in a real one.
+
+The browser is Chromium, without a window. Where it is not installed its tests skip, or fail if ``CI`` is set.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html.parser
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import checkmate
+from benchmarks.networks import dags
+from checkmate import Problem, Schedule, Solution
+from checkmate.core.graph import Graph
+from checkmate.core.problem import Profile
+from checkmate.inspection.timeline import ROLES, timeline
+from checkmate.solvers.common.certify import certify
+from checkmate.units import format_bytes, format_seconds
+from checkmate.webpage.page_data import _intervals
+from tests.inspection.test_timeline import _chain
+from tests.project.test_import_without_torch import BLOCK, _python
+from tests.support import oracle
+from tests.support.sampling import slow
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = (
+    "</script><script>window.hit = 1</script>",
+    "<img src=x onerror='window.hit = 1'>",
+    '"><svg onload="window.hit = 1">',
+    "${window.hit = 1}$data",
+    "<!-- <script>",
+    "\u202eback\u2028line\x00\ud800",
+    "n" * 3000,
+)
+
+
+def _written(name: str) -> str:
+    """As the page shows it."""
+    return name.replace(HOSTILE[5], r"\u202eback\u2028line\x00\ud800")
+
+
+def _hostile() -> Solution:
+    """A chain whose names, targets and places would run something, if a page let them."""
+    chain = dags.unit_chain(4)
+    ops = tuple(
+        replace(
+            op, name=f"{HOSTILE[k % 7]}{k}", target=HOSTILE[(k + 1) % 7], where=f"{HOSTILE[(k + 2) % 7]} (A, b.py:1)"
+        )
+        for k, op in enumerate(chain.graph.ops)
+    )
+    values = tuple(replace(value, name=HOSTILE[v % 7]) for v, value in enumerate(chain.graph.values))
+    graph = Graph(ops, values, chain.graph.outputs)
+    return checkmate.solve(Problem(graph, Profile(chain.seconds, chain.workspace, 0, HOSTILE[0])), 4)
+
+
+@cache
+def _again() -> Solution:
+    """A chain of 17 ops within 4 bytes, of which ops run again."""
+    return checkmate.solve(dags.unit_chain(8), 4)
+
+
+@cache
+def _resnet() -> Solution:
+    """A step with modules' sizes and times, op 7 run again."""
+    problem = dags.resnet()
+    return checkmate.solve(problem, int(0.7 * problem.keep_all_peak), method="next-use", time_limit=2)
+
+
+@cache
+def _rows() -> checkmate.Frontier:
+    return checkmate.frontier(dags.unit_chain(8), [2, 3, 4, 6, 10], methods=["auto", "checkpoint-all"], jobs=1)
+
+
+def _plan(solution: Solution) -> Schedule:
+    assert solution.schedule is not None
+    return solution.schedule
+
+
+def _data(path: Path) -> dict[str, Any]:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(encoding="utf-8"))
+    return json.loads(text)
+
+
+class _Elements(html.parser.HTMLParser):
+    """The elements of a page, as a browser without scripts sees them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+# the page's data
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_data_are_those_of_the_timeline(seed: int, tmp_path: Path) -> None:
+    problem = oracle.random_problem(seed)
+    solution = checkmate.solve(problem, problem.min_budget().peak)
+    data = _data(solution.report(tmp_path / "plan.html"))
+    line = timeline(solution.plan, problem)
+    assert data["moments"]["op"] == [moment.op for moment in line.moments]
+    assert data["moments"]["bytes"] == line.bytes.tolist()
+    assert data["moments"]["boundary"] == line.boundary
+    assert data["peak"] == {"bytes": solution.peak, "moment": line.peak_moment.index}
+    assert data["ops"]["seconds"] == problem.seconds.tolist()
+    sums = {role: np.full(len(line.moments), line.resident.get(role, 0)) for role in ROLES}
+    for value, role, _, first, last, _ in data["spans"]:
+        sums[ROLES[role]][first : last + 1] += data["values"]["bytes"][value]
+    sums["workspace"] += np.array([data["ops"]["workspace"][k] for k in data["moments"]["op"]])
+    assert {r: row.tolist() for r, row in sums.items() if row.any()} == {
+        r: row.tolist() for r, row in line.by_role().items()
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_schedule_is_told_by_intervals(seed: int) -> None:
+    problem = oracle.random_problem(seed)
+    S = _plan(checkmate.solve(problem, problem.min_budget().peak)).S
+    again = np.zeros_like(S)
+    for value, first, last in _intervals(S):
+        assert not again[max(0, first - 1) : last + 2, value].any()  # intervals do not touch
+        again[first : last + 1, value] = True
+    assert np.array_equal(again, S)
+
+
+def test_the_table_of_the_peak_is_that_of_explain_peak(tmp_path: Path) -> None:
+    solution = _again()
+    peak = solution.explain_peak(prices=False)
+    (table,) = _data(solution.report(tmp_path / "plan.html"))["tables"]
+    assert table["title"] == f"Values at the peak ({len(peak)})"
+    assert [row[0] for row in table["rows"]] == [held.name for held in peak]
+    assert [row[1] for row in table["rows"]] == [[format_bytes(held.bytes), held.bytes] for held in peak]
+    drop = [head for head, _ in table["heads"]].index("dropping costs")
+    costs = [
+        [h.why_not, None] if h.drop_seconds is None else [format_seconds(h.drop_seconds), h.drop_seconds] for h in peak
+    ]
+    assert [row[drop] for row in table["rows"]] == costs
+    assert any(cost[1] is not None for cost in costs)
+    line = timeline(solution.plan, solution.problem)
+    assert table["go"] == [span.first for span in line.alive(line.peak_moment.index)]
+    assert all(len(row) == len(table["heads"]) for row in table["rows"])
+
+
+def test_prices_are_there_where_asked_for(tmp_path: Path) -> None:
+    tables = {table["id"]: table for table in _data(_again().report(tmp_path / "plan.html", prices=True))["tables"]}
+    rows = tables["table-prices"]["rows"]
+    assert [row[0] for row in rows] == [["-1 B", -1], ["+1 B", 1]]
+    assert [row[1][1] for row in rows] == [3, 5]
+    assert rows[0][3] == ["+19.0 s", 19.0]  # from 26 s within 4 bytes to 45 s within 3
+    assert all(len(row) == len(tables["table-prices"]["heads"]) for row in rows)
+    least = checkmate.solve(dags.unit_chain(8), 3)
+    tables = {table["id"]: table for table in _data(least.report(tmp_path / "plan.html", prices=True))["tables"]}
+    assert tables["table-prices"]["rows"][0][2:5] == [["-", None], ["-", None], ["none fits", None]]
+
+
+@pytest.mark.slow
+def test_the_frontier_is_that_of_the_rows(tmp_path: Path) -> None:
+    page = _again().report(tmp_path / "plan.html", frontier=_rows())
+    data = _data(page)
+    auto, keep_all = data["frontier"]["methods"]
+    assert auto["points"] == [[3, 45], [4, 26], [6, 21], [10, 17]]  # as known of this chain
+    assert auto["label"] == "auto (4 of 5 budgets)"
+    assert keep_all["points"] == [[10, 17]]
+    assert data["frontier"]["base"] == 17
+    budgets, bounds = zip(*data["frontier"]["shade"], strict=True)
+    assert budgets == (2, 3, 4, 6, 10)
+    assert bounds[0] is None  # nothing fits 2 bytes
+    assert bounds[1:] == tuple(max(row.bound for row in _rows() if row.budget >= b) for b in budgets[1:])
+    assert bounds[1:] == pytest.approx([45, 26, 21, 17])
+    (table,) = (table for table in data["tables"] if table["id"] == "table-frontier")
+    assert [row[1][1] for row in table["rows"]] == [row.budget for row in _rows()]
+    assert 'href="#frontier"' in page.read_text()
+    assert "#frontier" not in _again().report(tmp_path / "plan.html").read_text().split("<script")[0].split("<nav")[1]
+
+
+def test_a_bound_holds_for_all_smaller_budgets(tmp_path: Path) -> None:
+    weaker = [replace(row, bound=20.0) if row.budget == 4 else row for row in _rows()]
+    shade = dict(map(tuple, _data(_again().report(tmp_path / "a.html", frontier=weaker))["frontier"]["shade"]))
+    assert shade[4] == pytest.approx(21.0)  # of 6 bytes
+
+
+def test_the_summary_says_it_in_words(tmp_path: Path) -> None:
+    text = " ".join(_Elements(_again().report(tmp_path / "a.html").read_text()).texts)
+    for words in (
+        "a step of 17 ops within a budget of 4 B",
+        "Its peak is 4 B, 40.0% of what keeping everything takes.",
+        "times in all, which adds 9.0 s to a step of 17.0 s (+52.94%).",
+        "It is optimal: proven that no plan within the budget takes less time.",
+        "9 in the forward, 8 in the backward",
+        f"checkmate {checkmate.__version__}",
+        "given",  # source of the profile
+    ):
+        assert words in text
+    keep_all = checkmate.solve(dags.unit_chain(2), 100, method="checkpoint-all")
+    text = " ".join(_Elements(keep_all.report(tmp_path / "b.html").read_text()).texts)
+    assert "No op runs twice: the step takes 5.0 s." in text
+    weak = replace(_again(), status=checkmate.Status.FEASIBLE, bound=13.0)
+    text = " ".join(_Elements(weak.report(tmp_path / "c.html").read_text()).texts)
+    assert "takes at least 13.0 s, so another one could save at most 50.00% of the step." in text
+
+
+def test_the_pictures_have_words(tmp_path: Path) -> None:
+    solution = certify(_chain(), 200, np.eye(4, dtype=bool), method="by hand")
+    text = solution.report(tmp_path / "a.html").read_text()
+    assert (
+        "from 25 B at the first op to 145 B at the last. The peak of 145 B is at d (net.py:3), "
+        "execution 4 of 4, in the backward"
+    ) in text
+    assert "0 of 4 ops run again, 0 times in all." in text
+
+
+# the file
+
+
+def test_the_page_loads_nothing_and_runs_its_own_script_only(tmp_path: Path) -> None:
+    for solution in (_again(), _hostile()):
+        text = solution.report(tmp_path / "plan.html").read_bytes().decode()
+        elements = _Elements(text)
+        tags = [tag for tag, _ in elements.found]
+        assert tags.count("script") == 2
+        assert not {"img", "iframe", "object", "svg", "embed", "base", "form"} & set(tags)
+        for _, attributes in elements.found:
+            assert not any(name.startswith("on") or name == "style" for name in attributes)
+            for name in ("src", "href"):
+                assert re.match(r"#|data:,$", attributes.get(name) or "#")
+        assert set(re.findall(r"https?://[^\"]*", text)) <= {"http://www.w3.org/2000/svg"}
+        policy = next(a["content"] for tag, a in elements.found if a.get("http-equiv") == "Content-Security-Policy")
+        (script,) = re.findall(r"<script>(.*?)</script>", text, flags=re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"script-src 'sha256-{digest}'" in policy
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+
+
+def test_no_name_is_lost(tmp_path: Path) -> None:
+    solution = _hostile()
+    data = _data(solution.report(tmp_path / "plan.html"))
+    assert data["ops"]["name"] == [_written(op.name) for op in solution.problem.graph.ops]
+    assert data["values"]["name"] == [_written(value.name) for value in solution.problem.graph.values]
+
+
+def test_what_would_turn_a_sentence_around_is_written_out(tmp_path: Path) -> None:
+    text = _hostile().report(tmp_path / "plan.html").read_text()
+    assert "\\u202eback" in text
+    assert not {"\u202e", "\u2028", "\x00"} & set(text)
+
+
+def test_it_returns_the_path_and_replaces_what_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    path.write_text("old")
+    assert _again().report(str(path)) == path
+    assert path.read_text().startswith("<!doctype html>")
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.html"
+    path.write_text("old")
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        _again().report(path)
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
+
+
+def test_others_may_read_the_page_as_any_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    mode = _again().report(tmp_path / "plan.html").stat().st_mode
+    assert stat.S_IMODE(mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+
+def test_errors_say_what_to_do(tmp_path: Path) -> None:
+    nothing = checkmate.solve(dags.unit_chain(4), 1)
+    with pytest.raises(ValueError, match=r"no plan to report on: No schedule fits 1 B: .*Solve again within a larger"):
+        nothing.report(tmp_path / "plan.html")
+    with pytest.raises(FileNotFoundError, match=r"The folder .*missing for the report plan\.html is missing\. Make it"):
+        _again().report(tmp_path / "missing" / "plan.html")
+    with pytest.raises(IsADirectoryError, match=r"is a folder\. Name a file in it, such as .*plan\.html"):
+        _again().report(tmp_path)
+    with pytest.raises(ValueError, match="no rows of a frontier"):
+        _again().report(tmp_path / "plan.html", frontier=[])
+    with pytest.raises(ValueError, match="of another problem"):
+        _resnet().report(tmp_path / "plan.html", frontier=_rows())
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_installed_package_has_the_parts_of_the_page() -> None:
+    (line,) = re.findall(r"^checkmate = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    patterns = re.findall(r'"(.*?)"', line)
+    parts = [path for path in (ROOT / "checkmate" / "webpage").iterdir() if path.suffix in (".js", ".css", ".html")]
+    assert len(parts) >= 3
+    for part in parts:
+        assert any(fnmatch(part.relative_to(ROOT / "checkmate").as_posix(), pattern) for pattern in patterns)
+
+
+def test_it_needs_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
+    code = f"""
+import checkmate, sys
+problem = checkmate.Problem.from_dag([[], [0], [1], [0, 2]], [1, 1, 1, 1], [1, 1, 1, 1])
+print(checkmate.solve(problem, budget=3).report({str(tmp_path / "plan.html")!r}).exists(), "matplotlib" in sys.modules)
+"""
+    assert _python(BLOCK + code) == "True False"
+
+
+# in a browser
+
+
+def _missing() -> str:
+    """What lacks for the tests in a browser, in words."""
+    try:
+        import selenium  # noqa: F401
+    except ImportError:
+        return "selenium is not installed: pip install selenium"
+    lacks = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+    return f"{' and '.join(lacks)} not found: apt-get install chromium chromium-driver" if lacks else ""
+
+
+@pytest.fixture(scope="module")
+def _browser() -> Iterator[Any]:
+    if missing := _missing():
+        if os.environ.get("CI"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or ""
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    driver.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})  # seconds that it computes
+    yield driver
+    driver.quit()
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def opened(_browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """Opens the report of a solution; afterwards the console must be empty."""
+
+    def show(solution: Solution, *, width: int = 1280, scheme: str = "light", **options: Any) -> Any:
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        _browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        _browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        _browser.get(solution.report(tmp_path / "plan.html", **options).as_uri())
+        return _browser
+
+    yield show
+    assert _browser.get_log("browser") == []
+
+
+def _one(driver: Any, css: str) -> Any:
+    (found,) = driver.find_elements("css selector", css)
+    return found
+
+
+def _press(driver: Any, css: str, *keys: str) -> None:
+    """Keys, as the element with the focus gets them."""
+    driver.execute_script("document.querySelector(arguments[0]).focus()", css)
+    for key in keys:
+        driver.switch_to.active_element.send_keys(key)
+
+
+def _shown(driver: Any) -> int:
+    """Index of the moment that the picture of the memory shows."""
+    return int(_one(driver, "#memory-area").get_attribute("aria-valuenow")) - 1
+
+
+def _column(driver: Any, table: str, c: int) -> list[str]:
+    return driver.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].map((row) => row.children[arguments[1]].textContent)",
+        f"#{table} tbody tr",
+        c,
+    )
+
+
+def _keys() -> Any:
+    from selenium.webdriver.common.keys import Keys
+
+    return Keys
+
+
+def _mouse(driver: Any) -> Any:
+    from selenium.webdriver import ActionChains
+
+    return ActionChains(driver, duration=0)
+
+
+def test_all_pictures_are_drawn(opened: Open) -> None:
+    driver = opened(_again(), frontier=_rows())
+    inked = """return [...document.querySelectorAll(arguments[0])].map((canvas) =>
+        canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.filter((b) => b > 0).length)"""
+    for css in ("#memory-area canvas", "#schedule-area canvas"):
+        assert min(driver.execute_script(inked, css)) > 100
+    assert len(driver.find_elements("css selector", "#frontier-picture svg text title")) == 5
+    assert len(driver.find_elements("css selector", "#frontier-picture svg circle")) == 1
+    assert [e.text for e in driver.find_elements("css selector", ".signs li > span")] == [
+        "auto (4 of 5 budgets)", "checkpoint-all (1 of 5 budgets)", "this plan", "proven: no plan is here",
+    ]  # fmt: skip
+
+
+def test_the_legend_has_the_bytes_of_each_role_at_the_op_shown(opened: Open) -> None:
+    solution = _resnet()
+    line = timeline(solution.plan, solution.problem)
+    driver = opened(solution)
+    _press(driver, "#memory-area", _keys().HOME)
+    for index in (0, 1):
+        expected = [f"{role} {format_bytes(row[index])}" for role, row in reversed(line.by_role().items())]
+        items = driver.find_elements("css selector", ".under .legend li")
+        assert [" ".join(item.text.split("\n")[:2]) for item in items] == expected
+        _press(driver, "#memory-area", _keys().ARROW_RIGHT)
+
+
+def test_arrow_keys_move_from_op_to_op(opened: Open) -> None:
+    solution = _again()
+    line = timeline(solution.plan, solution.problem)
+    N, peak = len(line.moments), line.peak_moment.index
+    again = [moment.index for moment in line.moments if moment.time]
+    driver, keys = opened(solution), _keys()
+    assert _shown(driver) == peak
+    assert _one(driver, "#memory-readout h3").text == f"{line.peak_moment.name} (the peak)"
+    expected = {
+        keys.HOME: 0, keys.ARROW_RIGHT: 1, keys.ARROW_UP: 2, keys.ARROW_LEFT: 1, keys.ARROW_DOWN: 0,
+        keys.PAGE_UP: round(N / 10), keys.PAGE_DOWN: 0, "r": again[0], "R": again[1], "p": peak, keys.END: N - 1,
+    }  # fmt: skip
+    for key, index in expected.items():
+        _press(driver, "#memory-area", key)
+        moment = line.moments[index]
+        assert _shown(driver) == index
+        times = ", run for the 2nd time" if moment.time == 1 else ", run for the 3rd time" if moment.time == 2 else ""
+        said = _one(driver, "#memory-area").get_attribute("aria-valuetext")
+        assert said == f"{moment.name}{times}, {format_bytes(moment.bytes)} at hand, {index + 1} of {N}"
+        assert _one(driver, "#memory-readout h3").text.removesuffix(" (the peak)") == moment.name
+        names = driver.execute_script(
+            "return [...document.querySelectorAll('#memory-readout tbody th')].map(e => e.textContent)"
+        )
+        assert sorted(re.sub(r" \(copy \d+\)", "", name) for name in names) == sorted(
+            span.name for span in line.alive(index)
+        )
+    _press(driver, "#memory-area", keys.ARROW_RIGHT)
+    assert _shown(driver) == N - 1  # the last stays
+
+
+def test_the_op_shown_says_where_it_is_from(opened: Open) -> None:
+    driver = opened(certify(_chain(), 200, np.eye(4, dtype=bool), method="by hand"))
+    _press(driver, "#memory-area", _keys().HOME)
+    facts = dict(zip(*(
+        [e.text for e in driver.find_elements("css selector", f"#memory-readout {tag}")] for tag in ("dt", "dd")
+    ), strict=True))  # fmt: skip
+    assert facts == {
+        "computes": "mm", "runs": "1st of 4, in the forward", "begins at": "0.0 µs", "takes": "1.0 s",
+        "at hand": "25 B, 1 value", "module": "net.0 (Linear)", "line": "net.py:1",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("along", ["time", slow("ops")])
+def test_the_pointer_finds_each_op_in_order(opened: Open, along: str) -> None:
+    solution = certify(_chain(), 200, np.eye(4, dtype=bool), method="by hand")
+    driver = opened(solution)
+    driver.execute_script(
+        "const s = document.getElementById('memory-scale'); s.value = arguments[0];"
+        "s.dispatchEvent(new Event('change'))",
+        along,
+    )
+    area = _one(driver, "#memory-area")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", area)
+    width = area.size["width"]
+    seen = []
+    for x in range(76 - width // 2, width // 2 - 15, 24):  # from the middle
+        _mouse(driver).move_to_element_with_offset(area, x, 0).perform()
+        seen.append(_shown(driver))
+    assert list(dict.fromkeys(seen)) == [0, 1, 2, 3]
+    share = np.bincount(seen) / len(seen)
+    expected = [1 / 15, 2 / 15, 4 / 15, 8 / 15] if along == "time" else [0.25] * 4
+    assert share == pytest.approx(expected, abs=2.5 / len(seen))
+    assert _one(driver, "#memory-readout h3").text == "d (the peak)"
+
+
+@pytest.mark.slow
+def test_zooming_in_leaves_the_op_shown_in_sight(opened: Open) -> None:
+    driver = opened(_again())
+    _press(driver, "#memory-area", "+", "+")
+    area = _one(driver, "#memory-area")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", area)
+    peak, half = _shown(driver), area.size["width"] // 2
+    N = int(area.get_attribute("aria-valuemax"))
+
+    def ends() -> tuple[int, int]:
+        found = []
+        for x in (78 - half, half - 18):
+            _mouse(driver).move_to_element_with_offset(area, x, 0).perform()
+            found.append(_shown(driver))
+        return found[0], found[1]
+
+    first, last = ends()
+    assert 0 <= first <= peak <= last < N
+    assert last - first + 1 <= N / 4 + 2
+    _press(driver, "#memory-area", "0")
+    assert ends() == (0, N - 1)
+
+
+def test_heads_sort_by_click_and_by_keyboard(opened: Open) -> None:
+    solution = _resnet()
+    problem = solution.problem
+    driver, keys = opened(solution), _keys()
+    runs = _plan(solution).R.sum(axis=0)
+    spent = runs * problem.seconds
+    by_cost = [problem.graph.ops[k].name for k in np.argsort(-spent, kind="stable")]
+    shown = _column(driver, "table-ops", 0)
+    assert shown == by_cost[: len(shown)]
+    assert len(shown) == 20
+    each = "#table-ops thead th:nth-child(5)"
+    _one(driver, f"{each} button").click()
+    assert _one(driver, each).get_attribute("aria-sort") == "descending"
+    assert _column(driver, "table-ops", 4) == [format_seconds(s) for s in sorted(problem.seconds, reverse=True)[:20]]
+    _press(driver, f"{each} button", keys.ENTER)
+    assert _one(driver, each).get_attribute("aria-sort") == "ascending"
+    assert _column(driver, "table-ops", 4) == [format_seconds(s) for s in sorted(problem.seconds)[:20]]
+    _press(driver, "#table-ops thead th:nth-child(4) button", keys.SPACE)
+    assert _column(driver, "table-ops", 3) == [str(n) for n in sorted(runs.tolist(), reverse=True)[:20]]
+    assert _one(driver, each).get_attribute("aria-sort") is None
+    assert _one(driver, "#table-ops [role=status]").get_attribute("textContent") == "Sorted by runs, descending"
+
+
+def test_what_has_no_number_stands_last(opened: Open) -> None:
+    driver = opened(_again(), frontier=_rows())
+    step = "#table-frontier thead th:nth-child(4) button"
+    for ends in (["-"] * 5, ["-"] * 5):
+        _press(driver, step, _keys().ENTER)
+        assert _column(driver, "table-frontier", 3)[-5:] == ends
+    assert _column(driver, "table-frontier", 3)[:5] == ["17.0 s", "17.0 s", "21.0 s", "26.0 s", "45.0 s"]
+
+
+def test_rows_are_filtered_and_all_can_be_shown(opened: Open) -> None:
+    driver = opened(_resnet())
+    _one(driver, "#table-ops .controls button").click()
+    names = _column(driver, "table-ops", 0)
+    assert sorted(names) == sorted(op.name for op in _resnet().problem.graph.ops)
+    _one(driver, "#table-ops-filter").send_keys("NORM_BACK")
+    assert sorted(_column(driver, "table-ops", 0)) == sorted(name for name in names if "norm_back" in name)
+
+
+def test_what_runs_again_is_in_its_table(opened: Open) -> None:
+    solution = _resnet()
+    R = _plan(solution).R
+    driver = opened(solution)
+    if len(_column(driver, "table-again", 0)) == 20:
+        _one(driver, "#table-again .controls button").click()
+    again = {op.name: R[:, k].sum() - 1 for k, op in enumerate(solution.problem.graph.ops) if R[:, k].sum() > 1}
+    assert again
+    shown = dict(zip(_column(driver, "table-again", 0), map(int, _column(driver, "table-again", 2)), strict=True))
+    assert shown == again
+
+
+def test_a_name_in_a_table_leads_to_the_picture(opened: Open) -> None:
+    driver = opened(_again())
+    name = _one(driver, "#table-ops tbody tr:nth-child(3) button")
+    text = name.text
+    name.click()
+    assert driver.switch_to.active_element.get_attribute("id") == "memory-area"
+    assert _one(driver, "#memory-readout h3").text.removesuffix(" (the peak)") == text
+
+
+def test_the_schedule_is_read_by_keyboard_and_pointer(opened: Open) -> None:
+    solution = _again()
+    R, S = _plan(solution).R, _plan(solution).S
+    again = [(t, k) for t, k in np.argwhere(R).tolist() if k < t]
+    driver, keys = opened(solution), _keys()
+    title, facts = "#schedule-readout h3", "#schedule-readout dd"
+    assert _one(driver, title).text == f"Stage {again[0][0]}, op {again[0][1]}"
+    for key, (t, k) in (("r", again[1]), ("r", again[2]), ("R", again[1])):
+        _press(driver, "#schedule-area", key)
+        assert _one(driver, title).text == f"Stage {t}, op {k}"
+        assert f"op{k} is run again, for the " in driver.find_elements("css selector", facts)[0].text
+    _press(driver, "#schedule-area", keys.END)
+    t = again[1][0]
+    assert _one(driver, title).text == f"Stage {t}, op {t}"
+    assert "for the first time" in driver.find_elements("css selector", facts)[0].text
+    _press(driver, "#schedule-area", keys.HOME)
+    for k in range(t):
+        runs, at_hand = (e.text for e in driver.find_elements("css selector", facts)[:2])
+        assert ("is run again" in runs) == bool(R[t, k])
+        assert at_hand.startswith(f"v{k} (1 B)" if S[t, k] else "nothing")
+        _press(driver, "#schedule-area", keys.ARROW_RIGHT)
+    _press(driver, "#schedule-area", keys.ARROW_UP)
+    assert _one(driver, title).text == f"Stage {t - 1}, op {t}"
+    assert "cannot run yet" in driver.find_elements("css selector", facts)[0].text
+    area = _one(driver, "#schedule-area")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", area)
+    seen = set()
+    for y in range(-area.size["height"] // 2 + 45, area.size["height"] // 2, 20):
+        _mouse(driver).move_to_element_with_offset(area, 66 - area.size["width"] // 2, y).perform()
+        seen.add(_one(driver, title).text)
+    assert {f"Stage {t}, op 0" for t in range(17)} <= seen
+
+
+def test_a_run_in_the_schedule_leads_to_the_memory(opened: Open) -> None:
+    solution = _again()
+    driver = opened(solution)
+    _one(driver, "#schedule-readout button").click()
+    line = timeline(solution.plan, solution.problem)
+    assert _shown(driver) == next(moment.index for moment in line.moments if moment.time)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_nothing_is_wider_than_the_page(opened: Open, width: int, scheme: str) -> None:
+    for solution, rows in ((_again(), _rows()), (_hostile(), None)):
+        driver = opened(solution, width=width, scheme=scheme, frontier=rows)
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+        wide = driver.execute_script(
+            "return [...document.querySelectorAll('body *')].filter((e) =>"
+            " e.getBoundingClientRect().right > innerWidth + 1 && !e.closest('.wide, .readout, .unseen, .skip'))"
+            ".map((e) => e.outerHTML.slice(0, 80))"
+        )
+        assert wide == []
+
+
+def _long_names() -> Solution:
+    """The chain of 17 ops, their names and those of their values as long as PyTorch makes them."""
+    solution = _again()
+    graph = solution.problem.graph
+    ops = tuple(replace(op, name=f"_native_batch_norm_legit_functional_backward_{k}") for k, op in enumerate(graph.ops))
+    values = tuple(replace(value, name=f"{ops[0].name}_{v}") for v, value in enumerate(graph.values))
+    problem = replace(solution.problem, graph=replace(graph, ops=ops, values=values))
+    return replace(solution, problem=problem)
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_names_break_after_underscores(opened: Open, width: int) -> None:
+    """Wherever it is shown; a name that nothing breaks may stand out of its table, which scrolls."""
+    driver = opened(_long_names(), width=width)
+    lines = driver.execute_script(
+        """
+        return [...document.querySelectorAll(arguments[0])].filter((e) => e.offsetParent).map((element) => {
+          const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
+          const lines = [];
+          let top = null;
+          for (let node = walker.nextNode(); node; node = walker.nextNode()) for (let i = 0; i < node.length; i++) {
+            const range = document.createRange();
+            range.setStart(node, i);
+            range.setEnd(node, i + 1);
+            const box = range.getClientRects()[0];
+            // a space at the end of a line has no box
+            if (box && (top === null || box.top - top > box.height / 2)) [top] = [box.top, lines.push("")];
+            lines[lines.length - 1] += node.data[i];
+          }
+          return lines;
+        })""",
+        "#memory-readout h3, #memory-readout dd, #memory-readout tbody th, #memory-text, #table-ops th[scope=row]",
+    )
+    broken = [some for some in lines if len(some) > 1 and any("native" in line for line in some)]
+    assert broken
+    assert [some for some in broken if any(line[-1] not in "_ " for line in some[:-1])] == []
+
+
+def test_the_values_alive_take_the_height_of_their_box(opened: Open) -> None:
+    """They once stood below the facts, where four of a hundred could be seen."""
+    driver = opened(_resnet())
+    box, values = (_one(driver, css).rect for css in ("#memory-readout", "#memory-readout .values"))
+    assert values["height"] > 0.9 * box["height"]
+    shown = driver.execute_script(
+        "const box = document.querySelector('.values').getBoundingClientRect();"
+        "return [...document.querySelectorAll('.values tbody tr')].filter((row) => {"
+        " const r = row.getBoundingClientRect(); return r.top >= box.top && r.bottom <= box.bottom; }).length"
+    )
+    assert shown >= 8
+    facts = _one(driver, "#memory-readout .facts").rect
+    assert facts["x"] + facts["width"] <= values["x"]
+
+
+def test_a_table_on_a_phone_scrolls_within_itself(opened: Open) -> None:
+    driver = opened(_long_names(), width=360, frontier=None)
+    tables = driver.execute_script(
+        """return [...document.querySelectorAll(".values, .wide")].map((box) => {
+          box.scrollTo(10000, 0);
+          const cell = box.querySelector("tbody tr td:last-child").getBoundingClientRect();
+          return [box.scrollWidth > box.clientWidth, box.scrollLeft > 0,
+            cell.right <= box.getBoundingClientRect().right + 1];
+        })"""
+    )
+    assert len(tables) == 4
+    assert all(all(facts) for facts in tables)
+    assert driver.execute_script("scrollTo(10000, 0); return scrollX") == 0
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= 360
+    readout = "const box = document.getElementById('memory-readout'); return [box.scrollWidth, box.clientWidth]"
+    wide, room = driver.execute_script(readout)
+    assert wide <= room
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_what_a_legend_says_stands_nearer_to_its_own_entry_than_to_the_next(opened: Open, width: int) -> None:
+    driver = opened(_resnet(), width=width)
+    gaps = driver.execute_script(
+        """const rows = [...document.querySelectorAll(".under .legend li")].map((li) =>
+          ["span", ".about"].map((css) => {
+            const range = document.createRange();
+            range.selectNodeContents(li.querySelector(css));
+            return range.getBoundingClientRect();
+          }));
+        return rows.slice(1).map(([name], i) => [rows[i][1].top - rows[i][0].bottom, name.top - rows[i][1].bottom])"""
+    )
+    assert len(gaps) >= 4
+    assert all(2 * max(own, 0) < next_one for own, next_one in gaps)
+
+
+def test_hostile_names_do_nothing_but_stand_there(opened: Open) -> None:
+    solution = _hostile()
+    driver = opened(solution)
+    _press(driver, "#memory-area", _keys().HOME, *[_keys().ARROW_RIGHT] * 8)
+    _press(driver, "#schedule-area", "r", _keys().ARROW_LEFT)
+    _press(driver, "#table-ops thead th:nth-child(1) button", _keys().ENTER)
+    assert driver.execute_script("return window.hit") is None
+    assert driver.execute_script("return document.scripts.length") == 2
+    assert driver.find_elements("css selector", "img, #memory-picture svg, #all-tables svg") == []
+    shown = _column(driver, "table-ops", 0)
+    for name in (op.name for op in solution.problem.graph.ops[:5]):
+        assert _written(name) in shown
+
+
+def test_numbers_are_written_as_in_the_library(opened: Open) -> None:
+    rng = np.random.default_rng(0)
+    sizes = [0, 1, 999, 1000, 1125, 1_125_000_000, 2_675_000, 999_994_999, 999_995_000, 2**53, -5_125_000]
+    sizes += [int(n) for n in 10 ** rng.uniform(0, 15, 300)] + [125 * int(n) for n in rng.integers(1, 10**6, 100)]
+    times = [0.0, 1e-9, 0.00125, 0.0123, 0.25, 2.25, 2.75, 1.05, 75.0, 0.9996, -0.003, 1e-6 * 2.25]
+    times += [float(s) for s in 10 ** rng.uniform(-8, 3, 300)]
+    driver = opened(_again())
+    assert driver.execute_script("return arguments[0].map(formatBytes)", sizes) == list(map(format_bytes, sizes))
+    assert driver.execute_script("return arguments[0].map(formatSeconds)", times) == list(map(format_seconds, times))
+
+
+def test_everything_has_a_name_for_who_does_not_see_it(opened: Open) -> None:
+    driver = opened(_again(), prices=True, frontier=_rows())
+    assert driver.find_elements("css selector", "canvas:not([aria-hidden=true])") == []
+    tables = driver.execute_script(
+        "return [...document.querySelectorAll('table')].map((table) => [table.caption.textContent,"
+        " table.querySelectorAll('thead th:not([scope=col]), tbody th:not([scope=row])').length])"
+    )
+    assert len(tables) == 6
+    assert all(caption and not without for caption, without in tables)
+    named = "button:not(table *), select, input, [tabindex], nav, section"
+    for element in driver.find_elements("css selector", named):
+        assert element.accessible_name, element.get_attribute("outerHTML")[:200]
+    assert driver.execute_script("return [...document.querySelectorAll('table button')].every((b) => b.textContent)")
+    missing = driver.execute_script("""
+        const ids = [...document.querySelectorAll("[id]")].map((e) => e.id);
+        const refs = [...document.querySelectorAll("[aria-describedby], [aria-labelledby], label")].flatMap((e) =>
+            [e.getAttribute("aria-describedby"), e.getAttribute("aria-labelledby"), e.getAttribute("for")]
+            .filter(Boolean).join(" ").split(" "));
+        return [refs.filter((ref) => !ids.includes(ref)), ids.filter((id, i) => ids.indexOf(id) !== i)]""")
+    assert missing == [[], []]
+
+
+@pytest.mark.slow
+def test_the_tab_key_reaches_pictures_and_tables(opened: Open) -> None:
+    driver = opened(_again())
+    _press(driver, "body a.skip")
+    reached = set()
+    for _ in range(30):
+        driver.switch_to.active_element.send_keys(_keys().TAB)
+        reached.add(driver.switch_to.active_element.get_attribute("id"))
+    assert {"memory-area", "memory-scale", "memory-readout", "schedule-area"} <= reached
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_on_its_ground(opened: Open, scheme: str) -> None:
+    driver = opened(_again(), scheme=scheme)
+    names = ("ink", "soft", "accent", "paper", "panel")
+    light = {name: _luminance(driver.execute_script("return colour(arguments[0])", name)) for name in names}
+    assert (light["paper"] > 0.5) == (scheme == "light")
+    for text in ("ink", "soft", "accent"):
+        for ground in ("paper", "panel"):
+            low, high = sorted((light[text], light[ground]))
+            assert (high + 0.05) / (low + 0.05) >= 4.5
+
+
+def _luminance(colour: str) -> float:
+    """Relative, as the Web Content Accessibility Guidelines define it."""
+    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return float(np.dot([0.2126, 0.7152, 0.0722], linear))
+
+
+@pytest.mark.slow
+def test_it_prints_in_light_colours_and_is_dark_again_afterwards(opened: Open) -> None:
+    driver = opened(_again(), scheme="dark")
+    driver.execute_script("addEventListener('beforeprint', () => { window.printed = colour('paper'); })")
+    dark = driver.execute_script("return colour('paper')")
+    assert base64.b64decode(driver.print_page()).startswith(b"%PDF")
+    assert driver.execute_script("return [window.printed, colour('paper')]") == ["#ffffff", dark]
+
+
+def test_a_step_of_no_seconds_and_no_bytes_is_shown(opened: Open) -> None:
+    driver = opened(checkmate.solve(Problem.from_dag([[]], [0.0], [0]), 1))
+    assert _one(driver, "#memory-readout h3").text == "op0 (the peak)"
+    _press(driver, "#memory-area", "+", "r", _keys().ARROW_RIGHT)
+    assert _shown(driver) == 0
+
+
+def test_rows_without_any_plan_are_shown(opened: Open) -> None:
+    rows = checkmate.frontier(dags.unit_chain(8), [1, 2], jobs=1)
+    driver = opened(_again(), frontier=rows)
+    assert driver.find_elements("css selector", ".signs li > span")[0].text == "auto (0 of 2 budgets)"
+    assert len(driver.find_elements("css selector", "#frontier-picture svg circle")) == 1
+
+
+@pytest.mark.slow
+def test_thousands_of_ops_open_in_two_seconds(opened: Open, tmp_path: Path) -> None:
+    """GPT-2 with 48 layers, 3,836 ops: what the page computes until its last picture is drawn."""
+    problem = Problem.from_json(ROOT / "benchmarks" / "problems" / "gpt2-48.json.gz")
+    solution = checkmate.solve(problem, int(0.6 * problem.keep_all_peak), method="next-use", time_limit=5)
+    driver = opened(solution)
+    assert (tmp_path / "plan.html").stat().st_size < 5_000_000
+    assert driver.execute_script("return performance.getEntriesByName('drawn').length") == 1
+    metrics = driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+    assert 0 < next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration") < 2
+    _press(driver, "#memory-area", _keys().END)
+    line = timeline(solution.plan, problem)
+    assert _one(driver, "#memory-readout h3").text == line.moments[-1].name
+    assert _shown(driver) == len(line.moments) - 1

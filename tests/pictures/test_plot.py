@@ -1,0 +1,350 @@
+"""Pictures, by what is in them: the data of their artists, their labels and texts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import checkmate
+from benchmarks.networks import dags
+from checkmate import Problem
+from checkmate.core import plan as plans
+from checkmate.inspection.timeline import timeline
+from checkmate.plot import draw_plan
+from checkmate.plot.draw_graph import _nodes
+from checkmate.plot.style import BLUE
+from checkmate.solvers.common.certify import certify
+from checkmate.units import format_bytes
+from tests.inspection.test_timeline import _chain
+from tests.project.test_import_without_torch import BLOCK, _python
+from tests.support import oracle
+
+matplotlib: Any = pytest.importorskip("matplotlib")
+matplotlib.use("Agg")
+plt: Any = pytest.importorskip("matplotlib.pyplot")
+plot: Any = checkmate.plot
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+def _again() -> Any:
+    """The chain of five units whose op 0 runs again before the last op."""
+    problem = dags.unit_chain(2)
+    R = np.eye(5, dtype=bool)
+    R[4, 0] = True
+    return certify(problem, 9, R, method="by hand")
+
+
+def _keep_all(problem: Problem) -> Any:
+    return checkmate.solve(problem, 2 * problem.keep_all_peak, method="checkpoint-all")
+
+
+def _drawn(ax: Any) -> None:
+    """All of it can be drawn, and says in which units its axes are."""
+    ax.figure.canvas.draw()
+
+
+def _labels(ax: Any) -> list[str]:
+    return ax.get_legend_handles_labels()[1]
+
+
+# schedule
+
+
+def test_the_schedule_shows_r_and_s() -> None:
+    solution = _again()
+    ax = plot.schedule(solution)
+    first, again = ax.collections
+    assert first.get_offsets().tolist() == [[k, k] for k in range(5)]
+    assert again.get_offsets().tolist() == [[0, 4]]  # op 0 along, stage 4 down
+    assert np.array_equal(ax.images[0].get_array(), solution.schedule.S)  # a value for each op, in their order
+    assert _labels(ax) == ["first run", "run again (1 times)"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()][-1] == "at hand when the stage begins"
+    assert ax.get_title() == "by hand: 1 of 5 ops run again, 1 times in all"
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == [f"op{k}" for k in range(5)]
+    _drawn(ax)
+
+
+def test_the_legend_of_a_small_schedule_is_as_small_as_its_words() -> None:
+    """Its first mark once was as large as a cell, and covered the words."""
+    marks = plot.schedule(_again()).get_legend().legend_handles[:2]
+    assert [mark.get_sizes().tolist() for mark in marks] == [[draw_plan.LEGEND_SIZE], [draw_plan.LEGEND_SIZE]]
+
+
+def test_lines_divide_forward_from_backward() -> None:
+    ax = plot.schedule(_again())
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines] == [(2.5, 0), (0, 2.5)]
+    assert [text.get_text() for text in ax.texts] == ["forward", "forward", "backward", "backward"]
+    only_forward = Problem.from_dag([[], [0]], [1, 1], [1, 1])
+    assert not plot.schedule(_keep_all(only_forward)).lines
+
+
+def test_an_op_is_shaded_where_any_of_its_values_is_at_hand() -> None:
+    problem = oracle.random_problem(3)
+    solution = _keep_all(problem)
+    cells = plot.schedule(solution).images[0].get_array()
+    for k, op in enumerate(problem.graph.ops):
+        expected = solution.schedule.S[:, list(op.outputs)].any(axis=1)
+        assert np.array_equal(cells[:, k].astype(bool), expected)
+
+
+def test_many_cells_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_plan, "MOST_CELLS", 2)
+    cells = plot.schedule(_again()).images[0].get_array()
+    S = _again().schedule.S
+    assert cells.shape == (2, 2)
+    assert cells[0, 0] == pytest.approx(S[:3, :3].mean())
+    assert cells[1, 0] == pytest.approx(S[3:, :3].mean())
+
+
+# memory
+
+
+def test_the_areas_add_up_to_the_bytes_that_the_simulator_sees() -> None:
+    solution = _keep_all(_chain())
+    for by in ("role", "module"):
+        ax = plot.memory(solution, by=by)
+        line = timeline(solution.plan, solution.problem)
+        rows = line.by(by)
+        areas = [area for area in ax.collections if area.get_label() in rows]
+        assert [area.get_label() for area in areas] == list(rows)
+        top = areas[-1].get_paths()[0].vertices
+        assert top[:, 1].max() == solution.peak
+        (outline,) = [drawn for drawn in ax.lines if len(drawn.get_ydata()) == len(line.moments) + 1]
+        assert outline.get_ydata()[:-1].tolist() == list(plans.simulate(solution.plan, solution.problem).bytes_at)
+        assert outline.get_xdata().tolist() == [0.0, 1.0, 3.0, 7.0, 15.0]
+        _drawn(ax)
+
+
+def test_areas_differ_without_colour() -> None:
+    line = timeline(_keep_all(dags.gpt(2)).plan, dags.gpt(2))
+    for rows, styles in (
+        (line.by_role(), draw_plan.ROLE_STYLES),
+        (line.by_module(), draw_plan._styles(line.by_module())),
+    ):
+        looks = [styles[name] for name in rows]
+        assert len(set(looks)) == len(looks)
+    hatches = [hatch for fill, hatch in draw_plan.ROLE_STYLES.values() if fill.strip("#").isalnum() and hatch]
+    assert len(set(hatches)) == len(hatches)
+
+
+def test_budget_and_peak_are_named() -> None:
+    solution = replace(_keep_all(_chain()), budget=200)
+    ax = plot.memory(solution)
+    (budget,) = [drawn for drawn in ax.lines if drawn.get_label().startswith("budget")]
+    assert set(budget.get_ydata()) == {200}
+    assert budget.get_label() == "budget 200 B"
+    peak = ax.texts[-1]
+    assert peak.get_text() == f"peak {format_bytes(solution.peak)}\nd\nnet.py:3"
+    assert peak.xy == (11.0, solution.peak)  # the middle of the last op, from 7 s to 15 s
+    assert ax.get_ylim()[1] > 200
+    assert ax.get_title() == f"checkpoint-all: peak {format_bytes(solution.peak)}, step 15.0 s (+0.00% recomputation)"
+
+
+def test_a_budget_far_above_does_not_flatten_the_picture() -> None:
+    solution = replace(_keep_all(_chain()), budget=10**9)
+    assert plot.memory(solution).get_ylim()[1] < 2 * solution.peak
+
+
+def test_other_solutions_are_lines() -> None:
+    solution = _again()
+    other = _keep_all(solution.problem)
+    ax = plot.memory(solution, compare=[other])
+    (line,) = [drawn for drawn in ax.lines if drawn.get_label().startswith("checkpoint-all")]
+    assert line.get_label() == f"checkpoint-all, budget {format_bytes(other.budget)}"
+    assert line.get_ydata()[:-1].tolist() == list(plans.simulate(other.plan, other.problem).bytes_at)
+    assert line.get_linestyle() != "-"
+    assert ax.get_xlim()[1] == solution.cost > other.cost
+    _drawn(ax)
+
+
+def test_a_step_of_no_seconds_and_no_bytes_is_drawn() -> None:
+    problem = Problem.from_dag([[]], [0.0], [0])
+    solution = checkmate.solve(problem, 1)
+    for ax in (plot.schedule(solution), plot.memory(solution), plot.graph(problem)):
+        _drawn(ax)
+
+
+# frontier
+
+
+@cache
+def _frontier() -> checkmate.Frontier:
+    problem = dags.unit_chain(8)
+    return checkmate.frontier(problem, [2, 3, 4, 6, 10], methods=["auto", "checkpoint-all"], jobs=1)
+
+
+def test_each_method_is_a_line_of_its_plans() -> None:
+    rows = _frontier()
+    ax = plot.frontier(rows)
+    auto, keep_all, *_ = ax.lines
+    assert auto.get_xydata().tolist() == [[row.peak, row.cost] for row in rows if row.method == "auto" and row.peak]
+    assert auto.get_xydata().tolist() == [[3, 45], [4, 26], [6, 21], [10, 17]]  # as known of this chain
+    assert keep_all.get_xydata().tolist() == [[10, 17]]
+    assert auto.get_marker() != keep_all.get_marker()
+    assert _labels(ax) == ["auto (4 of 5 budgets)", "checkpoint-all (1 of 5 budgets)", "proven: no plan is here"]
+    _drawn(ax)
+
+
+def test_what_is_proven_is_shaded_and_no_plan_is_within() -> None:
+    rows = _frontier()
+    ax = plot.frontier(rows)
+    (shade,) = ax.collections
+    path = shade.get_paths()[0]
+    for row in rows:
+        if row.peak is not None:
+            assert not path.contains_point((row.peak - 0.01, row.cost + 0.01))
+            assert path.contains_point((row.budget - 0.01, row.bound - 0.01))
+    assert path.contains_point((1.99, ax.get_ylim()[1] - 0.01))  # nothing fits 2 bytes, whatever it costs
+    assert path.contains_point((3.01, 25.9))  # the bound of 4 bytes holds for all smaller peaks
+    assert not path.contains_point((4.01, 25.9))
+    assert path.contains_point((ax.get_xlim()[1] - 0.01, 16.9))  # each op runs once at least
+
+
+def test_points_of_peers_are_given_by_name() -> None:
+    ax = plot.frontier(_frontier(), peers={"other tool": [(5, 30.0), (7, 22.0)]})
+    (line,) = [drawn for drawn in ax.lines if drawn.get_label() == "other tool"]
+    assert line.get_xydata().tolist() == [[5, 30], [7, 22]]
+    assert line.get_linestyle() == "None"
+
+
+def test_rows_without_any_plan_are_drawn_as_what_is_proven() -> None:
+    ax = plot.frontier(checkmate.frontier(dags.unit_chain(4), [1, 2], jobs=1))
+    assert _labels(ax) == ["auto (0 of 2 budgets)", "proven: no plan is here"]
+    _drawn(ax)
+    with pytest.raises(ValueError, match="no rows"):
+        plot.frontier([])
+
+
+# graph
+
+
+def test_a_small_graph_shows_each_op_and_each_edge() -> None:
+    ax = plot.graph(_chain())
+    boxes = [patch for patch in ax.patches if isinstance(patch, matplotlib.patches.Rectangle)]
+    assert [box.get_label() for box in boxes] == ["a", "b", "c", "d"]
+    assert [box.get_x() for box in boxes] == [-0.5, -0.5, 1.5, 1.5]  # forward left, backward right
+    assert boxes[0].get_y() > boxes[1].get_y()
+    assert boxes[2].get_y() < boxes[3].get_y()
+    edges = {patch.get_label() for patch in ax.patches} - {box.get_label() for box in boxes}
+    assert edges == {"a -> b: 10 B", "a -> d: 10 B", "b -> c: 20 B", "c -> d: 40 B"}
+    assert "b\n2.0 s, makes 20 B" in [text.get_text() for text in ax.texts]
+    assert ax.get_title() == "4 ops: 15.0 s, 145 B keeping all"
+    _drawn(ax)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "gpt2-12"])
+def test_a_large_graph_is_folded_and_loses_nothing(name: str) -> None:
+    problem = Problem.from_json(f"benchmarks/problems/{name}.json.gz")
+    nodes = _nodes(problem, 40)
+    assert 20 <= len(nodes) <= 40
+    assert [k for node in nodes for k in node.ops] == list(range(len(problem.graph.ops)))
+    assert sum(node.seconds for node in nodes) == pytest.approx(problem.keep_all_cost)
+    assert sum(node.bytes for node in nodes) == problem.sizes.sum()
+    assert all(node.name for node in nodes)
+    assert len({(node.x, node.y) for node in nodes}) == len(nodes)
+
+
+def _along(arrow: Any) -> np.ndarray:
+    """Points along the line of an arrow, in pixels, a tenth of a pixel apart or less."""
+    path = arrow.get_path()
+    path.codes = None if path.codes is None else path.codes.copy()
+    (line,) = path.cleaned(curves=False).to_polygons(closed_only=False)[:1]
+    parts = [np.linspace(a, b, 20 + int(10 * np.hypot(*(b - a)))) for a, b in itertools.pairwise(line)]
+    return arrow.get_transform().transform(np.concatenate(parts))
+
+
+@pytest.mark.parametrize("name", ["resnet50", "gpt2-12", "unet", "chain", *range(4)])
+def test_labels_stand_beside_arrows_and_beside_each_other(name: str | int) -> None:
+    """Those of the bytes once stood on the arrows."""
+    if isinstance(name, int):
+        problem = oracle.random_problem(name)
+    else:
+        problem = _chain() if name == "chain" else Problem.from_json(f"benchmarks/problems/{name}.json.gz")
+    ax = plot.graph(problem)
+    _drawn(ax)
+    arrows = [patch for patch in ax.patches if isinstance(patch, matplotlib.patches.FancyArrowPatch)]
+    texts = {text: text.get_window_extent() for text in ax.texts}
+    for text, box in texts.items():
+        for arrow in arrows:
+            half = arrow.get_linewidth() / 2 * ax.figure.dpi / 72
+            x, y = _along(arrow).T
+            on = (box.x0 - half < x) & (x < box.x1 + half) & (box.y0 - half < y) & (y < box.y1 + half)
+            assert not on.any(), (text.get_text(), arrow.get_label())
+    for a, b in itertools.combinations(texts, 2):
+        assert not texts[a].overlaps(texts[b]), (a.get_text(), b.get_text())
+    across = [arrow for arrow in arrows if arrow.get_edgecolor()[:3] == matplotlib.colors.to_rgb(BLUE)]
+    sizes = {arrow: arrow.get_label().rpartition(": ")[2] for arrow in across}
+    most = max((arrow.get_linewidth() for arrow in across), default=0.0)
+    thick = [size for arrow, size in sizes.items() if arrow.get_linewidth() > 0.5 * most]
+    written = [text.get_text() for text in ax.texts]
+    assert all(written.count(size) >= thick.count(size) for size in thick)  # what matters most has room
+
+
+def test_a_forward_alone_is_one_column() -> None:
+    problem = Problem.from_dag([[k - 1] if k else [] for k in range(9)], [1] * 9, [1] * 9)
+    names = [node.name for node in _nodes(problem, 3)]
+    assert names == ["op0 - op2", "op3 - op5", "op6 - op8"]
+    with pytest.raises(ValueError, match="at least 2, not 1"):
+        plot.graph(problem, most=1)
+
+
+# all
+
+
+def test_each_draws_on_the_axes_given() -> None:
+    figure, axes = plt.subplots(2, 2)
+    solution = _again()
+    drawn = [
+        plot.schedule(solution, ax=axes[0, 0]),
+        plot.memory(solution, ax=axes[0, 1]),
+        plot.frontier(_frontier(), ax=axes[1, 0]),
+        plot.graph(solution.problem, ax=axes[1, 1]),
+    ]
+    assert drawn == list(axes.flat)
+    assert plt.get_fignums() == [figure.number]
+
+
+def test_without_a_plan_there_is_nothing_to_draw() -> None:
+    nothing = checkmate.solve(dags.unit_chain(4), 1)
+    for draw in (plot.schedule, plot.memory):
+        with pytest.raises(ValueError, match="There is no plan to draw: No schedule fits 1 B"):
+            draw(nothing)
+    with pytest.raises(ValueError, match="There is no plan to draw"):
+        plot.memory(_again(), compare=[nothing])
+
+
+def test_random_plans_are_drawn() -> None:
+    for seed in range(2):
+        problem = oracle.random_problem(seed)
+        solution = _keep_all(problem)
+        for ax in (plot.memory(solution), plot.graph(problem)):
+            _drawn(ax)
+
+
+def test_pictures_are_there_after_a_plain_import_and_load_nothing_before_they_are_drawn() -> None:
+    code = "import checkmate, sys; checkmate.plot.memory; print('matplotlib' in sys.modules, 'torch' in sys.modules)"
+    assert _python(code) == "False False"
+
+
+def test_without_matplotlib_the_error_says_what_to_install() -> None:
+    block = BLOCK.replace("torch", "matplotlib").replace("NoTorch", "NoPictures")
+    code = """
+import checkmate
+problem = checkmate.Problem.from_dag([[], [0]], [1, 1], [1, 1])
+try:
+    checkmate.plot.schedule(checkmate.solve(problem, 9))
+except ImportError as error:
+    print(error)
+"""
+    assert _python(block + code) == "Pictures need Matplotlib: pip install checkmate[plot]"

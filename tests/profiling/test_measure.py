@@ -1,0 +1,414 @@
+"""Costs are measured op by op, on made-up inputs, without touching anything."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import checkmate
+from checkmate import statusline
+from checkmate.backends.eager import Backend
+from checkmate.core.files import folder
+from checkmate.memory import measure_peak
+from checkmate.profiling import cpu, cuda
+from checkmate.profiling import measure as measuring
+from checkmate.profiling import one_op as inputs
+from checkmate.profiling.assemble import fill
+from checkmate.profiling.cost_table import OpCost
+from checkmate.profiling.roofline import DEVICES, roofline, roofline_seconds
+from tests.support.bits import assert_same_bits
+
+
+@pytest.fixture(autouse=True)
+def _measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measuring, "_known", {})
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 50))
+
+
+def _step(net: nn.Module) -> object:
+    return lambda tokens: F.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten())
+
+
+def test_every_op_has_a_time() -> None:
+    problem = checkmate.trace(_step(_net()), torch.randint(50, (8, 16)))
+    real = [k for k, op in enumerate(problem.graph.ops) if op.target != "autograd"]
+    assert (problem.seconds[real] > 0).all()
+    assert problem.seconds.sum() < 1
+    assert problem.profile.source.startswith("measured on cpu")
+    assert "estimated" not in problem.profile.source
+    assert problem.profile.estimated == ()
+
+
+def test_equal_ops_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
+    made = cpu.call_of
+
+    def call(node: torch.fx.Node) -> object:
+        timed.append(node.name)
+        return made(node)
+
+    monkeypatch.setattr(cpu, "call_of", call)
+    weights = [nn.Parameter(torch.randn(32, 32)) for _ in range(4)]
+
+    def step(x: Tensor) -> Tensor:
+        for w in weights:
+            x = torch.tanh(x @ w)
+        return x.sum()
+
+    problem = checkmate.trace(step, torch.randn(32, 32))
+    # made up twice each, for the bytes and for the seconds
+    assert sum("mm" in name for name in timed) <= 2 * 3  # of 4 + 7: forward, gradient of the weight, of the input
+    assert sum("tanh" in name for name in timed) <= 2 * 3  # of 4 + 4: forward, backward, that of an expanded scalar
+    first = len(timed)
+    checkmate.trace(step, torch.randn(32, 32))
+    assert len(timed) == first
+    assert sum("mm" in op.name for op in problem.graph.ops) == 11
+
+
+def test_workspace_is_what_an_op_allocates_beyond_its_outputs(one_thread: None) -> None:
+    x = torch.randn(300, 200, requires_grad=True)
+    problem = checkmate.trace(lambda x: x.sort(dim=0).values.sum(), x)
+    k = next(k for k, op in enumerate(problem.graph.ops) if "sort" in op.target)
+    outputs = sum(problem.graph.values[v].size_bytes for v in problem.graph.ops[k].outputs)
+    with torch.no_grad():
+        peak = measure_peak(lambda: torch.sort(x, dim=0)).peak
+    assert problem.workspace[k] == peak - outputs > 0
+
+
+def test_only_one_ops_tensors_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole step needs many times what measuring it does."""
+    weights = [nn.Parameter(torch.randn(64, 64)) for _ in range(20)]
+
+    def step(x: Tensor) -> Tensor:
+        for w in weights:
+            x = torch.tanh(x @ w)
+        return x.sum()
+
+    x = torch.randn(20_000, 64)
+    level = peak = 0
+    made = inputs.make_up
+
+    def count(leaf: object, bound: int | None = None) -> object:
+        nonlocal peak
+        result = made(leaf, bound)
+        if isinstance(result, torch.Tensor):
+            nonlocal level
+            level += result.nbytes
+            peak = max(peak, level)
+            size = result.nbytes
+
+            def gone() -> None:
+                nonlocal level
+                level -= size
+
+            weakref.finalize(result, gone)
+        return result
+
+    monkeypatch.setattr(inputs, "make_up", count)
+    problem = checkmate.trace(step, x)
+    assert problem.keep_all_peak > 15 * x.nbytes
+    assert peak <= 3 * x.nbytes
+
+
+def test_an_op_that_does_not_run_alone_is_estimated_and_marked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = cpu.call_of
+
+    def fail_on_tanh(node: torch.fx.Node) -> object:
+        if "tanh" in str(node.target):
+            raise RuntimeError("not on its own")
+        return made(node)
+
+    monkeypatch.setattr(cpu, "call_of", fail_on_tanh)
+    x = torch.randn(8, 8, requires_grad=True)
+    problem = checkmate.trace(lambda x: torch.tanh(x).sum(), x)
+    assert problem.profile.source.endswith("; 2 ops estimated")
+    assert "aten.tanh.default, aten.tanh_backward.default" in caplog.text
+    tanhs = [k for k, op in enumerate(problem.graph.ops) if "tanh" in op.target]
+    assert problem.profile.estimated == tuple(tanhs)
+    assert (problem.seconds[tanhs] > 0).all()
+    assert (problem.workspace[tanhs] > 0).all()
+
+
+def test_what_one_process_measured_the_next_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    first = checkmate.trace(lambda x: torch.tanh(x).sum(), x)
+    monkeypatch.setattr(measuring, "_known", {})  # as in another process
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "call_of", lambda node: pytest.fail(f"{node} is measured again"))
+        again = checkmate.trace(lambda x: torch.tanh(x).sum(), x)
+    assert again.seconds.tolist() == first.seconds.tolist()
+    assert again.workspace.tolist() == first.workspace.tolist()
+
+
+def test_ops_are_recorded_a_few_at_a_time_and_keep_their_order(
+    monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """So that a progress bar moves while bytes are counted, too."""
+    x = torch.randn(8, 8, requires_grad=True)
+    nodes = _nodes(lambda x: torch.tanh(x.exp().sort(dim=0).values).sum(), x)
+    at_once = [cost and cost.allocated_bytes for _, cost in cpu.measure_ops(nodes)]
+    monkeypatch.setattr(cpu, "RECORDED_AT_ONCE", 2)
+    in_turn = list(cpu.measure_ops(nodes))
+    assert [i for i, _ in in_turn] == list(range(len(nodes)))
+    assert [cost and cost.allocated_bytes for _, cost in in_turn] == at_once
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "quiet_seconds", "shown"), [(_Terminal, 0.0, True), (_Terminal, 60.0, False), (io.StringIO, 0.0, False)]
+)
+def test_a_bar_shows_progress_on_a_terminal_where_measuring_takes_long(
+    file: type[io.StringIO], quiet_seconds: float, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = file()
+    importlib.import_module("tqdm.auto")  # which the first line takes time for
+    monkeypatch.setattr(statusline, "QUIET_SECONDS", quiet_seconds)
+    x = torch.randn(8, 8, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", printed)
+        checkmate.trace(lambda x: torch.tanh(x.exp()).sum(), x)
+    assert bool(re.search(r"measuring \d+ of 5 ops", printed.getvalue())) == shown
+
+
+def test_without_the_cache_nothing_is_taken_and_nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    checkmate.trace(lambda x: torch.tanh(x).sum(), x)
+    (path,) = folder().glob("*.json")
+    before = path.read_bytes()
+    timed = []
+    made = cpu.call_of
+    monkeypatch.setattr(cpu, "call_of", lambda node: timed.append(node.name) or made(node))
+    for times in (1, 2):
+        timed.clear()
+        checkmate.trace(lambda x: torch.tanh(x).sum(), x, cache=False)
+        assert len(timed) == 2 * 3, times
+    checkmate.compile(lambda x: torch.tanh(x).sum(), budget="1 MB", cache=False)(x)
+    assert len(timed) == 4 * 3
+    assert path.read_bytes() == before
+
+
+def _nodes(step: object, *args: Tensor) -> list[torch.fx.Node]:
+    """The nodes of a captured step that run."""
+    found: list[torch.fx.Node] = []
+
+    def profile(joint: object) -> object:
+        found.extend(node for node in joint.nodes if node is not None)
+        return roofline(joint, DEVICES["laptop"])
+
+    def plan(problem: checkmate.Problem) -> checkmate.Solution:
+        return checkmate.solve(problem, problem.keep_all_peak, method="checkpoint-all")
+
+    torch.compile(step, fullgraph=True, backend=Backend(plan, profile=profile))(*args)
+    return found
+
+
+def _index_steps() -> dict[str, tuple[object, tuple[Tensor, ...]]]:
+    x, rows, mask = torch.randn(5, 7, requires_grad=True), torch.tensor([4, 0, 4]), torch.rand(5, 7) > 0.5
+    table, image = torch.randn(6, 3, requires_grad=True), torch.randn(2, 3, 8, 8, requires_grad=True)
+    return {
+        "embedding": (lambda w: F.embedding(torch.tensor([5, 5, 1]), w).sum(), (table,)),
+        "index": (lambda x: x[rows].sum(), (x,)),
+        "two indices": (lambda x: x[rows, rows].sum(), (x,)),
+        "gather": (lambda x: x.gather(1, rows[:, None]).sum(), (x,)),
+        "scatter": (lambda x: x.scatter(0, rows[None], x[:1, :3]).sum(), (x,)),
+        "index_select": (lambda x: x.index_select(1, rows).sum(), (x,)),
+        "index_add": (lambda x: x.index_add(0, rows, x[:3]).sum(), (x,)),
+        "cross entropy": (lambda x: F.cross_entropy(x, torch.tensor([6, 1, 2, 3, 0])), (x,)),
+        "pixels": (lambda x: F.cross_entropy(x, torch.full((2, 8, 8), 2)), (image,)),
+        "masked": (lambda x: x.masked_fill(mask, 0.0).sum(), (x,)),
+        "where": (lambda x: torch.where(mask, x, 0.0).sum(), (x,)),
+        "max pool": (lambda x: F.max_pool2d(x, 2).sum(), (image,)),
+        "adaptive max pool": (lambda x: F.adaptive_max_pool2d(x, 2).sum(), (image,)),
+        "batch norm": (lambda x: F.batch_norm(x, torch.zeros(3), torch.ones(3), training=True).sum(), (image,)),
+        "batch norm in evaluation": (lambda x: F.batch_norm(x, torch.zeros(3), torch.ones(3)).sum(), (image,)),
+        "group norm": (lambda x: F.group_norm(x, 3).sum(), (image,)),
+        "dropout": (lambda x: F.dropout(x, 0.5).sum(), (x,)),
+        "attention": (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).sum(), (image,)),
+        "sort": (lambda x: x.sort(dim=0).values.sum(), (x,)),
+        "max": (lambda x: x.max(dim=0).values.sum(), (x,)),
+        "binary cross entropy": (lambda x: F.binary_cross_entropy(x.sigmoid(), mask.float()), (x,)),
+        "upsample": (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear").sum(), (image,)),
+        "complex": (
+            lambda x: torch.view_as_real(torch.view_as_complex(x) * 2j).sum(),
+            (torch.randn(4, 2).requires_grad_(),),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", _index_steps())
+def test_ops_run_on_inputs_made_up_for_them(name: str) -> None:
+    step, args = _index_steps()[name]
+    nodes = _nodes(step, *args)
+    for node in nodes:
+        assert inputs.runs_alone(node)
+        inputs.call_of(node)()
+
+
+def test_indices_are_spread_over_what_they_index() -> None:
+    table = torch.randn(1000, 4, requires_grad=True)
+    tokens = torch.zeros(500, dtype=torch.long)
+    for node in _nodes(lambda w: F.embedding(tokens, w).sum(), table):
+        if "embedding" in str(node.target):
+            (index,) = (n for n in node.all_input_nodes if n.meta["val"].dtype is torch.long)
+            made = inputs.make_up(index.meta["val"], inputs._index_bounds(node)[index])
+            assert 0 <= int(made.min()) < 100 < 900 < int(made.max()) < 1000
+
+
+def test_keys_tell_apart_what_costs_differently_and_hold_in_every_process() -> None:
+    x = torch.randn(6, 4, requires_grad=True)
+
+    def keys(step: object, x: Tensor = x) -> set[str]:
+        return {inputs.key_of(node) for node in _nodes(step, x)}
+
+    assert keys(lambda x: x.tanh().sum()) == keys(lambda y: y.tanh().sum())
+    assert keys(lambda x: x.tanh().sum()) != keys(lambda x: x.t().tanh().sum())
+    assert keys(lambda x: x.sum(0).prod()) != keys(lambda x: x.sum(1).prod())
+    assert keys(lambda x: x.tanh().sum()) != keys(lambda x: x.tanh().sum(), x.detach().double().requires_grad_())
+    assert any(key.startswith("checkmate.draw_mask") for key in keys(lambda x: F.dropout(x, 0.5).sum()))
+    assert not any(" at 0x" in key for key in keys(lambda x: F.dropout(x, 0.5).sum()))
+
+
+def test_ops_that_make_no_sense_alone_do_not_run() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    reduce = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0"))
+    subgraph = graph.call_function(torch.ops.higher_order.cond, (x, x, x, ()))
+    assert not inputs.runs_alone(reduce)
+    assert not inputs.runs_alone(subgraph)
+    assert inputs.runs_alone(graph.call_function(torch.ops.aten.copy_.default, (x, x)))
+
+
+def test_running_out_of_memory_is_no_property_of_an_op() -> None:
+    node = torch.fx.Graph().placeholder("x")
+
+    def fill_memory() -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        inputs.attempt(node, fill_memory)
+
+
+def test_an_estimate_is_scaled_to_what_was_measured() -> None:
+    """A machine half as fast as the estimate says: what is estimated takes twice as long too."""
+    found = []
+
+    def profile(joint: object) -> object:
+        estimate = [None if n is None else roofline_seconds(n, DEVICES["laptop"]) for n in joint.nodes]
+        costs = [None if s is None else OpCost(2 * s, 0) for s in estimate]
+        costs[0] = None
+        found.append((estimate, fill(joint, costs, "measured")))
+        return found[0][1]
+
+    def plan(problem: checkmate.Problem) -> checkmate.Solution:
+        return checkmate.solve(problem, problem.keep_all_peak, method="checkpoint-all")
+
+    step = torch.compile(lambda x: x.exp().tanh().sum(), fullgraph=True, backend=Backend(plan, profile=profile))
+    step(torch.randn(100, 100, requires_grad=True))
+    estimate, filled = found[0]
+    assert filled.seconds[0] == pytest.approx(2 * estimate[0])
+    assert filled.workspace_bytes[0] == 2 * 40_000  # all that it reads and makes
+    assert filled.estimated == (0,)
+    assert filled.source == "measured; 1 op estimated"
+
+
+def test_the_median_is_taken_until_it_is_stable() -> None:
+    assert not cpu._is_enough([1e-6] * (cpu.LEAST_REPEATS - 1))
+    assert cpu._is_enough([1e-6] * cpu.LEAST_REPEATS)
+    assert not cpu._is_enough([1e-6, 2e-6] * 5)
+    assert cpu._is_enough([1e-6, 2e-6] * (cpu.MOST_REPEATS // 2))
+    assert cpu._is_enough([cpu.SECONDS_PER_OP, 2 * cpu.SECONDS_PER_OP] * 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512K\n", 2**19), ("", cpu.USUAL_SECOND_LEVEL), (None, cpu.USUAL_SECOND_LEVEL)]
+)
+def test_the_second_level_cache_as_the_system_describes_it(
+    text: str | None, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "size").write_text(text)
+    monkeypatch.setattr(cpu, "SECOND_LEVEL", tmp_path / "size")
+    assert cpu._second_level_bytes.__wrapped__() == size
+
+
+def test_caches_are_overwritten_before_each_timed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers: list[Tensor] = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, **kw: buffers.append(zeros(*sizes, **kw)) or buffers[-1])
+    seen: list[int] = []
+    cpu.time_call(lambda: seen.append(int(buffers[0][-1]) if buffers else -1))
+    assert buffers[0].nbytes == 2 * cpu._second_level_bytes()
+    assert seen == [-1, *(i % 256 for i in range(1, len(seen)))]  # the first run is not timed
+
+
+def test_neither_the_random_state_nor_a_tensor_is_touched() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    x = torch.randn(16, 8)
+    state, before = torch.get_rng_state(), {name: t.clone() for name, t in net.state_dict().items()}
+    checkmate.trace(lambda x: net(x).sum(), x, cache=False)
+    assert_same_bits(torch.get_rng_state(), state)
+    assert_same_bits(net.state_dict(), before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="measures on a CUDA device, and there is none")
+def test_on_cuda_time_grows_with_work_and_workspaces_are_whole_blocks() -> None:
+    x = torch.randn(512, 512, device="cuda", requires_grad=True)
+    nodes = _nodes(lambda x: (x @ x).tanh().sum(), x)
+    large = _nodes(lambda x: (x @ x).tanh().sum(), torch.randn(4096, 4096, device="cuda", requires_grad=True))
+    small_costs, large_costs = dict(cuda.measure_ops(nodes)), dict(cuda.measure_ops(large))
+    for i, cost in small_costs.items():
+        larger = large_costs[i]
+        assert cost is not None
+        assert larger is not None
+        assert 0 < cost.seconds
+        assert cost.allocated_bytes % 512 == 0
+        assert larger.seconds > cost.seconds or "expand" in str(nodes[i].target)
+    problem = checkmate.trace(lambda x: (x @ x).tanh().sum(), x)
+    assert problem.profile.source == "measured on cuda"
+    assert (problem.seconds[[k for k, op in enumerate(problem.graph.ops) if op.target != "autograd"]] > 0).all()
+
+
+def test_tensors_without_data_are_refused() -> None:
+    layer, x = nn.Linear(3, 3, device="meta"), torch.randn(2, 3, device="meta")
+    with pytest.raises(
+        checkmate.Unsupported, match=r'weight is a fake tensor or on the meta .* profile="roofline:h100"'
+    ):
+        checkmate.trace(layer, x)
+    with pytest.raises(checkmate.Unsupported, match=r'profile="roofline:h100"'):
+        checkmate.compile(layer, budget="1 MB")(x)
+    with FakeTensorMode():
+        layer, x = nn.Linear(3, 3), torch.randn(2, 3)
+    with pytest.raises(checkmate.Unsupported, match=r'profile="roofline:h100"'):
+        checkmate.trace(layer, x)
+
+
+def test_other_devices_are_refused() -> None:
+    graph = torch.fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["val"] = torch.ones(2, device="meta")
+    graph.output(node)
+    joint = SimpleNamespace(module=torch.fx.GraphModule({}, graph))
+    with pytest.raises(checkmate.Unsupported, match="x is on meta: ops are measured on cpu and cuda only"):
+        measuring.measure(joint)

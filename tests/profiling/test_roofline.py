@@ -1,0 +1,195 @@
+"""Estimates against figures computed by hand, and the profile that `trace` takes by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from benchmarks.networks import CASES
+from checkmate import Problem
+from checkmate.capture import rewrite
+from checkmate.profiling.roofline import CUDA_BLOCK_BYTES, DEVICES, Device
+from tests.support.sampling import slow
+
+PLAIN = Device(  # 1 FLOP a second and 1 byte a second, to read FLOP or bytes off the estimate
+    "unit", {"float32": 1.0, "float16": 1.0, "bfloat16": 1.0}, 1.0, 0.0, compute_efficiency=1.0, memory_efficiency=1.0
+)
+FLOP = replace(PLAIN, bandwidth=1e18)
+BYTES = replace(PLAIN, flops=dict.fromkeys(PLAIN.flops, 1e18))
+
+
+@pytest.fixture(autouse=True)
+def _unit_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEVICES, "flop", FLOP)
+    monkeypatch.setitem(DEVICES, "bytes", BYTES)
+
+
+def _seconds(problem: Problem, target: str) -> list[float]:
+    pairs = zip(problem.graph.ops, problem.seconds, strict=True)
+    return [float(seconds) for op, seconds in pairs if op.target == f"aten.{target}"]
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return (x @ weight).sum()
+
+
+def test_a_matrix_product_by_hand() -> None:
+    """4096 × 1024 times 1024 × 2048 in float32 on the H100, bound by FLOP, and in float16, bound by FLOP too."""
+    x, weight = torch.empty(4096, 1024, device="meta"), torch.empty(1024, 2048, device="meta", requires_grad=True)
+    flop = 2 * 4096 * 1024 * 2048
+    problem = checkmate.trace(_product, x, weight, profile="roofline:h100")
+    assert _seconds(problem, "mm.default")[0] == pytest.approx(4e-6 + flop / (0.7 * 67e12), rel=1e-12)
+    half = checkmate.trace(_product, x.half(), weight.detach().half().requires_grad_(), profile="roofline:h100")
+    assert _seconds(half, "mm.default")[0] == pytest.approx(4e-6 + flop / (0.7 * 989.4e12), rel=1e-12)
+
+
+def test_a_thin_matrix_product_is_bound_by_memory() -> None:
+    x, weight = torch.empty(1, 1024, device="meta"), torch.empty(1024, 2048, device="meta", requires_grad=True)
+    moved = 4 * (1024 + 1024 * 2048 + 2048)
+    problem = checkmate.trace(_product, x, weight, profile="roofline:h100")
+    assert _seconds(problem, "mm.default")[0] == pytest.approx(4e-6 + moved / (0.8 * 3350e9), rel=1e-12)
+
+
+def test_a_convolution_by_hand_in_tf32_where_the_device_has_it() -> None:
+    net = nn.Conv2d(64, 128, 3, padding=1, bias=False, device="meta")
+    x = torch.empty(32, 64, 56, 56, device="meta", requires_grad=True)
+    flop = 2 * 32 * 128 * 56 * 56 * 64 * 9
+    problem = checkmate.trace(lambda x: net(x).sum(), x, profile="roofline:a100")
+    assert _seconds(problem, "convolution.default") == [pytest.approx(4e-6 + flop / (0.7 * 156e12), rel=1e-12)]
+    assert _seconds(problem, "convolution_backward.default") == [pytest.approx(4e-6 + 2 * flop / (0.7 * 156e12))]
+    problem = checkmate.trace(lambda x: net(x).sum(), x, profile="roofline:laptop")
+    assert _seconds(problem, "convolution.default") == [pytest.approx(2e-6 + flop / (0.7 * 0.768e12), rel=1e-12)]
+
+
+def test_matrix_products_in_tf32_if_pytorch_is_told_so() -> None:
+    x, weight = torch.empty(4096, 1024, device="meta"), torch.empty(1024, 2048, device="meta", requires_grad=True)
+    torch.set_float32_matmul_precision("high")
+    try:
+        problem = checkmate.trace(_product, x, weight, profile="roofline:h100")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    flop = 2 * 4096 * 1024 * 2048
+    assert _seconds(problem, "mm.default")[0] == pytest.approx(4e-6 + flop / (0.7 * 494.7e12), rel=1e-12)
+
+
+@pytest.mark.parametrize("groups", [1, 4, 16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_flop_of_a_grouped_convolution_and_its_backward(groups: int, transposed: bool) -> None:
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    net = kind(16, 16, 3, padding=1, groups=groups, bias=False)
+    x = torch.ones(8, 16, 10, 10)
+    flop = 2 * 8 * 16 * 10 * 10 * (16 // groups) * 9
+    problem = checkmate.trace(lambda x: net(x).sum(), x, profile="roofline:flop")
+    assert _seconds(problem, "convolution.default") == [flop]
+    assert _seconds(problem, "convolution_backward.default") == [flop]  # of the weight only
+    problem = checkmate.trace(lambda x: net(x).sum(), x.requires_grad_(), profile="roofline:flop")
+    assert _seconds(problem, "convolution_backward.default") == [flop, flop]
+
+
+def test_flop_of_attention_on_the_cpu() -> None:
+    q = torch.ones(2, 4, 128, 64, requires_grad=True)
+    problem = checkmate.trace(lambda q: F.scaled_dot_product_attention(q, q, q).sum(), q, profile="roofline:flop")
+    product = 2 * 2 * 4 * 128 * 128 * 64
+    op = "_scaled_dot_product_flash_attention_for_cpu"
+    assert _seconds(problem, f"{op}.default") == [pytest.approx(2 * product, rel=1e-6)]
+    assert _seconds(problem, f"{op}_backward.default") == [pytest.approx(5 * product, rel=1e-6)]  # one again
+
+
+def test_bytes_are_what_is_read_and_written() -> None:
+    x = torch.ones(10, 20, requires_grad=True)
+    problem = checkmate.trace(lambda x: (x.exp() + x[:1]).sum(), x, profile="roofline:bytes")
+    assert _seconds(problem, "exp.default") == [2 * 800]
+    assert _seconds(problem, "add.Tensor")[0] == 800 + 80 + 800
+    assert _seconds(problem, "sum.default") == [800 + 4]
+
+
+def test_an_expanded_tensor_is_read_once() -> None:
+    x, row = torch.ones(10, 20, requires_grad=True), torch.ones(20)
+    problem = checkmate.trace(lambda x: (x * row.expand(10, 20)).sum(), x, profile="roofline:bytes")
+    assert _seconds(problem, "mul.Tensor")[0] == 800 + 80 + 800
+
+
+def test_a_lookup_reads_what_it_picks() -> None:
+    table, tokens = nn.Embedding(1000, 64), torch.zeros(128, dtype=torch.long)
+    step = lambda tokens: F.cross_entropy(table(tokens), tokens)  # noqa: E731
+    problem = checkmate.trace(step, tokens, profile="roofline:bytes")
+    rows = 128 * 64 * 4
+    assert _seconds(problem, "embedding.default") == [2 * (128 * 8 + rows)]  # at most as much of the table as the rest
+    assert _seconds(problem, "nll_loss_forward.default") == [2 * (128 * 8 + 4 + 4)]
+    assert _seconds(problem, "embedding_dense_backward.default") == [rows + 128 * 8 + 1000 * 64 * 4]
+
+
+def test_what_autograd_does_costs_nothing_and_nothing_needs_workspace() -> None:
+    _, step, batch = CASES["mlp"].make(0)
+    problem = checkmate.trace(step, *batch, profile="roofline:l4")
+    free = [op.target for op, seconds in zip(problem.graph.ops, problem.seconds, strict=True) if seconds == 0]
+    assert set(free) == {"autograd"}
+    assert not problem.workspace.any()
+    assert problem.profile.source == "roofline estimate for NVIDIA L4"
+
+
+@pytest.mark.parametrize("name", ["mlp", slow("resnet18"), slow("gpt2-sdpa")])
+def test_the_graph_is_that_of_the_measured_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for masks that a CPU may draw again and a GPU may not, and for convolutions split on the CPU."""
+    monkeypatch.setattr(rewrite, "WORTH_BYTES", 2**40)
+    monkeypatch.setattr(rewrite, "split_convolutions", lambda graph: None)
+    _, step, batch = CASES[name].make(0)
+    measured = checkmate.trace(step, *batch)
+    assert checkmate.trace(step, *batch, profile="roofline:laptop").graph == measured.graph
+    rounded = checkmate.trace(step, *batch, profile="roofline:h100")
+    assert rounded.graph.ops == measured.graph.ops
+    sizes = np.array([value.size_bytes for value in measured.graph.values])
+    blocks = -(-sizes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
+    assert [value.size_bytes for value in rounded.graph.values] == blocks.tolist()
+    resident = [value.producer is None for value in measured.graph.values]
+    assert rounded.resident == blocks[resident].sum() > measured.resident
+
+
+@pytest.mark.parametrize("profile", ["roofline:h1000", "roofline", "roofline:", "guess", "h100", ""])
+def test_unknown_profiles_are_refused_with_the_list(profile: str) -> None:
+    with pytest.raises(ValueError, match=r'There is no profile .*"measure", "roofline:h100", .*"roofline:laptop"'):
+        checkmate.trace(nn.Linear(3, 3), torch.ones(2, 3), profile=profile)
+
+
+def test_a_device_can_be_added() -> None:
+    mine = Device("my card", {"float32": 1e12}, bandwidth=1e11, latency=1e-5, block_bytes=256)
+    DEVICES["mine"] = mine
+    try:
+        problem = checkmate.trace(nn.Linear(3, 3), torch.ones(2, 3), profile="roofline:mine")
+    finally:
+        del DEVICES["mine"]
+    assert problem.profile.source == "roofline estimate for my card"
+    assert {value.size_bytes for value in problem.graph.values} == {256}
+
+
+def test_a_type_that_the_device_has_no_rate_for_is_refused_by_name() -> None:
+    layer, x = nn.Linear(3, 3).double(), torch.ones(2, 3, dtype=torch.float64)
+    with pytest.raises(
+        checkmate.Unsupported, match="unit has no rate for float64, only for float32, float16, bfloat16"
+    ):
+        checkmate.trace(layer, x, profile="roofline:flop")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"bandwidth": 0.0}, {"latency": -1e-6}, {"flops": {"float32": -1.0}}, {"block_bytes": 0}]
+)
+def test_impossible_devices_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        replace(PLAIN, **wrong)
+    with pytest.raises(ValueError, match="no rate for float32"):
+        replace(PLAIN, flops={"float16": 1.0})
+
+
+def test_faster_devices_take_less_time() -> None:
+    _, step, batch = CASES["vgg"].make(0)
+    names = ("h200", "h100", "a100", "l4", "rtx4090", "rtx3060", "laptop")
+    costs = {name: checkmate.trace(step, *batch, profile=f"roofline:{name}").keep_all_cost for name in names}
+    assert set(DEVICES) == {*names, "flop", "bytes"}
+    assert costs["h200"] <= costs["h100"] <= costs["a100"] <= costs["l4"] < costs["laptop"]
+    assert costs["rtx4090"] <= costs["rtx3060"] < costs["laptop"]

@@ -1,0 +1,208 @@
+"""The demo and the benchmark run, and the demo notices what it is there to notice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import gpu, profile
+from benchmarks.common import data
+from benchmarks.common import timing as measuring
+from benchmarks.demo import Row
+from benchmarks.networks import CASES
+from checkmate.backends.state import differing
+from tests.support.bits import assert_same_bits
+
+ROOT = Path(__file__).parents[2]
+KEPT = Row(budget=100, predicted=90, measured=90, overhead=0.1, gap=0.05, seconds=1.0, ratio=1.1, bitwise=True)
+
+
+def _run(*arguments: str) -> str:
+    run = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.mark.slow
+def test_the_demo_keeps_its_promises() -> None:
+    printed = _run("benchmarks.demo", "--steps", "2")
+    assert printed.count("  bitwise\n") == 6
+    assert "every number is plain PyTorch's" in printed
+
+
+@pytest.mark.slow
+def test_the_benchmark_appends_a_row_for_each_budget(tmp_path: Path) -> None:
+    out = tmp_path / "results" / "step.jsonl"
+    for times in (1, 2):
+        _run("benchmarks.step", "mlp", "--quick", "--out", str(out))
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert len(rows) == 3 * times
+    assert all(row["bitwise"] for row in rows)
+    assert all(row["measured_peak"] == row["predicted_peak"] <= row["budget"] for row in rows)
+    assert rows[2]["overhead"] == 0.0
+
+
+@pytest.mark.slow
+def test_predicted_step_times_are_written_for_each_budget(tmp_path: Path) -> None:
+    out = tmp_path / "profile.jsonl"
+    printed = _run("benchmarks.profile", "mlp", "--pairs", "2", "--rounds", "3", "--time-limit", "2", "--out", str(out))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["share"] for row in rows] == [0.0, 0.05, 0.1, 0.25, 0.5, 1.0]
+    assert rows[0]["plan_seconds"] > rows[-1]["plan_seconds"] > 0
+    assert all(
+        len(row[name]) == 2 and min(row[name]) > 0 for row in rows for name in ("predicted_seconds", "measured_seconds")
+    )
+    assert "rank correlation" in printed
+
+
+@pytest.mark.slow
+def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
+    out = tmp_path / "start.jsonl"
+    printed = _run("benchmarks.start", "mlp", "--time-limit", "1", "--out", str(out))
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [start["from"] for start in row["cold"]] == [None, "another size"]
+    assert [start["from"] for start in row["warm"]] == ["plan cache"] * 2
+    assert [start["gap"] for start in row["warm"]] == [start["gap"] for start in row["cold"]]
+    assert all(start["plan_seconds"] < 1 for start in row["warm"])
+    assert all(start["peak"] <= row["budget"] for start in [*row["cold"], *row["warm"]])
+    assert row["smaller_from_nothing"]["from"] is None
+    assert printed.count("mlp ") == 2
+
+
+def test_how_true_predictions_are_is_summed_up() -> None:
+    figures = [([0.9, 0.7], [1.0, 0.7]), ([2.2, 2.2], [2.0, 2.0]), ([3.3, 3.0], [3.0, 3.0])]
+    rows = [
+        {
+            "model": "m",
+            "predicted_seconds": predicted,
+            "measured_seconds": seconds,
+            "plan_seconds": 1.0,
+            "other_plan_seconds": 1.01,
+        }
+        for predicted, seconds in figures
+    ]
+    first, flips, ranks = profile.summary(rows).splitlines()
+    assert first == (
+        "predicted is off measured by 5.0%, the profiles of one network differ by 10.0% (medians of 3 plans)"
+    )
+    assert flips == "plans made with another profile cost 1.0% more or less, at most 1.0%"
+    assert ranks == "rank correlation of a network's plans: 1.00 (median of 1)"
+
+
+@pytest.mark.slow
+def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.jsonl"
+    printed = _run("benchmarks.gpu", "--device", "cpu", "--quick", "--out", str(out))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 2 * 2 * 3
+    assert {(row["network"], row["precision"]) for row in rows} == {
+        (name, precision) for name in ("gpt2", "unet") for precision in ("float32", "bfloat16")
+    }
+    assert all(row["bitwise"] and row["plain_repeats"] for row in rows)
+    assert [row["measured_peak"] for row in rows] == [row["predicted_peak"] for row in rows]
+    assert all(row["predicted_peak"] <= row["budget"] for row in rows)
+    assert printed.count("same bits") == 2 * len(rows)
+
+
+@pytest.mark.slow
+def test_the_comparison_on_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "gpu_peers.jsonl"
+    printed = _run("benchmarks.gpu", "--device", "cpu", "--quick", "--peers", "--out", str(out))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    ours = [row for row in rows if row["family"] == "checkmate"]
+    assert {row["model"] for row in ours} == {"gpt2-medium", "resnet50-256", "unet-32"}
+    assert all(row["peak"] <= row["budget"] and row["same_gradients"] for row in ours)
+    assert {row["family"] for row in rows} > {"eager", "checkpoint", "selective", "compile + checkpoint"}
+    assert "| gpt2-medium |" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_benchmark_for_a_gpu_says_that_there_is_none() -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert run.stderr.startswith("There is no CUDA device here.")
+
+
+def test_numbers_that_differ_are_held_against_the_spread_of_plain_runs() -> None:
+    ones = torch.ones(3)
+    same = gpu.compare([ones], [[ones], [ones.clone()]])
+    assert same == {"plain_repeats": True, "bitwise": True, "difference": 0.0, "plain_spread": 0.0}
+    spread = gpu.compare([ones * 1.5], [[ones], [ones * 2]])
+    assert spread == {"plain_repeats": False, "bitwise": False, "difference": 0.25, "plain_spread": 1.0}
+
+
+def test_adam_is_in_place_and_moved_nothing() -> None:
+    module = torch.nn.Linear(3, 2)
+    before = [parameter.clone() for parameter in module.parameters()]
+    optimizer = gpu.adam(module)
+    assert_same_bits(module.parameters(), before)
+    assert all(optimizer.state[parameter]["exp_avg_sq"].shape == parameter.shape for parameter in module.parameters())
+
+
+def test_broken_promises_are_noticed() -> None:
+    assert KEPT.broken() == []
+    assert "exceeds the budget" in replace(KEPT, predicted=101, measured=101).broken()[0]
+    assert "is not the predicted" in replace(KEPT, measured=91).broken()[0]
+    assert "differ from plain PyTorch" in replace(KEPT, bitwise=False).broken()[0]
+
+
+def test_training_repeats_bitwise_and_another_seed_does_not(one_thread: None) -> None:
+    def trained(seed: int) -> list[torch.Tensor]:
+        module, step, batch = CASES["mlp"].make(0)
+        return measuring.train(module, step, [batch] * 2, seed)
+
+    first = trained(0)
+    assert_same_bits(trained(0), first)
+    assert differing(trained(1), first)
+
+
+def test_the_data_is_there() -> None:
+    text, alphabet = data.documentation()
+    assert int(text.max()) == len(alphabet) - 1
+    (passages,) = data.text_batches(text, count=1, size=3, length=8)[0]
+    assert passages.shape == (3, 9)
+    images, labels = data.letters(16)
+    assert len(images) == len(labels) == len(data.typefaces()) * 52
+    assert (images.flatten(1).amax(dim=1) > 0.5).all()
+
+
+def test_a_table_lines_up() -> None:
+    assert measuring.table(("name", "n"), [("a", "1"), ("longer", "23")]).splitlines() == [
+        "name     n",
+        "------  --",
+        "a        1",
+        "longer  23",
+    ]
+
+
+@pytest.mark.slow
+def test_training_within_a_fraction_of_a_device_is_compared_with_plain_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the CPU, where the fraction is only noted: the plain step does not run out of memory, the losses are equal."""
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    setting = gpu.Setting(gpu.NETWORKS["gpt2"], torch.device("cpu"), amp=False, small=True)
+    plain = gpu.measured_plain(setting)
+    row = gpu.limited_row(setting, plain, time_limit=1.0)
+    facts = plain["facts"]
+    assert facts["min_budget"] < row["budget"] < row["limit"] < facts["plain_peak"]
+    assert fractions == [row["limit"] / 10**9, 1.0]
+    assert row["losses"] == row["plain_losses"]
+    assert len(row["losses"]) == 2
+    assert row["bitwise"]
+    assert not row["plain_ran_out_of_memory"]
+    cells = gpu._cells({"network": "gpt2", "precision": "float32", **row})
+    assert len(cells) == len(gpu.HEADER)
+    assert cells[-2:] == ["PLAIN FITS", "same losses"]

@@ -1,0 +1,131 @@
+"""What the README and CONTRIBUTING say is so."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import checkmate
+from checkmate.cli.app import main
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+FOLDERS = ("checkmate", "solvers", "profiling")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_the_first_example_runs_and_prints_what_the_readme_shows() -> None:
+    """Times, and what follows from them, differ from machine to machine; the lines and the counts do not."""
+    code, shown = re.findall(r"```(?:python)?\n(.*?)```", README, flags=re.DOTALL)[:2]
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    printed = run.stdout.strip()
+    assert [line[:13] for line in printed.splitlines()[1:]] == [line[:13] for line in shown.strip().splitlines()[1:]]
+    for what in (r"budget .*", r"of \d+ ops"):
+        assert re.findall(what, printed) == re.findall(what, shown) != []
+
+
+@pytest.mark.slow
+def test_the_example_of_the_largest_batch_runs() -> None:
+    """To the letter, but for the seconds that it took; a busy machine may not come to the end in time."""
+    blocks = re.findall(r"```(?:python)?\n(.*?)```", README, flags=re.DOTALL)
+    code, shown = next(pair for pair in pairwise(blocks) if "found =" in pair[0])
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    took = r"found in .*"
+    assert re.sub(took, "", run.stdout) == re.sub(took, "", shown) or "ended by time limit" in run.stdout
+    assert float(re.findall(r"so (.*) times as large", run.stdout)[0]) > 1.5
+
+
+def test_the_commands_of_the_readme_are_ones_that_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = re.findall(r"^checkmate (.*?) *#", README, flags=re.MULTILINE)
+    assert len(lines) == 4
+    for line in lines:
+        command, *words = line.split()
+        assert main([command, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert all(word in shown for word in words if word.startswith("--"))
+
+
+def test_every_room_has_its_line() -> None:
+    folders = {source.parent for folder in FOLDERS for source in ROOT.glob(f"{folder}/**/*.py")}
+    rooms = {f"{folder.relative_to(ROOT).as_posix()}/" for folder in folders} - {"checkmate/"}
+    lines = re.findall(r"^\| `((?:checkmate|solvers|profiling)/(?:.*/)?)` \|", CONTRIBUTING, flags=re.MULTILINE)
+    assert sorted(lines) == sorted(rooms)
+
+
+def test_what_it_names_is_there() -> None:
+    for path in re.findall(r"`((?:checkmate|solvers|profiling|tests)/[\w/.]*)`", CONTRIBUTING):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_command_is_in_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"`make (\w+)", README + CONTRIBUTING)):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_the_committed_rows_keep_their_promises() -> None:
+    lines = (ROOT / "benchmarks" / "results" / "step.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert all(row["bitwise"] and row["measured_peak"] == row["predicted_peak"] <= row["budget"] for row in rows)
+
+
+def test_the_figures_of_the_largest_batch_come_from_the_committed_rows() -> None:
+    lines = (ROOT / "benchmarks" / "results" / "largest_batch.jsonl").read_text().splitlines()
+    sizes = {(row["network"], row["size"], row["keep_all"]) for row in map(json.loads, lines)}
+    shown = re.findall(r"(VGG-19|ResNet-50|MobileNetV2|U-Net|FCN-8|SegNet)(?: takes)? (\d+)\D+?(\d+)", README)
+    assert len(shown) == 6
+    assert {(name.replace("-", "").lower(), int(size), int(kept)) for name, size, kept in shown} <= sizes
+
+
+def test_the_figures_of_planning_come_from_the_committed_rows() -> None:
+    lines = (ROOT / "benchmarks" / "results" / "solve.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["method"] == "auto" and row.get("cost_ratio")]
+    written = {
+        f"| {row['graph']} | {row['ops']} | {row['share']:.0%} | {row['cost_ratio'] - 1:.1%} | {row['gap']:.2%} "
+        f"| {row['first_plan_seconds']:.1f} s | {row['seconds']:.1f} s |"
+        for row in rows
+    }
+    shown = re.findall(r"^\| \w[\w-]* \| \d+ \| .* s \|$", README, flags=re.MULTILINE)
+    assert len(shown) >= 8
+    assert set(shown) <= written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["idea", "guide"])
+def test_the_examples_of_a_page_run(page: str, tmp_path: Path) -> None:
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.DOTALL)
+    assert examples
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(examples))
+    environment = {**os.environ, "CHECKMATE_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    shown = re.findall(r"^\.\. auto\w+:: checkmate\.(\w+)", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
+    errors = {
+        node.name
+        for node in ast.parse((ROOT / "checkmate" / "errors.py").read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert errors <= set(checkmate.__all__)
+    assert {*shown} >= {*checkmate.__all__} - errors
+
+
+@pytest.mark.slow
+def test_the_pages_can_be_made_and_all_their_links_lead_somewhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    page = (tmp_path / "api.html").read_text()
+    assert 'id="checkmate.compile"' in page
+    assert "checkmate.Solution.explain_peak" in page

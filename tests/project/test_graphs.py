@@ -1,0 +1,188 @@
+"""The problem files: real training steps at full size, and how they are made."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.solve import report as solve_report
+from benchmarks.solve.comparison import FILES, PROBLEMS, cases, facts, least, load
+from checkmate import Problem, solve
+from checkmate.core.graph import Graph
+
+ROOT = Path(__file__).parents[2]
+OPS = {
+    "vgg16": 91,
+    "unet": 158,
+    "resnet18": 164,
+    "mobilenetv2": 401,
+    "resnet50": 409,
+    "vit-b16": 754,
+    "bert-base": 850,
+    "gpt2-12": 992,
+    "densenet121": 1462,
+    "t5-base": 3531,
+    "gpt2-48": 3836,
+}
+PARAMETERS = {  # as published, in millions
+    "vgg16": 138.4,
+    "resnet18": 11.7,
+    "resnet50": 25.6,
+    "mobilenetv2": 3.5,
+    "densenet121": 8.0,
+    "vit-b16": 86.6,
+    "gpt2-12": 124.4,
+    "gpt2-48": 1557.6,
+    "t5-base": 222.9,
+}
+
+
+def test_there_is_a_file_for_each() -> None:
+    assert set(FILES) == set(OPS)
+    assert sum(path.stat().st_size for path in PROBLEMS.iterdir()) < 1e6
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_file_is_a_valid_step_with_its_loss(name: str) -> None:
+    problem = load(name)
+    assert len(problem.graph.ops) == OPS[name]
+    assert problem.profile.source == "roofline estimate for NVIDIA H100 SXM"
+    assert all(value.size_bytes % 512 == 0 for value in problem.graph.values)
+    assert problem.unavoidable_bytes.max() < 0.65 * problem.keep_all_peak
+    results = {problem.graph.ops[problem.graph.values[v].producer].phase for v in problem.graph.outputs}
+    assert results == {"forward", "backward"}
+    assert any("loss" in op.target for op in problem.graph.ops)
+    if name in PARAMETERS:
+        parameters = sum(value.size_bytes for value in problem.graph.values if value.role == "parameter")
+        assert parameters / 4e6 == pytest.approx(PARAMETERS[name], abs=0.06)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_file_names_no_place_on_a_machine(name: str) -> None:
+    for op in load(name).graph.ops:
+        assert not re.search(r"[/\\]|0x", f"{op.name} {op.target} {op.where}"), op
+
+
+def _without_places(graph: Graph) -> Graph:
+    return replace(graph, ops=tuple(replace(op, where=None) for op in graph.ops))
+
+
+@pytest.mark.parametrize("name", ["vgg16", "resnet18"])
+def test_a_file_is_what_is_traced_now(name: str) -> None:
+    from benchmarks.graphs import problem_of
+
+    traced, kept = problem_of(name), load(name)
+    assert _without_places(traced.graph) == _without_places(kept.graph)
+    assert traced.seconds.tolist() == kept.seconds.tolist()
+    assert traced.resident == kept.resident
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_file(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.graphs", "vgg16", "--device", "laptop", "--out", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "vgg16  105" in run.stdout
+    assert Problem.from_json(tmp_path / "vgg16.json.gz").profile.source == "roofline estimate for laptop CPU"
+
+
+def test_budgets_that_no_schedule_meets_and_models_too_large_are_left_out() -> None:
+    assert list(cases(["vgg16"], None, ["next-use"])) == [("vgg16", share, "next-use") for share in (0.9, 0.8, 0.7)]
+    assert list(cases(["vgg16", "gpt2-12"], [0.8], ["milp", "auto"])) == [
+        ("vgg16", 0.8, "milp"),
+        ("vgg16", 0.8, "auto"),
+        ("gpt2-12", 0.8, "auto"),
+    ]
+
+
+def test_the_budgets_of_chains_are_whole_bytes() -> None:
+    for graph, known in (("chain-8", [8, 6, 5, 4, 3]), ("chain-16", [12, 10, 8, 6, 5, 4])):
+        problem = load(graph)
+        shares = [share for _, share, _ in cases([graph], None, ["auto"])]
+        assert [share * problem.keep_all_peak for share in shares] == known
+
+
+def test_figures_of_a_solution_are_relative_to_running_each_op_once() -> None:
+    problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 2, 3, 4], sizes=[1, 1, 1, 1])
+    solution = solve(problem, 4)
+    told = facts(
+        replace(solution, cost=15.0, bound=12.0, details={"trajectory": [(0.5, float("inf"), 10.0), (1, 20, 11)]})
+    )
+    assert (told["cost_ratio"], told["bound_ratio"], told["gap"]) == (1.5, 1.2, 0.2)
+    assert told["first_plan_seconds"] == 1
+    assert told["trajectory"] == [[0.5, None, 1.0], [1, 2.0, 1.1]]
+    assert facts(replace(solution, cost=float("inf"), plan=None))["cost_ratio"] is None
+    assert json.loads(json.dumps(told)) == told
+
+
+def _row(method: str, cost: float | None, bound: float, seconds: float) -> dict[str, object]:
+    return {
+        "commit": "abc",
+        "cpu": "a processor",
+        "profile": "given",
+        "graph": "net",
+        "ops": 10,
+        "share": 0.5,
+        "budget": 50,
+        "keep_all_peak": 100,
+        "keep_all_seconds": 1.0,
+        "method": method,
+        "time_limit": 60.0,
+        "status": "feasible" if cost else "not found",
+        "cost_ratio": cost,
+        "bound_ratio": bound,
+        "gap": (cost - bound) / cost if cost else None,
+        "seconds": seconds,
+        "first_plan_seconds": 0.5,
+        "trajectory": [[0.5, 2.0, 1.0]] if cost else [],
+        "loaded_rss": 1_000_000,
+        "peak_rss": 5_000_000,
+    }
+
+
+def test_the_report_has_the_last_row_of_each_and_the_gap_to_the_best_bound(tmp_path: Path) -> None:
+    rows = [_row("fast", 1.5, 1.0, 1.0), _row("fast", 1.25, 1.0, 2.0), _row("slow", None, 1.2, 3.0)]
+    failed = {key: rows[0][key] for key in ("commit", "cpu", "graph", "share", "time_limit")}
+    rows.append({**failed, "method": "large", "status": "failed", "message": "MemoryError"})
+    path = tmp_path / "solve.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table, picture = solve_report.render(path)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert table.read_text().splitlines()[-3:] == [
+        "| net | 10 | 0.50 | fast | 1.2500 | 1.0000 | 20.00% | 4.00% | 0.5 s | 2.0 s | 4 MB | feasible |",
+        "| net | – | 0.50 | large | – | – | – | – | – | – | – | failed |",
+        "| net | 10 | 0.50 | slow | – | 1.2000 | – | – | 0.5 s | 3.0 s | 4 MB | not found |",
+    ]
+
+
+def test_the_report_has_the_smallest_budgets_where_they_were_looked_for(tmp_path: Path) -> None:
+    problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    figures = least(problem, time_limit=1.0)
+    assert (figures["peak"], figures["peak_bound"], figures["gap"], figures["status"]) == (3, 3, 0.0, "proven")
+    rows = [_row("fast", 1.5, 1.0, 1.0), {**_row("min_budget", None, 1.0, 1.0), **figures, "share": None, "seconds": 2}]
+    path = tmp_path / "solve.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table, _ = solve_report.render(path)
+    assert table.read_text().splitlines()[-1] == "| net | 4 | 1.0000 | 1.0000 | 0.00% | 2.0 s |"
+
+
+@pytest.mark.slow
+def test_the_benchmark_appends_rows_from_processes_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "results" / "solve.jsonl"
+    command = [sys.executable, "-m", "benchmarks.solve", "--graphs", "resnet18", "--budgets", "0.6", "--out", str(out)]
+    subprocess.run([*command, "--methods", "next-use", "auto", "--time-limit", "3"], cwd=ROOT, check=True)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["method"] for row in rows] == ["next-use", "auto"]
+    for row in rows:
+        assert row["peak"] <= row["budget"]
+        assert 1 < row["bound_ratio"] <= row["cost_ratio"] < 1.2 or row["method"] == "next-use"
+        assert 20e6 < row["loaded_rss"] <= row["peak_rss"] < 1e9
+    subprocess.run([*command, "--methods", "auto", "--memory-limit", "1 MB"], cwd=ROOT, check=True)
+    last = json.loads(out.read_text().splitlines()[-1])
+    assert last["status"] == "failed"
+    assert last["message"]

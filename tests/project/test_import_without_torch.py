@@ -1,0 +1,84 @@
+"""The data types and the solvers live without PyTorch, and PyTorch is not loaded before it is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import checkmate
+
+ROOT = Path(__file__).parents[2]
+
+BLOCK = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" or name.startswith("torch."):
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
+def _python(code: str) -> str:
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_every_solver_imports_without_torch() -> None:
+    paths = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "solvers").rglob("*.py")]
+    solvers = sorted("checkmate." + ".".join(path.parts) for path in paths)
+    code = "import importlib\n" + "".join(f"importlib.import_module({name!r})\n" for name in solvers)
+    assert _python(f"{BLOCK}{code}print(len({solvers}))") == str(len(solvers))
+
+
+def test_a_problem_is_solved_without_torch() -> None:
+    code = """
+import checkmate
+problem = checkmate.Problem.from_dag([[], [0], [1], [0, 2]], [1, 1, 1, 1], [1, 1, 1, 1])
+print(checkmate.solve(problem, budget=3, method="milp").cost, problem.min_budget().peak)
+"""
+    assert _python(BLOCK + code) == "4.0 3"
+
+
+def test_what_needs_torch_says_so() -> None:
+    code = """
+import checkmate
+for name in ("compile", "trace"):
+    try:
+        getattr(checkmate, name)
+    except ModuleNotFoundError as error:
+        print(error.name)
+"""
+    assert _python(BLOCK + code).split() == ["torch", "torch"]
+
+
+def test_importing_checkmate_does_not_import_torch() -> None:
+    assert _python("import checkmate, sys; print('torch' in sys.modules)") == "False"
+
+
+def test_a_folder_named_profiling_hides_no_standard_package(tmp_path: Path) -> None:
+    """Python 3.15 has a package ``profiling``, which cProfile imports: it is found though the checkout comes first."""
+    (tmp_path / "profiling").mkdir()
+    (tmp_path / "profiling" / "__init__.py").write_text("")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import profiling, cProfile; print(profiling.__file__)"
+    assert _python(code).endswith("__init__.py")
+
+
+def test_every_public_name_is_there() -> None:
+    for name in checkmate.__all__:
+        assert getattr(checkmate, name).__module__.startswith("checkmate."), name
+    assert set(checkmate.__all__) <= set(dir(checkmate))
+
+
+def test_the_meter_of_memory_is_there_after_a_plain_import() -> None:
+    code = "import checkmate; print(checkmate.memory.measure_peak(lambda: bytes(9)).peak)"
+    assert _python(code) == "0"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    code = "import checkmate; print(hasattr(checkmate, 'compil'), hasattr(checkmate, 'compile'))"
+    assert _python(code) == "False True"

@@ -1,0 +1,94 @@
+"""Every notebook runs from its first cell to its last, and stands in the repository with what it shows."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+from PIL import Image
+
+from notebooks.run import executed, smaller
+from tests.support.sampling import long, slow
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+NAMES = ["inside_the_milp", "largest_batch", "plan_for_a_gpu_from_a_laptop", "quickstart"]
+LARGEST = 400_000  # bytes of a file: web pages show no larger ones
+PLACES = re.compile(r"/(?:home|Users|root|tmp|work|opt|usr|var)/|[A-Z]:\\\\|site-packages|ipykernel_\d")
+
+
+def test_the_notebooks_are_there_and_the_readme_leads_to_them() -> None:
+    assert [path.stem for path in NOTEBOOKS] == NAMES
+    readme = (FOLDER.parent / "README.md").read_text()
+    assert all(f"notebooks/{name}.ipynb" in readme for name in NAMES)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_a_notebook_shows_is_committed(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "run notebooks/run.py"
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
+    assert sum(output.output_type == "stream" for output in outputs) >= 2
+    assert path.stat().st_size < LARGEST
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_error_and_no_place_of_a_machine_stands_in_a_notebook(path: Path) -> None:
+    for cell in nbformat.read(path, as_version=4).cells:
+        for output in cell.get("outputs", ()):
+            assert output.output_type != "error"
+            assert output.get("name") != "stderr", output.text
+            texts = [
+                output.get("text", ""),
+                *(text for kind, text in output.get("data", {}).items() if "png" not in kind),
+            ]
+            for text in texts:
+                assert "Traceback" not in text
+                assert not PLACES.search(text), text
+        assert not PLACES.search(cell.source)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_links_of_a_notebook_lead_somewhere(path: Path) -> None:
+    words = "".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
+    for link in re.findall(r"\]\(([^)#]+)\)", words):
+        assert (FOLDER / link).exists(), link
+
+
+def test_a_picture_keeps_the_hues_of_its_areas() -> None:
+    """A palette by frequency alone once turned thin green lines blue, and a grey area greenish."""
+    pixels = np.random.default_rng(0).integers(120, 136, (60, 60, 3), dtype=np.uint8)  # greys that are alike
+    pixels[:40] = (127, 127, 127)
+    pixels[0, :5] = (0, 158, 115)
+    raw = io.BytesIO()
+    Image.fromarray(pixels).save(raw, "PNG")
+    small = base64.b64decode(smaller(base64.b64encode(raw.getvalue()).decode()))
+    again = np.asarray(Image.open(io.BytesIO(small)).convert("RGB"))
+    assert (again[0, :5] == (0, 158, 115)).all()
+    assert (again[1:] == (127, 127, 127)).all()
+    assert len(small) < len(raw.getvalue()) / 10
+
+
+@pytest.mark.parametrize(
+    "path", [slow(path) if path.stem == "quickstart" else long(path) for path in NOTEBOOKS], ids=lambda path: path.stem
+)
+def test_a_notebook_runs(path: Path) -> None:
+    committed = nbformat.read(path, as_version=4)
+    fresh = executed(path)
+    assert [cell.source for cell in fresh.cells] == [cell.source for cell in committed.cells]
+
+    def kinds(notebook: nbformat.NotebookNode) -> list[set[str]]:
+        """Whether each cell writes and whether it draws."""
+        return [
+            {"picture" if "data" in output else "text" for output in cell.get("outputs", ())} for cell in notebook.cells
+        ]
+
+    assert kinds(fresh) == kinds(committed)

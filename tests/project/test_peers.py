@@ -1,0 +1,200 @@
+"""The comparison with other ways to save memory: what it finds, and how it judges."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.peers import comparison as peers
+from benchmarks.peers import report as peers_report
+from benchmarks.peers import settings as peer_settings
+from benchmarks.peers.subjects import LSTM, NETWORKS, Network, SmallVGG16, Subject
+from tests.support.bits import assert_same_bits
+
+ROUNDS = 8
+
+
+class Tiny(nn.Module):
+    """Batch norm, whose statistics a checkpoint changes twice, and dropout, whose mask may be drawn twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(*(self.stage(3 if i == 0 else 8) for i in range(4)))
+        self.head = nn.Linear(8, 10)
+
+    @staticmethod
+    def stage(channels: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stages(x).mean(dim=(2, 3)))
+
+
+TINY = Network(
+    "tiny",
+    lambda: (Tiny(), (torch.randn(4, 3, 32, 32), torch.randint(10, (4,)))),
+    blocks=lambda module: list(module.stages),
+    chain=lambda module: [module.stages],
+)
+
+
+def _compare(only: list[str]) -> list[dict[str, Any]]:
+    options = peers.Options(time_limit=5.0, shares=[0.0, 0.3, 1.0], only=only, minutes=0.0, rounds=(2, 2))
+    return peers.compare(TINY, options, lambda text: None)
+
+
+@pytest.mark.slow
+def test_what_is_wrong_is_found_and_ours_never_is(
+    monkeypatch: pytest.MonkeyPatch, one_thread: None, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(peer_settings, "TENTHS", (0.0, 1.0))
+    monkeypatch.setattr(peer_settings, "SEGMENTS", (2,))
+    monkeypatch.setattr(peer_settings, "SOLVERS", ("dp",))
+    monkeypatch.setattr(peers, "HEURISTICS", ("chen-greedy", "dtr"))
+    rows = _compare(["peers", "ours", "heuristics"])
+    by_name = {f"{row['family']} {row['knob']}".strip(): row for row in rows}
+    assert peers_report.same_bits(by_name["eager"])
+    twice = by_name["checkpoint each block"]
+    assert (twice["same_gradients"], twice["same_buffers"]) == (True, False)
+    redrawn = by_name["compile budget dp 0"]
+    assert (redrawn["same_loss"], redrawn["same_gradients"]) == (True, False)
+    assert peers_report.same_bits(by_name["compile + checkpoint each block"])
+    ours = [row for row in rows if row["family"] in (peer_settings.OURS, "heuristics")]
+    assert {row["family"] for row in ours} == {peer_settings.OURS, "heuristics"}
+    for row in ours:
+        assert peers_report.same_bits(row)
+        assert row["same_random_state"]
+        assert row["peak"] == row["predicted_peak"] <= row["budget"]
+    assert all(len(row["ratios"]) == 2 for row in rows if "error" not in row)
+
+    out = tmp_path / "peers.jsonl"
+    out.write_text(
+        "".join(json.dumps({**row, "date": "d", "commit": "c", "cpu": "x", "torch": "t"}) + "\n" for row in rows)
+    )
+    assert "| tiny |" in peers_report.render(out)
+    text = (tmp_path / "peers.md").read_text()
+    assert "buffers differ" in text
+    assert "gradients differ" in text
+    assert (tmp_path / "peers" / "tiny.png").stat().st_size > 10_000
+
+
+def test_a_peer_that_fails_is_a_row_and_leaves_nothing_behind(one_thread: None) -> None:
+    comparison = peers.Comparison(TINY, peers.Options(time_limit=5.0), lambda text: None)
+
+    def build(subject: Subject) -> Any:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            subject.plain(x, y).backward()  # gradients are there, statistics moved
+            raise RuntimeError("too much\nin two lines")
+
+        return step
+
+    comparison.add([peer_settings.Setting("checkpoint", "of a kind that fails", build)])
+    assert comparison.failed[0]["error"] == "RuntimeError: too much"
+    assert all(parameter.grad is None for parameter in comparison.subject.module.parameters())
+    assert_same_bits(comparison.subject.module.state_dict(), comparison.subject.state)
+
+
+def _row(family: str, peak: int, ratios: list[float], **facts: Any) -> dict[str, Any]:
+    same = {f"same_{kind}": True for kind in ("loss", "gradients", "buffers", "random_state")}
+    about = {"model": "m", "family": family, "knob": "", "peak": peak, "ratios": ratios, "ratio": sorted(ratios)[4]}
+    return {**about, **same, **facts}
+
+
+def _around(middle: float) -> list[float]:
+    return [middle + 0.001 * (-1) ** i * (i + 1) for i in range(ROUNDS)]
+
+
+@pytest.mark.parametrize(
+    ("time", "verdict"), [(_around(1.1), "faster"), (_around(0.9), "slower"), (_around(1.0)[::-1], "even")]
+)
+def test_a_peer_is_held_against_ours_at_its_peak_or_below(time: list[float], verdict: str) -> None:
+    ours = [_row(peer_settings.OURS, 90, _around(1.3)), _row(peer_settings.OURS, 100, _around(1.0))]
+    above = _row(peer_settings.OURS, 101, _around(0.5))
+    peer = _row("checkpoint", 100, time)
+    found = peers_report.compared(peer, [*ours, above, peer])
+    assert found is not None
+    best, ratio, judged = found
+    assert (best["peak"], judged) == (100, verdict)
+    assert ratio == pytest.approx(1.0 / sorted(time)[4], abs=0.02)
+
+
+def test_a_peer_below_all_of_ours_is_out_of_reach() -> None:
+    peer = _row("checkpoint", 80, _around(1.1))
+    rows = [_row("eager", 120, _around(1.0)), _row(peer_settings.OURS, 90, _around(1.3)), peer]
+    assert peers_report.compared(peer, rows) is None
+    found = peers_report.summary(rows)
+    assert (found["out of reach"], found["exact"], found["ours"], found["peer"]) == (1, 1, 90, peer)
+
+
+def test_a_run_without_ours_has_a_summary_too() -> None:
+    found = peers_report.summary([_row("eager", 100, _around(1.0)), _row("checkpoint", 80, _around(1.2))])
+    assert (found["ours"], found["out of reach"]) == (None, 1)
+
+
+def test_peers_with_other_numbers_do_not_count() -> None:
+    wrong = _row("checkpoint", 80, _around(0.5), same_buffers=False)
+    rows = [_row("eager", 120, _around(1.0)), _row(peer_settings.OURS, 90, _around(1.3)), wrong]
+    found = peers_report.summary(rows)
+    assert (found["wrong"], found["exact"], found["peer"]) == (1, 0, None)
+
+
+def test_what_differs_is_told() -> None:
+    row = _row("checkpoint", 1, _around(1.0), same_buffers=False, off=0.97, within_tolerance=False)
+    assert peers_report.numbers(row) == "buffers differ by 97%"
+    rounding = {**row, "same_loss": False, "off": 2e-6, "within_tolerance": True}
+    assert peers_report.numbers(rounding) == "loss, buffers differ by rounding, 2e-06"
+
+
+def test_the_networks_have_the_blocks_that_they_name() -> None:
+    with torch.device("meta"):
+        for network in NETWORKS.values():
+            module, _ = network.make()
+            parts = set(module.modules())
+            assert set(network.blocks(module)) <= parts
+            assert len(network.blocks(module)) >= 4
+            assert all(chain in parts for chain in network.chain(module))
+
+
+def test_another_module_of_the_same_parameters() -> None:
+    subject = Subject.of(TINY, torch.device("cpu"))
+    twin = subject.twin()
+    assert twin is not subject.module
+    assert [id(p) for p in twin.parameters()] == [id(p) for p in subject.module.parameters()]
+    assert [id(b) for b in twin.buffers()] == [id(b) for b in subject.module.buffers()]
+
+
+def test_a_recurrent_network_in_segments_is_the_same_in_one() -> None:
+    torch.manual_seed(0)
+    model = LSTM(16, width=8, segments=4).eval()
+    tokens = torch.randint(16, (2, 8))
+    hidden = [torch.zeros(2, 8) for _ in range(4)]
+    x = model.embedding(tokens)
+    expected = []
+    layers: Any = model.layers
+    for token in x.unbind(1):
+        hidden[:2] = layers[0][0].cell(token, (hidden[0], hidden[1]))
+        hidden[2:] = layers[1][0].cell(hidden[0], (hidden[2], hidden[3]))
+        expected.append(hidden[2])
+    assert_same_bits(model(tokens), model.head(torch.stack(expected, dim=1)))
+
+
+def test_vgg_for_small_images_has_its_layers() -> None:
+    with torch.device("meta"):
+        module = SmallVGG16(10)
+        assert sum(isinstance(part, nn.Conv2d) for part in module.modules()) == 13
+        assert module(torch.empty(1, 3, 96, 96)).shape == (1, 10)
+
+
+def test_the_readme_and_the_document_say_what_the_rows_say() -> None:
+    runs = peers_report.latest([json.loads(line) for line in peers.RESULTS.read_text().splitlines()])
+    readme = (peers.RESULTS.parents[2] / "README.md").read_text()
+    assert sum(peers_report.short(rows) in readme for rows in runs.values()) == 2
+    assert peers.RESULTS.with_suffix(".md").read_text() == peers_report.document(runs, peers.RESULTS.stem)
+    assert all((peers.RESULTS.with_suffix("") / f"{model}.png").exists() for model in runs)

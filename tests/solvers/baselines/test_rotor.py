@@ -1,0 +1,250 @@
+"""Optimal persistent checkpoints of chains, against all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from benchmarks.networks import dags
+from checkmate.core import plan as plans
+from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.problem import Problem, Profile
+from checkmate.core.solution import Solution, Status
+from checkmate.solvers.baselines.rotor import Table, rotor, runs_of
+from checkmate.solvers.baselines.rotor_chain import Chain, measure, segments_of
+from checkmate.solvers.common.certify import peak_of
+from checkmate.solvers.linear.milp import milp
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+
+STEPS = {"vgg": dags.vgg(16), "resnet": dags.resnet(), "mobilenet": dags.mobilenet(6), "gpt": dags.gpt(4)}
+
+
+def check(solution: Solution) -> None:
+    assert solution.plan is not None
+    assert plans.verify(solution.plan, solution.problem, solution.budget) == []
+    assert solution.peak == plans.simulate(solution.plan, solution.problem).peak <= solution.budget
+
+
+def strategies(s: int, t: int) -> Iterator[list[tuple[str, int]]]:
+    """Every persistent schedule of segments s to t, as what it does: hold and let go are of what leaves a segment."""
+    for inner in strategies(s + 1, t) if s < t else [[]]:
+        yield [("keep", s), *inner, ("backward", s)]
+    for r in range(s + 1, t + 1):
+        for after in strategies(r, t):
+            for again in strategies(s, r - 1):
+                yield [*(("pass", k) for k in range(s, r)), ("hold", r - 1), *after, ("let go", r - 1), *again]
+
+
+def outcome(chain: Chain, actions: list[tuple[str, int]]) -> tuple[float, int]:
+    """Extra seconds and the peak of a strategy, followed step by step."""
+    held: dict[int, int] = {}  # bytes of checkpoints and of what is kept, by the segment they leave or belong to
+    kept: dict[int, int] = {}
+    ran, done = set(), set()
+    seconds, peak, last = 0.0, 0, len(chain) - 1
+    for i, (what, k) in enumerate(actions):
+        waiting = sum(chain.replay[j] for j in (ran | {k}) - set(kept) - done)
+        if what in ("pass", "keep"):
+            if k in ran:
+                seconds += chain.pass_seconds[k] if what == "pass" else chain.keep_seconds[k]
+            ran.add(k)
+            follows = i > 0 and actions[i - 1] == (
+                "pass",
+                k - 1,
+            )  # else what enters is held, or belongs to what is kept
+            around = chain.always[last] + chain.gradient[last] + (chain.output[k - 1] if follows else 0)
+            own = chain.pass_peak[k] if what == "pass" else chain.keep_peak[k]
+            peak = max(peak, sum(held.values()) + sum(kept.values()) + waiting + around + own)
+            if what == "keep":
+                kept[k] = chain.kept[k]
+        elif what == "hold":
+            held[k] = chain.output[k]
+        elif what == "let go":
+            del held[k]
+        else:
+            del kept[k]
+            done.add(k)
+            waiting = sum(chain.replay[j] for j in ran - set(kept) - done)
+            around = sum(held.values()) + sum(kept.values()) + waiting
+            peak = max(peak, around + chain.always[k] + chain.backward_peak[k])
+            last = k - 1
+    return seconds, int(peak)
+
+
+def random_chain(seed: int, length: int) -> Chain:
+    rng = np.random.default_rng(seed)
+    output, inner, gradient = (rng.integers(0, 6, length) for _ in range(3))
+    passing = rng.integers(1, 6, length).astype(float)
+    replay = rng.integers(0, 4, length) * (rng.random(length) < 0.4)
+    return Chain(
+        pass_seconds=passing,
+        keep_seconds=passing + rng.integers(0, 3, length),
+        output=output,
+        kept=output + inner,
+        gradient=gradient,
+        pass_peak=output + rng.integers(0, 4, length),
+        keep_peak=output + inner + rng.integers(0, 4, length),
+        backward_peak=gradient + output + inner + rng.integers(0, 4, length),
+        replay=replay,
+        always=rng.integers(0, 9, length),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_table_is_the_best_of_all_strategies(seed: int) -> None:
+    length = 1 + seed % 5
+    chain, slots = random_chain(seed, length), 60
+    known = [outcome(chain, actions) for actions in strategies(0, length - 1)]
+    table = Table.of(chain, 1, slots)
+    for m in range(slots + 1):
+        best = min((seconds for seconds, peak in known if peak <= m), default=np.inf)
+        assert table.seconds[0, length - 1][m] == pytest.approx(best)
+    assert sum(np.isfinite(table.seconds[0, length - 1])) > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_the_table_says_it_does_takes_the_seconds_it_says(seed: int) -> None:
+    chain = random_chain(seed, 6)
+    table = Table.of(chain, 1, 60)
+    for m in np.flatnonzero(np.isfinite(table.seconds[0, 5])):
+        ran: set[int] = set()
+        seconds = 0.0
+        for what, k in table.actions(int(m)):
+            if what != "backward" and k in ran:
+                seconds += chain.pass_seconds[k] if what == "pass" else chain.keep_seconds[k]
+            ran.add(k)
+        assert seconds == pytest.approx(table.seconds[0, 5][m])
+
+
+def test_slots_round_up() -> None:
+    chain = random_chain(1, 5)
+    fine, coarse = Table.of(chain, 1, 60).seconds[0, 4], Table.of(chain, 7, 10).seconds[0, 4]
+    assert all(coarse[m] >= fine[min(60, 7 * m)] for m in range(11))
+    assert np.isfinite(coarse[-1])
+
+
+@pytest.mark.parametrize("layers", range(2, 7))
+def test_on_the_unit_chain_persistent_schedules_are_optimal(layers: int) -> None:
+    chain = dags.unit_chain(layers)
+    for budget in range(3, chain.keep_all_peak + 1):
+        solution = rotor(chain, budget)
+        check(solution)
+        assert solution.cost == milp(chain, budget, time_limit=30).cost
+
+
+@pytest.mark.parametrize(
+    ("layers", "budget", "seconds"),
+    [(8, 3, 45), (8, 4, 26), (8, 5, 22), (8, 6, 21), (8, 8, 19), (16, 8, 43), (16, 10, 41), (16, 12, 39)],
+)
+def test_the_golden_optima_of_unit_chains(layers: int, budget: int, seconds: int) -> None:
+    assert rotor(dags.unit_chain(layers), budget).cost == seconds
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_model_of_memory_is_close_to_the_simulator(name: str) -> None:
+    """What the chain says that keeping all takes, within seven percent; it is never less than it does take."""
+    problem = STEPS[name]
+    segments = segments_of(problem)
+    unit = problem.keep_all_peak // 1000
+    table = Table.of(measure(problem, segments), unit, 1100)
+    least = int(np.argmax(table.seconds[0, len(segments) - 1] == 0.0))
+    R = runs_of(problem, segments, table.actions(least))
+    assert (R == np.eye(len(R), dtype=bool)).all()
+    assert problem.keep_all_peak == peak_of(problem, R) <= least * unit <= 1.07 * problem.keep_all_peak
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("fine", [False, True])
+def test_what_a_segment_reads_enters_it_or_is_at_hand_anyway(name: str, fine: bool) -> None:
+    problem = STEPS[name]
+    graph, segments = problem.graph, segments_of(problem, fine=fine)
+    assert [k for s in segments for k in s.forward] == list(range(graph.forward_length))
+    assert [k for s in reversed(segments) for k in s.backward] == list(range(graph.forward_length, len(graph.ops)))
+    anyway = {*graph.outputs, *(v for op in graph.ops if op.pinned for v in op.outputs)}
+    for segment in segments:
+        made = {v for k in segment.forward for v in graph.ops[k].outputs}
+        allowed = made | anyway | {segment.enters}
+        assert all(v in allowed for k in segment.forward for v in graph.ops[k].inputs)
+        late = {v for k in segment.backward for v in graph.ops[k].inputs}
+        assert {v for v in late if graph.values[v].producer < graph.forward_length} <= allowed
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_plans_of_training_steps_verify_and_get_cheaper_with_memory(name: str) -> None:
+    problem = STEPS[name]
+    floor = problem.unavoidable_bytes.max()
+    costs = []
+    for share in (0.7, 0.8, 0.9):
+        solution = rotor(problem, int(floor + share * (problem.keep_all_peak - floor)))
+        check(solution)
+        costs.append(solution.overhead)
+    assert 0 < costs[2] <= costs[1] + 0.005 <= costs[0] + 0.01 < 0.12
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_never_below_the_optimum_of_small_problems(seed: int) -> None:
+    problem = random_problem(seed, most_ops=4)
+    known = outcomes(problem)
+    for budget in interesting_budgets(known):
+        solution = rotor(problem, budget)
+        assert solution.cost >= optimum(known, budget) - 1e-9
+        if solution.plan is not None:
+            check(solution)
+
+
+def test_small_random_chains_of_uneven_sizes_are_near_the_optimum() -> None:
+    """Other schedules than persistent ones can be better; on most of these they are not."""
+    hits = misses = 0
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        plain = dags.unit_chain(4)
+        deps = [list(op.inputs) for op in plain.graph.ops]
+        sizes = rng.integers(1, 5, 9).tolist()
+        problem = Problem.from_dag(deps, rng.integers(1, 5, 9).tolist(), sizes, outputs=[8], forward=5)
+        for budget in range(int(problem.unavoidable_bytes.max()), problem.keep_all_peak + 1):
+            solution, best = rotor(problem, budget), milp(problem, budget, time_limit=20)
+            assert solution.cost >= best.cost - 1e-9
+            hit = (solution.plan is None and best.plan is None) or solution.cost <= best.cost + 1e-9
+            hits, misses = hits + hit, misses + (not hit)
+    assert hits > 2 * misses
+
+
+def test_where_the_forward_is_no_chain_it_does_not_apply() -> None:
+    """Each op reads all before it, so that nothing flows through one value."""
+    dense = Problem.from_dag(
+        [[], [0], [0, 1], [0, 1, 2], [0, 3], [1, 4], [2, 5]], seconds=[1] * 7, sizes=[1] * 7, forward=4
+    )
+    for problem in (dense, Problem.from_dag([[], [0], [0, 1]], [1] * 3, [1] * 3)):
+        solution = rotor(problem, problem.keep_all_peak - 1)
+        assert solution.status is Status.NOT_FOUND
+        assert solution.message.startswith("does not apply: ")
+
+
+def test_where_the_backward_runs_in_another_order_it_names_the_op() -> None:
+    """Op 4 reads from the first segment, then op 5 from the last."""
+    deps = [[], [0], [1], [2], [0], [2, 3, 4]]
+    values = [Value(f"v{k}", 3, k) for k in range(6)]
+    ops = [Op(f"op{k}", "op", tuple(d), (k,), "forward" if k < 4 else "backward") for k, d in enumerate(deps)]
+    problem = Problem(Graph(tuple(ops), tuple(values), (5,)), Profile(np.ones(6), np.zeros(6)))
+    solution = rotor(problem, problem.keep_all_peak - 1)
+    assert solution.status is Status.NOT_FOUND
+    assert "op5 of the backward reads v" in solution.message
+
+
+def test_a_long_chain_is_thinned() -> None:
+    solution = rotor(dags.unit_chain(300), 80)
+    check(solution)
+    assert solution.details["segments"] <= 101
+    assert solution.seconds < 15
+    assert solution.overhead < 0.5
+
+
+def test_pinned_ops_run_once_and_their_bytes_are_counted() -> None:
+    problem = dags.gpt(3)
+    assert any(op.pinned for op in problem.graph.ops)
+    chain = measure(problem, segments_of(problem))
+    assert chain.replay.any()
+    solution = rotor(problem, int(0.7 * problem.keep_all_peak))
+    check(solution)
+    assert solution.overhead > 0

@@ -1,0 +1,262 @@
+"""What a running solve knows: only what is verified, and shown only where somebody looks."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.networks import dags
+from checkmate import statusline
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Status
+from checkmate.solvers.common.incumbent import Progress, found, proved
+from checkmate.solvers.linear import highs
+from checkmate.solvers.linear.equations import build
+from checkmate.solvers.linear.model import Model
+from checkmate.solvers.solve import solve
+
+ROOT = Path(__file__).parents[3]
+CHAIN = dags.unit_chain(2)  # five ops; keeping all takes 5 s and 4 bytes
+ONCE = np.eye(5, dtype=bool)
+AGAIN = ONCE.copy()
+AGAIN[3, 0] = True
+
+
+def test_the_best_of_what_is_found_and_proved() -> None:
+    with Progress(CHAIN, 10, 1.0) as known:
+        found(CHAIN, 10, AGAIN, "dear")
+        proved(CHAIN, 10, 5.5)
+        found(CHAIN, 10, AGAIN, "no better")
+        proved(CHAIN, 10, 5.2)
+    assert (known.cost, known.bound) == (6.0, 5.5)
+    assert [point[1:] for point in known.trajectory] == [(6.0, 5.0), (6.0, 5.5)]
+    assert known.solution(method="test").gap == pytest.approx(0.5 / 6)
+
+
+def test_a_schedule_that_breaks_a_rule_or_the_budget_is_not_taken() -> None:
+    none = np.zeros((5, 5), dtype=bool)
+    budget = CHAIN.keep_all_peak - 1
+    with Progress(CHAIN, budget, 1.0) as known:
+        found(CHAIN, budget, ONCE, "too large")
+        found(CHAIN, budget, none, "nothing runs")
+        found(CHAIN, budget, np.tril(np.ones((5, 5), dtype=bool), -1), "ops are left out")
+    assert known.R is None
+    assert known.trajectory == []
+
+
+def test_only_what_is_about_this_problem_and_holds_for_this_budget_counts() -> None:
+    other = dags.unit_chain(2)
+    with Progress(CHAIN, 3, 1.0) as known:
+        found(other, 3, ONCE, "another problem")
+        found(CHAIN, 4, ONCE, "a larger budget", verified=True)
+        proved(other, 3, 5.5)
+        proved(CHAIN, 2, 5.5)  # a smaller budget may take more
+        assert known.bound == 5.0
+        proved(CHAIN, 4, 5.5)  # a larger one takes no more
+        assert known.bound == 5.5
+    assert known.R is None
+
+
+def test_outside_a_solve_reports_go_nowhere() -> None:
+    with Progress(CHAIN, 10, 1.0) as known:
+        pass
+    found(CHAIN, 10, ONCE, "late")
+    proved(CHAIN, 10, 5.5)
+    assert known.trajectory == []
+
+
+def test_a_bound_that_a_schedule_contradicts_is_none() -> None:
+    with Progress(CHAIN, 10, 1.0) as known:
+        proved(CHAIN, 10, 7.0)  # wrong, but who knows
+        found(CHAIN, 10, AGAIN, "cheaper than the bound")
+        assert known.bound == 5.0
+        proved(CHAIN, 10, 6.5)
+        proved(CHAIN, 10, float("inf"))
+        proved(CHAIN, 10, float("nan"))
+        assert known.bound == 5.0
+
+
+def test_reports_from_the_thread_of_a_solver_arrive() -> None:
+    chain = dags.unit_chain(8)
+    model, x = build(chain, 5)
+    threads = set()
+
+    def on_incumbent(values: np.ndarray) -> None:
+        threads.add(threading.current_thread())
+        found(chain, 5, model.value(values, x.R) > 0.5, "milp")
+
+    with Progress(chain, 5, 10.0) as known:
+        highs.run(model, on_incumbent=on_incumbent)
+    assert known.cost == 22.0
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("method", ["auto", "milp", "next-use", "lp-rounding", "checkpoint-all"])
+def test_the_trajectory_falls_to_the_answer(method: str) -> None:
+    chain = dags.unit_chain(8)
+    budget = chain.keep_all_peak if method == "checkpoint-all" else 5
+    solution = solve(chain, budget, method=method, time_limit=20)
+    path = solution.details["trajectory"]
+    seconds, costs, bounds = zip(*path, strict=True)
+    assert list(seconds) == sorted(seconds)
+    assert list(costs) == sorted(costs, reverse=True)
+    assert list(bounds) == sorted(bounds)
+    assert path[-1][1:] == (solution.cost, solution.bound)
+
+
+# The line.
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _slow(problem: Problem, budget: int, *, screen: io.StringIO | None = None, **options: Any) -> None:
+    """A solve that lasts until the screen shows something, or half a second."""
+    with Progress(problem, budget, 10.0, **options):
+        found(problem, budget, AGAIN, "test")
+        if screen is None:
+            time.sleep(0.5)
+        while screen is not None and not screen.getvalue().strip():
+            time.sleep(0.01)
+
+
+@pytest.mark.wall_clock
+def test_on_a_terminal_a_slow_solve_shows_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(statusline, "QUIET_SECONDS", 0.1)
+    _slow(CHAIN, 10, screen=screen)
+    assert re.search(r"\| step \+20.00%, gap 16.67%, \d of 10 s", screen.getvalue())
+
+
+def test_on_a_terminal_a_quick_solve_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(statusline, "QUIET_SECONDS", 600.0)
+    _slow(CHAIN, 10)
+    assert screen.getvalue() == ""
+
+
+@pytest.mark.wall_clock
+@pytest.mark.parametrize(("shown", "terminal", "expected"), [(True, False, True), (False, True, False)])
+def test_the_line_can_be_asked_for_and_refused(
+    monkeypatch: pytest.MonkeyPatch, shown: bool, terminal: bool, expected: bool
+) -> None:
+    screen = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(statusline, "QUIET_SECONDS", 0.0)
+    _slow(CHAIN, 10, screen=screen if expected else None, shown=shown)
+    assert ("gap" in screen.getvalue()) is expected
+
+
+def test_elsewhere_progress_is_logged(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    with caplog.at_level(logging.INFO, logger="checkmate.solve"):
+        _slow(CHAIN, 10)
+    assert any("test: step +20.00%" in record.getMessage() for record in caplog.records)
+    assert capfd.readouterr() == ("", "")
+
+
+# Ctrl-C.
+
+
+def test_an_interrupt_answers_with_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(model: Model, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(highs, "run", interrupted)
+    chain = dags.unit_chain(8)
+    solution = solve(chain, 6)
+    assert solution.status is Status.FEASIBLE
+    assert solution.message.startswith("interrupted after")
+    assert solution.details["interrupted"] is True
+    assert solution.peak is not None
+    assert solution.peak <= 6
+
+
+def test_an_interrupt_without_a_plan_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(model: Model, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(highs, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        solve(dags.unit_chain(8), 6, method="milp")
+
+
+CHILD = """
+import logging, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started with Ctrl-C ignored
+from checkmate.solvers import highs
+from checkmate.solvers.linear.equations import build
+from checkmate.solvers.solve import solve
+from tests import dags
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+"""
+SOLVE = """
+problem = dags.mobilenet()  # 312 ops, hard where memory is scarce
+solution = solve(problem, int(0.2 * problem.keep_all_peak), time_limit=3600, gap=0.0)
+print(solution.status.name, solution.message, solution.peak <= solution.budget, flush=True)
+"""
+RUN = """
+problem = dags.resnet((3, 4, 6, 3))  # 250 ops: hundreds of thousands of columns, a relaxation of many seconds
+model, _ = build(problem, int(0.7 * problem.keep_all_peak))
+print("running", file=sys.stderr, flush=True)
+try:
+    highs.run(model, relax=True, time_limit=3600)
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+"""
+
+
+def _computed(pid: int) -> float:
+    """Seconds that another process has computed: what a busy machine leaves of those on the wall."""
+    return time.clock_gettime((~pid << 3) | 2)  # Linux's name of its clock
+
+
+def _interrupt(code: str, after: str, wait: float) -> tuple[str, float]:
+    """What a child prints after Ctrl-C, some seconds after it logged a word, and how long it computed until then."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", CHILD + code], cwd=ROOT, **pipes) as child:
+        assert child.stderr is not None
+        assert child.stdout is not None
+        while after not in (line := child.stderr.readline()):
+            assert line, "the child ended before it came so far"
+        threading.Thread(target=child.stderr.read, daemon=True).start()
+        began = _computed(child.pid)
+        while _computed(child.pid) < began + wait:
+            time.sleep(0.01)
+        began = _computed(child.pid)
+        os.kill(child.pid, signal.SIGINT)
+        said = child.stdout.readline().strip()
+        taken = _computed(child.pid) - began
+        child.kill()  # it has said what it had to
+        return said, taken
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the clock of another process is read as Linux has it")
+@pytest.mark.parametrize("wait", [0.0, 1.0])
+def test_ctrl_c_after_the_first_plan_answers_within_a_second_or_so(wait: float) -> None:
+    said, seconds = _interrupt(SOLVE, "next-use", wait)
+    assert said.startswith("FEASIBLE interrupted after")
+    assert said.endswith("True")
+    assert seconds < 3.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the clock of another process is read as Linux has it")
+def test_ctrl_c_is_heard_while_highs_computes() -> None:
+    said, seconds = _interrupt(RUN, "running", 2.0)
+    assert said == "stopped"
+    assert seconds < 3.0

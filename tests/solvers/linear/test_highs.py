@@ -1,0 +1,284 @@
+"""Running HiGHS: every way in which a run can end."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import highspy
+import numpy as np
+import pytest
+
+from benchmarks.networks import dags
+from checkmate.errors import SolverError
+from checkmate.solvers.linear import highs
+from checkmate.solvers.linear.equations import build
+from checkmate.solvers.linear.highs import Outcome
+from checkmate.solvers.linear.milp import milp
+from checkmate.solvers.linear.model import NONE, Model
+
+
+def knapsack(seed: int = 0, n: int = 12) -> Model:
+    """Choose things of the least worth to reach a weight."""
+    rng = np.random.default_rng(seed)
+    model = Model()
+    x = model.variables((n,), cost=rng.integers(5, 50, n), integer=True, name="take")
+    weight = rng.integers(5, 50, n)
+    model.constrain("reach", [(x[None, :], weight)], lower=float(weight.sum() // 2))
+    return model
+
+
+def by_hand(model: Model) -> float:
+    """The optimum of a model of few binaries, by trying all."""
+    points = (np.arange(2**model.columns)[:, None] >> np.arange(model.columns)) & 1
+    fits = (model.matrix() @ points.T >= model.row_lower[:, None]).all(axis=0)
+    return float((points[fits] @ model.cost).min())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_integers_are_solved_exactly(seed: int) -> None:
+    model = knapsack(seed)
+    result = highs.run(model)
+    assert result.outcome is Outcome.OPTIMAL
+    assert result.objective == pytest.approx(by_hand(model))
+    assert result.bound == pytest.approx(result.objective)
+    assert result.x is not None
+    assert model.broken(result.x) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_relaxation_bounds_from_below(seed: int) -> None:
+    model = knapsack(seed)
+    result = highs.run(model, relax=True)
+    assert result.outcome is Outcome.OPTIMAL
+    assert result.bound <= by_hand(model) + 1e-9
+
+
+@pytest.mark.parametrize("relax", [True, False])
+def test_the_impossible_is_proven(relax: bool) -> None:
+    model = knapsack()
+    model.constrain("none", [(np.arange(12)[None, :], 1.0)], upper=1.0)
+    result = highs.run(model, relax=relax)
+    assert (result.outcome, result.x, result.objective, result.bound) == (Outcome.INFEASIBLE, None, np.inf, np.inf)
+
+
+def test_without_time_the_bound_is_still_true() -> None:
+    model = knapsack()
+    result = highs.run(model, time_limit=0.0)
+    assert result.bound <= by_hand(model)
+
+
+def test_without_time_the_relaxation_still_bounds() -> None:
+    problem = dags.vgg()
+    model, _ = build(problem, int(0.7 * problem.keep_all_peak))
+    result = highs.run(model, relax=True, time_limit=0.0)
+    assert result.outcome is Outcome.STOPPED
+    assert result.bound == pytest.approx(len(problem.graph.ops))  # each op once, in units of the mean cost
+
+
+def test_what_highs_has_when_a_limit_of_its_own_stops_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on nodes, which ends it at the same place on every machine."""
+    model, x = build(dags.unit_chain(8), 4, formulation="paper")
+    known = milp(dags.unit_chain(8), 4).schedule
+    assert known is not None
+    set_option = highs._set
+
+    def limited(solver: highspy.Highs, option: str, value: bool | int | float | str) -> None:
+        set_option(solver, option, value)
+        set_option(solver, "mip_max_nodes", 0)
+
+    monkeypatch.setattr(highs, "_set", limited)
+    there = x.R != NONE
+    result = highs.run(model, start=(x.R[there], known.R[there].astype(float)))
+    assert (result.outcome, round(result.objective)) == (Outcome.STOPPED, 26)
+    assert result.x is not None
+    assert model.broken(result.x) == []
+    assert 17 <= result.bound + 1e-6 < 26
+
+
+@pytest.mark.parametrize("budget", [4, 2])
+@pytest.mark.parametrize("relax", [True, False])
+def test_what_highs_has_no_time_for_it_does_not_prove(budget: int, relax: bool) -> None:
+    """Even that nothing fits, which it sees at once with a moment more."""
+    model, _ = build(dags.unit_chain(8), budget)
+    for gain in (1.0, -1.0):
+        model._cost = [gain * abs(cost) for cost in model._cost]
+        result = highs.run(model, relax=relax, time_limit=0.0)
+        assert (result.outcome, result.x, result.bound) == (Outcome.STOPPED, None, highs.least_objective(model))
+
+
+def test_unbounded_or_infeasible_is_a_proof_only_where_nothing_is_unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    says = highspy.HighsModelStatus.kUnboundedOrInfeasible
+    monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda solver: says)
+    for upper, cost, proven in ((np.inf, 1.0, True), (3.0, -1.0, True), (np.inf, -1.0, False)):
+        model = Model()
+        model.variables((1,), lower=0.0, upper=upper, cost=cost)
+        if proven:
+            assert highs.run(model).outcome is Outcome.INFEASIBLE
+        else:
+            with pytest.raises(SolverError, match="solves nothing"):
+                highs.run(model)
+
+
+def test_a_start_on_some_columns_is_completed_and_returned_without_time() -> None:
+    model, x = build(dags.unit_chain(8), 20)
+    there = x.R != -1
+    result = highs.run(model, start=(x.R[there], np.eye(17)[there]), time_limit=10)
+    assert result.objective == pytest.approx(17)
+
+
+def test_a_target_stops_the_search() -> None:
+    model, _ = build(dags.unit_chain(8), 4)
+    result = highs.run(model, target=1e9)
+    assert result.outcome in (Outcome.STOPPED, Outcome.OPTIMAL)
+    assert result.x is not None
+    assert result.bound <= 26 + 1e-6
+
+
+def test_incumbents_are_reported_in_falling_order() -> None:
+    model, _ = build(dags.unit_chain(8), 4)
+    seen: list[float] = []
+    result = highs.run(model, on_incumbent=lambda x: seen.append(float(model.cost @ x)))
+    assert seen == sorted(seen, reverse=True)
+    assert seen[-1] == pytest.approx(result.objective)
+
+
+def test_bounds_are_reported_in_rising_order_and_end_at_the_result() -> None:
+    model, _ = build(dags.unit_chain(8), 4)
+    seen: list[float] = []
+    result = highs.run(model, on_bound=seen.append)
+    assert seen == sorted(seen)
+    assert len(seen) > 1
+    assert seen[-1] <= result.bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("callback", ["on_incumbent", "on_bound"])
+def test_what_a_callback_raises_is_raised_to_the_caller(callback: str) -> None:
+    def fail(value: object) -> None:
+        raise LookupError("a callback's own trouble")
+
+    model, _ = build(dags.unit_chain(8), 4)
+    with pytest.raises(LookupError, match="own trouble"):
+        highs.run(model, **{callback: fail})
+
+
+@pytest.mark.parametrize("callback", ["on_incumbent", "on_bound"])
+def test_ctrl_c_within_a_callback_is_not_lost(callback: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no Exception, and in a thread of its own it would end as a traceback on standard error."""
+    unheard: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", unheard.append)
+
+    def interrupted(value: object) -> None:
+        raise KeyboardInterrupt
+
+    model, _ = build(dags.unit_chain(8), 4)
+    with pytest.raises(KeyboardInterrupt):
+        highs.run(model, **{callback: interrupted})
+    assert unheard == []
+
+
+def test_what_a_callback_raises_does_not_wait_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS may be busy for seconds before it asks again whether to stop."""
+    busy = threading.Event()
+
+    def run(solver: highspy.Highs) -> highspy.HighsStatus:
+        going[0]._improve(SimpleNamespace(data_out=SimpleNamespace(mip_solution=[1.0])))
+        busy.wait()
+        return highspy.HighsStatus.kOk
+
+    going: list[highs._Run] = []
+    start = highs._Run.__init__
+
+    def keep(self: highs._Run, *args: Any) -> None:
+        going.append(self)
+        start(self, *args)
+
+    def interrupted(value: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(highs._Run, "__init__", keep)
+    monkeypatch.setattr(highspy.Highs, "run", run)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            highs.run(knapsack(), on_incumbent=interrupted)
+        assert not busy.is_set()
+    finally:
+        busy.set()
+
+
+@pytest.mark.wall_clock
+def test_a_run_that_does_not_end_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS looks at the clock only now and then: its presolve of a large model takes seconds beyond the limit."""
+    at_last = threading.Event()
+    monkeypatch.setattr(highspy.Highs, "run", lambda solver: at_last.wait())
+    model = knapsack()
+    try:
+        result = highs.run(model, time_limit=0.1)
+        assert not at_last.is_set()
+    finally:
+        at_last.set()
+    assert (result.outcome, result.x, result.objective) == (Outcome.STOPPED, None, np.inf)
+    assert result.bound == highs.least_objective(model)
+
+
+def test_a_crash_of_highs_is_a_solver_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(solver: highspy.Highs) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(highspy.Highs, "run", crash)
+    with pytest.raises(SolverError, match="HiGHS failed: out of memory"):
+        highs.run(knapsack())
+
+
+def test_the_number_of_threads_may_change_between_runs() -> None:
+    """HiGHS keeps one scheduler a process, and a run with another number would end at once without a result."""
+    model = knapsack()
+    best = by_hand(model)
+    for threads in (1, 2, 1):
+        assert highs.run(model, threads=threads).objective == pytest.approx(best)
+
+
+def test_the_gap_is_a_gap_between_cost_and_bound() -> None:
+    model, _ = build(dags.unit_chain(8), 4)
+    result = highs.run(model, gap=0.2)
+    assert (result.objective - result.bound) / result.objective <= 0.2 + 1e-9
+    assert result.x is not None
+    assert model.broken(result.x) == []
+
+
+def test_a_model_without_integers_has_its_objective_as_bound() -> None:
+    model = Model()
+    x = model.variables((2,), cost=[1.0, 2.0])
+    model.constrain("cover", [(x[None, :], 1.0)], lower=1.5)
+    result = highs.run(model)
+    assert result.objective == pytest.approx(2.0)
+    assert result.bound == pytest.approx(2.0)
+
+
+def test_a_model_that_makes_no_sense_is_an_error() -> None:
+    model = Model()
+    model.variables((1,), lower=0.0, upper=np.inf, cost=-1.0)
+    with pytest.raises(SolverError, match="solves nothing"):
+        highs.run(model)
+
+
+@pytest.mark.parametrize("suffix", [".lp", ".mps"])
+def test_a_written_model_read_again_has_the_same_optimum(tmp_path: Path, suffix: str) -> None:
+    model = knapsack()
+    path = tmp_path / f"knapsack{suffix}"
+    highs.export(model, path)
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.readModel(str(path))
+    solver.run()
+    assert solver.getInfo().objective_function_value == pytest.approx(by_hand(model))
+    assert "take_3" in path.read_text()
+
+
+def test_a_file_is_lp_or_mps(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\.lp or \.mps"):
+        highs.export(knapsack(), tmp_path / "model.txt")
+    with pytest.raises(OSError, match="No such file"):
+        highs.export(knapsack(), tmp_path / "nowhere" / "model.lp")

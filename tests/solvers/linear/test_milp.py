@@ -1,0 +1,378 @@
+"""The exact model against brute force, known optima and the traps of published implementations."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.networks import dags
+from checkmate.core import plan as plans
+from checkmate.core.problem import Problem, Profile
+from checkmate.core.schedule import Schedule
+from checkmate.core.solution import Status
+from checkmate.errors import SolverError
+from checkmate.solvers.linear import highs
+from checkmate.solvers.linear.equations import FORMULATIONS, build
+from checkmate.solvers.linear.highs import Outcome, Result
+from checkmate.solvers.linear.milp import export, milp, relax
+from checkmate.solvers.linear.model import NONE, Model
+from checkmate.solvers.linear.rounding import without_useless
+from tests.support import oracle
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.sampling import every, slow
+
+GOLDEN = {3: 45, 4: 26, 5: 22, 6: 21, 8: 19}  # budget -> cost of the chain of 8 layers, unit costs and sizes
+GOLDEN_16 = {8: 43, 10: 41, 12: 39}
+
+
+@cache
+def known(seed: int, most_ops: int = 5) -> tuple[Problem, list[tuple[float, int]], list[int]]:
+    """A random problem, all that can happen in it, and budgets worth asking for: the loosest and the tightest."""
+    problem = random_problem(seed, most_ops=most_ops)
+    every = outcomes(problem)
+    budgets = interesting_budgets(every)
+    return problem, every, sorted({*budgets[:2], *budgets[-3:]})
+
+
+def check_against_brute_force(seed: int, formulation: str, most_ops: int = 5) -> None:
+    problem, every, budgets = known(seed, most_ops)
+    for budget in budgets:
+        best = optimum(every, budget)
+        solution = milp(problem, budget, formulation=formulation)
+        if np.isinf(best):
+            assert solution.status is Status.INFEASIBLE
+            assert solution.plan is None
+            continue
+        assert solution.status is Status.OPTIMAL
+        assert solution.cost == pytest.approx(best, rel=1e-9)
+        assert solution.peak is not None
+        assert solution.peak <= budget
+        assert solution.bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", every(10, range(240)))
+def test_strengthened_form_equals_brute_force(seed: int) -> None:
+    check_against_brute_force(seed, "strengthened")
+
+
+@pytest.mark.parametrize("seed", every(8, range(0, 240, 3)))
+def test_paper_form_equals_brute_force(seed: int) -> None:
+    check_against_brute_force(seed, "paper")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1004, 1009, 1012])
+def test_six_ops_equal_brute_force(seed: int) -> None:
+    for formulation in FORMULATIONS:
+        check_against_brute_force(seed, formulation, most_ops=6)
+
+
+@pytest.mark.parametrize("seed", every(8, range(0, 240, 4)))
+def test_relaxations_bound_the_optimum_and_the_strengthened_one_is_tighter(seed: int) -> None:
+    problem, every, budgets = known(seed)
+    for budget in budgets:
+        best = optimum(every, budget)
+        strengthened = relax(problem, budget).bound
+        paper = relax(problem, budget, formulation="paper").bound
+        assert paper <= strengthened * (1 + 1e-7)
+        assert strengthened <= best * (1 + 1e-7)
+
+
+@pytest.mark.parametrize(("budget", "cost"), GOLDEN.items())
+def test_golden_chain_of_8_strengthened(budget: int, cost: float) -> None:
+    solution = milp(dags.unit_chain(8), budget)
+    assert (solution.status, solution.cost) == (Status.OPTIMAL, cost)
+
+
+@pytest.mark.parametrize(
+    ("budget", "cost"),
+    [slow(*item) if item[0] < 5 else item for item in GOLDEN.items()],
+)
+def test_golden_chain_of_8_paper(budget: int, cost: float) -> None:
+    solution = milp(dags.unit_chain(8), budget, formulation="paper", time_limit=300)
+    assert (solution.status, solution.cost) == (Status.OPTIMAL, cost)
+
+
+@pytest.mark.parametrize(("budget", "cost"), [slow(*item) if item[0] < 10 else item for item in GOLDEN_16.items()])
+def test_golden_chain_of_16(budget: int, cost: float) -> None:
+    solution = milp(dags.unit_chain(16), budget)
+    assert (solution.status, solution.cost) == (Status.OPTIMAL, cost)
+
+
+@pytest.mark.parametrize(("budget", "cost"), GOLDEN_16.items())
+def test_the_strengthened_relaxation_alone_proves_the_chain_of_16(budget: int, cost: float) -> None:
+    assert relax(dags.unit_chain(16), budget).bound == pytest.approx(cost, rel=1e-6)
+
+
+def test_below_the_smallest_budget_of_the_chain_nothing_fits() -> None:
+    solution = milp(dags.unit_chain(8), 2)
+    assert solution.status is Status.INFEASIBLE
+    assert "at least 3 B are at hand while op9 runs" in solution.message
+
+
+@pytest.mark.parametrize("formulation", FORMULATIONS)
+def test_a_budget_below_what_is_resident_makes_a_model_without_solutions(formulation: str) -> None:
+    problem = Problem.from_dag([[], [0]], [1, 1], [5, 7], workspace=[1, 1], resident_bytes=100)
+    model, _ = build(problem, 50, formulation=formulation)
+    assert highs.run(model).outcome is Outcome.INFEASIBLE
+    assert relax(problem, 50, formulation=formulation).outcome is Outcome.INFEASIBLE
+
+
+# The three statements of memory.
+
+
+def random_runs(problem: Problem, seed: int) -> np.ndarray:
+    """A valid R (T, T) without useless runs."""
+    rng = np.random.default_rng(seed)
+    T = len(problem.graph.ops)
+    R = np.eye(T, dtype=bool) | np.tril(rng.random((T, T)) < 0.4, -1)
+    for k, op in enumerate(problem.graph.ops):
+        R[k + 1 :, k] &= op.pinned is None
+    return without_useless(problem.graph, R)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_equations_and_simulator_agree_on_every_run(seed: int) -> None:
+    problem = random_problem(seed, most_ops=8)
+    schedule = Schedule.from_runs(problem.graph, random_runs(problem, seed))
+    usage = plans.simulate(plans.lower(problem.graph, schedule), problem)
+    assert schedule.memory(problem)[schedule.R].tolist() == list(usage.bytes_at)
+    assert schedule.peak(problem) == usage.peak
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), formulation=st.sampled_from(FORMULATIONS))
+def test_the_model_admits_a_schedule_exactly_from_its_simulated_peak_on(seed: int, formulation: str) -> None:
+    problem = random_problem(seed, most_ops=6)
+    R = random_runs(problem, seed)
+    peak = Schedule.from_runs(problem.graph, R).peak(problem)
+    for budget, outcome in ((peak, Outcome.OPTIMAL), (peak - 1, Outcome.INFEASIBLE)):
+        if budget < problem.unavoidable_bytes.max():
+            continue
+        model, x = build(problem, budget, formulation=formulation)
+        there = x.R != NONE
+        if (R & ~there).any():
+            assert outcome is Outcome.INFEASIBLE, "a useful run that fits has a variable"
+            continue
+        model.constrain("as given", [(x.R[there], 1.0)], lower=R[there], upper=R[there])
+        assert highs.run(model).outcome is outcome
+
+
+# Traps.
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_trap_nothing_is_freed_after_an_op_that_did_not_run(seed: int) -> None:
+    """FREE <= R left out undercounts memory: in the paper's form no FREE goes without its R."""
+    problem = random_problem(seed)
+    _, x = build(problem, problem.keep_all_peak, formulation="paper")
+    freed = np.argwhere(x.FREE != NONE)
+    for t, e in freed[:: max(1, len(freed) // 6)]:
+        tried, x = build(problem, problem.keep_all_peak, formulation="paper")
+        columns = np.array([x.FREE[t, e], x.R[t, x.touches.op[e]]])
+        tried.constrain("freed without a run", [(columns, 1.0)], lower=[1, 0], upper=[1, 0])
+        assert highs.run(tried).outcome is Outcome.INFEASIBLE
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_trap_nothing_is_freed_twice_or_without_being_at_hand(seed: int) -> None:
+    """The strengthened form may free late, but never more than is there, nor what is still to be read or kept."""
+    problem = random_problem(seed)
+    model, x = build(problem, problem.keep_all_peak)
+    result = highs.run(model)
+    assert result.x is not None
+    R, S, FREE = (model.value(result.x, family) for family in (x.R, x.S, x.FREE))
+    of = x.touches
+    for v in np.unique(of.value):
+        mine = of.value == v
+        at_hand = S[:, v] + R[:, of.made_by[mine][0]]
+        kept = np.append(S[1:, v], 0.0)
+        assert (FREE[:, mine].sum(axis=1) + kept <= at_hand + 1e-6).all()
+
+
+def test_trap_leaving_free_bounds_out_undercounts() -> None:
+    """The known bug, made on purpose: without the hazard 1 - R[t, k] in (7c) the 'optimum' costs too little."""
+    model, _ = build(dags.unit_chain(8), 5, formulation="paper")
+    rows = model.families["free with no hazard only"]
+    model._entries = [
+        tuple(part[(r < rows.start) | (r >= rows.stop) | (a != -1)] for part in (r, c, a)) for r, c, a in model._entries
+    ]
+    family = list(model.families).index("free with no hazard only")
+    model._row_upper[family] = model._row_upper[family] + 1
+    assert highs.run(model).objective < GOLDEN[5] - 0.5
+
+
+def test_trap_binaries_are_rounded_not_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def almost(model: Model, **options: object) -> Result:
+        result = run(model, **options)
+        assert result.x is not None
+        return replace(result, x=np.where(model.integer, result.x * (1 - 1e-7), result.x))
+
+    run = highs.run
+    monkeypatch.setattr(highs, "run", almost)
+    assert milp(dags.unit_chain(8), 5).cost == 22
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.05, 0.3])
+def test_trap_the_gap_ends_the_search_and_loosens_no_constraint(gap: float) -> None:
+    solution = milp(dags.unit_chain(8), 4, gap=gap)
+    assert solution.gap <= gap + 1e-9
+    assert solution.bound <= GOLDEN[4] <= solution.cost
+    assert solution.peak is not None
+    assert solution.peak <= 4
+
+
+def test_trap_the_new_output_counts_while_its_op_runs() -> None:
+    """A peak taken before the new buffer is added is one allocation short."""
+    problem = Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[5, 7])
+    assert milp(problem, 12).peak == 12
+    assert milp(problem, 11).status is Status.INFEASIBLE
+
+
+def test_an_answer_over_budget_within_the_tolerance_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = dags.unit_chain(4)
+    tries = []
+
+    def careless(model: Model, **options: object) -> Result:
+        tries.append(model)
+        result = run(model, **options)
+        if len(tries) > 1 or result.x is None:
+            return result
+        x = np.zeros(model.columns)
+        x[model.lower == 1] = 1  # runs each op once, whatever the budget
+        return replace(result, x=x)
+
+    run = highs.run
+    monkeypatch.setattr(highs, "run", careless)
+    solution = milp(problem, 5)
+    assert solution.peak is not None
+    assert len(tries) == 2
+    assert solution.peak <= 5
+    assert solution.bound == 10  # from the model of the whole budget
+
+
+# Options.
+
+
+def test_a_start_is_never_made_worse_and_is_the_answer_when_there_is_no_time() -> None:
+    problem = dags.unit_chain(8)
+    start = milp(problem, 4).schedule
+    assert start is not None
+    solution = milp(problem, 5, start=start, time_limit=0.0)
+    assert (solution.status, solution.cost) == (Status.FEASIBLE, 26)
+    assert milp(problem, 5, start=start).cost == 22
+
+
+def test_a_start_that_does_not_fit_is_ignored() -> None:
+    problem = dags.unit_chain(8)
+    keep_all = Schedule.from_runs(problem.graph, np.eye(17, dtype=bool))
+    assert milp(problem, 5, start=keep_all).cost == 22
+    assert milp(problem, 5, start=keep_all, time_limit=0.0).status is Status.NOT_FOUND
+
+
+def test_no_time_and_no_start_finds_nothing_but_a_bound() -> None:
+    problem = dags.unit_chain(8)
+    solution = milp(problem, 5, time_limit=0.0)
+    assert solution.status is Status.NOT_FOUND
+    assert 17 <= solution.bound <= 22
+
+
+def test_a_target_ends_the_search() -> None:
+    problem = dags.unit_chain(8)
+    start = milp(problem, 4).schedule
+    solution = milp(problem, 4, start=start, target=26.0)
+    assert solution.cost == 26
+
+
+def test_unknown_names_are_refused() -> None:
+    problem = dags.unit_chain(2)
+    with pytest.raises(ValueError, match="one of strengthened, paper"):
+        milp(problem, 5, formulation="weak")
+    with pytest.raises(ValueError, match="'pulp:'"):
+        milp(problem, 5, engine="cbc")
+
+
+@pytest.mark.slow
+def test_huge_bytes_and_tiny_seconds_change_nothing() -> None:
+    for seed in range(20):
+        problem, every, budgets = known(seed)
+        factor = 2**28 + 1
+        scaled = Problem(
+            replace(
+                problem.graph,
+                values=tuple(replace(v, size_bytes=v.size_bytes * factor) for v in problem.graph.values),
+            ),
+            Profile(problem.seconds * 1e-7, problem.workspace * factor, problem.resident * factor),
+        )
+        for budget in budgets:
+            best = optimum(every, budget)
+            assert milp(scaled, budget * factor).cost == pytest.approx(best * 1e-7, rel=1e-9)
+
+
+def test_the_full_model_of_200_ops_is_built_in_seconds() -> None:
+    problem = dags.mobilenet(11)
+    assert len(problem.graph.ops) > 200
+    began = time.perf_counter()
+    model, _ = build(problem, int(0.7 * problem.keep_all_peak))
+    model.matrix()
+    assert time.perf_counter() - began < 3.0
+
+
+@pytest.mark.slow
+def test_a_training_step_of_80_ops_is_solved_to_proven_optimality() -> None:
+    problem = dags.vgg()
+    solution = milp(problem, int(0.7 * problem.keep_all_peak), time_limit=300)
+    assert solution.status is Status.OPTIMAL
+    assert solution.overhead == pytest.approx(0.0239127, abs=1e-6)
+
+
+@pytest.mark.parametrize("formulation", FORMULATIONS)
+def test_exported_files_have_the_letters_of_the_paper(tmp_path, formulation: str) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "model.lp"
+    export(dags.unit_chain(3), 4, path, formulation=formulation)
+    text = path.read_text()
+    assert all(name in text for name in ("R_3_1", "S_3_1", "FREE_3_", "U_3_1", "begin_stage_0", "run_and_free_0"))
+
+
+def test_a_graph_whose_values_are_all_results_has_nothing_to_decide() -> None:
+    problem = Problem.from_dag([[], [0], [1]], [1, 1, 1], [1, 2, 3], outputs=[0, 1, 2])
+    assert milp(problem, 6).cost == 3
+    assert milp(problem, 5).status is Status.INFEASIBLE
+
+
+def test_zero_costs_and_zero_sizes_are_solved() -> None:
+    problem = Problem.from_dag([[], [0], [0, 1]], [0, 0, 0], [0, 0, 0])
+    for formulation in FORMULATIONS:
+        assert milp(problem, 1, formulation=formulation).cost == 0
+
+
+def test_a_solver_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lie(model: Model, **options: object) -> Result:
+        x = model.lower.copy()
+        x[0] = 0  # the first op does not run
+        return Result(Outcome.OPTIMAL, x, 0.0, 0.0, 0.0)
+
+    monkeypatch.setattr(highs, "run", lie)
+    with pytest.raises(SolverError, match="milp"):
+        milp(dags.unit_chain(3), 7)
+
+
+def test_a_proof_that_a_known_schedule_contradicts_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = dags.unit_chain(8)
+    start = milp(chain, 5).schedule
+    false = Result(Outcome.INFEASIBLE, None, float("inf"), float("inf"), 0.0)
+    monkeypatch.setattr(highs, "run", lambda model, **options: false)
+    solution = milp(chain, 5, start=start)
+    assert (solution.status, solution.cost, solution.bound) == (Status.FEASIBLE, 22, 17)
+
+
+def test_brute_force_knows_the_chain() -> None:
+    every = oracle.outcomes(dags.unit_chain(2))
+    assert optimum(every, 3) == milp(dags.unit_chain(2), 3).cost

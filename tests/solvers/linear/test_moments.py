@@ -1,0 +1,108 @@
+"""The moment bound: below every schedule, and often on the best."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import pytest
+
+from benchmarks.networks import dags
+from checkmate.solvers.common.certify import peak_of
+from checkmate.solvers.linear.moments import Bound, default_moments, lift, moment_bound
+from checkmate.solvers.search.next_use import next_use
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.sampling import every
+
+
+@pytest.mark.parametrize("block", every(5, range(10)))
+def test_never_above_the_optimum(block: int) -> None:
+    for seed in range(25 * block, 25 * block + 25):
+        problem = random_problem(seed, most_ops=4)
+        known = outcomes(problem)
+        for budget in interesting_budgets(known):
+            best = optimum(known, budget)
+            bound = moment_bound(problem, budget)
+            assert bound.value <= best + 1e-6
+            assert not bound.infeasible or best == math.inf
+            if bound.schedule is not None:
+                assert bound.schedule.violations(problem, budget) == []
+                assert bound.schedule.cost(problem) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("block", every(4, range(4)))
+def test_any_moments_give_a_bound(block: int) -> None:
+    for seed in range(300 + 10 * block, 310 + 10 * block):
+        problem = random_problem(seed, most_ops=5)
+        known = outcomes(problem)
+        ops = range(len(problem.graph.ops))
+        for budget in interesting_budgets(known)[:-1]:
+            for moments in itertools.chain(itertools.combinations(ops, 1), itertools.combinations(ops, 3)):
+                bound = moment_bound(problem, budget, moments=moments, most=3)
+                assert not bound.infeasible
+                assert bound.value <= optimum(known, budget) + 1e-6
+
+
+@pytest.mark.parametrize(("budget", "cost"), [(3, 45), (4, 26), (5, 22), (6, 21), (8, 19)])
+def test_below_the_golden_optima_of_the_chain(budget: int, cost: int) -> None:
+    bound = moment_bound(dags.unit_chain(8), budget)
+    assert 17 < bound.value <= cost + 1e-6
+    assert moment_bound(dags.unit_chain(8), budget, moments=[8]).value <= bound.value + 1e-6
+
+
+def test_more_moments_prove_no_less() -> None:
+    problem = dags.mobilenet(6)
+    budget = int(0.6 * problem.keep_all_peak)
+    first = default_moments(problem)
+    few = moment_bound(problem, budget, moments=first, most=len(first)).value
+    many = moment_bound(problem, budget, moments=[*first, 60, 70]).value
+    assert few <= many * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", ["mobilenet", "gpt"])
+def test_proves_the_optimum_of_training_steps(name: str) -> None:
+    problem = {"mobilenet": dags.mobilenet(8), "gpt": dags.gpt(4)}[name]
+    budget = int(0.7 * problem.keep_all_peak)
+    bound = moment_bound(problem, budget)
+    assert bound.schedule is not None
+    assert peak_of(problem, bound.schedule.R) <= budget
+    assert bound.value == pytest.approx(bound.schedule.cost(problem), rel=1e-6)
+    assert problem.keep_all_cost < bound.value <= next_use(problem, budget, time_limit=2).cost * (1 + 1e-6)
+
+
+def test_the_lifted_answer_costs_no_more_than_the_model() -> None:
+    problem = dags.resnet()
+    bound = moment_bound(problem, int(0.7 * problem.keep_all_peak), most=2)
+    assert lift(problem, bound).cost(problem) <= bound.value * (1 + 1e-6)
+
+
+def test_a_budget_that_keeps_everything_proves_nothing_more() -> None:
+    problem = dags.vgg(6)
+    bound = moment_bound(problem, problem.keep_all_peak)
+    assert bound.value == pytest.approx(problem.keep_all_cost)
+    assert bound.schedule is not None
+
+
+def test_says_that_nothing_fits() -> None:
+    problem = dags.unit_chain(8)
+    bound = moment_bound(problem, 2)
+    assert bound.infeasible
+    assert bound.value == math.inf
+
+
+def test_holds_its_time_limit_and_proves_something_within_it() -> None:
+    problem = dags.resnet((3, 4, 6, 3))
+    began = time.perf_counter()
+    bound = moment_bound(problem, int(0.6 * problem.keep_all_peak), time_limit=1.5)
+    assert time.perf_counter() - began < 2.5
+    assert bound.value >= problem.keep_all_cost
+
+
+def test_a_known_schedule_is_a_start() -> None:
+    problem = dags.gpt(4)
+    budget = int(0.7 * problem.keep_all_peak)
+    start = next_use(problem, budget, time_limit=1)
+    bound = moment_bound(problem, budget, start=start.schedule)
+    assert isinstance(bound, Bound)
+    assert bound.value <= start.cost * (1 + 1e-6)

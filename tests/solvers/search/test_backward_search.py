@@ -1,0 +1,76 @@
+"""The search backwards: every plan it finds fits, and every refutation is true."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from benchmarks.networks import dags
+from checkmate.solvers.common.certify import certify, peak_of
+from checkmate.solvers.search.backward_search import OutOfTime, find_plan, refute
+from checkmate.solvers.search.value_sets import Needs
+from tests.support.oracle import outcomes, random_problem
+
+FOREVER = float("inf")
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_the_exact_search_finds_a_plan_exactly_where_there_is_one(block: int) -> None:
+    for seed in range(2000 + 10 * block, 2010 + 10 * block):
+        problem = random_problem(seed, most_ops=5 if seed % 10 == 0 else 4)
+        truth = min(peak for _, peak in outcomes(problem))
+        needs = Needs(problem)
+        R, _ = find_plan(needs, truth, width=10**6, deadline=FOREVER, exact=True)
+        assert R is not None
+        assert peak_of(problem, R) == truth
+        R, search = find_plan(needs, truth - 1, width=10**6, deadline=FOREVER, exact=True)
+        assert R is None
+        assert search.complete
+        assert search.least <= truth
+
+
+@pytest.mark.parametrize("width", [1, 3, 1000])
+@pytest.mark.parametrize("block", range(4))
+def test_plans_fit_and_refutations_are_true_at_any_width(block: int, width: int) -> None:
+    refuted = 0
+    for seed in range(3000 + 20 * block, 3020 + 20 * block):
+        problem = random_problem(seed, most_ops=4)
+        truth = min(peak for _, peak in outcomes(problem))
+        needs = Needs(problem)
+        for budget in range(truth - 4, truth + 3):
+            R, search = find_plan(needs, budget, width=width, deadline=FOREVER)
+            if R is not None:
+                certify(problem, budget, R, method="backwards")
+            assert R is None or budget >= truth
+            assert R is not None or not search.complete or budget < truth
+            proofs = [refute(needs, budget, t, width=width, deadline=FOREVER) for t in range(needs.T)]
+            assert all(proof is None or budget < proof <= truth for proof in proofs)
+            refuted += any(proof is not None for proof in proofs)
+    assert refuted > 20
+
+
+@pytest.mark.parametrize("name", ["vgg", "resnet", "unet", "gpt"])
+def test_plans_of_training_steps_fit(name: str) -> None:
+    problem = {"vgg": dags.vgg(8), "resnet": dags.resnet((1, 1)), "unet": dags.unet(2), "gpt": dags.gpt(2)}[name]
+    budget = int(1.1 * problem.unavoidable_bytes.max())
+    R, _ = find_plan(Needs(problem), budget, width=8, deadline=FOREVER)
+    assert R is not None
+    assert certify(problem, budget, R, method="backwards").peak <= budget
+
+
+def test_keeping_everything_is_found() -> None:
+    problem = dags.unit_chain(6)
+    R, search = find_plan(Needs(problem), 3, width=4, deadline=FOREVER)
+    assert R is not None
+    assert peak_of(problem, R) == 3
+    R, search = find_plan(Needs(problem), 2, width=10**4, deadline=FOREVER)
+    assert R is None
+    assert search.complete
+    assert search.least == 3
+
+
+def test_the_deadline_ends_it() -> None:
+    needs = Needs(dags.unet(2))
+    with pytest.raises(OutOfTime):
+        find_plan(needs, 10**12, width=8, deadline=time.perf_counter() - 1)

@@ -1,0 +1,72 @@
+"""Local search on what runs again: its count of bytes is the simulator's, and it never makes a plan worse."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks.networks import dags
+from checkmate.core import plan as plans
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.solvers.common.certify import peak_of
+from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
+from checkmate.solvers.search.exchange import Line, exchange
+from checkmate.solvers.search.next_use import as_matrix
+from tests.support.oracle import random_problem
+
+
+def bytes_at_runs(problem: Problem, R: np.ndarray) -> tuple[int, ...]:
+    """What the simulator sees at each run."""
+    return plans.simulate(plans.lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem).bytes_at
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bytes_are_the_simulators_whatever_runs(seed: int) -> None:
+    problem = random_problem(2000 + seed, most_ops=12)
+    T = len(problem.graph.ops)
+    line = Line(problem, Tables.of(problem), problem.keep_all_peak, np.eye(T, dtype=bool))
+    rng = np.random.default_rng(seed)
+    for _ in range(10):
+        off = np.flatnonzero(~line.fixed)
+        for p in rng.choice(off, min(3, len(off)), replace=False).tolist():
+            line.flip(p)
+        R = line.runs()
+        assert line.cost == pytest.approx(R.sum(axis=0) @ problem.seconds)
+        assert tuple(line.bytes_at[line.on] + problem.resident) == bytes_at_runs(problem, R)
+        assert line.bytes_at.max() == line.bytes_at[line.on].max()  # where nothing runs is never the peak
+
+
+@pytest.mark.parametrize("name", ["vgg", "unet", "gpt"])
+def test_never_worse_and_within_the_budget(name: str) -> None:
+    problem = {"vgg": dags.vgg(10), "unet": dags.unet(3), "gpt": dags.gpt(2)}[name]
+    tables = Tables.of(problem)
+    budget = (int(problem.unavoidable_bytes.max()) + problem.keep_all_peak) // 2
+    stages = run_pass(tables, budget, Weights(0.5, 0.5, 2.0))
+    assert not isinstance(stages, Stuck)
+    start = as_matrix(stages)
+    found = exchange(problem, tables, budget, start, deadline=time.perf_counter() + 5)
+    assert found.sum(axis=0) @ problem.seconds <= start.sum(axis=0) @ problem.seconds
+    assert peak_of(problem, found) <= budget
+    assert not Schedule.from_runs(problem.graph, found).violations(problem, budget)
+
+
+def test_drops_what_need_not_run_again() -> None:
+    problem = dags.unit_chain(6)
+    again = np.eye(13, dtype=bool)
+    again[9:, 2] = again[8:, 1] = True
+    found = exchange(problem, Tables.of(problem), problem.keep_all_peak, again, deadline=time.perf_counter() + 5)
+    assert np.array_equal(found, np.eye(13, dtype=bool))
+
+
+def test_runs_a_cheap_op_again_to_save_a_dear_one() -> None:
+    problem = Problem.from_dag(
+        [[], [], [], [0, 1, 2]], seconds=[9, 1, 1, 1], sizes=[2, 2, 2, 0], workspace=[0, 0, 2, 0]
+    )
+    dear = np.eye(4, dtype=bool)
+    dear[3, 0] = True
+    found = exchange(problem, Tables.of(problem), 6, dear, deadline=time.perf_counter() + 5)
+    assert found.sum(axis=0).tolist() == [1, 2, 1, 1]

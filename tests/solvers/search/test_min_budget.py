@@ -1,0 +1,149 @@
+"""The smallest budget from both sides: brute force, known chains, training steps, and the time it takes."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+from benchmarks.networks import dags
+from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.problem import Problem, Profile
+from checkmate.core.solution import Status
+from checkmate.solvers.common.certify import peak_of
+from checkmate.solvers.search import min_budget as least
+from checkmate.solvers.search.min_budget import MinBudget, bottleneck, least_runs, min_budget
+from checkmate.solvers.solve import solve
+from checkmate.units import exact_bytes
+from tests.support.oracle import outcomes, random_problem
+from tests.support.sampling import every
+
+STEPS = {
+    "vgg": (dags.vgg, 0.002),
+    "resnet": (dags.resnet, 0.002),
+    "mobilenet": (dags.mobilenet, 0.002),
+    "unet": (dags.unet, 0.002),
+    "gpt": (lambda: dags.gpt(4), 0.002),
+}
+
+
+def smallest(problem: Problem) -> int:
+    """The smallest peak of all schedules."""
+    return min(peak for _, peak in outcomes(problem))
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_both_ends_are_the_smallest_peak_of_all_schedules(block: int) -> None:
+    for seed in range(12 * block, 12 * block + 12):
+        problem = random_problem(seed, most_ops=5 if seed % 12 == 0 else 4)
+        truth = smallest(problem)
+        assert min_budget(problem) == MinBudget(truth, truth)
+        assert peak_of(problem, least_runs(problem)[1]) == truth
+
+
+@pytest.mark.parametrize("block", every(5, range(10)))
+def test_the_way_of_large_problems_keeps_the_truth_between_its_ends(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(least, "MOST_OPS_EXACT", 0)
+    monkeypatch.setattr(least, "_known", OrderedDict())
+    monkeypatch.setattr(least, "WIDTHS", (1, 2, 8) if block % 2 else (8,))
+    monkeypatch.setattr(least, "GRAIN", 0.2 * (block % 3))
+    for seed in range(12 * block, 12 * block + 12):
+        problem = random_problem(1000 + seed, most_ops=5 if seed % 12 == 0 else 4)
+        ends = min_budget(problem)
+        assert ends.bound <= smallest(problem) <= ends.peak
+        assert peak_of(problem, least_runs(problem)[1]) == ends.peak
+
+
+def test_the_chains_of_the_golden_optima_need_three() -> None:
+    for layers in (4, 8, 11):
+        assert min_budget(dags.unit_chain(layers)) == MinBudget(3, 3)
+    assert min_budget(dags.unit_chain(40)) == MinBudget(3, 3)  # of 81 ops, not by the exact way
+
+
+def test_a_mask_that_cannot_be_drawn_again_is_counted_though_nobody_reads_it_later() -> None:
+    """The bits are read by the op that scales them only, but what that makes is read in the end."""
+    sizes = {"x": 4, "bits": 2, "mask": 16, "y": 4, "z": 40, "loss": 1, "grad": 4}
+    values = tuple(Value(name, size, k) for k, (name, size) in enumerate(sizes.items()))
+    ops = (
+        Op("load", "f", (), (0,)),
+        Op("draw", "f", (0,), (1,), pinned="draws random numbers"),
+        Op("scale", "f", (1,), (2,)),
+        Op("apply", "f", (0, 2), (3,)),
+        Op("wide", "f", (3,), (4,)),
+        Op("loss", "f", (4,), (5,)),
+        Op("back", "f", (5, 2), (6,), "backward"),
+    )
+    problem = Problem(Graph(ops, values, (6,)), Profile(np.ones(7), np.zeros(7)))
+    assert problem.unavoidable_bytes.max() == 44
+    assert min_budget(problem) == MinBudget(46, 46)  # y, z and the bits
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_ends_meet_on_training_steps(name: str) -> None:
+    make, gap = STEPS[name]
+    problem = make()
+    ends = min_budget(problem)
+    assert problem.unavoidable_bytes.max() <= ends.bound <= ends.peak < 0.7 * problem.keep_all_peak
+    assert ends.gap <= gap
+    peak, R = least_runs(problem)
+    assert peak == ends.peak == peak_of(problem, R)
+    assert R.sum(axis=0) @ problem.seconds < 3 * problem.keep_all_cost
+
+
+@pytest.mark.slow
+def test_a_budget_below_the_bound_is_refused_as_proven() -> None:
+    problem = dags.unet()
+    ends = min_budget(problem)
+    assert ends.bound > problem.unavoidable_bytes.max()
+    refused = solve(problem, ends.bound - 1, time_limit=2)
+    assert refused.status is Status.INFEASIBLE
+    assert refused.details["min_budget"] == ends.peak
+    assert refused.details["op"] == problem.graph.ops[bottleneck(problem)].name
+    assert exact_bytes(ends.peak) in refused.message
+    assert "No schedule at all fits below" in refused.message
+    met = solve(problem, ends.peak, time_limit=5)
+    assert met.peak is not None
+    assert met.peak <= ends.peak
+
+
+def test_the_time_limit_holds_and_more_time_is_used() -> None:
+    problem = dags.gpt(12)
+    began = time.perf_counter()
+    first = min_budget(problem, time_limit=0.2)
+    assert time.perf_counter() - began < 1.5
+    second = min_budget(problem, time_limit=10)
+    assert first.bound <= second.bound <= second.peak <= first.peak
+    assert second.gap <= 0.002
+    began = time.perf_counter()
+    assert min_budget(problem, time_limit=1) == second
+    assert time.perf_counter() - began < 0.2  # not looked for again
+
+
+def test_a_step_captured_again_has_the_same_smallest_budget_at_once() -> None:
+    first, again = dags.unet(3), dags.unet(3)
+    again = Problem(again.graph, Profile(2 * again.seconds, again.workspace, again.resident))
+    ends = min_budget(first)
+    assert min_budget(again, time_limit=0.0) == ends
+    larger = Problem(again.graph, Profile(again.seconds, again.workspace, again.resident + 1))
+    assert min_budget(larger).peak == ends.peak + 1
+
+
+def test_it_reads_well() -> None:
+    ends = MinBudget(peak=2000, bound=1500)
+    assert ends.gap == 0.25
+    assert not ends.proven
+    assert str(ends) == "2.00 kB (no schedule fits below 1.50 kB)"
+    assert str(MinBudget(2000, 2000)) == "2.00 kB (no schedule fits less)"
+    assert MinBudget(0, 0).gap == 0.0
+
+
+@pytest.mark.slow
+def test_a_step_of_a_thousand_ops_takes_seconds() -> None:
+    problem = dags.gpt(24)
+    began = time.perf_counter()
+    assert min_budget(problem).gap <= 0.002
+    assert time.perf_counter() - began < 6

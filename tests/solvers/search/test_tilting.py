@@ -1,0 +1,67 @@
+"""The search over tilts of the eviction pass."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from benchmarks.networks import dags
+from checkmate.core.schedule import Schedule
+from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.search.next_use import next_use
+from checkmate.solvers.search.tilting import Tilts
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+
+SECONDS = 60.0  # not reached: the searches end by themselves, or find what they look for
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_never_below_the_optimum_and_never_over_the_budget(seed: int) -> None:
+    problem = random_problem(seed, most_ops=4)
+    known = outcomes(problem)
+    for budget in interesting_budgets(known)[:-1]:
+        R = Tilts(Tables.of(problem), budget).search(time.perf_counter() + SECONDS)
+        if R is not None:
+            assert certify(problem, budget, R, method="tilted").cost >= optimum(known, budget) - 1e-9
+
+
+def test_nothing_fits_below_what_one_op_needs() -> None:
+    problem = dags.unit_chain(4)
+    assert Tilts(Tables.of(problem), 2).search(time.perf_counter() + SECONDS) is None
+
+
+@pytest.mark.slow
+def test_finds_what_the_formulas_miss_close_to_the_smallest_budget() -> None:
+    problem = dags.unet(2)
+    budget = int(1.02 * problem.min_budget().peak)
+    tilts = Tilts(Tables.of(problem), budget, seed=2)
+    formulas, give_up = next_use(problem, budget).cost, time.perf_counter() + SECONDS
+    found = math.inf
+    while found > formulas and time.perf_counter() < give_up:  # some 3 s on a machine with nothing else to do
+        R = tilts.search(time.perf_counter() + 2.0)
+        assert R is not None
+        assert Schedule.from_runs(problem.graph, R).violations(problem, budget) == []
+        found = R.sum(axis=0) @ problem.seconds
+    assert found <= formulas
+
+
+def test_the_same_seed_gives_the_same_plan() -> None:
+    problem, budget = dags.unit_chain(8), 5
+    first, second = (Tilts(Tables.of(problem), budget).search(time.perf_counter() + SECONDS) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert (first == second).all()
+
+
+def test_a_later_search_goes_on_from_the_plans_before() -> None:
+    problem = dags.unet(2)
+    tilts = Tilts(Tables.of(problem), int(1.05 * problem.min_budget().peak))
+    costs = []
+    for _ in range(3):
+        R = tilts.search(time.perf_counter() + 0.5)
+        assert R is not None
+        costs.append(R.sum(axis=0) @ problem.seconds)
+    assert costs == sorted(costs, reverse=True)

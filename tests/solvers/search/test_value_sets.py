@@ -1,0 +1,157 @@
+"""What must be at hand, as bits: against plain sets, and against what simulated schedules hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from benchmarks.networks import dags
+from checkmate.core import plan as plans
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.solvers.common.certify import peak_of
+from checkmate.solvers.search.backward_search import refute
+from checkmate.solvers.search.value_sets import Needs
+from tests.support.oracle import all_schedules, outcomes, random_problem
+
+
+def as_bits(needs: Needs, values: set[int]) -> int:
+    return sum(needs.bit.get(v, 0) for v in values)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_bytes_of_sets(seed: int) -> None:
+    problem = random_problem(seed, most_ops=9)
+    needs = Needs(problem)
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        some = {v for v in needs.values if rng.random() < 0.5}
+        assert needs.bytes_of(as_bits(needs, some)) == sum(int(problem.sizes[v]) for v in some)
+
+
+def test_a_grain_leaves_out_what_is_small_and_results_and_what_nobody_reads() -> None:
+    problem = Problem.from_dag([[], [0], [0], [1]], seconds=[1] * 4, sizes=[8, 2, 4, 16], outputs=[3])
+    assert Needs(problem).values == [0, 1]
+    assert Needs(problem, grain=2).values == [0]
+    assert Needs(problem).working == [0, 0, 4, 16]
+
+
+def with_pinned(seed: int, *, most_ops: int, share: float = 0.5) -> Problem:
+    """A random problem in which about so many of the ops are pinned."""
+    problem, rng = random_problem(seed, most_ops=most_ops), np.random.default_rng(seed)
+    ops = [replace(op, pinned="draws" if rng.random() < share else None) for op in problem.graph.ops]
+    return replace(problem, graph=replace(problem.graph, ops=tuple(ops)))
+
+
+def smallest_cut(needs: Needs, t: int) -> int:
+    """Bytes at least of what cuts all paths from what pinned ops made before stage t to what is read from t on."""
+    graph, tables = nx.DiGraph(), needs.tables
+    graph.add_nodes_from(("from", "to"))
+    for v, one in needs.bit.items():
+        graph.add_edge(("in", v), ("out", v), capacity=tables.size[v])
+        if not one & needs.free and tables.producer[v] < t:
+            graph.add_edge("from", ("in", v))
+        for k in tables.users[v]:
+            if k >= t:
+                graph.add_edge(("out", v), "to")
+            for w in tables.outputs[k]:
+                if needs.bit.get(w, 0) & needs.free:
+                    graph.add_edge(("out", v), ("in", w))
+    return int(nx.maximum_flow_value(graph, "from", "to"))
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_no_schedule_holds_less_than_is_needed_and_owed(seed: int) -> None:
+    """At each run of each schedule the bytes are at least those of what later runs need, and of what is owed."""
+    problem = random_problem(seed, most_ops=4) if seed % 2 else with_pinned(seed, most_ops=5 if seed % 30 == 0 else 4)
+    needs = Needs(problem)
+    for schedule in all_schedules(problem):
+        plan = plans.lower(problem.graph, schedule)
+        if plans.verify(plan, problem):
+            continue
+        usage = plans.simulate(plan, problem)
+        at_hand: set[int] = set()
+        stage, runs = 0, iter(usage.bytes_at)
+        for i, step in enumerate(plan.steps):
+            if isinstance(step, plans.Free):
+                at_hand.discard(step.value)
+                continue
+            after = at_hand.union(problem.graph.ops[step.op].outputs)
+            for free in plan.steps[i + 1 :]:
+                if isinstance(free, plans.Run):
+                    break
+                after.discard(free.value)
+            assert needs.at(stage, step.op, as_bits(needs, after)) <= next(runs)
+            at_hand.update(problem.graph.ops[step.op].outputs)
+            stage += step.op == stage
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_refutations_are_true_where_half_of_the_ops_are_pinned(block: int) -> None:
+    refuted = 0
+    for seed in range(4000 + 15 * block, 4015 + 15 * block):
+        problem = with_pinned(seed, most_ops=5 if seed % 15 == 0 else 4)
+        truth = min(peak for _, peak in outcomes(problem))
+        needs = Needs(problem)
+        for budget in range(truth - 4, truth + 3):
+            proofs = [refute(needs, budget, t, width=100, deadline=float("inf")) for t in range(needs.T)]
+            assert all(proof is None or budget < proof <= truth for proof in proofs)
+            refuted += any(proof is not None for proof in proofs)
+    assert refuted > 20
+
+
+def test_from_scratch_is_what_a_run_of_the_forward_takes() -> None:
+    chain = Problem.from_dag([[], [0], [1], [2]], seconds=[1] * 4, sizes=[5, 1, 3, 2])
+    needs = Needs(chain)
+    assert needs.from_scratch(needs.bit[2]).peak == 6
+    assert needs.from_scratch(needs.bit[2] | needs.bit[0]).peak == 9
+    assert needs.from_scratch(0).peak == 0
+
+
+def test_what_pinned_ops_leave_behind_is_owed_until_the_last_use_of_what_is_made_from_it() -> None:
+    problem = dags.gpt(2)
+    needs = Needs(problem)
+    pinned = [v for v in needs.values if problem.graph.ops[needs.tables.producer[v]].pinned]
+    t = problem.graph.forward_length
+    direct = sum(int(problem.sizes[v]) for v in pinned if problem.graph.users[v][-1] >= t)
+    assert direct < needs.owed(t, 0) <= sum(int(problem.sizes[v]) for v in pinned)
+    assert needs.owed(t, as_bits(needs, set(pinned))) == 0
+
+
+def test_what_is_owed_is_a_flow() -> None:
+    """No value lies on paths that owe more than its size, and together they owe no more than the smallest cut."""
+    owed = cut = 0
+    for seed in range(60):
+        needs = Needs(with_pinned(seed, most_ops=24, share=0.3))
+        for t in range(needs.T):
+            on = Counter[int]()
+            for debt in needs.debts[t]:
+                assert debt.begin <= t <= debt.end
+                on.update({v: debt.least for v, one in needs.bit.items() if one & debt.values})
+            assert all(bytes_ <= needs.tables.size[v] for v, bytes_ in on.items())
+            assert needs.owed(t, 0) <= smallest_cut(needs, t)
+            owed, cut = owed + needs.owed(t, 0), cut + smallest_cut(needs, t)
+    assert owed > 0.8 * cut
+
+
+def test_all_of_a_wide_mask_is_owed_though_what_is_made_of_it_in_the_end_is_small() -> None:
+    """Until the mask is read in the backward; what a longer path to a later op owes is less."""
+    problem = dags.gpt(3, batch=2, tokens=512)
+    needs = Needs(problem)
+    t = problem.graph.forward_length
+    pinned = sum(int(problem.sizes[list(op.outputs)].sum()) for op in problem.graph.ops[:t] if op.pinned)
+    assert 0.99 * pinned <= needs.owed(t, 0) <= smallest_cut(needs, t)
+
+
+def test_base_is_resident_and_results() -> None:
+    problem = dags.vgg(4)
+    once = Schedule.from_runs(problem.graph, np.eye(len(problem.graph.ops), dtype=bool))
+    needs = Needs(problem)
+    assert needs.base[0] == problem.resident
+    assert needs.base[-1] <= peak_of(problem, once.R)
+    made = sum(int(problem.sizes[v]) for v in problem.graph.outputs if (problem.graph.values[v].producer or 0) < 9)
+    assert needs.base[9] == problem.resident + made

@@ -1,0 +1,77 @@
+"""The truth on small problems: every schedule there is, tried one by one; and random problems to try them on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from checkmate.core import plan as plans
+from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.problem import Problem, Profile
+from checkmate.core.schedule import Schedule
+
+
+def all_schedules(problem: Problem) -> Iterator[Schedule]:
+    """Every R with R[t, t] = 1 and nothing above the diagonal, with the least S for it; valid or not."""
+    T = len(problem.graph.ops)
+    below = np.tril_indices(T, -1)
+    for runs in itertools.product((False, True), repeat=len(below[0])):
+        R = np.eye(T, dtype=bool)
+        R[below] = runs
+        yield Schedule.from_runs(problem.graph, R)
+
+
+def outcomes(problem: Problem) -> list[tuple[float, int]]:
+    """The (cost in seconds, simulated peak in bytes) of every valid schedule."""
+    found = []
+    for schedule in all_schedules(problem):
+        plan = plans.lower(problem.graph, schedule)
+        if not plans.verify(plan, problem):
+            found.append((plans.cost(plan, problem), plans.simulate(plan, problem).peak))
+    return found
+
+
+def optimum(outcomes: list[tuple[float, int]], budget: int) -> float:
+    """The least cost of a schedule that fits the budget; infinite if none does."""
+    return min((cost for cost, peak in outcomes if peak <= budget), default=float("inf"))
+
+
+def interesting_budgets(outcomes: list[tuple[float, int]]) -> list[int]:
+    """The budgets at which the optimum changes, descending, and one byte below the smallest."""
+    budgets = []
+    best = float("inf")
+    for peak, cost in sorted((peak, cost) for cost, peak in outcomes):
+        if cost < best - 1e-12:
+            best = cost
+            budgets.append(peak)
+    return [*reversed(budgets), budgets[0] - 1]
+
+
+def random_problem(seed: int, *, most_ops: int = 5) -> Problem:
+    """A small problem with all that the model knows.
+
+    Several outputs of an op, values that nobody reads, inputs that no op makes, several results, results that are read,
+    workspace, pinned ops, resident bytes, and sizes of zero.
+    """
+    rng = np.random.default_rng(seed)
+    T = int(rng.integers(3, most_ops + 1))
+    values = [Value("x", int(rng.integers(1, 9)), None, "input")]
+    ops: list[Op] = []
+    for k in range(T):
+        count = min(len(values), int(rng.integers(1, 4)))
+        recent = {len(values) - 1} if rng.random() < 0.7 else set()
+        inputs = tuple(sorted(recent | set(rng.choice(len(values), count, replace=False).tolist())))
+        made = 1 + int(rng.random() < 0.35)
+        outputs = tuple(range(len(values), len(values) + made))
+        values += [Value(f"v{v}", int(rng.integers(0, 10)), k) for v in outputs]
+        pinned = "draws random numbers" if rng.random() < 0.12 else None
+        ops.append(Op(f"op{k}", "op", inputs, outputs, "forward" if k < T // 2 else "backward", pinned))
+    made_values = np.arange(1, len(values))
+    extra = rng.choice(made_values, int(rng.integers(0, 3)), replace=False).tolist()
+    results = tuple(sorted({ops[-1].outputs[0], *extra}))
+    seconds = rng.integers(1, 6, T).astype(float) if rng.random() < 0.5 else rng.random(T) + 0.1
+    workspace = rng.integers(0, 5, T) * (rng.random(T) < 0.4)
+    resident = int(rng.integers(0, 20)) if rng.random() < 0.5 else 0
+    return Problem(Graph(tuple(ops), tuple(values), results), Profile(seconds, workspace, resident))

@@ -1,0 +1,73 @@
+"""Runs a recipe of docs/ecosystem.md, plainly and compiled: ``python -m tests.support.recipes Lightning``, or torchrun.
+
+Both must leave the same bits in the model that is trained, and compiled something must run again.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import checkmate
+from tests.support.bits import assert_same_bits
+from tests.support.clock import count_own_seconds
+
+TEXT = (Path(__file__).parents[2] / "docs" / "ecosystem.md").read_text()
+RECIPES = dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```", TEXT, flags=re.DOTALL | re.MULTILINE))
+
+
+def compare(name: str) -> None:
+    """Run a recipe twice.
+
+    Raises:
+        AssertionError: if anything differs, or nothing runs again.
+    """
+    really, begin, compiled = checkmate.compile, dist.init_process_group, []
+
+    def compile(fn: Any, **options: Any) -> Any:
+        compiled.append(really(fn, time_limit=2, **options))
+        return compiled[-1]
+
+    def join(*args: Any, **options: Any) -> None:
+        if not dist.is_initialized():  # a store serves one group: its keys would be taken for those of the next
+            begin(*args, **options)
+
+    states = []
+    with patch.object(dist, "init_process_group", join), patch.object(dist, "destroy_process_group", lambda: None):
+        for wrap in (lambda fn, **options: fn, compile):
+            with patch.object(checkmate, "compile", wrap):
+                states.append(_left(_run(RECIPES[name])))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    plain, found = states
+    assert len(plain) > 5
+    assert_same_bits(found, plain)
+    plans = [plan for module in compiled for plan in module.plans]
+    assert any(plan.schedule.recomputed.sum() > 0 for plan in plans), [plan.problem.min_budget() for plan in plans]
+
+
+def _run(code: str) -> dict[str, Any]:
+    """The names that a script leaves. It is a module of its own, as Dynamo looks names up in modules."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "recipe.py")
+        script.write_text(code)
+        return runpy.run_path(str(script), run_name="recipe")
+
+
+def _left(namespace: dict[str, Any]) -> list[torch.Tensor]:
+    state = [getattr(t, "to_local", lambda t=t: t)().clone() for t in namespace["model"].state_dict().values()]
+    return [*state, torch.get_rng_state()]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    count_own_seconds()
+    compare(sys.argv[1])

@@ -1,0 +1,113 @@
+"""The backend of `torch.compile`, found by its name."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.backends import registry
+
+import checkmate
+from tests.support.bits import assert_same_bits
+from tests.support.stepping import assert_same, train
+
+GROUP = "torch_dynamo_backends"
+
+
+@pytest.fixture(autouse=True)
+def _found(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
+    """As an installed version is found: what `pyproject.toml` says, under a clean registry."""
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (target,) = re.findall(rf'^\[project.entry-points.{GROUP}\]\ncheckmate = "(.+)"$', project, flags=re.MULTILINE)
+    monkeypatch.setitem(registry._BACKENDS, "checkmate", EntryPoint("checkmate", target, GROUP))
+    yield
+    registry._COMPILER_FNS.pop("checkmate", None)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 4))
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(64, 16), torch.randint(4, (64,))
+
+
+def _step(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, y: F.cross_entropy(model(x), y)
+
+
+def _compiled(step: Any, **options: Any) -> Any:
+    return torch.compile(step, backend="checkmate", options=options, dynamic=False)
+
+
+def test_trains_within_the_budget_in_the_same_bits(
+    net: nn.Module, batch: tuple[Tensor, Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    twin = copy.deepcopy(net)
+    problem = checkmate.trace(_step(net), *batch)
+    smallest = problem.min_budget().peak
+    compiled = _compiled(_step(net), budget=smallest, time_limit=1)
+    with caplog.at_level(logging.INFO, logger="checkmate.dynamo"):
+        found = train(net, compiled, batch)
+    assert_same(found, train(twin, _step(twin), batch))
+    assert all(problem.resident + peak <= smallest for peak in found.peaks)
+    assert "runs again" in caplog.text
+
+
+def test_another_shape_gets_its_own_plan(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    compiled = _compiled(net.eval(), budget="1 MB")
+    for size in (64, 7, 5):
+        assert_same_bits(compiled(batch[0][:size]), net(batch[0][:size]))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "needs a budget"),
+        ({"method": "auto"}, "needs a budget"),
+        ({"budget": "much"}, "much"),
+        ({"budget": "1 kB"}, "Smallest budget that works"),
+        ({"budget": "1 MB", "speed": 3}, "speed"),
+        ({"budget": "1 MB", "verify": True}, "verify=True"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    options: dict[str, Any], words: str, net: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=words):
+        _compiled(net, **options)(batch[0])
+
+
+def test_modes_are_refused(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    compiled = torch.compile(net, backend="checkmate", mode="reduce-overhead")
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no modes"):
+        compiled(batch[0])
+
+
+def test_a_step_that_breaks_in_two_is_refused(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    def breaking(x: Tensor) -> Tensor:
+        y = net(x)
+        torch._dynamo.graph_break()
+        return y.square().sum()
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="fullgraph=True"):
+        _compiled(breaking, budget="1 MB")(batch[0])
+
+
+def test_open_sizes_are_refused(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    compiled = torch.compile(net, backend="checkmate", options={"budget": "1 MB"}, dynamic=True)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="dynamic=False"):
+        compiled(batch[0])

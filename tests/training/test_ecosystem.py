@@ -1,0 +1,90 @@
+"""The recipes of docs/ecosystem.md, plainly and compiled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import checkmate
+from tests.support import recipes
+from tests.support.bits import assert_same_bits
+from tests.support.sampling import long, slow
+
+ROOT = Path(__file__).parents[2]
+ON_SEVERAL_RANKS = ("DistributedDataParallel", "FSDP2")
+
+
+def test_every_tool_has_its_recipe() -> None:
+    assert [*recipes.RECIPES] == [*ON_SEVERAL_RANKS, "Hugging Face Trainer", "Lightning"]
+
+
+@pytest.mark.parametrize("name", [slow("Lightning"), long("Hugging Face Trainer")])
+def test_in_one_process(name: str, one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch._dynamo.reset()
+    recipes.compare(name)
+
+
+@pytest.mark.slow
+def test_the_trainer_of_hugging_face(one_thread: None, tmp_path: Path) -> None:
+    """In bfloat16, with several shapes, evaluation in between, checkpoints and what is saved in the end."""
+    tokens = torch.randint(97, (14, 32))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    config = GPT2Config(vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+
+    def trained(name: str, wrap: Callable[[Any], Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / name),
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            num_train_epochs=2,
+            bf16=True,
+            eval_strategy="epoch",
+            save_strategy="epoch",
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model=wrap(GPT2LMHeadModel(config)), args=arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        trainer.save_model()
+        figures = [
+            log[key] for log in trainer.state.log_history for key in ("loss", "grad_norm", "eval_loss") if key in log
+        ]
+        return figures, GPT2LMHeadModel.from_pretrained(tmp_path / name).state_dict()
+
+    torch._dynamo.reset()
+    plain, state = trained("plain", lambda model: model)
+    found, saved = trained("compiled", lambda model: checkmate.compile(model, budget="1.1 MB", time_limit=1))
+    assert found == plain
+    assert len(plain) > 5
+    assert_same_bits(saved, state)
+    names = [
+        {file.relative_to(tmp_path / run) for file in (tmp_path / run).rglob("*")} for run in ("plain", "compiled")
+    ]
+    assert names[0] == names[1]
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
+@pytest.mark.parametrize(
+    "name", [slow(ON_SEVERAL_RANKS[0]), *map(long, ON_SEVERAL_RANKS[1:]), long("Hugging Face Trainer")]
+)
+def test_by_torchrun(name: str, tmp_path: Path) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["tests.support.recipes", name]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert run.returncode == 0, run.stderr[-4000:]

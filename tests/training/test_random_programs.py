@@ -1,0 +1,152 @@
+"""Programs that nobody wrote: the same numbers as plain PyTorch at any budget that can be met.
+
+``CHECKMATE_PROGRAMS=20000`` runs so many in place of 500, of which 100 are in the suite and 400 with ``-m long``;
+``CHECKMATE_SEED=1`` draws others.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from checkmate.backends.captures import capture
+from checkmate.backends.eager import Backend
+from checkmate.capture import rewrite
+from checkmate.capture.random_draws import WORTH_BYTES
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution
+from checkmate.memory import measure_peak
+from checkmate.profiling.profilers import profiler
+from checkmate.solvers.solve import solve
+from tests.support.bits import assert_same_bits
+from tests.support.programs import Program, Spec, batch, programs
+from tests.support.sampling import few
+
+METHODS = ("auto", "next-use", "next-use", "lp-rounding", "checkpoint-all")
+MANY = int(os.environ.get("CHECKMATE_PROGRAMS", "500"))
+PARTS = 5  # so many tests, for several processes
+SEED = int(os.environ.get("CHECKMATE_SEED", "0"))
+NO_CHECKS = list(HealthCheck)  # a program takes a third of a second
+
+
+def drawn(count: int, first_seed: int) -> Callable[[Any], Any]:
+    """Run a test on so many programs and budgets. Hypothesis draws them, from the seed and constants of our code."""
+
+    def decorate(test: Any) -> Any:
+        limits = settings(
+            max_examples=count,
+            deadline=None,
+            database=None,
+            suppress_health_check=NO_CHECKS,
+            phases=[Phase.generate, Phase.shrink],
+            print_blob=False,
+        )
+        return seed(first_seed)(
+            limits(given(spec=programs(), budget=st.floats(0, 1), method=st.sampled_from(METHODS))(test))
+        )
+
+    return decorate
+
+
+def solve_within(share: float, method: str) -> Callable[[Problem], Solution]:
+    """A planner whose budget lies so far from the smallest that is quickly found to keeping everything."""
+
+    def plan(problem: Problem) -> Solution:
+        smallest = problem.min_budget(time_limit=0.01).peak
+        budget = int(smallest + share**2 * (problem.keep_all_peak - smallest))
+        for chosen in (method, "next-use", "auto"):
+            solution = solve(problem, budget, method=chosen, time_limit=0.05 if chosen != "auto" else 0.2)
+            if solution.plan is not None:
+                return solution
+        return solve(problem, problem.keep_all_peak, method="checkpoint-all")
+
+    return plan
+
+
+def run(
+    program: Program, step: Callable[..., Any], spec: Spec, *, metered: bool
+) -> tuple[dict[str, Tensor | None], int]:
+    """Everything that two training steps leave behind, and the peak of the second in bytes."""
+    found: dict[str, Tensor | None] = {}
+    inputs = batch(spec)
+    torch.manual_seed(spec.seed)
+
+    def forward_backward() -> Any:
+        results = step(*inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        results[0].backward()
+        return results
+
+    peak = 0
+    for i in range(2):
+        if i == 0 or not metered:
+            results = forward_backward()
+        else:
+            use = measure_peak(forward_backward)
+            results, peak = use.result, use.peak
+            del use
+        found |= {f"result {k} of step {i}": t.detach().clone() for k, t in enumerate(results)}
+        named = [*program.named_parameters(), ("input", inputs[0])]
+        found |= {f"gradient of {name} in step {i}": None if p.grad is None else p.grad.clone() for name, p in named}
+        found |= {f"{name} after step {i}": t.clone() for name, t in program.state_dict().items()}
+        found[f"input after step {i}"] = inputs[0].detach().clone()
+        found[f"random state after step {i}"] = torch.get_rng_state()
+        del results
+        with torch.no_grad():
+            for _, p in named:
+                if p.grad is not None and p is not inputs[0]:
+                    p -= 0.05 * p.grad
+                p.grad = None
+    return found, peak
+
+
+def check(spec: Spec, budget: float, method: str) -> None:
+    with patch.object(rewrite, "WORTH_BYTES", spec.seed % 2 * WORTH_BYTES):  # small masks are drawn again too in half
+        _check(spec, budget, method)
+
+
+def _check(spec: Spec, budget: float, method: str) -> None:
+    plain, program = Program(spec), Program(spec)
+    try:
+        expected, _ = run(plain, plain, spec, metered=False)
+    except RuntimeError:  # a write to what the backward needs
+        return
+    find_costs, block_bytes = profiler("measure", cache=True)
+    backend = Backend(solve_within(budget, method), profile=find_costs, block_bytes=block_bytes)
+    step = capture(program, backend)
+    found, peak = run(program, step, spec, metered=spec.extra == "none")
+
+    assert_same_bits(found, expected)
+    (plan,) = backend.plans
+    assert plan.peak is not None
+    if spec.extra == "none":
+        assert peak + plan.problem.resident == plan.peak <= plan.budget
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def _quick() -> None:
+    """The collector looks through all that lives at each measured step; what is there already lives on."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("one_thread", "_quick")
+@drawn(10, SEED)
+def test_a_few_programs(spec: Spec, budget: float, method: str) -> None:
+    check(spec, budget, method)
+
+
+@pytest.mark.usefixtures("one_thread", "_quick")
+@pytest.mark.parametrize("part", few(PARTS, [(part,) for part in range(PARTS)]))
+def test_many_programs(part: int) -> None:
+    drawn(-(-MANY // PARTS), 1000 * SEED + part + 1)(check)()

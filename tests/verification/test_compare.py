@@ -1,0 +1,350 @@
+"""The certificate passes what is right and catches what is wrong."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from checkmate.capture import rewrite
+from checkmate.codegen import boxed as runtime
+from checkmate.verification import compare as verification
+from checkmate.verification.compare import _distance
+from tests.support.bits import assert_same_bits
+
+
+@pytest.fixture
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4))
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(24, 16), torch.randint(4, (24,))
+
+
+def _tight(step: object, batch: tuple[Tensor, ...]) -> int:
+    return checkmate.trace(step, *batch).min_budget().peak
+
+
+def test_passes_and_leaves_no_trace(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    twin = copy.deepcopy(net)
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    compiled = checkmate.compile(step, budget=_tight(step, batch), verify=True)
+    torch.manual_seed(5)
+    compiled(*batch).backward()
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    F.cross_entropy(twin(batch[0]), batch[1]).backward()
+    assert_same_bits(torch.get_rng_state(), state)
+    assert_same_bits((p.grad for p in net.parameters()), (p.grad for p in twin.parameters()))
+    assert_same_bits(net.buffers(), twin.buffers())
+
+
+def test_modules_are_verified_too(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    compiled = checkmate.compile(net, budget=_tight(net, batch[:1]), verify=True)
+    assert compiled(batch[0]).shape == (24, 4)
+    assert net[1].num_batches_tracked == 1
+
+
+def test_redrawn_dropout_is_caught(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewrite, "scale_mask", lambda mask, p, dtype: torch.rand(mask.shape).lt(p).to(dtype).div_(p))
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    with pytest.raises(checkmate.VerificationError, match=r"differs|random"):
+        checkmate.compile(step, budget="1 MB", verify=True)(*batch)
+
+
+def _run_instead(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
+    """Have each module run as ``change(run, inputs, is_backward)``."""
+    boxed = runtime.boxed
+
+    def changed(module: torch.fx.GraphModule) -> Callable[..., Any]:
+        run = boxed(module)
+        is_backward = any(node.meta.get("autograd_backward") for node in module.graph.nodes)
+
+        def instead(inputs: list[Any]) -> Any:
+            return change(run, inputs, is_backward)
+
+        instead._boxed_call = True
+        return instead
+
+    monkeypatch.setattr("checkmate.backends.eager.boxed", changed)
+
+
+def _next_bit(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else torch.nextafter(grad, torch.full_like(grad, 9.0))
+
+
+@pytest.mark.parametrize("wrong", [_next_bit, lambda grad: None], ids=["one bit off", "missing"])
+def test_a_wrong_gradient_is_caught(
+    wrong: Callable[..., Any], net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
+        return tuple(map(wrong, run(inputs))) if is_backward else run(inputs)
+
+    _run_instead(monkeypatch, spoil)
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    with pytest.raises(checkmate.VerificationError, match="gradient"):
+        checkmate.compile(step, budget="1 MB", verify=True)(*batch)
+
+
+def test_a_peak_above_the_budget_is_caught(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+
+    def hoard(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
+        held.append(torch.zeros(200_000))
+        return run(inputs)
+
+    _run_instead(monkeypatch, hoard)
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    with pytest.raises(checkmate.VerificationError, match="peak"):
+        checkmate.compile(step, budget="500 kB", verify=True)(*batch)
+
+
+def test_state_comes_back_where_the_plain_step_fails(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """A plain step that stops half way has changed the statistics of batch norm: they are put back."""
+    before = [tensor.clone() for tensor in net.buffers()]
+    calls = itertools.count()
+
+    @torch.library.custom_op("checkmate_tests::fails_later", mutates_args=())
+    def fails_later(x: Tensor) -> Tensor:
+        if next(calls):
+            raise RuntimeError("half way")
+        return x.clone()
+
+    fails_later.register_fake(torch.empty_like)
+    fails_later.register_autograd(lambda ctx, grad: grad)
+    step = lambda x, y: fails_later(F.cross_entropy(net(x), y))  # noqa: E731
+    with pytest.raises(RuntimeError, match="half way"):
+        checkmate.compile(step, budget="1 MB", verify=True, profile="roofline:h100")(*batch)
+    assert next(calls) == 2  # the compiled step, which plans, and the plain one
+    assert_same_bits(net.buffers(), before)
+
+
+def _wavering_sum(monkeypatch: pytest.MonkeyPatch, off: float = 0.0) -> Callable[[Tensor], Tensor]:
+    """A sum that comes out otherwise at each call, as one added atomically does; ``off`` more where it is compiled."""
+    compiled = {"running": False}
+    turns = itertools.cycle([0.0, 1e-4, -1e-4, 2e-4])
+
+    @torch.library.custom_op("checkmate_tests::wavering_sum", mutates_args=())
+    def wavering_sum(x: Tensor) -> Tensor:
+        return x.sum() + next(turns) + off * compiled["running"]
+
+    wavering_sum.register_fake(lambda x: x.new_empty(()))
+    wavering_sum.register_autograd(
+        lambda ctx, grad: grad.expand(ctx.shape).clone(),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "shape", inputs[0].shape),
+    )
+
+    def mark(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
+        compiled["running"] = True
+        try:
+            return run(inputs)
+        finally:
+            compiled["running"] = False
+
+    _run_instead(monkeypatch, mark)
+    return wavering_sum
+
+
+@pytest.fixture
+def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison that a step on CUDA gets."""
+    monkeypatch.setattr(verification, "_may_waver", lambda device: True)
+
+
+def test_only_cuda_may_waver_and_not_when_told_to_be_deterministic() -> None:
+    assert not verification._may_waver(torch.device("cpu"))
+    assert verification._may_waver(torch.device("cuda", 0))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not verification._may_waver(torch.device("cuda", 0))
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert verification._may_waver(torch.device("cuda", 0))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_on_the_cpu_no_spread_is_allowed(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wavering_sum = _wavering_sum(monkeypatch)
+    compiled = checkmate.compile(lambda x: wavering_sum(net(x).tanh()), budget="1 MB", verify=True)
+    with pytest.raises(
+        checkmate.VerificationError, match=r"output 0 .* does not give the same bits twice.*wavering_sum"
+    ):
+        compiled(batch[0])
+
+
+@pytest.mark.usefixtures("_as_on_cuda")
+def test_where_plain_pytorch_does_not_repeat_itself_its_spread_is_allowed_and_told(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wavering_sum = _wavering_sum(monkeypatch)
+    compiled = checkmate.compile(lambda x: wavering_sum(net(x).tanh()), budget="1 MB", verify=True)
+    with caplog.at_level(logging.WARNING, logger="checkmate.verification"):
+        compiled(batch[0])
+    (record,) = caplog.records
+    assert "Plain PyTorch does not repeat its own numbers" in record.getMessage()
+    assert "output 0 by 0.0003" in record.getMessage()
+    assert "within that spread" in record.getMessage()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_as_on_cuda")
+def test_more_than_the_spread_is_caught(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wavering_sum = _wavering_sum(monkeypatch, off=0.01)
+    compiled = checkmate.compile(lambda x: wavering_sum(net(x).tanh()), budget="1 MB", verify=True)
+    with pytest.raises(checkmate.VerificationError, match=r"output 0 .* runs differ by 0.0003 at most"):
+        compiled(batch[0])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_as_on_cuda")
+def test_what_plain_pytorch_repeats_must_be_equal_beside_what_it_does_not(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wavering_sum = _wavering_sum(monkeypatch)
+    monkeypatch.setattr(rewrite, "scale_mask", lambda mask, p, dtype: mask.to(dtype).div_(p - 0.1))
+    compiled = checkmate.compile(lambda x: (wavering_sum(x), net(x)), budget="1 MB", verify=True)
+    with pytest.raises(checkmate.VerificationError, match=r"repeats its own bits"):
+        compiled(batch[0].requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "distance"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), 0.5),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), 0.0),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), 0.0),
+        (torch.tensor([float("inf"), 1.0]), torch.tensor([float("inf"), 3.0]), 2.0),
+        (torch.tensor([float("nan")]), torch.tensor([1.0]), float("inf")),
+        (torch.tensor([3 + 4j]), torch.tensor([0j]), 5.0),
+        (torch.tensor([7]), torch.tensor([9]), 2.0),
+        (torch.ones(2), torch.ones(3), float("inf")),
+        (torch.ones(2), None, float("inf")),
+    ],
+)
+def test_distance(a: Tensor, b: Tensor | None, distance: float) -> None:
+    assert _distance(a, b) == distance
+
+
+def test_verify_reports_what_it_compared(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    state, budget = torch.get_rng_state(), _tight(step, batch)
+    report = checkmate.verify(step, *batch, budget=budget)
+    assert (report.outputs, report.gradients, report.tensors) == (1, 6, 6 + 3 + 2)
+    assert report.repeats
+    assert report.spread == 0
+    assert report.measured_peak <= report.predicted_peak <= report.budget == budget < report.plain_peak
+    assert_same_bits(net.state_dict(), before)
+    assert_same_bits(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in net.parameters())
+    lines = str(report).splitlines()
+    assert lines[0] == "verified: the same bits as plain PyTorch"
+    assert "6 gradients" in lines[1]
+    assert lines[-2].split()[0] == "measured"
+
+
+def test_verify_takes_modules_and_keywords(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    report = checkmate.verify(net, input=batch[0], budget="1 MB")
+    assert report.measured_peak is None  # the loss is outside
+    assert "not compared" in str(report)
+
+
+def test_verify_of_what_needs_no_gradient() -> None:
+    report = checkmate.verify(lambda x: x * 2, torch.ones(3), budget="1 MB")
+    assert (report.gradients, report.budget) == (0, None)
+
+
+def test_the_state_of_python_and_numpy_comes_back_too(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    def step(x: Tensor) -> Tensor:
+        return (net(x) * random.random()).sum()
+
+    state = random.getstate()
+    try:
+        checkmate.verify(step, batch[0], budget="1 MB")
+    except checkmate.Unsupported as error:
+        assert "random" in str(error)  # noqa: PT017
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize(
+    ("draw", "generator"), [(np.random.rand, "NumPy's global generator"), (random.random, "Python's random")]
+)
+def test_draws_from_other_generators_are_compared(
+    draw: Callable[[], float], generator: str, net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: Any
+) -> None:
+    _run_instead(monkeypatch, lambda run, inputs, is_backward: (draw(), run(inputs))[1])
+    state, kept = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with pytest.raises(checkmate.VerificationError, match=f"draws from {generator}.*Draw with torch"):
+        checkmate.verify(lambda x: net(x).sum(), batch[0], budget="1 MB")
+    assert random.getstate() == state
+    assert all(map(np.array_equal, np.random.get_state(), kept))  # noqa: NPY002
+
+
+def test_the_first_op_that_the_plan_spoils_is_named(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise that is drawn again when it is computed again, in a plan that does so."""
+    wrong = lambda mask, p, dtype: torch.rand(mask.shape).lt(p).to(dtype).div_(p)  # noqa: E731
+    monkeypatch.setattr(rewrite, "scale_mask", wrong)
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    words = r"first value that differs is native_dropout_\w+ of .*3 \(Dropout, test_compare.py:\d+\)"
+    with pytest.raises(checkmate.VerificationError, match=words):
+        checkmate.verify(step, *batch, budget=_tight(step, batch))
+
+
+def test_the_first_op_that_the_capture_changed_is_named(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewrite, "scale_mask", lambda mask, p, dtype: mask.to(dtype).div_(p - 0.1))
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    words = r"native_dropout_product of aten.mul.Tensor \(3 \(Dropout.*captured as another computation"
+    with pytest.raises(checkmate.VerificationError, match=words):
+        checkmate.verify(step, *batch, budget="1 MB")
+
+
+def test_a_difference_outside_the_graph_says_so(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
+        return tuple(map(_next_bit, run(inputs))) if is_backward else run(inputs)
+
+    _run_instead(monkeypatch, spoil)
+    with pytest.raises(
+        checkmate.VerificationError, match=r"gradient of 4\.weight of shape \(4, 32\) .* outside the graph"
+    ):
+        checkmate.verify(lambda x: net(x).sum(), batch[0], budget="1 MB")
+
+
+def test_a_peak_above_the_predicted_one_is_caught_within_the_budget(
+    net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hoard(run: Callable[..., Any], inputs: list[Any], is_backward: bool) -> Any:
+        held = torch.zeros(20_000)
+        result = run(inputs)
+        del held
+        return result
+
+    _run_instead(monkeypatch, hoard)
+    with pytest.raises(checkmate.VerificationError, match="above the predicted one"):
+        checkmate.verify(lambda x: net(x).sum(), batch[0], budget="10 MB")
