@@ -131,7 +131,7 @@ def run(task: Task) -> list[str]:
     print(f"\n{task.title}", flush=True)
     module, step = task.make()
     problem = checkmate.trace(step, *task.batches[0])
-    lowest, keep_all = problem.min_budget().peak, problem.keep_all_peak
+    lowest, keep_all = checkmate.min_budget(problem).peak, problem.keep_all_peak
     expected = measuring.train(module, step, task.batches)
     measuring.step_and_back(module, step, task.batches[0])
     module.zero_grad(set_to_none=True)

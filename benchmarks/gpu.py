@@ -180,7 +180,7 @@ def measured_plain(setting: Setting) -> dict[str, Any]:
     facts = {
         "ops": len(problem.graph.ops),
         "resident": problem.resident,
-        "min_budget": problem.min_budget().peak,
+        "min_budget": checkmate.min_budget(problem).peak,
         "keep_all_peak": problem.keep_all_peak,
         "trace_seconds": traced,  # capture, and each distinct op measured
         "plain_peak": peak_of(use, problem.resident),

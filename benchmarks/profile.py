@@ -36,7 +36,7 @@ from benchmarks.networks import CASES, Case
 from benchmarks.networks.resnet import resnet50
 from benchmarks.step import origin
 from checkmate.core.files import VARIABLE
-from checkmate.core.plan import cost
+from checkmate.core.simulator import cost
 from checkmate.profiling import measure
 
 RESULTS = Path(__file__).parent / "results" / "profile.jsonl"
@@ -47,7 +47,7 @@ def rows(case: Case, shares: list[float], pairs: int, rounds: int, time_limit: f
     """Plan one network at each share between the smallest budget and keeping everything, and time the plans."""
     _, plain, batch = case.make(0)
     problem = checkmate.trace(plain, *batch, cache=False)
-    lowest, keep_all = problem.min_budget().peak, problem.keep_all_peak
+    lowest, keep_all = checkmate.min_budget(problem).peak, problem.keep_all_peak
     budgets = [lowest + int(share * (keep_all - lowest)) for share in shares]
     made = [case.make(0) for _ in shares]
     compiled = [

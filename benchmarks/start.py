@@ -135,7 +135,7 @@ def budget_of(name: str, share: float) -> int:
     """The budget at a share of the way from the smallest to keeping everything."""
     _, step, batch = KNOWN[name].make(0)
     problem = checkmate.trace(step, *batch)
-    smallest = problem.min_budget().peak
+    smallest = checkmate.min_budget(problem).peak
     return smallest + int(share * (problem.keep_all_peak - smallest))
 
 

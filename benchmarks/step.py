@@ -41,7 +41,7 @@ def rows(case: Case, threads: int, shares: list[float], pairs: int, time_limit: 
     torch.set_num_threads(threads)
     module, plain, batch = case.make(0)
     problem = checkmate.trace(plain, *batch)
-    lowest, keep_all = problem.min_budget().peak, problem.keep_all_peak
+    lowest, keep_all = checkmate.min_budget(problem).peak, problem.keep_all_peak
     measuring.step_and_back(module, plain, batch)
     module.zero_grad(set_to_none=True)
     plain_peak = problem.resident + measure_peak(partial(measuring.step_and_back, module, plain, batch)).peak

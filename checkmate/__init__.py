@@ -30,15 +30,19 @@ if TYPE_CHECKING:
     from checkmate import plot as plot
     from checkmate.batch.result import LargestBatch
     from checkmate.batch.search import max_batch_size
-    from checkmate.compiler import compile, trace, verify
+    from checkmate.compiler import compile, verify
+    from checkmate.costs import profile
     from checkmate.inspection.difference import Difference, diff
-    from checkmate.inspection.explanation import Explanation, explain
-    from checkmate.inspection.op_costs import Costs, profile
-    from checkmate.inspection.peak import PeakExplanation
+    from checkmate.inspection.explanation import Explanation
+    from checkmate.inspection.op_costs import Costs
+    from checkmate.inspection.peak import PeakExplanation, explain_peak
     from checkmate.solvers.catalogue import methods
     from checkmate.solvers.frontier import Frontier, frontier
+    from checkmate.solvers.search.min_budget import MinBudget, min_budget
     from checkmate.solvers.solve import solve
+    from checkmate.tracing import explain, trace
     from checkmate.verification.compare import Certificate
+    from checkmate.webpage.page import report
 
 __all__ = [
     "BudgetError",
@@ -52,6 +56,7 @@ __all__ = [
     "InfeasibleBudget",
     "InvalidProblem",
     "LargestBatch",
+    "MinBudget",
     "Op",
     "PeakExplanation",
     "Plan",
@@ -67,11 +72,14 @@ __all__ = [
     "compile",
     "diff",
     "explain",
+    "explain_peak",
     "frontier",
     "max_batch_size",
     "methods",
+    "min_budget",
     "parse_bytes",
     "profile",
+    "report",
     "solve",
     "trace",
     "verify",
@@ -83,17 +91,21 @@ _LAZY = {
     "Difference": "checkmate.inspection.difference",
     "Explanation": "checkmate.inspection.explanation",
     "Frontier": "checkmate.solvers.frontier",
-    "PeakExplanation": "checkmate.inspection.peak",
     "LargestBatch": "checkmate.batch.result",
+    "MinBudget": "checkmate.solvers.search.min_budget",
+    "PeakExplanation": "checkmate.inspection.peak",
     "compile": "checkmate.compiler",
     "diff": "checkmate.inspection.difference",
-    "explain": "checkmate.inspection.explanation",
+    "explain": "checkmate.tracing",
+    "explain_peak": "checkmate.inspection.peak",
     "frontier": "checkmate.solvers.frontier",
     "max_batch_size": "checkmate.batch.search",
     "methods": "checkmate.solvers.catalogue",
-    "profile": "checkmate.inspection.op_costs",
+    "min_budget": "checkmate.solvers.search.min_budget",
+    "profile": "checkmate.costs",
+    "report": "checkmate.webpage.page",
     "solve": "checkmate.solvers.solve",
-    "trace": "checkmate.compiler",
+    "trace": "checkmate.tracing",
     "verify": "checkmate.compiler",
 }
 

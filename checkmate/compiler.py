@@ -1,4 +1,4 @@
-"""The pipeline: model -> `Joint` -> `Problem` -> `Solution` -> `Plan` -> modules. What a user calls."""
+"""A step that stays within a budget: `compile`, and `verify`, which compares one with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,30 +6,26 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from copy import copy, deepcopy
 from typing import Any, Generic, Literal, TypeVar, get_args, overload
 
 import torch
-import torch.fx as fx
 from torch import nn
 from typing_extensions import ParamSpec
 
 from checkmate.backends import ranks
 from checkmate.backends.captures import MOST, Captures, capture
 from checkmate.backends.eager import Backend
-from checkmate.backends.error_messages import explained, quietly, refuse_lazy
+from checkmate.backends.error_messages import explained, refuse_lazy
 from checkmate.backends.inductor import inductor, require_compiler
-from checkmate.capture.meta_tensors import meta_as_cpu
 from checkmate.codegen.result_hooks import watch_backward
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, Unsupported
-from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Choice, profiler
 from checkmate.solvers import recall as planning
 from checkmate.solvers.methods import METHODS
-from checkmate.solvers.solve import solve
+from checkmate.solvers.search.min_budget import min_budget
 from checkmate.units import exact_bytes, format_bytes, parse_bytes
 from checkmate.verification.compare import Certificate, compare_with_plain
 
@@ -223,75 +219,6 @@ def _backends(
     return functools.partial(Backend, plan, profile=find_costs, block_bytes=block_bytes)
 
 
-def trace(
-    fn: Callable[..., Any], *args: Any, profile: Choice = "measure", cache: bool = True, **kwargs: Any
-) -> Problem:
-    """Capture a step and find the costs of its ops, without running it: no parameter, buffer or random state changes.
-
-    Args:
-        fn: a module or function; args, kwargs: an example batch for it.
-        profile: ``"measure"`` runs each distinct op on its own, on this machine. ``"roofline:NAME"`` runs nothing and
-            estimates for a device of `checkmate.profiling.roofline.DEVICES`, for example ``"roofline:h100"``. The model
-            and the batch may then be on the meta device, or fake tensors, so that a model which fits no memory here can
-            be planned; what is on the meta device is taken to be on the CPU, and its ops are those that run there. A
-            path that ends in ``.json`` is a file of ops measured on another machine, written there by
-            `checkmate.profiling.measure.export`; here, too, nothing runs. An op that can be measured and is not
-            in the file is refused by name. A `Profile` is taken as it is; it must be of this very step.
-        cache: take costs that were measured on this machine before, as `compile` does, and keep new ones.
-
-    Raises:
-        Unsupported: if the step cannot be captured as one graph, needs no gradients, or has ops that a file lacks.
-        InvalidProblem: if a file is no file of measured ops.
-        OSError: if it cannot be read.
-        ValueError: if there is no such profile or device.
-
-    >>> import torch
-    >>> problem = trace(torch.nn.Linear(8, 4), torch.ones(2, 8))
-    >>> [op.target for op in problem.graph.ops][0]
-    'aten.addmm.default'
-    >>> with torch.device("meta"):
-    ...     huge, batch = torch.nn.Linear(50_000, 50_000), torch.ones(2, 50_000)
-    >>> trace(huge, batch, profile="roofline:h100").resident  # bytes, none of them allocated
-    10000600576
-    """
-    find_costs, block_bytes = profiler(profile, cache=cache)
-    problems: list[Problem] = []
-
-    def keep_all(problem: Problem) -> Solution:
-        problems.append(problem)
-        return solve(problem, max(1, problem.keep_all_peak), method="checkpoint-all")
-
-    try:
-        with quietly(), nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu():
-            capture(fn, Backend(keep_all, _stop, find_costs, block_bytes))(*args, **kwargs)
-    except _Captured:
-        pass
-    except Exception as error:
-        reason = explained(error, fn)
-        if reason is error:
-            raise
-        raise reason.with_traceback(None) from reason.__cause__
-    if not problems:
-        name = getattr(fn, "__qualname__", type(fn).__name__)
-        raise Unsupported(
-            f"{name} computes nothing that needs a gradient, so there is no backward to plan. "
-            "Is it called under torch.no_grad(), or are all its parameters frozen?"
-        )
-    return problems[0]
-
-
-class _Captured(Exception):
-    """Raised in place of running a captured graph."""
-
-
-def _stop(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    def stop(inputs: list[Any]) -> Any:
-        raise _Captured
-
-    stop._boxed_call = True  # type: ignore[attr-defined]
-    return stop
-
-
 def _plan(problem: Problem, budget: int, reserve: int, **options: Any) -> Solution:
     """Solve within what the reserve leaves of the budget.
 
@@ -299,7 +226,7 @@ def _plan(problem: Problem, budget: int, reserve: int, **options: Any) -> Soluti
         InfeasibleBudget: if no plan was found.
     """
     if budget <= reserve:
-        smallest = problem.min_budget().peak + reserve
+        smallest = min_budget(problem).peak + reserve
         raise InfeasibleBudget(
             f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(budget)}. "
             f"Smallest budget that works: {exact_bytes(smallest)}.",

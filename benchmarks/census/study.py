@@ -146,7 +146,7 @@ def _study(name: str, tell: Tell) -> Row:
     with measuring.nothing_on_disk():
         _, step, batch = make(name)
         problem = trace(step, **batch)
-        lowest, keep_all = problem.min_budget(time_limit=PLANNING).peak, problem.keep_all_peak
+        lowest, keep_all = checkmate.min_budget(problem, time_limit=PLANNING).peak, problem.keep_all_peak
         about |= {"ops": len(problem.graph.ops), "min_budget": lowest, "keep_all_peak": keep_all}
         about |= {"budget": lowest + int(SHARE * (keep_all - lowest))}
         tell("compiled steps")

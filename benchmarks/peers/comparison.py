@@ -128,7 +128,7 @@ class Comparison:
         self.expected = self.outcome(self.plain)
         self.waver = _off(self.expected, self.outcome(self.plain))  # of plain steps among themselves
         self.problem = checkmate.trace(self.plain, *self.subject.batch)
-        self.smallest = self.problem.min_budget().peak
+        self.smallest = checkmate.min_budget(self.problem).peak
         self.failed: list[dict[str, Any]] = []
         eager = self.entry(EAGER)
         assert eager is not None

@@ -32,6 +32,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.profiling.profilers import Choice
 from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
+from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import check_limits, check_method, solve
 from checkmate.statusline import showing
 from checkmate.units import exact_bytes, format_bytes, parse_bytes
@@ -255,8 +256,8 @@ class _Search:
         """Why the smallest size does not fit, and which budget would do."""
         solution, size = attempt.solution, attempt.size
         problem = solution.problem
-        known = problem.keep_all_peak if self.max_overhead is not None else problem.min_budget().peak
-        low, limit = max(self.budget, problem.min_budget().peak - 1), self.time_limit / ATTEMPTS
+        known = problem.keep_all_peak if self.max_overhead is not None else min_budget(problem).peak
+        low, limit = max(self.budget, min_budget(problem).peak - 1), self.time_limit / ATTEMPTS
         while known - low > max(1, known // 1000) and time.perf_counter() < self._until(1.0):
             middle = (low + known) // 2
             found = plan_within(problem, middle, attempt.cap, time_limit=limit)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from checkmate.backends.eager import Backend
 from checkmate.backends.state import tensors_within, unchanged
 from checkmate.capture.meta_tensors import is_fake
-from checkmate.compiler import CompiledStep, trace
+from checkmate.compiler import CompiledStep
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.graph import MAX_BYTES
 from checkmate.core.problem import Problem
@@ -27,6 +27,7 @@ from checkmate.memory import CPU, measure_peak
 from checkmate.profiling.profilers import Choice, profiler
 from checkmate.solvers.common.certify import certify
 from checkmate.statusline import showing
+from checkmate.tracing import trace
 
 log = logging.getLogger("checkmate.batch.search")
 

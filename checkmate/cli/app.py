@@ -212,7 +212,7 @@ def _overhead(text: str) -> float | str | None:
 def _plan(args: argparse.Namespace) -> int:
     _check(args)  # before anything that takes time
     from checkmate.batch.steps import arguments_of
-    from checkmate.compiler import trace
+    from checkmate.tracing import trace
 
     profile, make = _profile(args), _target(args)
     step, batch = make(args.size) if args.size else make()
@@ -260,7 +260,9 @@ def _answer(args: argparse.Namespace, problem: Problem) -> int:
     if args.save_plan and solution.plan is not None:
         _write_json(args.save_plan, {**solution_record(solution), "steps": steps_of(solution)})
     if args.report and solution.plan is not None:
-        solution.report(args.report)
+        from checkmate.webpage.page import report
+
+        report(solution, args.report)
     if args.json:
         _out_json(solution_record(solution))
     elif solution.plan is not None:

@@ -11,16 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from checkmate.core.graph import MAX_BYTES, Graph, Op, Value
+from checkmate.core.plan import Plan
 from checkmate.errors import InvalidProblem
-
-if TYPE_CHECKING:
-    from checkmate.core.plan import Plan
-    from checkmate.solvers.search.min_budget import MinBudget
 
 FORMAT = "checkmate-problem"
 VERSION = 1
@@ -199,20 +196,6 @@ class Problem:
             bytes_at.append(self.resident + int(self.sizes[list(here)].sum()) + int(self.workspace[k]))
             held.update(v for v in op.outputs if v in results or (op.pinned and graph.users[v]))
         return np.array(bytes_at, dtype=np.int64)
-
-    def min_budget(self, *, time_limit: float = 10.0) -> MinBudget:
-        """The smallest peak in bytes that a known plan reaches, and what no schedule at all stays below.
-
-        Args:
-            time_limit: seconds, most of which are needed only where the two ends do not meet.
-
-        >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-        >>> chain.min_budget().peak, chain.min_budget().bound
-        (3, 3)
-        """
-        from checkmate.solvers.solve import min_budget
-
-        return min_budget(self, time_limit=time_limit)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write everything a solver needs to a JSON file, compressed where the name ends in ``.gz``."""

@@ -5,18 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    import os
-    from pathlib import Path
-
-    from checkmate.inspection.peak import PeakExplanation
 
 OPTIMAL_GAP = 1e-6  # a smaller gap than this is rounding, not recomputation
 
@@ -83,49 +77,6 @@ class Solution:
         if self.problem.emit is None:
             raise ValueError("This problem was not captured from PyTorch: it has a plan but no modules.")
         return self.problem.emit(self.plan)
-
-    def explain_peak(self, **options: Any) -> PeakExplanation:
-        """What is in memory at the peak, what dropping it would cost, and what less or more memory would.
-
-        Args:
-            options: ``step``, ``prices``, ``time_limit`` and ``top``, as of `checkmate.inspection.peak.explain_peak`.
-
-        Raises:
-            ValueError: if there is no plan.
-
-        >>> from checkmate import solve
-        >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 2, 3, 4], sizes=[10, 20, 20, 5])
-        >>> solve(chain, 50).explain_peak(prices=False).moment.name
-        'op2'
-        """
-        from checkmate.inspection.peak import explain_peak
-
-        return explain_peak(self, **options)
-
-    def report(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """Write the plan as one HTML page that needs no network: summary, pictures to point at, tables to sort.
-
-        Args:
-            path: of the page, such as ``"plan.html"``; one that is there is replaced.
-            options: ``frontier`` and ``prices``, as of `checkmate.webpage.page.report`.
-
-        Returns:
-            The path of the page.
-
-        Raises:
-            ValueError: if there is no plan.
-            OSError: if the page cannot be written.
-
-        >>> import tempfile
-        >>> from checkmate import solve
-        >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 2, 3, 4], sizes=[10, 20, 20, 5])
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     solve(chain, 50).report(f"{folder}/plan.html").stat().st_size < 100_000
-        True
-        """
-        from checkmate.webpage.page import report
-
-        return report(self, path, **options)
 
     def __repr__(self) -> str:
         found = f"cost={self.cost:g}, bound={self.bound:g}, peak={self.peak}" if self.plan else self.message

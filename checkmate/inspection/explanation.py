@@ -1,24 +1,13 @@
-"""Before any training: whether a step can be planned, what in it must run once and why, and what stands in the way."""
+"""What a plan can and cannot do with a step: the ops that must run once and why, the places where it breaks."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-import torch.fx as fx
-
-from checkmate.backends.state import tensors_within, unchanged
-from checkmate.capture.meta_tensors import is_fake
-from checkmate.capture.patches.is_compiling import Answer
-from checkmate.capture.provenance import is_users
-from checkmate.compiler import trace
 from checkmate.core.problem import Problem
 from checkmate.core.table import html_table, text_table
-from checkmate.errors import CheckmateError
-from checkmate.profiling.profilers import Choice, profiler
 from checkmate.solvers.search.min_budget import MinBudget
 from checkmate.units import format_bytes
 
@@ -108,37 +97,8 @@ _HEADS = ("op", "runs once: it", "phase", "makes", "held", "where")
 _NUMBERS = {"makes", "held"}
 
 
-def explain(
-    fn: Callable[..., Any], *args: Any, profile: Choice = "measure", cache: bool = True, top: int = 10, **kwargs: Any
-) -> Explanation:
-    """Say of a step, before any training, what a plan can and cannot do with it. Nothing of the model's state changes.
-
-    A step that cannot be captured as one graph raises nothing: the explanation says why. To find all the places where
-    it breaks, and not only the first, its forward then runs once, in pieces.
-
-    Args:
-        fn: a module or function; args, kwargs: an example batch for it.
-        profile, cache: where costs come from, as for `checkmate.trace`.
-        top: how many of the pinned ops are printed.
-
-    >>> import torch
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.5))
-    >>> [(row.why, row.output_bytes) for row in explain(model, torch.ones(2, 8)).pinned]
-    [('is handed in by autograd', 32), ('draws random numbers', 8)]
-    >>> explain(lambda x: model(x) * x.sum().item(), torch.ones(2, 8)).can_be_planned
-    False
-    """
-    profiler(profile, cache=cache)  # a profile that there is none of is no fault of the step
-    try:
-        problem = trace(fn, *args, profile=profile, cache=cache, **kwargs)
-    except CheckmateError as error:
-        return Explanation((), tuple(_breaks(fn, args, kwargs)), str(error), None, None, top)
-    except Exception as error:  # noqa: BLE001  # plain PyTorch fails on this batch as well
-        return Explanation((), (), f"{type(error).__name__}: {error}", None, None, top)
-    return Explanation(_pinned(problem), (), "", problem, problem.min_budget(), top)
-
-
-def _pinned(problem: Problem) -> tuple[Pinned, ...]:
+def pinned_ops(problem: Problem) -> tuple[Pinned, ...]:
+    """The ops that run once in every plan, those that make most bytes first."""
     graph, sizes = problem.graph, problem.sizes
     in_backward = {v for op in graph.ops if op.phase == "backward" for v in op.inputs}
     rows = [
@@ -155,30 +115,3 @@ def _pinned(problem: Problem) -> tuple[Pinned, ...]:
         if op.pinned
     ]
     return tuple(sorted(rows, key=lambda row: -row.output_bytes))
-
-
-def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
-    """Where `torch.compile` would split the step, in the order of the code that runs."""
-    found: dict[Break, None] = {}
-    if any(map(is_fake, tensors_within((fn, args, kwargs)))):
-        return []  # nothing can run
-
-    def note(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        reason = getattr(module, "compile_subgraph_reason", None)
-        if reason is not None and reason.graph_break:
-            frames = [f for f in reason.user_stack if is_users(f.filename)] or list(reason.user_stack)
-            at = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-1:]]
-            found[Break("".join(at), reason.reason.strip().splitlines()[0])] = None
-        return module.forward
-
-    note.answer = Answer()  # type: ignore[attr-defined]  # captured as a step is
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
-
-    try:
-        with unchanged((fn, args, kwargs)):
-            torch.compile(step, backend=note, dynamic=False)(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001  # the reason is known already; what fails here, fails in plain PyTorch
-        found[Break("", f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")] = None
-    return list(found)

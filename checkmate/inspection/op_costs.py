@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -113,33 +113,8 @@ def _cells(row: OpCosts) -> tuple[str, ...]:
     )
 
 
-def profile(fn: Problem | Callable[..., Any], *args: Any, top: int = 10, **kwargs: Any) -> Costs:
-    """What each op of a step costs, as a table.
-
-    Args:
-        fn: a `Problem`, as `checkmate.trace` or `Problem.from_json` give it: then nothing runs and PyTorch is not
-            needed. Or a module or function, with an example batch as args and kwargs; ``profile`` and ``cache`` are
-            options of `checkmate.trace`.
-        top: how many ops each of the three printed tables shows.
-
-    Raises:
-        TypeError: if a problem comes with arguments.
-        Unsupported: if the step cannot be captured as one graph, or needs no gradients.
-
-    >>> problem = Problem.from_dag([[], [0], [0, 1]], seconds=[1.0, 2.0, 4.0], sizes=[10, 20, 5])
-    >>> [(row.name, row.byte_seconds) for row in profile(problem).by_lifetime()]
-    [('op1', 120.0), ('op0', 70.0), ('op2', 20.0)]
-    """
-    if isinstance(fn, Problem):
-        if args or kwargs:
-            raise TypeError("A problem is already traced: profile(problem) takes no batch and no options beside top.")
-        return _costs_of(fn, top)
-    from checkmate.compiler import trace
-
-    return _costs_of(trace(fn, *args, **kwargs), top)
-
-
-def _costs_of(problem: Problem, top: int) -> Costs:
+def costs_of(problem: Problem, top: int = 10) -> Costs:
+    """What each op of a problem costs, as a table that prints the ``top`` most expensive."""
     graph, seconds, sizes = problem.graph, problem.seconds, problem.sizes
     ends = np.cumsum(seconds)
     step = problem.keep_all_cost

@@ -1,7 +1,7 @@
 """What is in memory while a plan runs: each copy of a value from when it is made to when it goes, op by op.
 
-Pictures, explanations and reports read a plan through this module. It says the same as `checkmate.core.plan.simulate`,
-which counts bytes and nothing else; the two agree to the byte at every op.
+Pictures, explanations and reports read a plan through this module. It says the same as
+`checkmate.core.simulator.simulate`, which counts bytes and nothing else; the two agree to the byte at every op.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Timeline:
 
 
 def timeline(plan: Plan, problem: Problem) -> Timeline:
-    """What is at hand at each execution of a plan that `checkmate.core.plan.verify` accepts.
+    """What is at hand at each execution of a plan that `checkmate.core.simulator.verify` accepts.
 
     Raises:
         ValueError: if the plan runs nothing.

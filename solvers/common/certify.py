@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
@@ -28,11 +28,11 @@ def certify(
         SolverError: if R breaks a rule or exceeds the budget; the method is wrong then, not the problem.
     """
     schedule = Schedule.from_runs(problem.graph, R)
-    plan = plans.lower(problem.graph, schedule)
-    if wrong := plans.verify(plan, problem, budget):
+    plan = simulator.lower(problem.graph, schedule)
+    if wrong := simulator.verify(plan, problem, budget):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise SolverError(f"The schedule of {method} is wrong: {wrong[0]}{more}.")
-    cost = plans.cost(plan, problem)
+    cost = simulator.cost(plan, problem)
     if contradicts(bound, cost):
         log.warning("a bound of %s, %.6g s, was wrong: a verified schedule takes %.6g s", method, bound, cost)
         bound = problem.keep_all_cost
@@ -40,7 +40,7 @@ def certify(
     bound = max(problem.keep_all_cost, bound)  # in this order, what is no number is no bound
     bound = cost if runs_once else min(bound, cost)
     status = Status.OPTIMAL if cost - bound <= OPTIMAL_GAP * cost else Status.FEASIBLE
-    peak = plans.simulate(plan, problem).peak
+    peak = simulator.simulate(plan, problem).peak
     return Solution(status, problem, budget, method, schedule, plan, cost, bound, peak, **fields)  # type: ignore[arg-type]
 
 
@@ -51,7 +51,7 @@ def contradicts(bound: float, cost: float) -> bool:
 
 def faults(problem: Problem, budget: int, R: np.ndarray) -> list[str]:
     """All that the verifier has against R (T, T) within the budget, in words; empty when nothing."""
-    return plans.verify(plans.lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem, budget)
+    return simulator.verify(simulator.lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem, budget)
 
 
 def peak_of(problem: Problem, R: np.ndarray) -> int:
@@ -64,4 +64,4 @@ def peak_of(problem: Problem, R: np.ndarray) -> int:
         k = int(np.argmin(R.diagonal()))
         raise SolverError(f"An answer of the solver never runs {problem.graph.ops[k].name}.")
     schedule = Schedule.from_runs(problem.graph, R)
-    return plans.simulate(plans.lower(problem.graph, schedule), problem).peak
+    return simulator.simulate(simulator.lower(problem.graph, schedule), problem).peak

@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from checkmate.core import files
-from checkmate.core import plan as plans
+from checkmate.core import files, simulator
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.graph import MAX_BYTES
 from checkmate.core.problem import Problem
@@ -126,7 +125,7 @@ class Record:
         if len(problem.graph.ops) != self.ops:
             return None
         schedule = Schedule.from_runs(problem.graph, self.runs())
-        return None if plans.verify(plans.lower(problem.graph, schedule), problem) else schedule
+        return None if simulator.verify(simulator.lower(problem.graph, schedule), problem) else schedule
 
     def certified(self, problem: Problem, budget: int) -> Solution | None:
         """The plan for a problem of the same structure, verified and simulated; None if it does not fit the budget."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common import incumbent as progress
@@ -134,7 +134,7 @@ def _round(
     kept, R = (x.model.value(result.x, family) > 0.5 for family in (x.X, x.R))
     found = Bound(value, tuple(at), kept, R, cut=result.outcome is Outcome.STOPPED, rounds=best.rounds + 1)
     schedule = lift(problem, found)
-    fits = plans.simulate(plans.lower(problem.graph, schedule), problem).peak <= budget
+    fits = simulator.simulate(simulator.lower(problem.graph, schedule), problem).peak <= budget
     proven = schedule.cost(problem) <= value * (1 + EXACT)
     return replace(found, schedule=schedule if fits and proven else None)
 
@@ -236,7 +236,7 @@ def next_moments(problem: Problem, budget: int, bound: Bound) -> list[int]:
     """
     if bound.cut:
         return list(bound.moments)
-    usage = plans.simulate(plans.lower(problem.graph, lift(problem, bound)), problem)
+    usage = simulator.simulate(simulator.lower(problem.graph, lift(problem, bound)), problem)
     excess: dict[int, int] = {}
     stage = 0
     for op, live in zip(usage.ops, usage.bytes_at, strict=True):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
@@ -40,8 +40,8 @@ class Best:
 
     def fits(self, R: np.ndarray) -> bool:
         """Whether a schedule stays within the budget, simulated."""
-        plan = plans.lower(self.problem.graph, Schedule.from_runs(self.problem.graph, R))
-        return plans.simulate(plan, self.problem).peak <= self.budget
+        plan = simulator.lower(self.problem.graph, Schedule.from_runs(self.problem.graph, R))
+        return simulator.simulate(plan, self.problem).peak <= self.budget
 
     def offer(self, R: np.ndarray, epsilon: float, until: float) -> None:
         """Take R if it fits and, without the runs it can do without, is cheaper."""

@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
@@ -40,7 +40,7 @@ def as_schedule(problem: Problem, start: Start) -> Schedule:
     if schedule.R.shape != (T, T):
         raise ValueError(f"The start is a schedule of {len(schedule.R)} ops, but the problem has {T}.")
     schedule = Schedule.from_runs(problem.graph, schedule.R)
-    if wrong := plans.verify(plans.lower(problem.graph, schedule), problem):
+    if wrong := simulator.verify(simulator.lower(problem.graph, schedule), problem):
         raise ValueError(f"The start is a schedule of another problem: {wrong[0]}.")
     return schedule
 

@@ -44,7 +44,7 @@ def test_infeasible_budget_names_the_way_out(net: nn.Module, batch: tuple[Tensor
 
 def test_infeasible_with_a_reserve(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
-    smallest = checkmate.trace(step, *batch).min_budget().peak
+    smallest = checkmate.min_budget(checkmate.trace(step, *batch)).peak
     with pytest.raises(checkmate.InfeasibleBudget, match="reserve") as caught:
         checkmate.compile(step, budget=smallest, reserve=smallest)(*batch)
     assert caught.value.min_budget == 2 * smallest

@@ -95,7 +95,7 @@ def _train(net: nn.Module, step: Callable[..., Tensor], batch: tuple[Tensor, ...
 
 
 def _share(problem: Problem, share: float) -> int:
-    least = problem.min_budget().peak
+    least = checkmate.min_budget(problem).peak
     return int(least + share * (problem.keep_all_peak - least))
 
 
@@ -143,7 +143,7 @@ def test_gradients_through_pooling_are_those_of_plain_pytorch() -> None:
     def step(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(net(x), y)
 
-    budget = checkmate.trace(step, x, y).min_budget().peak
+    budget = checkmate.min_budget(checkmate.trace(step, x, y)).peak
     expected = torch.autograd.grad(step(x, y), list(net.parameters()))
     with patch.object(module_under_test, "_peak", lambda run, inputs: 0):  # whatever it takes
         compiled = checkmate.compile(step, budget=budget, backend="inductor")

@@ -27,7 +27,7 @@ X = torch.ones(512, 8)
 
 
 def _least(step: Any) -> int:
-    return checkmate.trace(step, X, profile="roofline:h100").min_budget().peak
+    return checkmate.min_budget(checkmate.trace(step, X, profile="roofline:h100")).peak
 
 
 def test_a_weight_that_plain_pytorch_needs_too(net: nn.Sequential) -> None:

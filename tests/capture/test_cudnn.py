@@ -67,7 +67,9 @@ def test_trains_as_eager_does(track: bool, frozen: bool, share: float) -> None:
     targets = [op.target for op in problem.graph.ops]
     assert targets.count("checkmate.batch_norm") == targets.count("checkmate.batch_norm_backward") == 3
     assert not [target for target in targets if "native_batch_norm" in target]
-    budget = int(problem.min_budget().peak + share * (problem.keep_all_peak - problem.min_budget().peak))
+    budget = int(
+        checkmate.min_budget(problem).peak + share * (problem.keep_all_peak - checkmate.min_budget(problem).peak)
+    )
     compiled = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget=budget, time_limit=1)
     for _ in range(2):
         net.zero_grad(set_to_none=True)
@@ -91,7 +93,9 @@ def test_evaluates_as_eager_does() -> None:
     targets = [op.target for op in problem.graph.ops]
     assert targets.count("checkmate.evaluate") == 3
     assert len([target for target in targets if "native_batch_norm_backward" in target]) == 3
-    compiled = checkmate.compile(lambda x: net(x).square().sum(), budget=problem.min_budget().peak, time_limit=5)
+    compiled = checkmate.compile(
+        lambda x: net(x).square().sum(), budget=checkmate.min_budget(problem).peak, time_limit=5
+    )
     loss, expected = compiled(x), net(x).square().sum()
     assert_same_bits(loss, expected)
     found = torch.autograd.grad(loss, list(net.parameters()))

@@ -78,7 +78,7 @@ def test_what_is_held_counts_as_resident() -> None:
     held = with_what_is_held(problem, 4000)
     assert held.resident == 4000
     assert held.keep_all_peak == problem.keep_all_peak + 3000
-    assert held.min_budget().peak == problem.min_budget().peak + 3000
+    assert checkmate.min_budget(held).peak == checkmate.min_budget(problem).peak + 3000
 
 
 def test_what_an_allocator_holds_is_read_when_the_step_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_what_an_allocator_holds_is_read_when_the_step_is_planned(monkeypatch: p
     assert checkmate.trace(step, x).resident == problem.resident + 5000
     with pytest.raises(checkmate.InfeasibleBudget) as caught:
         checkmate.compile(step, budget=5000)(x)
-    assert caught.value.min_budget == problem.min_budget().peak + 5000
+    assert caught.value.min_budget == checkmate.min_budget(problem).peak + 5000
 
 
 def test_nothing_is_read_from_an_allocator_of_the_cpu() -> None:
@@ -162,7 +162,9 @@ def test_a_step_on_cuda_keeps_its_budget(share: float) -> None:
         elsewhere = torch.ones(1_000_000)
     problem = checkmate.trace(step, *batch)
     assert problem.resident >= elsewhere.nbytes
-    budget = int(problem.min_budget().peak + share * (problem.keep_all_peak - problem.min_budget().peak))
+    budget = int(
+        checkmate.min_budget(problem).peak + share * (problem.keep_all_peak - checkmate.min_budget(problem).peak)
+    )
     compiled = checkmate.compile(step, budget=budget, time_limit=5, verify=True)
     compiled(*batch).backward()
     module.zero_grad(set_to_none=True)
@@ -182,7 +184,7 @@ def test_dropout_on_cuda_is_that_of_eager(dtype: torch.dtype) -> None:
             x = torch.nn.functional.dropout(x.sin(), p, training=True)
         return (x * x).sum()
 
-    compiled = checkmate.compile(step, budget=checkmate.trace(step, x).min_budget().peak)
+    compiled = checkmate.compile(step, budget=checkmate.min_budget(checkmate.trace(step, x)).peak)
     torch.manual_seed(3)
     found = torch.autograd.grad(compiled(x), x)[0], torch.cuda.get_rng_state()
     torch.manual_seed(3)

@@ -40,7 +40,7 @@ def test_same_bits_as_eager(name: str) -> None:
         return STEPS[name](x * 1.5)
 
     drawn = torch.randn(6, 7)
-    smallest = checkmate.trace(step, drawn.clone().requires_grad_()).min_budget().peak
+    smallest = checkmate.min_budget(checkmate.trace(step, drawn.clone().requires_grad_())).peak
     compiled = checkmate.compile(step, budget=smallest, time_limit=1)
     for change in CHANGES.values():
         x = change(drawn).clone().requires_grad_()

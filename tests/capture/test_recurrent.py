@@ -56,7 +56,7 @@ def test_the_workspaces_of_an_lstm_are_planned() -> None:
         return model(x)[0].sin().sum()
 
     problem = checkmate.trace(step, x)
-    smallest = problem.min_budget().peak
+    smallest = checkmate.min_budget(problem).peak
     report = checkmate.verify(step, x, budget=smallest)
     assert report.measured_peak == report.predicted_peak == smallest
     assert smallest < 0.7 * problem.keep_all_peak

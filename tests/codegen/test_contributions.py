@@ -180,7 +180,7 @@ def test_gradients_are_those_of_plain_pytorch(program: Callable[[], tuple[nn.Mod
 
     with pytest.raises(Noted):
         train(note)
-    least = checkmate.trace(model, *seen[0], profile="roofline:h100").min_budget().peak
+    least = checkmate.min_budget(checkmate.trace(model, *seen[0], profile="roofline:h100")).peak
     for budget in (10**7, least):
         compiled = _compiled(model, budget)
         for _ in range(2):
@@ -229,7 +229,7 @@ def test_a_backward_by_itself_takes_the_memory_of_the_plan(monkeypatch: pytest.M
     monkeypatch.setattr(contributions, "handing_over", None)  # nothing else may be asked for
     torch.manual_seed(0)
     model, (text,) = Tied(), _texts(1)
-    least = checkmate.trace(model, text).min_budget().peak
+    least = checkmate.min_budget(checkmate.trace(model, text)).peak
     step: Any = checkmate.compile(model, budget=least, time_limit=1)
     step(text).backward()
     for _ in range(2):  # into no gradient, and into one that is there

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 import checkmate
 from checkmate.codegen.emit import AGAIN
-from checkmate.core.plan import Plan, Run, lower, verify
+from checkmate.core.plan import Plan, Run
 from checkmate.core.schedule import Schedule
+from checkmate.core.simulator import lower, verify
 
 
 def test_a_result_that_an_op_makes_again_is_handed_out_as_it_was_made_first() -> None:

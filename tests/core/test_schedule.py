@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.networks.dags import unit_chain
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
@@ -153,10 +153,10 @@ def test_any_runs_can_be_completed_and_memory_is_the_simulators(seed: int) -> No
     problem = random_problem(seed, most_ops=9)
     schedule = Schedule.from_runs(problem.graph, random_runs(problem, seed))
     assert schedule.violations(problem) == []
-    plan = plans.lower(problem.graph, schedule)
-    assert plans.verify(plan, problem) == []
-    assert plans.simulate(plan, problem).bytes_at == tuple(schedule.memory(problem)[schedule.R])
-    assert plans.cost(plan, problem) == pytest.approx(schedule.cost(problem))
+    plan = simulator.lower(problem.graph, schedule)
+    assert simulator.verify(plan, problem) == []
+    assert simulator.simulate(plan, problem).bytes_at == tuple(schedule.memory(problem)[schedule.R])
+    assert simulator.cost(plan, problem) == pytest.approx(schedule.cost(problem))
     assert len(plan.runs) == schedule.R.sum()
 
 
@@ -179,9 +179,9 @@ def test_more_kept_than_needed_still_lowers_to_a_plan(seed: int) -> None:
             most[t, v] = p >= 0 and (least.R[t - 1, p] or most[t - 1, v])
     kept = Schedule(least.R, most)
     assert kept.violations(problem) == []
-    plan = plans.lower(problem.graph, kept)
-    assert plans.verify(plan, problem) == []
-    assert plans.simulate(plan, problem).peak <= kept.peak(problem)
+    plan = simulator.lower(problem.graph, kept)
+    assert simulator.verify(plan, problem) == []
+    assert simulator.simulate(plan, problem).peak <= kept.peak(problem)
 
 
 def test_the_chain_of_the_golden_optima() -> None:

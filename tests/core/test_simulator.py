@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from checkmate.core.graph import Graph, Op, Value
-from checkmate.core.plan import Free, Plan, Run, Step, cost, lower, simulate, verify
+from checkmate.core.plan import Free, Plan, Run, Step
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
+from checkmate.core.simulator import cost, lower, simulate, verify
 from tests.core.test_schedule import random_runs
 from tests.support.oracle import random_problem
 

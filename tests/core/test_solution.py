@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from checkmate.core import plan as plans
+from checkmate.core import simulator
+from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, Status
@@ -20,7 +21,7 @@ FOUND = Solution(
     budget=9000,
     method="milp",
     schedule=SCHEDULE,
-    plan=plans.lower(PROBLEM.graph, SCHEDULE),
+    plan=simulator.lower(PROBLEM.graph, SCHEDULE),
     cost=11.0,
     bound=10.45,
     peak=8000,
@@ -69,9 +70,9 @@ def test_modules_need_a_plan_and_pytorch() -> None:
 
 
 def test_modules_are_written_once() -> None:
-    written: list[plans.Plan] = []
+    written: list[Plan] = []
 
-    def emit(plan: plans.Plan) -> int:
+    def emit(plan: Plan) -> int:
         written.append(plan)
         return len(written)
 
@@ -84,7 +85,7 @@ def test_modules_are_written_once() -> None:
 def test_a_step_that_costs_nothing() -> None:
     nothing = Problem.from_dag([[]], [0.0], [0])
     once = Schedule.from_runs(nothing.graph, np.eye(1, dtype=bool))
-    plan = plans.lower(nothing.graph, once)
+    plan = simulator.lower(nothing.graph, once)
     solution = Solution(Status.OPTIMAL, nothing, 1, "milp", once, plan, 0.0, 0.0, 0)
     assert (solution.gap, solution.overhead) == (0.0, 0.0)
     assert "peak       0 B (0.0% of keeping all)" in str(solution)

@@ -27,7 +27,10 @@ def test_a_step_that_can_be_planned(net: nn.Module, x: Tensor) -> None:
     assert found.can_be_planned
     assert found.problem is not None
     assert found.smallest is not None
-    assert (found.problem.keep_all_peak, found.smallest.peak) == (problem.keep_all_peak, problem.min_budget().peak)
+    assert (found.problem.keep_all_peak, found.smallest.peak) == (
+        problem.keep_all_peak,
+        checkmate.min_budget(problem).peak,
+    )
     whys = {row.why for row in found.pinned}
     assert "draws random numbers" in whys
     assert any("overwrites" in why for why in whys)

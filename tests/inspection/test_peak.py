@@ -13,7 +13,7 @@ import pytest
 import checkmate
 from benchmarks.networks import dags
 from checkmate import Problem, Status
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Profile
 from checkmate.inspection import peak as peaks
@@ -34,7 +34,7 @@ def _by_hand(problem: Problem, *again: tuple[int, int], budget: int = 10**6) -> 
 
 
 def test_the_table_by_hand() -> None:
-    peak = _by_hand(_chain(), budget=150).explain_peak(prices=False)
+    peak = checkmate.explain_peak(_by_hand(_chain(), budget=150), prices=False)
     assert (peak.peak, peak.moment.name) == (145, "d")
     assert peak.resident == {"parameters": 7, "inputs": 5, "other resident": 3}
     assert [(row.name, row.bytes, row.role, row.why_not) for row in peak] == [
@@ -48,7 +48,7 @@ def test_the_table_by_hand() -> None:
 
 def test_what_is_needed_later_says_by_whom_when_and_what_dropping_it_costs() -> None:
     problem = dags.unit_chain(4)  # op 5 is the first of the backward: it reads the values of ops 3 and 4
-    peak = _by_hand(problem).explain_peak(prices=False)
+    peak = checkmate.explain_peak(_by_hand(problem), prices=False)
     assert peak.moment.name == "op5"
     assert [(row.name, row.next_op, row.next_in, row.drop_seconds, row.why_not) for row in peak] == [
         ("v0", "op8", 2.0, 1.0, ""),
@@ -65,7 +65,7 @@ def test_results_and_what_runs_once_cannot_be_dropped() -> None:
     ops = list(problem.graph.ops)
     ops[1] = replace(ops[1], pinned="draws random numbers")
     pinned = replace(problem, graph=replace(problem.graph, ops=tuple(ops)))
-    reasons = {row.name: row.why_not for row in _by_hand(pinned).explain_peak(prices=False)}
+    reasons = {row.name: row.why_not for row in checkmate.explain_peak(_by_hand(pinned), prices=False)}
     assert reasons == {
         "v3": "made here",
         "v2": "read here",
@@ -113,20 +113,20 @@ PLANS: dict[str, Callable[[], Any]] = {
 def test_dropping_a_value_costs_what_is_said(name: str) -> None:
     """Done to the plan: it stays valid, costs so much more, and has so many bytes less at the op of the peak."""
     solution = PLANS[name]()
-    problem, peak = solution.problem, solution.explain_peak(prices=False)
+    problem, peak = solution.problem, checkmate.explain_peak(solution, prices=False)
     before = sum(row.bytes for row in peak) + sum(peak.resident.values()) + peak.moment.workspace
     assert before == peak.peak == solution.peak
     droppable = [row for row in peak if row.drop_seconds is not None and row.next_op]
     assert len(droppable) > 3 or name.startswith("random")
     for row in droppable:
         plan = _dropped(solution, row)
-        assert plans.verify(plan, problem) == []
-        assert plans.cost(plan, problem) == pytest.approx(solution.cost + row.drop_seconds)
-        assert plans.simulate(plan, problem).bytes_at[peak.moment.index] == peak.peak - row.bytes
+        assert simulator.verify(plan, problem) == []
+        assert simulator.cost(plan, problem) == pytest.approx(solution.cost + row.drop_seconds)
+        assert simulator.simulate(plan, problem).bytes_at[peak.moment.index] == peak.peak - row.bytes
 
 
 def test_prices_of_the_chain_whose_optima_are_known() -> None:
-    peak = checkmate.solve(dags.unit_chain(8), 4).explain_peak(step=1)
+    peak = checkmate.explain_peak(checkmate.solve(dags.unit_chain(8), 4), step=1)
     less, more = peak.prices
     assert (less.budget, less.cost, less.bound, less.found_change, less.proven_change) == (3, 45, 45, 19, 19)
     assert (more.budget, more.cost, more.bound, more.found_change, more.proven_change) == (5, 22, 22, -4, -4)
@@ -138,14 +138,14 @@ def test_prices_are_those_of_brute_force(seed: int) -> None:
     outcomes = oracle.outcomes(problem)
     for budget in oracle.interesting_budgets(outcomes)[:-1]:
         solution = checkmate.solve(problem, budget)
-        for price in solution.explain_peak(step=1).prices:
+        for price in checkmate.explain_peak(solution, step=1).prices:
             best = oracle.optimum(outcomes, price.budget)
             assert price.cost == pytest.approx(best)
             assert price.proven_change == pytest.approx(best - solution.cost)
 
 
 def test_below_the_smallest_budget_nothing_fits() -> None:
-    peak = checkmate.solve(dags.unit_chain(8), 3).explain_peak(step="1 B")
+    peak = checkmate.explain_peak(checkmate.solve(dags.unit_chain(8), 3), step="1 B")
     assert (peak.prices[0].status, peak.prices[0].found_change) == (Status.INFEASIBLE, float("inf"))
     assert "none fits" in repr(peak)
     assert "infeasible" in repr(peak)
@@ -154,7 +154,7 @@ def test_below_the_smallest_budget_nothing_fits() -> None:
 def test_a_plan_that_is_not_the_best_is_told_so() -> None:
     """Running an op for nothing: even with less memory a faster plan is known, and the change is negative."""
     solution = _by_hand(dags.unit_chain(4), (2, 0), (3, 0), budget=9)
-    peak = solution.explain_peak(step=1)
+    peak = checkmate.explain_peak(solution, step=1)
     less, _ = peak.prices
     assert less.found_change < 0
     assert less.found_change >= less.proven_change
@@ -166,7 +166,7 @@ def test_a_plan_that_is_not_the_best_is_told_so() -> None:
 
 
 def test_of_the_best_plan_no_better_one_is_told() -> None:
-    peak = checkmate.solve(dags.unit_chain(4), 9).explain_peak(step=1)
+    peak = checkmate.explain_peak(checkmate.solve(dags.unit_chain(4), 9), step=1)
     assert peak.better is None
     assert "better plan" not in repr(peak) + peak._repr_html_()
 
@@ -184,13 +184,13 @@ def test_the_step_is_a_hundredth_of_the_peak_or_100_mb(monkeypatch: pytest.Monke
 
 def test_without_prices_nothing_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("checkmate.inspection.peak.solve", None)
-    peak = _by_hand(_chain()).explain_peak(prices=False)
+    peak = checkmate.explain_peak(_by_hand(_chain()), prices=False)
     assert peak.prices == ()
     assert "any plan" not in repr(peak) + peak._repr_html_()
 
 
 def test_it_prints_as_tables() -> None:
-    peak = _by_hand(_chain(), (3, 0), budget=150).explain_peak(step=5, top=2)
+    peak = checkmate.explain_peak(_by_hand(_chain(), (3, 0), budget=150), step=5, top=2)
     title, values, prices, better = repr(peak).split("\n\n")
     assert title.splitlines() == [
         "The peak of 145 B is at d (net.py:3), in the backward.",
@@ -211,22 +211,24 @@ def test_a_peak_at_a_rematerialization_says_so() -> None:
     problem = dags.unit_chain(2)
     fat = replace(problem, profile=Profile(problem.seconds, np.array([9, 0, 0, 0, 0])))
     solution = _by_hand(fat, (4, 0), (3, 0))
-    moment = solution.explain_peak(prices=False).moment
+    moment = checkmate.explain_peak(solution, prices=False).moment
     assert (moment.name, moment.time) == ("op0", 1)
-    assert "op0, run for the 2nd time, in the backward." in repr(solution.explain_peak(prices=False))
-    assert "workspace  9 B of op" in repr(solution.explain_peak(prices=False))
+    assert "op0, run for the 2nd time, in the backward." in repr(checkmate.explain_peak(solution, prices=False))
+    assert "workspace  9 B of op" in repr(checkmate.explain_peak(solution, prices=False))
 
 
 def test_html_is_escaped() -> None:
     problem = _chain()
     ops = [replace(op, where="<b>") for op in problem.graph.ops]
-    shown = _by_hand(replace(problem, graph=replace(problem.graph, ops=tuple(ops)))).explain_peak(prices=False)
+    shown = checkmate.explain_peak(
+        _by_hand(replace(problem, graph=replace(problem.graph, ops=tuple(ops)))), prices=False
+    )
     assert "&lt;b&gt;" in shown._repr_html_()
     assert "<b>" not in shown._repr_html_()
 
 
 def test_rows_as_records() -> None:
-    peak = _by_hand(_chain()).explain_peak(prices=False)
+    peak = checkmate.explain_peak(_by_hand(_chain()), prices=False)
     assert peak.records()[0]["bytes"] == peak[0].bytes == 80
     assert len(peak) == 3
     if importlib.util.find_spec("pandas"):
@@ -235,11 +237,11 @@ def test_rows_as_records() -> None:
 
 def test_what_cannot_be_explained_is_refused() -> None:
     with pytest.raises(ValueError, match="There is no plan to explain: No schedule fits 1 B"):
-        checkmate.solve(dags.unit_chain(4), 1).explain_peak()
+        checkmate.explain_peak(checkmate.solve(dags.unit_chain(4), 1))
     solution = _by_hand(_chain())
     with pytest.raises(checkmate.BudgetError):
-        solution.explain_peak(step=0)
+        checkmate.explain_peak(solution, step=0)
     with pytest.raises(ValueError, match="time_limit"):
-        solution.explain_peak(time_limit=0)
+        checkmate.explain_peak(solution, time_limit=0)
     with pytest.raises(ValueError, match="top is a number of rows, not -1"):
-        solution.explain_peak(top=-1)
+        checkmate.explain_peak(solution, top=-1)

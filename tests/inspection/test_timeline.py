@@ -10,7 +10,7 @@ import pytest
 import checkmate
 from benchmarks.networks import dags
 from checkmate import Problem
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Profile
@@ -130,7 +130,7 @@ def test_the_parts_of_where(where: str | None, place: Place) -> None:
 
 
 def _agrees(line: Timeline, plan: Plan, problem: Problem) -> None:
-    usage = plans.simulate(plan, problem)
+    usage = simulator.simulate(plan, problem)
     assert tuple(m.op for m in line.moments) == usage.ops
     assert tuple(line.bytes.tolist()) == usage.bytes_at
     assert line.peak == usage.peak
@@ -148,8 +148,8 @@ def _agrees(line: Timeline, plan: Plan, problem: Problem) -> None:
 def test_it_says_what_the_simulator_says(seed: int) -> None:
     problem = oracle.random_problem(seed)
     for schedule in islice(oracle.all_schedules(problem), 0, None, 31):
-        plan = plans.lower(problem.graph, schedule)
-        if not plans.verify(plan, problem):
+        plan = simulator.lower(problem.graph, schedule)
+        if not simulator.verify(plan, problem):
             _agrees(timeline(plan, problem), plan, problem)
 
 

@@ -118,8 +118,8 @@ class _Elements(html.parser.HTMLParser):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_data_are_those_of_the_timeline(seed: int, tmp_path: Path) -> None:
     problem = oracle.random_problem(seed)
-    solution = checkmate.solve(problem, problem.min_budget().peak)
-    data = _data(solution.report(tmp_path / "plan.html"))
+    solution = checkmate.solve(problem, checkmate.min_budget(problem).peak)
+    data = _data(checkmate.report(solution, tmp_path / "plan.html"))
     line = timeline(solution.plan, problem)
     assert data["moments"]["op"] == [moment.op for moment in line.moments]
     assert data["moments"]["bytes"] == line.bytes.tolist()
@@ -138,7 +138,7 @@ def test_the_data_are_those_of_the_timeline(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_schedule_is_told_by_intervals(seed: int) -> None:
     problem = oracle.random_problem(seed)
-    S = _plan(checkmate.solve(problem, problem.min_budget().peak)).S
+    S = _plan(checkmate.solve(problem, checkmate.min_budget(problem).peak)).S
     again = np.zeros_like(S)
     for value, first, last in _intervals(S):
         assert not again[max(0, first - 1) : last + 2, value].any()  # intervals do not touch
@@ -148,8 +148,8 @@ def test_the_schedule_is_told_by_intervals(seed: int) -> None:
 
 def test_the_table_of_the_peak_is_that_of_explain_peak(tmp_path: Path) -> None:
     solution = _again()
-    peak = solution.explain_peak(prices=False)
-    (table,) = _data(solution.report(tmp_path / "plan.html"))["tables"]
+    peak = checkmate.explain_peak(solution, prices=False)
+    (table,) = _data(checkmate.report(solution, tmp_path / "plan.html"))["tables"]
     assert table["title"] == f"Values at the peak ({len(peak)})"
     assert [row[0] for row in table["rows"]] == [held.name for held in peak]
     assert [row[1] for row in table["rows"]] == [[format_bytes(held.bytes), held.bytes] for held in peak]
@@ -165,20 +165,24 @@ def test_the_table_of_the_peak_is_that_of_explain_peak(tmp_path: Path) -> None:
 
 
 def test_prices_are_there_where_asked_for(tmp_path: Path) -> None:
-    tables = {table["id"]: table for table in _data(_again().report(tmp_path / "plan.html", prices=True))["tables"]}
+    tables = {
+        table["id"]: table for table in _data(checkmate.report(_again(), tmp_path / "plan.html", prices=True))["tables"]
+    }
     rows = tables["table-prices"]["rows"]
     assert [row[0] for row in rows] == [["-1 B", -1], ["+1 B", 1]]
     assert [row[1][1] for row in rows] == [3, 5]
     assert rows[0][3] == ["+19.0 s", 19.0]  # from 26 s within 4 bytes to 45 s within 3
     assert all(len(row) == len(tables["table-prices"]["heads"]) for row in rows)
     least = checkmate.solve(dags.unit_chain(8), 3)
-    tables = {table["id"]: table for table in _data(least.report(tmp_path / "plan.html", prices=True))["tables"]}
+    tables = {
+        table["id"]: table for table in _data(checkmate.report(least, tmp_path / "plan.html", prices=True))["tables"]
+    }
     assert tables["table-prices"]["rows"][0][2:5] == [["-", None], ["-", None], ["none fits", None]]
 
 
 @pytest.mark.slow
 def test_the_frontier_is_that_of_the_rows(tmp_path: Path) -> None:
-    page = _again().report(tmp_path / "plan.html", frontier=_rows())
+    page = checkmate.report(_again(), tmp_path / "plan.html", frontier=_rows())
     data = _data(page)
     auto, keep_all = data["frontier"]["methods"]
     assert auto["points"] == [[3, 45], [4, 26], [6, 21], [10, 17]]  # as known of this chain
@@ -193,17 +197,22 @@ def test_the_frontier_is_that_of_the_rows(tmp_path: Path) -> None:
     (table,) = (table for table in data["tables"] if table["id"] == "table-frontier")
     assert [row[1][1] for row in table["rows"]] == [row.budget for row in _rows()]
     assert 'href="#frontier"' in page.read_text()
-    assert "#frontier" not in _again().report(tmp_path / "plan.html").read_text().split("<script")[0].split("<nav")[1]
+    assert (
+        "#frontier"
+        not in checkmate.report(_again(), tmp_path / "plan.html").read_text().split("<script")[0].split("<nav")[1]
+    )
 
 
 def test_a_bound_holds_for_all_smaller_budgets(tmp_path: Path) -> None:
     weaker = [replace(row, bound=20.0) if row.budget == 4 else row for row in _rows()]
-    shade = dict(map(tuple, _data(_again().report(tmp_path / "a.html", frontier=weaker))["frontier"]["shade"]))
+    shade = dict(
+        map(tuple, _data(checkmate.report(_again(), tmp_path / "a.html", frontier=weaker))["frontier"]["shade"])
+    )
     assert shade[4] == pytest.approx(21.0)  # of 6 bytes
 
 
 def test_the_summary_says_it_in_words(tmp_path: Path) -> None:
-    text = " ".join(_Elements(_again().report(tmp_path / "a.html").read_text()).texts)
+    text = " ".join(_Elements(checkmate.report(_again(), tmp_path / "a.html").read_text()).texts)
     for words in (
         "a step of 17 ops within a budget of 4 B",
         "Its peak is 4 B, 40.0% of what keeping everything takes.",
@@ -215,16 +224,16 @@ def test_the_summary_says_it_in_words(tmp_path: Path) -> None:
     ):
         assert words in text
     keep_all = checkmate.solve(dags.unit_chain(2), 100, method="checkpoint-all")
-    text = " ".join(_Elements(keep_all.report(tmp_path / "b.html").read_text()).texts)
+    text = " ".join(_Elements(checkmate.report(keep_all, tmp_path / "b.html").read_text()).texts)
     assert "No op runs twice: the step takes 5.0 s." in text
     weak = replace(_again(), status=checkmate.Status.FEASIBLE, bound=13.0)
-    text = " ".join(_Elements(weak.report(tmp_path / "c.html").read_text()).texts)
+    text = " ".join(_Elements(checkmate.report(weak, tmp_path / "c.html").read_text()).texts)
     assert "takes at least 13.0 s, so another one could save at most 50.00% of the step." in text
 
 
 def test_the_pictures_have_words(tmp_path: Path) -> None:
     solution = certify(_chain(), 200, np.eye(4, dtype=bool), method="by hand")
-    text = solution.report(tmp_path / "a.html").read_text()
+    text = checkmate.report(solution, tmp_path / "a.html").read_text()
     assert (
         "from 25 B at the first op to 145 B at the last. The peak of 145 B is at d (net.py:3), "
         "execution 4 of 4, in the backward"
@@ -237,7 +246,7 @@ def test_the_pictures_have_words(tmp_path: Path) -> None:
 
 def test_the_page_loads_nothing_and_runs_its_own_script_only(tmp_path: Path) -> None:
     for solution in (_again(), _hostile()):
-        text = solution.report(tmp_path / "plan.html").read_bytes().decode()
+        text = checkmate.report(solution, tmp_path / "plan.html").read_bytes().decode()
         elements = _Elements(text)
         tags = [tag for tag, _ in elements.found]
         assert tags.count("script") == 2
@@ -257,13 +266,13 @@ def test_the_page_loads_nothing_and_runs_its_own_script_only(tmp_path: Path) -> 
 
 def test_no_name_is_lost(tmp_path: Path) -> None:
     solution = _hostile()
-    data = _data(solution.report(tmp_path / "plan.html"))
+    data = _data(checkmate.report(solution, tmp_path / "plan.html"))
     assert data["ops"]["name"] == [_written(op.name) for op in solution.problem.graph.ops]
     assert data["values"]["name"] == [_written(value.name) for value in solution.problem.graph.values]
 
 
 def test_what_would_turn_a_sentence_around_is_written_out(tmp_path: Path) -> None:
-    text = _hostile().report(tmp_path / "plan.html").read_text()
+    text = checkmate.report(_hostile(), tmp_path / "plan.html").read_text()
     assert "\\u202eback" in text
     assert not {"\u202e", "\u2028", "\x00"} & set(text)
 
@@ -271,7 +280,7 @@ def test_what_would_turn_a_sentence_around_is_written_out(tmp_path: Path) -> Non
 def test_it_returns_the_path_and_replaces_what_is_there(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     path.write_text("old")
-    assert _again().report(str(path)) == path
+    assert checkmate.report(_again(), str(path)) == path
     assert path.read_text().startswith("<!doctype html>")
     assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
 
@@ -285,29 +294,29 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="no space"):
-        _again().report(path)
+        checkmate.report(_again(), path)
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
 
 
 def test_others_may_read_the_page_as_any_file(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
-    mode = _again().report(tmp_path / "plan.html").stat().st_mode
+    mode = checkmate.report(_again(), tmp_path / "plan.html").stat().st_mode
     assert stat.S_IMODE(mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
 
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
     nothing = checkmate.solve(dags.unit_chain(4), 1)
     with pytest.raises(ValueError, match=r"no plan to report on: No schedule fits 1 B: .*Solve again within a larger"):
-        nothing.report(tmp_path / "plan.html")
+        checkmate.report(nothing, tmp_path / "plan.html")
     with pytest.raises(FileNotFoundError, match=r"The folder .*missing for the report plan\.html is missing\. Make it"):
-        _again().report(tmp_path / "missing" / "plan.html")
+        checkmate.report(_again(), tmp_path / "missing" / "plan.html")
     with pytest.raises(IsADirectoryError, match=r"is a folder\. Name a file in it, such as .*plan\.html"):
-        _again().report(tmp_path)
+        checkmate.report(_again(), tmp_path)
     with pytest.raises(ValueError, match="no rows of a frontier"):
-        _again().report(tmp_path / "plan.html", frontier=[])
+        checkmate.report(_again(), tmp_path / "plan.html", frontier=[])
     with pytest.raises(ValueError, match="of another problem"):
-        _resnet().report(tmp_path / "plan.html", frontier=_rows())
+        checkmate.report(_resnet(), tmp_path / "plan.html", frontier=_rows())
     assert not list(tmp_path.iterdir())
 
 
@@ -324,7 +333,8 @@ def test_it_needs_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
     code = f"""
 import checkmate, sys
 problem = checkmate.Problem.from_dag([[], [0], [1], [0, 2]], [1, 1, 1, 1], [1, 1, 1, 1])
-print(checkmate.solve(problem, budget=3).report({str(tmp_path / "plan.html")!r}).exists(), "matplotlib" in sys.modules)
+page = checkmate.report(checkmate.solve(problem, budget=3), {str(tmp_path / "plan.html")!r})
+print(page.exists(), "matplotlib" in sys.modules)
 """
     assert _python(BLOCK + code) == "True False"
 
@@ -374,7 +384,7 @@ def opened(_browser: Any, tmp_path: Path) -> Iterator[Open]:
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         _browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
         _browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        _browser.get(solution.report(tmp_path / "plan.html", **options).as_uri())
+        _browser.get(checkmate.report(solution, tmp_path / "plan.html", **options).as_uri())
         return _browser
 
     yield show

@@ -14,7 +14,7 @@ import pytest
 import checkmate
 from benchmarks.networks import dags
 from checkmate import Problem
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.inspection.timeline import timeline
 from checkmate.plot import draw_plan
 from checkmate.plot.draw_graph import _nodes
@@ -121,7 +121,7 @@ def test_the_areas_add_up_to_the_bytes_that_the_simulator_sees() -> None:
         top = areas[-1].get_paths()[0].vertices
         assert top[:, 1].max() == solution.peak
         (outline,) = [drawn for drawn in ax.lines if len(drawn.get_ydata()) == len(line.moments) + 1]
-        assert outline.get_ydata()[:-1].tolist() == list(plans.simulate(solution.plan, solution.problem).bytes_at)
+        assert outline.get_ydata()[:-1].tolist() == list(simulator.simulate(solution.plan, solution.problem).bytes_at)
         assert outline.get_xdata().tolist() == [0.0, 1.0, 3.0, 7.0, 15.0]
         _drawn(ax)
 
@@ -162,7 +162,7 @@ def test_other_solutions_are_lines() -> None:
     ax = plot.memory(solution, compare=[other])
     (line,) = [drawn for drawn in ax.lines if drawn.get_label().startswith("checkpoint-all")]
     assert line.get_label() == f"checkpoint-all, budget {format_bytes(other.budget)}"
-    assert line.get_ydata()[:-1].tolist() == list(plans.simulate(other.plan, other.problem).bytes_at)
+    assert line.get_ydata()[:-1].tolist() == list(simulator.simulate(other.plan, other.problem).bytes_at)
     assert line.get_linestyle() != "-"
     assert ax.get_xlim()[1] == solution.cost > other.cost
     _drawn(ax)

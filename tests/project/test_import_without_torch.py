@@ -39,7 +39,7 @@ def test_a_problem_is_solved_without_torch() -> None:
     code = """
 import checkmate
 problem = checkmate.Problem.from_dag([[], [0], [1], [0, 2]], [1, 1, 1, 1], [1, 1, 1, 1])
-print(checkmate.solve(problem, budget=3, method="milp").cost, problem.min_budget().peak)
+print(checkmate.solve(problem, budget=3, method="milp").cost, checkmate.min_budget(problem).peak)
 """
     assert _python(BLOCK + code) == "4.0 3"
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core import files
-from checkmate.core import plan as plans
+from checkmate.core import files, simulator
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers import recall as planning
@@ -60,7 +59,7 @@ def _with_costs(problem: Problem, factor: float) -> Problem:
 
 def _check(solution: Solution) -> None:
     assert solution.plan is not None
-    assert plans.verify(solution.plan, solution.problem, solution.budget) == []
+    assert simulator.verify(solution.plan, solution.problem, solution.budget) == []
 
 
 def test_the_second_time_nothing_is_solved(solves: list[dict]) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import checkmate
 from benchmarks.networks import dags
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution, Status
@@ -36,8 +37,8 @@ STEPS = {"vgg": dags.vgg(8), "resnet": dags.resnet((1, 1, 1, 1)), "unet": dags.u
 def check(solution: Solution) -> None:
     """The plan verifies and the figures belong to it."""
     assert solution.plan is not None
-    assert plans.verify(solution.plan, solution.problem, solution.budget) == []
-    assert solution.cost == pytest.approx(plans.cost(solution.plan, solution.problem))
+    assert simulator.verify(solution.plan, solution.problem, solution.budget) == []
+    assert solution.cost == pytest.approx(simulator.cost(solution.plan, solution.problem))
     assert solution.bound <= solution.cost
     assert solution.seconds > 0
 
@@ -157,7 +158,7 @@ def test_a_refusal_names_the_op_and_a_budget_that_works(name: str) -> None:
     assert refused.details["op"] == op
     assert op in refused.message
     assert exact_bytes(least) in refused.message
-    assert least == min_budget(problem).peak == problem.min_budget().peak >= floor
+    assert least == min_budget(problem).peak == checkmate.min_budget(problem).peak >= floor
     accepted = solve(problem, least, time_limit=5)
     check(accepted)
     assert accepted.peak == least or (accepted.peak is not None and accepted.peak <= least)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
@@ -27,9 +27,9 @@ def outcomes(problem: Problem) -> list[tuple[float, int]]:
     """The (cost in seconds, simulated peak in bytes) of every valid schedule."""
     found = []
     for schedule in all_schedules(problem):
-        plan = plans.lower(problem.graph, schedule)
-        if not plans.verify(plan, problem):
-            found.append((plans.cost(plan, problem), plans.simulate(plan, problem).peak))
+        plan = simulator.lower(problem.graph, schedule)
+        if not simulator.verify(plan, problem):
+            found.append((simulator.cost(plan, problem), simulator.simulate(plan, problem).peak))
     return found
 
 

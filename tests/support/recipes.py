@@ -51,7 +51,9 @@ def compare(name: str) -> None:
     assert len(plain) > 5
     assert_same_bits(found, plain)
     plans = [plan for module in compiled for plan in module.plans]
-    assert any(plan.schedule.recomputed.sum() > 0 for plan in plans), [plan.problem.min_budget() for plan in plans]
+    assert any(plan.schedule.recomputed.sum() > 0 for plan in plans), [
+        checkmate.min_budget(plan.problem) for plan in plans
+    ]
 
 
 def _run(code: str) -> dict[str, Any]:

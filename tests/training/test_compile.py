@@ -44,7 +44,7 @@ def _problem(name: str) -> checkmate.Problem:
 def test_same_numbers_within_the_budget(name: str, share: float) -> None:
     """At the smallest budget, at one in between and at keep-all; the peak is predicted to the byte."""
     problem = _problem(name)
-    smallest = problem.min_budget(time_limit=2.0).peak
+    smallest = checkmate.min_budget(problem, time_limit=2.0).peak
     budget = int(smallest + share * (problem.keep_all_peak - smallest))
     module, step, batch = CASES[name].make(0)
     compiled = checkmate.compile(step, budget=budget, time_limit=2.0)
@@ -65,7 +65,7 @@ def test_within_the_budget_on_two_threads(name: str) -> None:
     try:
         module, step, batch = CASES[name].make(0)
         problem = checkmate.trace(step, *batch)
-        budget = (problem.min_budget().peak + problem.keep_all_peak) // 2
+        budget = (checkmate.min_budget(problem).peak + problem.keep_all_peak) // 2
         compiled = checkmate.compile(step, budget=budget, time_limit=5)
         found = train(module, compiled, batch)
         assert_same(found, train(*CASES[name].make(0)))
@@ -92,14 +92,14 @@ def _net() -> tuple[nn.Module, Tensor, Tensor]:
 
 def _half_way(step: object, *batch: Tensor) -> int:
     problem = checkmate.trace(step, *batch)
-    return (problem.min_budget().peak + problem.keep_all_peak) // 2
+    return (checkmate.min_budget(problem).peak + problem.keep_all_peak) // 2
 
 
 def test_emitted_modules_run_what_the_plan_says() -> None:
     """Each op stands in the code as often as in the plan, repeats under names that tell."""
     net, x, y = _net()
     problem = checkmate.trace(lambda x, y: F.cross_entropy(net(x), y), x, y)
-    solution = checkmate.solve(problem, problem.min_budget().peak)
+    solution = checkmate.solve(problem, checkmate.min_budget(problem).peak)
     assert solution.plan is not None
     modules = solution.modules
     nodes = [n for module in (modules.forward, modules.backward) for n in module.graph.nodes]
@@ -162,7 +162,7 @@ def test_the_second_start_trains_with_the_plan_of_the_first() -> None:
     """What a new process would find: costs and plans on disk."""
     module, step, batch = CASES["mlp"].make(0)
     problem = checkmate.trace(step, *batch)
-    budget = (problem.min_budget().peak + problem.keep_all_peak) // 2
+    budget = (checkmate.min_budget(problem).peak + problem.keep_all_peak) // 2
     expected = train(module, step, batch)
     solutions = []
     for cache in (True, True, False):
@@ -184,7 +184,7 @@ def test_the_second_start_trains_with_the_plan_of_the_first() -> None:
 def test_a_smaller_last_batch_trains_within_the_budget_with_the_same_numbers(case: str) -> None:
     module, step, batch = CASES[case].make(0)
     problem = checkmate.trace(step, *batch)
-    budget = (3 * problem.min_budget(time_limit=2).peak + problem.keep_all_peak) // 4
+    budget = (3 * checkmate.min_budget(problem, time_limit=2).peak + problem.keep_all_peak) // 4
     smaller = tuple(tensor[: int(0.8 * len(tensor))] for tensor in batch)
     compiled = checkmate.compile(step, budget=budget, time_limit=2)
     twin, plain, _ = CASES[case].make(0)
@@ -204,7 +204,7 @@ def test_ctrl_c_while_planning_trains_with_the_best_plan_so_far(monkeypatch: pyt
     layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())]
     model, x = nn.Sequential(*layers), torch.randn(256, 32)
     problem = checkmate.trace(lambda x: model(x).sum(), x)
-    budget = (problem.min_budget().peak + problem.keep_all_peak) // 2
+    budget = (checkmate.min_budget(problem).peak + problem.keep_all_peak) // 2
     monkeypatch.setattr("checkmate.solvers.linear.highs.run", interrupted)
     step = checkmate.compile(lambda x: model(x).sum(), budget=budget)
     assert step(x).item() == model(x).sum().item()
@@ -270,7 +270,7 @@ def test_dropout_is_that_of_eager(dtype: torch.dtype, memory_format: torch.memor
         return (x * x).sum()
 
     problem = checkmate.trace(step, x)
-    compiled = checkmate.compile(step, budget=problem.min_budget().peak)
+    compiled = checkmate.compile(step, budget=checkmate.min_budget(problem).peak)
     torch.manual_seed(3)
     found = torch.autograd.grad(compiled(x), x)[0], torch.get_rng_state()
     torch.manual_seed(3)
@@ -285,7 +285,7 @@ def test_batch_norm_statistics_are_updated_once() -> None:
     plain, _, _ = _net()
     step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
     problem = checkmate.trace(step, x, y)
-    compiled = checkmate.compile(step, budget=problem.min_budget().peak)
+    compiled = checkmate.compile(step, budget=checkmate.min_budget(problem).peak)
     for _ in range(2):
         compiled(x, y).backward()
         F.cross_entropy(plain(x), y).backward()
@@ -299,7 +299,7 @@ def test_batch_norm_runs_again_after_another_call_has_updated_its_statistics() -
     norms = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(2)]
     net = nn.Sequential(*norms, nn.Linear(16, 4))
     x, weights = torch.randn(64, 16), list(net.parameters())
-    compiled = checkmate.compile(net, budget=checkmate.trace(net, x).min_budget().peak, time_limit=1)
+    compiled = checkmate.compile(net, budget=checkmate.min_budget(checkmate.trace(net, x)).peak, time_limit=1)
     found, expected = (torch.autograd.grad((run(x) - run(-x)).square().mean(), weights) for run in (compiled, net))
     (plan,) = compiled.plans
     assert any("batch_norm" in name for name in plan.modules.again)
@@ -314,7 +314,7 @@ def test_gradient_that_autograd_copies_is_counted() -> None:
         return weight.sum()  # its gradient is an expanded scalar
 
     problem = checkmate.trace(step)
-    compiled = checkmate.compile(step, budget=problem.min_budget().peak)
+    compiled = checkmate.compile(step, budget=checkmate.min_budget(problem).peak)
     compiled().backward()
     weight.grad = None
     use = measure_peak(lambda: compiled().backward())

@@ -190,7 +190,7 @@ def _ranks_that_train_different_steps() -> None:
 
 def _collectives_within_the_step() -> None:
     problem = checkmate.trace(Synchronized(), *_batch())
-    compiled = _compiled(Synchronized(), problem.min_budget().peak + 100_000)
+    compiled = _compiled(Synchronized(), checkmate.min_budget(problem).peak + 100_000)
     model = DistributedDataParallel(compiled)
     _assert_same(_train(model), _train(DistributedDataParallel(Synchronized())))
     _one_plan(compiled.plans)

@@ -58,7 +58,7 @@ def test_trains_within_the_budget_in_the_same_bits(
 ) -> None:
     twin = copy.deepcopy(net)
     problem = checkmate.trace(_step(net), *batch)
-    smallest = problem.min_budget().peak
+    smallest = checkmate.min_budget(problem).peak
     compiled = _compiled(_step(net), budget=smallest, time_limit=1)
     with caplog.at_level(logging.INFO, logger="checkmate.dynamo"):
         found = train(net, compiled, batch)

@@ -46,7 +46,7 @@ def test_two_steps_within_two_budgets(name: str) -> None:
         (plan,) = compiled.plans
         assert max(plan.problem.resident + peak for peak in found.peaks) == plan.peak <= plan.budget
         assert bool(plan.modules.again) == is_tight
-        budget = plan.problem.min_budget(time_limit=0.3).peak
+        budget = checkmate.min_budget(plan.problem, time_limit=0.3).peak
 
 
 def _rows(heading: str) -> dict[str, str]:

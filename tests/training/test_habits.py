@@ -51,7 +51,7 @@ def _tight(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
     """Whatever the budget says, plan close to the smallest."""
 
     def plan(problem: Problem, budget: int, reserve: int, **options: Any) -> Solution:
-        return solve(problem, problem.min_budget(time_limit=0.2).peak, method="auto", time_limit=0.2)
+        return solve(problem, checkmate.min_budget(problem, time_limit=0.2).peak, method="auto", time_limit=0.2)
 
     monkeypatch.setattr("checkmate.compiler._plan", plan)
     yield

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import checkmate
 from checkmate.backends.captures import capture
 from checkmate.backends.eager import Backend
 from checkmate.capture import rewrite
@@ -61,7 +62,7 @@ def solve_within(share: float, method: str) -> Callable[[Problem], Solution]:
     """A planner whose budget lies so far from the smallest that is quickly found to keeping everything."""
 
     def plan(problem: Problem) -> Solution:
-        smallest = problem.min_budget(time_limit=0.01).peak
+        smallest = checkmate.min_budget(problem, time_limit=0.01).peak
         budget = int(smallest + share**2 * (problem.keep_all_peak - smallest))
         for chosen in (method, "next-use", "auto"):
             solution = solve(problem, budget, method=chosen, time_limit=0.05 if chosen != "auto" else 0.2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers.baselines.checkpoint_places import articulation_points, linearized
@@ -54,8 +54,8 @@ def random_chain(seed: int, layers: int) -> Problem:
 def check(solution: Solution) -> None:
     assert solution.plan is not None
     assert solution.peak is not None
-    assert plans.verify(solution.plan, solution.problem, solution.budget) == []
-    assert solution.peak == plans.simulate(solution.plan, solution.problem).peak <= solution.budget
+    assert simulator.verify(solution.plan, solution.problem, solution.budget) == []
+    assert solution.peak == simulator.simulate(solution.plan, solution.problem).peak <= solution.budget
 
 
 @pytest.mark.parametrize(("layers", "cost", "budget"), [(16, 45, 10), (32, 89, 14), (64, 185, 22)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution, Status
@@ -25,9 +25,9 @@ from tests.support.sampling import every
 
 def check(solution: Solution) -> None:
     assert solution.plan is not None
-    assert plans.verify(solution.plan, solution.problem, solution.budget) == []
-    assert solution.peak == plans.simulate(solution.plan, solution.problem).peak <= solution.budget
-    assert solution.cost == pytest.approx(plans.cost(solution.plan, solution.problem))
+    assert simulator.verify(solution.plan, solution.problem, solution.budget) == []
+    assert solution.peak == simulator.simulate(solution.plan, solution.problem).peak <= solution.budget
+    assert solution.cost == pytest.approx(simulator.cost(solution.plan, solution.problem))
 
 
 @pytest.mark.parametrize("heuristic", ["h_full", "h_eq"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers.baselines.checkpoint_places import linearized
@@ -25,8 +25,8 @@ STEPS = {"resnet": dags.resnet(), "unet": dags.unet(), "gpt": dags.gpt(4)}
 def check(solution: Solution) -> None:
     assert solution.plan is not None
     assert solution.peak is not None
-    assert plans.verify(solution.plan, solution.problem, solution.budget) == []
-    assert solution.peak == plans.simulate(solution.plan, solution.problem).peak <= solution.budget
+    assert simulator.verify(solution.plan, solution.problem, solution.budget) == []
+    assert solution.peak == simulator.simulate(solution.plan, solution.problem).peak <= solution.budget
 
 
 @cache

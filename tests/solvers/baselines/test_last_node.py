@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
 from checkmate.solvers.baselines.last_node import last_node
@@ -21,7 +21,7 @@ def test_on_a_unit_chain_each_value_is_made_again_from_the_start(layers: int) ->
     problem = dags.unit_chain(layers)
     solution = last_node(problem, 3)
     assert solution.plan is not None
-    assert plans.verify(solution.plan, problem, 3) == []
+    assert simulator.verify(solution.plan, problem, 3) == []
     assert solution.cost == 2 * layers + 1 + layers * (layers + 1) // 2
     assert last_node(problem, 10**6).cost == solution.cost  # whatever the budget
 

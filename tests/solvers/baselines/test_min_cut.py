@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers.baselines.min_cut import SLOTS, candidates, cut, min_cut, most_seconds
@@ -21,8 +21,8 @@ STEPS = {"vgg": dags.vgg(16), "resnet": dags.resnet(), "unet": dags.unet(), "gpt
 
 def check(solution: Solution) -> None:
     assert solution.plan is not None
-    assert plans.verify(solution.plan, solution.problem, solution.budget) == []
-    assert solution.peak == plans.simulate(solution.plan, solution.problem).peak <= solution.budget
+    assert simulator.verify(solution.plan, solution.problem, solution.budget) == []
+    assert solution.peak == simulator.simulate(solution.plan, solution.problem).peak <= solution.budget
 
 
 def reachable(problem: Problem, saved: set[int], banned: set[int]) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution, Status
@@ -23,8 +23,8 @@ STEPS = {"vgg": dags.vgg(16), "resnet": dags.resnet(), "mobilenet": dags.mobilen
 
 def check(solution: Solution) -> None:
     assert solution.plan is not None
-    assert plans.verify(solution.plan, solution.problem, solution.budget) == []
-    assert solution.peak == plans.simulate(solution.plan, solution.problem).peak <= solution.budget
+    assert simulator.verify(solution.plan, solution.problem, solution.budget) == []
+    assert solution.peak == simulator.simulate(solution.plan, solution.problem).peak <= solution.budget
 
 
 def strategies(s: int, t: int) -> Iterator[list[tuple[str, int]]]:

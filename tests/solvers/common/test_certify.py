@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Status
@@ -20,8 +20,8 @@ ONCE = np.eye(5, dtype=bool)
 def test_a_right_schedule_gets_the_simulators_figures() -> None:
     solution = certify(CHAIN, 10, ONCE, method="test", message="as is")
     assert solution.plan is not None
-    assert solution.cost == plans.cost(solution.plan, CHAIN) == 5.0
-    assert solution.peak == plans.simulate(solution.plan, CHAIN).peak == CHAIN.keep_all_peak
+    assert solution.cost == simulator.cost(solution.plan, CHAIN) == 5.0
+    assert solution.peak == simulator.simulate(solution.plan, CHAIN).peak == CHAIN.keep_all_peak
     assert (solution.method, solution.message, solution.budget) == ("test", "as is", 10)
 
 

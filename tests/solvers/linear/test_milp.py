@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.networks import dags
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
@@ -142,7 +142,7 @@ def random_runs(problem: Problem, seed: int) -> np.ndarray:
 def test_equations_and_simulator_agree_on_every_run(seed: int) -> None:
     problem = random_problem(seed, most_ops=8)
     schedule = Schedule.from_runs(problem.graph, random_runs(problem, seed))
-    usage = plans.simulate(plans.lower(problem.graph, schedule), problem)
+    usage = simulator.simulate(simulator.lower(problem.graph, schedule), problem)
     assert schedule.memory(problem)[schedule.R].tolist() == list(usage.bytes_at)
     assert schedule.peak(problem) == usage.peak
 

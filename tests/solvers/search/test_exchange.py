@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.certify import peak_of
@@ -21,7 +21,7 @@ from tests.support.oracle import random_problem
 
 def bytes_at_runs(problem: Problem, R: np.ndarray) -> tuple[int, ...]:
     """What the simulator sees at each run."""
-    return plans.simulate(plans.lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem).bytes_at
+    return simulator.simulate(simulator.lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem).bytes_at
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core import plan as plans
+from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
@@ -34,10 +34,10 @@ def check(solution: Solution) -> None:
     """The plan verifies, and the solution says of it what the simulator says."""
     assert solution.plan is not None
     assert solution.schedule is not None
-    assert plans.verify(solution.plan, solution.problem, solution.budget) == []
+    assert simulator.verify(solution.plan, solution.problem, solution.budget) == []
     assert solution.schedule.violations(solution.problem, solution.budget) == []
-    assert solution.cost == pytest.approx(plans.cost(solution.plan, solution.problem))
-    assert solution.peak == plans.simulate(solution.plan, solution.problem).peak <= solution.budget
+    assert solution.cost == pytest.approx(simulator.cost(solution.plan, solution.problem))
+    assert solution.peak == simulator.simulate(solution.plan, solution.problem).peak <= solution.budget
     assert solution.bound <= solution.cost
 
 

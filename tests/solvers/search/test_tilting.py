@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+import checkmate
 from benchmarks.networks import dags
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.certify import certify
@@ -36,7 +37,7 @@ def test_nothing_fits_below_what_one_op_needs() -> None:
 @pytest.mark.slow
 def test_finds_what_the_formulas_miss_close_to_the_smallest_budget() -> None:
     problem = dags.unet(2)
-    budget = int(1.02 * problem.min_budget().peak)
+    budget = int(1.02 * checkmate.min_budget(problem).peak)
     tilts = Tilts(Tables.of(problem), budget, seed=2)
     formulas, give_up = next_use(problem, budget).cost, time.perf_counter() + SECONDS
     found = math.inf
@@ -58,7 +59,7 @@ def test_the_same_seed_gives_the_same_plan() -> None:
 
 def test_a_later_search_goes_on_from_the_plans_before() -> None:
     problem = dags.unet(2)
-    tilts = Tilts(Tables.of(problem), int(1.05 * problem.min_budget().peak))
+    tilts = Tilts(Tables.of(problem), int(1.05 * checkmate.min_budget(problem).peak))
     costs = []
     for _ in range(3):
         R = tilts.search(time.perf_counter() + 0.5)

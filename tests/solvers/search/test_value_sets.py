@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.core import plan as plans
+from checkmate.core import simulator
+from checkmate.core.plan import Free, Run
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.certify import peak_of
@@ -70,19 +71,19 @@ def test_no_schedule_holds_less_than_is_needed_and_owed(seed: int) -> None:
     problem = random_problem(seed, most_ops=4) if seed % 2 else with_pinned(seed, most_ops=5 if seed % 30 == 0 else 4)
     needs = Needs(problem)
     for schedule in all_schedules(problem):
-        plan = plans.lower(problem.graph, schedule)
-        if plans.verify(plan, problem):
+        plan = simulator.lower(problem.graph, schedule)
+        if simulator.verify(plan, problem):
             continue
-        usage = plans.simulate(plan, problem)
+        usage = simulator.simulate(plan, problem)
         at_hand: set[int] = set()
         stage, runs = 0, iter(usage.bytes_at)
         for i, step in enumerate(plan.steps):
-            if isinstance(step, plans.Free):
+            if isinstance(step, Free):
                 at_hand.discard(step.value)
                 continue
             after = at_hand.union(problem.graph.ops[step.op].outputs)
             for free in plan.steps[i + 1 :]:
-                if isinstance(free, plans.Run):
+                if isinstance(free, Run):
                     break
                 after.discard(free.value)
             assert needs.at(stage, step.op, as_bits(needs, after)) <= next(runs)

@@ -1,0 +1,141 @@
+"""From a schedule to a plan, and what a plan costs and takes: a checker and a simulator that know no solver.
+
+Both are short, slow and obvious on purpose: they are what a solver's answer is measured by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Free, Plan, Run, Step
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.units import exact_bytes
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a simulation saw: for each `Run` in order, the bytes at hand while it ran."""
+
+    ops: tuple[int, ...]
+    bytes_at: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at hand at any moment."""
+        return max(self.bytes_at)
+
+    @property
+    def peak_op(self) -> int:
+        """The op that ran at that moment."""
+        return self.ops[self.bytes_at.index(self.peak)]
+
+
+def lower(graph: Graph, schedule: Schedule) -> Plan:
+    """The steps of a schedule: each stage's ops in order, each value freed right after its last use in a stage.
+
+    >>> graph = Problem.from_dag([[], [0], [1]], [1, 1, 1], [1, 1, 1]).graph
+    >>> lower(graph, Schedule.from_runs(graph, np.eye(3, dtype=bool))).steps
+    (Run(op=0), Run(op=1), Free(value=0), Run(op=2), Free(value=1))
+    """
+    steps: list[Step] = []
+    boundary = 0
+    at_hand: set[int] = set()
+    for t in range(len(graph.ops)):
+        ops = [int(k) for k in np.flatnonzero(schedule.R[t])]
+        last_use = {v: k for k in ops for v in (*graph.ops[k].outputs, *graph.ops[k].inputs)}
+        kept = set(graph.outputs)
+        if t + 1 < len(graph.ops):
+            kept.update(int(v) for v in np.flatnonzero(schedule.S[t + 1]))
+        for k in ops:
+            steps.append(Run(k))
+            at_hand.update(graph.ops[k].outputs)
+            for v in sorted({*graph.ops[k].inputs, *graph.ops[k].outputs} & at_hand):
+                if last_use[v] == k and v not in kept:
+                    steps.append(Free(v))
+                    at_hand.remove(v)
+        for v in sorted(at_hand - kept):  # kept for this stage though nothing in it needed them
+            steps.append(Free(v))
+            at_hand.remove(v)
+        if t + 1 == graph.forward_length:
+            boundary = len(steps)
+    return Plan(tuple(steps), boundary)
+
+
+def simulate(plan: Plan, problem: Problem) -> Usage:
+    """Run the plan on paper: bytes at hand are the resident ones, the values not yet freed and the op's workspace."""
+    graph, sizes = problem.graph, problem.sizes
+    at_hand: set[int] = set()
+    live = problem.resident
+    ops, bytes_at = [], []
+    for step in plan.steps:
+        if isinstance(step, Run):
+            outputs = graph.ops[step.op].outputs
+            new = sum(int(sizes[v]) for v in outputs)
+            ops.append(step.op)
+            bytes_at.append(live + new + int(problem.workspace[step.op]))
+            live += sum(int(sizes[v]) for v in outputs if v not in at_hand)
+            at_hand.update(outputs)
+        elif step.value in at_hand:
+            live -= int(sizes[step.value])
+            at_hand.remove(step.value)
+    return Usage(tuple(ops), tuple(bytes_at))
+
+
+def cost(plan: Plan, problem: Problem) -> float:
+    """Seconds of the step: the sum over everything that runs."""
+    return float(sum(problem.seconds[k] for k in plan.runs))
+
+
+def verify(plan: Plan, problem: Problem, budget: int | None = None) -> list[str]:
+    """Everything that is wrong with a plan, in words; empty when nothing is.
+
+    Each op runs at least once, pinned ones exactly once, for the first time in the order of the graph and on its own
+    side of the boundary; every input is at hand; only what is at hand is freed, and no result of the step; the results
+    are at hand in the end; the simulated peak is within the budget.
+    """
+    return list(_faults(plan, problem, budget))
+
+
+def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
+    graph = problem.graph
+    at_hand = {v for v, value in enumerate(graph.values) if value.producer is None}
+    times = [0] * len(graph.ops)
+    for i, step in enumerate(plan.steps):
+        if isinstance(step, Free):
+            if step.value not in at_hand or graph.values[step.value].producer is None:
+                yield f"step {i} frees {graph.values[step.value].name}, which is not at hand"
+            if step.value in graph.outputs:
+                yield f"step {i} frees {graph.values[step.value].name}, a result of the step"
+            at_hand.discard(step.value)
+            continue
+        op = graph.ops[step.op]
+        for v in op.inputs:
+            if v not in at_hand:
+                yield f"step {i} runs {op.name} without its input {graph.values[v].name}"
+        first = times.index(0) if times[step.op] == 0 else step.op  # the op whose turn it is to run for the first time
+        if first != step.op:
+            yield f"step {i} runs {op.name} before {graph.ops[first].name}"
+        times[step.op] += 1
+        if i < plan.boundary and op.phase == "backward":
+            yield f"step {i} runs {op.name} of the backward in the forward"
+        if i >= plan.boundary and op.phase == "forward" and times[step.op] == 1:
+            yield f"step {i} runs {op.name} of the forward for the first time in the backward"
+        at_hand.update(op.outputs)
+    for k, op in enumerate(graph.ops):
+        if times[k] == 0:
+            yield f"{op.name} never runs"
+        if times[k] > 1 and op.pinned:
+            yield f"{op.name} runs {times[k]} times though it {op.pinned}"
+    for v in graph.outputs:
+        if v not in at_hand:
+            yield f"{graph.values[v].name}, a result of the step, is not at hand in the end"
+    if budget is not None and plan.runs:
+        usage = simulate(plan, problem)
+        if usage.peak > budget:
+            where, most = graph.ops[usage.peak_op].name, exact_bytes(budget)
+            yield f"the peak of {exact_bytes(usage.peak)} at {where} exceeds the budget of {most}"

@@ -1,0 +1,152 @@
+"""A look at a step before any training: `trace` captures it, `explain` says what a plan can do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from checkmate.backends.captures import capture
+from checkmate.backends.eager import Backend
+from checkmate.backends.error_messages import explained, quietly
+from checkmate.backends.state import tensors_within, unchanged
+from checkmate.capture.meta_tensors import is_fake, meta_as_cpu
+from checkmate.capture.patches.is_compiling import Answer
+from checkmate.capture.provenance import is_users
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution
+from checkmate.errors import CheckmateError, Unsupported
+from checkmate.inspection.explanation import Break, Explanation, pinned_ops
+from checkmate.profiling.measure import Measure
+from checkmate.profiling.profilers import Choice, profiler
+from checkmate.solvers.search.min_budget import min_budget
+from checkmate.solvers.solve import solve
+
+
+def trace(
+    fn: Callable[..., Any], *args: Any, profile: Choice = "measure", cache: bool = True, **kwargs: Any
+) -> Problem:
+    """Capture a step and find the costs of its ops, without running it: no parameter, buffer or random state changes.
+
+    Args:
+        fn: a module or function; args, kwargs: an example batch for it.
+        profile: ``"measure"`` runs each distinct op on its own, on this machine. ``"roofline:NAME"`` runs nothing and
+            estimates for a device of `checkmate.profiling.roofline.DEVICES`, for example ``"roofline:h100"``. The model
+            and the batch may then be on the meta device, or fake tensors, so that a model which fits no memory here can
+            be planned; what is on the meta device is taken to be on the CPU, and its ops are those that run there. A
+            path that ends in ``.json`` is a file of ops measured on another machine, written there by
+            `checkmate.profiling.measure.export`; here, too, nothing runs. An op that can be measured and is not
+            in the file is refused by name. A `Profile` is taken as it is; it must be of this very step.
+        cache: take costs that were measured on this machine before, as `compile` does, and keep new ones.
+
+    Raises:
+        Unsupported: if the step cannot be captured as one graph, needs no gradients, or has ops that a file lacks.
+        InvalidProblem: if a file is no file of measured ops.
+        OSError: if it cannot be read.
+        ValueError: if there is no such profile or device.
+
+    >>> import torch
+    >>> problem = trace(torch.nn.Linear(8, 4), torch.ones(2, 8))
+    >>> [op.target for op in problem.graph.ops][0]
+    'aten.addmm.default'
+    >>> with torch.device("meta"):
+    ...     huge, batch = torch.nn.Linear(50_000, 50_000), torch.ones(2, 50_000)
+    >>> trace(huge, batch, profile="roofline:h100").resident  # bytes, none of them allocated
+    10000600576
+    """
+    find_costs, block_bytes = profiler(profile, cache=cache)
+    problems: list[Problem] = []
+
+    def keep_all(problem: Problem) -> Solution:
+        problems.append(problem)
+        return solve(problem, max(1, problem.keep_all_peak), method="checkpoint-all")
+
+    try:
+        with quietly(), nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu():
+            capture(fn, Backend(keep_all, _stop, find_costs, block_bytes))(*args, **kwargs)
+    except _Captured:
+        pass
+    except Exception as error:
+        reason = explained(error, fn)
+        if reason is error:
+            raise
+        raise reason.with_traceback(None) from reason.__cause__
+    if not problems:
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        raise Unsupported(
+            f"{name} computes nothing that needs a gradient, so there is no backward to plan. "
+            "Is it called under torch.no_grad(), or are all its parameters frozen?"
+        )
+    return problems[0]
+
+
+def explain(
+    fn: Callable[..., Any], *args: Any, profile: Choice = "measure", cache: bool = True, top: int = 10, **kwargs: Any
+) -> Explanation:
+    """Say of a step, before any training, what a plan can and cannot do with it. Nothing of the model's state changes.
+
+    A step that cannot be captured as one graph raises nothing: the explanation says why. To find all the places where
+    it breaks, and not only the first, its forward then runs once, in pieces.
+
+    Args:
+        fn: a module or function; args, kwargs: an example batch for it.
+        profile, cache: where costs come from, as for `checkmate.trace`.
+        top: how many of the pinned ops are printed.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.5))
+    >>> [(row.why, row.output_bytes) for row in explain(model, torch.ones(2, 8)).pinned]
+    [('is handed in by autograd', 32), ('draws random numbers', 8)]
+    >>> explain(lambda x: model(x) * x.sum().item(), torch.ones(2, 8)).can_be_planned
+    False
+    """
+    profiler(profile, cache=cache)  # a profile that there is none of is no fault of the step
+    try:
+        problem = trace(fn, *args, profile=profile, cache=cache, **kwargs)
+    except CheckmateError as error:
+        return Explanation((), tuple(_breaks(fn, args, kwargs)), str(error), None, None, top)
+    except Exception as error:  # noqa: BLE001  # plain PyTorch fails on this batch as well
+        return Explanation((), (), f"{type(error).__name__}: {error}", None, None, top)
+    return Explanation(pinned_ops(problem), (), "", problem, min_budget(problem), top)
+
+
+class _Captured(Exception):
+    """Raised in place of running a captured graph."""
+
+
+def _stop(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def stop(inputs: list[Any]) -> Any:
+        raise _Captured
+
+    stop._boxed_call = True  # type: ignore[attr-defined]
+    return stop
+
+
+def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
+    """Where `torch.compile` would split the step, in the order of the code that runs."""
+    found: dict[Break, None] = {}
+    if any(map(is_fake, tensors_within((fn, args, kwargs)))):
+        return []  # nothing can run
+
+    def note(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        reason = getattr(module, "compile_subgraph_reason", None)
+        if reason is not None and reason.graph_break:
+            frames = [f for f in reason.user_stack if is_users(f.filename)] or list(reason.user_stack)
+            at = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-1:]]
+            found[Break("".join(at), reason.reason.strip().splitlines()[0])] = None
+        return module.forward
+
+    note.answer = Answer()  # type: ignore[attr-defined]  # captured as a step is
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    try:
+        with unchanged((fn, args, kwargs)):
+            torch.compile(step, backend=note, dynamic=False)(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001  # the reason is known already; what fails here, fails in plain PyTorch
+        found[Break("", f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")] = None
+    return list(found)
