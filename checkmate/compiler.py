@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable
 from copy import copy, deepcopy
-from typing import Any, Generic, Literal, TypeVar, get_args, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import nn
 from typing_extensions import ParamSpec
 
 from checkmate.backends import ranks
-from checkmate.backends.captures import MOST, Captures, capture
+from checkmate.backends.captures import Captures, capture
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, refuse_lazy
-from checkmate.backends.inductor import inductor, require_compiler
+from checkmate.backends.inductor import Inductor, lower, require_compiler
+from checkmate.backends.planner import MOST_PLANS, Code, Options, Planner
 from checkmate.codegen.result_hooks import watch_backward
-from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
-from checkmate.errors import InfeasibleBudget, Unsupported
+from checkmate.errors import Unsupported
 from checkmate.profiling.profilers import Choice, profiler
-from checkmate.solvers import recall as planning
-from checkmate.solvers.methods import METHODS
-from checkmate.solvers.search.min_budget import min_budget
-from checkmate.units import exact_bytes, format_bytes, parse_bytes
 from checkmate.verification.compare import Certificate, compare_with_plain
 
 M = TypeVar("M", bound=nn.Module)
 P = ParamSpec("P")
 R = TypeVar("R")
-Code = Literal["eager", "inductor"]
 log = logging.getLogger("checkmate.verification.compare")
 
 
@@ -79,7 +73,7 @@ def compile(
     profile: Choice = "measure",
     cache: bool = True,
     backend: Code = "eager",
-    max_plans: int = MOST,
+    max_plans: int = MOST_PLANS,
 ) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -132,15 +126,9 @@ def compile(
     >>> print(model.plans[0].status)
     Status.OPTIMAL
     """
-    if isinstance(max_plans, bool) or not isinstance(max_plans, int) or max_plans < 1:
-        raise ValueError(f"max_plans is a whole number of plans, 1 at least, not {max_plans!r}.")
-    options: dict[str, Any] = {"budget": budget, "method": method, "time_limit": time_limit, "reserve": reserve}
-    options |= {"profile": profile, "cache": cache, "backend": backend}
-    new_backend = _backends(fn, **options)
-    again = functools.partial(compile, verify=verify, max_plans=max_plans, **options)
-    if isinstance(fn, nn.Module):
-        return _compile_module(fn, new_backend, verify, max_plans, again)
-    return CompiledStep(fn, new_backend, verify, max_plans, again)
+    _refuse_what_is_no_step(fn)
+    options = Options(budget, method, time_limit, reserve, verify, profile, cache, backend, max_plans)
+    return _compile(fn, options)
 
 
 def verify(
@@ -182,85 +170,39 @@ def verify(
     >>> report.outputs, report.gradients, report.repeats
     (1, 4, True)
     """
-    step = CompiledStep(fn, _backends(fn, budget, method, time_limit, reserve, profile, cache, backend), verify=False)
-    return step._compare(args, kwargs, calls)
+    _refuse_what_is_no_step(fn)
+    options = Options(budget, method, time_limit, reserve, profile=profile, cache=cache, backend=backend)
+    return CompiledStep(fn, options)._compare(args, kwargs, calls)
 
 
-def _backends(
-    fn: Any, budget: Any, method: str, time_limit: float, reserve: Any, profile: Choice, cache: bool, backend: Code
-) -> Callable[[], Backend]:
-    """Check what a user gives, and make backends of it: one for each compiled object."""
+def _refuse_what_is_no_step(fn: Any) -> None:
     if not callable(fn) or isinstance(fn, type):
         kind = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
         raise TypeError(f"checkmate.compile takes a module or a function, not {kind}.")
     ranks.refuse_wrapped(fn)
-    if method not in METHODS:
-        raise ValueError(f"Unknown method {method!r}; the methods are {', '.join(METHODS)}.")
-    if not time_limit > 0:
-        raise ValueError(f"time_limit is a positive number of seconds, not {time_limit!r}.")
-    if backend not in get_args(Code):
-        raise ValueError(f"Unknown backend {backend!r}; the backends are {', '.join(get_args(Code))}.")
-    total, set_aside = parse_bytes(budget), 0 if reserve == 0 else parse_bytes(reserve)
-
-    made: list[weakref.ref[Solution]] = []  # the last batch of an epoch is smaller: the plans before are of use
-
-    def plan(problem: Problem, more: int = 0) -> Solution:
-        earlier = tuple(solution for known in made if (solution := known()) is not None)
-        solution = _plan(
-            problem, total, set_aside + more, method=method, time_limit=time_limit, earlier=earlier, cache=cache
-        )
-        made[:] = map(weakref.ref, (*earlier, solution))
-        return solution
-
-    find_costs, block_bytes = profiler(profile, cache=cache)
-    if backend == "inductor":
-        require_compiler()
-        return functools.partial(inductor, plan, total - set_aside, profile=find_costs, block_bytes=block_bytes)
-    return functools.partial(Backend, plan, profile=find_costs, block_bytes=block_bytes)
 
 
-def _plan(problem: Problem, budget: int, reserve: int, **options: Any) -> Solution:
-    """Solve within what the reserve leaves of the budget.
+def _compile(fn: Any, options: Options) -> Any:
+    return _compile_module(fn, options) if isinstance(fn, nn.Module) else CompiledStep(fn, options)
 
-    Raises:
-        InfeasibleBudget: if no plan was found.
-    """
-    if budget <= reserve:
-        smallest = min_budget(problem).peak + reserve
-        raise InfeasibleBudget(
-            f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(budget)}. "
-            f"Smallest budget that works: {exact_bytes(smallest)}.",
-            budget=budget,
-            min_budget=smallest,
-            op="",
-        )
-    find = functools.partial(planning.plan, problem, budget - reserve, **options)
-    known_by = {name: options[name] for name in ("method", "time_limit")}
-    solution = ranks.one_plan(find, problem, budget - reserve, **known_by)
-    if solution.plan is None:
-        note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
-        smallest = solution.details["min_budget"] + reserve
-        raise InfeasibleBudget(
-            f"{solution.message}{note}", budget=budget, min_budget=smallest, op=solution.details["op"]
-        )
-    return solution
+
+def _new_backend(options: Options) -> Backend:
+    planner, (find_costs, block_bytes) = Planner(options), profiler(options.profile, cache=options.cache)
+    if options.backend == "eager":
+        return Backend(planner.plan, profile=find_costs, block_bytes=block_bytes)
+    require_compiler()
+    limit = options.total - options.set_aside
+    return Inductor(planner.plan, lower, profile=find_costs, block_bytes=block_bytes, budget=limit)
 
 
 class CompiledStep(Generic[P, R]):
     """A function with a plan for each graph that was captured of it. Made by `compile`."""
 
-    def __init__(
-        self,
-        fn: Callable[P, R],
-        new_backend: Callable[[], Backend],
-        verify: bool,
-        max_plans: int = MOST,
-        again: Any = None,
-    ) -> None:
-        self._fn, self._again = fn, again  # who calls `again` with the function has such a step, without its plans
-        self._backend = new_backend()
-        self._verify = verify
-        self._run = Captures(fn, self._backend, max_plans)
+    def __init__(self, fn: Callable[P, R], options: Options, backend: Backend | None = None) -> None:
+        self._fn, self._options = fn, options
+        self._backend = _new_backend(options) if backend is None else backend
+        self._verify = options.verify
+        self._run = Captures(fn, self._backend, options.max_plans)
         self._ready = False
         functools.update_wrapper(self, fn, updated=())
 
@@ -270,7 +212,7 @@ class CompiledStep(Generic[P, R]):
         return self._backend.plans
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._again, (self._fn,)
+        return _compile, (self._fn, self._options)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The step; the first call for a kind of input plans it.
@@ -306,7 +248,7 @@ class CompiledStep(Generic[P, R]):
         return result
 
 
-def _compile_module(model: Any, new_backend: Callable[[], Backend], verify: bool, max_plans: int, again: Any) -> Any:
+def _compile_module(model: Any, options: Options) -> Any:
     """The same module, in a class of its own whose forward is compiled: both objects have one ``__dict__``."""
     if "forward" in vars(model):
         raise Unsupported(
@@ -314,7 +256,7 @@ def _compile_module(model: Any, new_backend: Callable[[], Backend], verify: bool
             "Compile a function that calls it: checkmate.compile(lambda x: model(x), budget=...)."
         )
     plain: Any = type(model)
-    step = CompiledStep(plain.forward, new_backend, verify, max_plans)
+    step = CompiledStep(plain.forward, options)
 
     class Compiled(plain):
         plans = property(lambda self: step.plans, doc=CompiledStep.plans.__doc__)
@@ -323,13 +265,13 @@ def _compile_module(model: Any, new_backend: Callable[[], Backend], verify: bool
             return step(self, *args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return again, (model,)  # which has the same __dict__, and is pickled as its class says
+            return _compile, (model, options)  # which has the same __dict__, and is pickled as its class says
 
         def __copy__(self) -> Any:
-            return _compile_module(copy(model), new_backend, verify, max_plans, again)
+            return _compile_module(copy(model), options)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            return _compile_module(deepcopy(model, memo), new_backend, verify, max_plans, again)
+            return _compile_module(deepcopy(model, memo), options)
 
     functools.update_wrapper(Compiled.forward, plain.forward)
     Compiled.__name__, Compiled.__qualname__, Compiled.__module__ = plain.__name__, plain.__qualname__, plain.__module__

@@ -34,7 +34,6 @@ from checkmate.errors import Unsupported
 from checkmate.statusline import at_first, showing
 
 log = logging.getLogger("checkmate.backends.captures")
-MOST = 64  # captures that are kept, if not told otherwise
 MISS: Any = object()  # what a captured function gives for a call that no code of its is for
 
 

@@ -45,7 +45,6 @@ from checkmate.profiling.measure import Measure
 from checkmate.statusline import showing
 from checkmate.units import format_bytes
 
-Planner = Callable[[Problem], Solution]
 Profiler = Callable[[Joint], Profile]
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
@@ -91,7 +90,7 @@ class Backend:
     result has no gradient. ``reach``: what is called, with its arguments: the budget counts all tensors in these.
     """
 
-    planner: Planner
+    planner: Callable[..., Solution]  # of a problem
     lower: Lower = run_generated_code
     profile: Profiler = MEASURE
     block_bytes: int = 1
@@ -105,6 +104,10 @@ class Backend:
 
     exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
     rounds_in: set[torch.dtype] = field(default_factory=set)  # types of what is rounded, if it is not exact
+
+    def plan(self, problem: Problem) -> Solution:
+        """What the step will follow."""
+        return self.planner(problem)
 
     def limit(self, plan: Solution) -> int:
         """Bytes that a step may take when it runs."""
@@ -192,7 +195,7 @@ class Backend:
         problem = problem_of(joint, self.profile)
         unread = unread_bytes(self.reach, facts.known, device, block_bytes)
         allocated = None if any(map(is_fake, facts.known)) else allocated_on(device)
-        solution = self.planner(with_what_is_held(problem, allocated, unread=unread))
+        solution = self.plan(with_what_is_held(problem, allocated, unread=unread))
         modules = solution.modules
         self.plans.append(solution)
         self.last = joint

@@ -53,33 +53,22 @@ _CANNOT: dict[Any, str] = {
 _FAILS = (RuntimeError, AssertionError)  # what Inductor raises: its own errors are RuntimeErrors
 
 
-def inductor(plan: Callable[[Problem, int], Solution], budget: int, **options: Any) -> Inductor:
-    """A backend whose code is Inductor's.
-
-    Args:
-        plan: plans a problem with so many bytes of the budget set aside.
-        budget: bytes that the measured peak may take.
-        options: ``profile`` and ``block_bytes``, as of `Backend`.
-    """
-
-    def plan_beside(problem: Problem) -> Solution:
-        return plan(problem, backend.aside)
-
-    backend = Inductor(plan_beside, lower, budget=budget, **options)
-    return backend
-
-
 @dataclass(eq=False)
 class Inductor(Backend):
-    """A backend that measures each step before it is handed over. Made by `inductor`.
+    """A backend that measures each step before it is handed over.
 
-    Each plan has what was measured in ``details["measured_peak"]``, in bytes.
+    ``planner`` also takes how many bytes are to be left beside the plan. Each plan has what was measured in
+    ``details["measured_peak"]``, in bytes.
     """
 
     budget: int = 0  # bytes that the measured peak may take
     aside: int = 0  # bytes that Inductor's code takes beyond its plan, as far as known
 
     exact: ClassVar[bool] = False
+
+    def plan(self, problem: Problem) -> Solution:
+        """Within what Inductor's code is known to leave of the budget."""
+        return self.planner(problem, self.aside)
 
     def limit(self, plan: Solution) -> int:
         """The budget, of which the plan may have left something to what Inductor's code takes beside it."""

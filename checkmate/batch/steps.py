@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from checkmate.backends.eager import Backend
+from checkmate.backends.planner import Options
 from checkmate.backends.state import tensors_within, unchanged
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.compiler import CompiledStep
@@ -124,8 +125,8 @@ class SizedSteps:
         reached = real_tensors(step, args, kwargs)
         leaves = [t for t in reached if t.is_leaf and t.requires_grad]
         costs, block_bytes = profiler(solution.problem.profile)
-        backend = partial(Backend, partial(_again, solution), profile=costs, block_bytes=block_bytes)
-        compiled = CompiledStep(step, backend, verify=False)
+        backend = Backend(partial(_again, solution), profile=costs, block_bytes=block_bytes)
+        compiled = CompiledStep(step, Options(solution.budget), backend)
 
         def run() -> Any:
             outputs = [t for t in tree_leaves(compiled(*args, **kwargs)) if isinstance(t, torch.Tensor)]

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 import checkmate
 from checkmate.backends import inductor as module_under_test
 from checkmate.backends.eager import run_generated_code
-from checkmate.backends.inductor import TRIES, _decomposed, inductor, require_compiler
+from checkmate.backends.inductor import TRIES, Inductor, _decomposed, lower, require_compiler
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.memory import measure_peak
@@ -280,7 +280,7 @@ def _trial(monkeypatch: pytest.MonkeyPatch, beyond: list[int]) -> tuple[Any, Any
     budget = int(0.85 * checkmate.trace(step, *batch).keep_all_peak)
     asides: list[int] = []
     problems: list[Problem] = []
-    backend = inductor(_planner(asides, problems, budget), budget)
+    backend = Inductor(_planner(asides, problems, budget), lower, budget=budget)
     backend.lower = run_generated_code
     measure = module_under_test._peak
     monkeypatch.setattr(module_under_test, "_peak", lambda run, inputs: measure(run, inputs) + beyond[len(asides) - 1])
@@ -327,7 +327,7 @@ def test_a_plan_that_cannot_be_smaller_is_refused_with_what_was_measured(monkeyp
 def test_the_trial_measures_what_training_takes() -> None:
     """With the eager backend's code it is the plan's peak, also where autograd copies a gradient to store it."""
     w, b, x = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(9999)), torch.randn(8, 64)
-    backend = inductor(_planner([], [], 10**6), 10**6)
+    backend = Inductor(_planner([], [], 10**6), lower, budget=10**6)
     backend.lower = run_generated_code
     torch.compile(lambda x: (x @ w).tanh().sum() + b.sum(), fullgraph=True, backend=backend, dynamic=False)(x)
     (plan,) = backend.plans
@@ -361,7 +361,7 @@ def test_backends_have_names() -> None:
 
 
 def test_on_a_gpu_it_is_refused() -> None:
-    backend = inductor(_planner([], [], 10**6), 10**6)
+    backend = Inductor(_planner([], [], 10**6), lower, budget=10**6)
     with pytest.raises(checkmate.Unsupported, match="on the CPU so far, not on meta"):
         backend(torch.fx.symbolic_trace(nn.Identity()), [torch.ones(2, device="meta")])
 
@@ -377,7 +377,7 @@ def test_types_of_results_stay_where_a_decomposition_has_others() -> None:
         kinds.extend((a.meta["val"].dtype, b.meta["val"].dtype) for a, b in zip(nodes, made, strict=True) if a)
         return run_generated_code(module, inputs)
 
-    backend = inductor(_planner([], [], 10**6), 10**6)
+    backend = Inductor(_planner([], [], 10**6), lower, budget=10**6)
     backend.lower = lower
     torch.compile(lambda x: net(x).float().sum(), fullgraph=True, backend=backend, dynamic=False)(x).backward()
     assert torch.float32 in {a for a, _ in kinds}

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 import checkmate
+from checkmate.backends.planner import Planner
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.solvers.solve import solve
@@ -50,10 +51,10 @@ def quick(function: Habit) -> Habit:
 def _tight(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
     """Whatever the budget says, plan close to the smallest."""
 
-    def plan(problem: Problem, budget: int, reserve: int, **options: Any) -> Solution:
+    def plan(self: Planner, problem: Problem, beside: int = 0) -> Solution:
         return solve(problem, checkmate.min_budget(problem, time_limit=0.2).peak, method="auto", time_limit=0.2)
 
-    monkeypatch.setattr("checkmate.compiler._plan", plan)
+    monkeypatch.setattr(Planner, "plan", plan)
     yield
     torch._dynamo.reset()
 

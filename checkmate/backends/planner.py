@@ -1,0 +1,110 @@
+"""How a captured step is planned: what a user asked for, checked once, and what plans by it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+from checkmate.backends import ranks
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution
+from checkmate.errors import InfeasibleBudget
+from checkmate.profiling.profilers import Choice
+from checkmate.solvers import recall
+from checkmate.solvers.methods import METHODS
+from checkmate.solvers.search.min_budget import min_budget
+from checkmate.units import exact_bytes, format_bytes, parse_bytes
+
+Code = Literal["eager", "inductor"]
+MOST_PLANS = 64  # of one step, unless a user asks for another number
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of `checkmate.compile`; its documentation says what each means.
+
+    Raises:
+        BudgetError: if the budget or the reserve is no number of bytes.
+        ValueError: if another option has no such value.
+
+    >>> Options(budget="1 GB", reserve="100 MB").set_aside
+    100000000
+    """
+
+    budget: int | float | str
+    method: str = "auto"
+    time_limit: float = 60.0
+    reserve: int | float | str = 0
+    verify: bool = False
+    profile: Choice = "measure"
+    cache: bool = True
+    backend: Code = "eager"
+    max_plans: int = MOST_PLANS
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_plans, bool) or not isinstance(self.max_plans, int) or self.max_plans < 1:
+            raise ValueError(f"max_plans is a whole number of plans, 1 at least, not {self.max_plans!r}.")
+        if self.method not in METHODS:
+            raise ValueError(f"Unknown method {self.method!r}; the methods are {', '.join(METHODS)}.")
+        if not self.time_limit > 0:
+            raise ValueError(f"time_limit is a positive number of seconds, not {self.time_limit!r}.")
+        if self.backend not in get_args(Code):
+            raise ValueError(f"Unknown backend {self.backend!r}; the backends are {', '.join(get_args(Code))}.")
+        _ = self.total, self.set_aside  # numbers of bytes, or an error
+
+    @property
+    def total(self) -> int:
+        """Bytes of the budget."""
+        return parse_bytes(self.budget)
+
+    @property
+    def set_aside(self) -> int:
+        """Bytes of the budget that are left to what the step does not know."""
+        return 0 if self.reserve == 0 else parse_bytes(self.reserve)
+
+
+class Planner:
+    """Plans the graphs that are captured of one step. The last batch of an epoch is smaller: earlier plans help.
+
+    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> Planner(Options(budget=4, cache=False)).plan(chain).cost
+    4.0
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._made: list[weakref.ref[Solution]] = []
+
+    def plan(self, problem: Problem, beside: int = 0) -> Solution:
+        """The cheapest plan found within the budget, less its reserve and so many bytes ``beside`` it.
+
+        Raises:
+            InfeasibleBudget: if no plan was found.
+        """
+        options, reserve = self.options, self.options.set_aside + beside
+        if options.total <= reserve:
+            raise _nothing_left(problem, options.total, reserve)
+        within = options.total - reserve
+        earlier = tuple(solution for known in self._made if (solution := known()) is not None)
+        asked: dict[str, Any] = {"method": options.method, "time_limit": options.time_limit}
+        find = partial(recall.plan, problem, within, earlier=earlier, cache=options.cache, **asked)
+        solution = ranks.one_plan(find, problem, within, **asked)
+        if solution.plan is None:
+            note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
+            smallest, op = solution.details["min_budget"] + reserve, solution.details["op"]
+            raise InfeasibleBudget(f"{solution.message}{note}", budget=options.total, min_budget=smallest, op=op)
+        self._made = [weakref.ref(plan) for plan in (*earlier, solution)]
+        return solution
+
+
+def _nothing_left(problem: Problem, budget: int, reserve: int) -> InfeasibleBudget:
+    smallest = min_budget(problem).peak + reserve
+    return InfeasibleBudget(
+        f"The reserve of {format_bytes(reserve)} leaves nothing of the budget of {format_bytes(budget)}. "
+        f"Smallest budget that works: {exact_bytes(smallest)}.",
+        budget=budget,
+        min_budget=smallest,
+        op="",
+    )
