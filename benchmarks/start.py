@@ -100,7 +100,7 @@ def starts(name: str, budget: int, time_limit: float, *, whole: bool = True) -> 
                 "overhead": solution.overhead,
                 "gap": solution.gap,
                 "peak": solution.peak,
-                "from": solution.details.get("from"),
+                "from": solution.origin or None,
             }
         )
     return rows

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import numpy as np
 
@@ -165,10 +166,8 @@ class Search:
             bound = min(self.bound, self.cost)
             return certify(problem, budget, self.R, method=METHOD, bound=bound, seconds=seconds, details=details)
         status = Status.INFEASIBLE if self.infeasible else Status.NOT_FOUND
-        why: dict[str, object] = {} if self.stuck is None else {"stuck": self.stuck}
-        if self.failed:
-            why["failed"] = self.failed
-        return Solution(status, problem, budget, METHOD, bound=self.bound, seconds=seconds, details=why)
+        about: dict[str, Any] = {"details": {"failed": self.failed}} if self.failed else {}
+        return Solution(status, problem, budget, METHOD, bound=self.bound, seconds=seconds, stuck=self.stuck, **about)
 
 
 def _known(search: Search) -> None:
@@ -190,7 +189,7 @@ def _next_use(search: Search) -> None:
     if found.schedule is not None:
         search.offer(found.schedule.R, "next-use")
         return
-    search.stuck = found.details.get("stuck")
+    search.stuck = found.stuck
     ends = min_budget(search.problem, time_limit=max(1.0, min(TIME_LIMIT, 0.5 * search.left)))
     search.infeasible = search.budget < ends.bound
     if ends.peak <= search.budget:

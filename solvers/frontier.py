@@ -108,7 +108,8 @@ _NUMBERS = set(_HEADS) - {"method", "status"}
 def _cells(row: Row) -> tuple[str, ...]:
     """A row as text, in the order of the heads."""
     known = row.peak is not None
-    reason = str(row.solution.details.get("reason", row.message)).partition(";")[0]
+    refusal = row.solution.refusal
+    reason = (row.message if refusal is None else refusal.reason).partition(";")[0]
     note = f": {reason}" if reason and not known else ""
     note = note if row.from_budget is None else f", from {format_bytes(row.from_budget)}"
     return (
@@ -218,7 +219,7 @@ def _solve_here(problem: Problem, calls: list[Call]) -> list[Solution]:
             if not solutions:
                 raise
             break
-        if solutions[-1].details.get("interrupted"):
+        if solutions[-1].interrupted:
             break
     rest = calls[len(solutions) :]
     return solutions + [
@@ -260,7 +261,7 @@ def _certified(problem: Problem, budget: int, method: str, answer: Solution) -> 
     s = answer
     if s.schedule is None:
         return replace(s, problem=problem)
-    about = {"seconds": s.seconds, "message": s.message, "details": s.details}
+    about = {"seconds": s.seconds, "message": s.message, "details": s.details, "interrupted": s.interrupted}
     return certify(problem, budget, s.schedule.R, method=s.method, bound=s.bound, **about)
 
 
@@ -291,7 +292,7 @@ def _shared(rows: list[Row]) -> tuple[Row, ...]:
 def _adopted(row: Row, known: Row) -> Row:
     """The row with the plan of a smaller budget."""
     assert known.solution.schedule is not None
-    about = {"seconds": row.seconds, "details": row.solution.details}
+    about = {"seconds": row.seconds, "details": row.solution.details, "interrupted": row.solution.interrupted}
     message = row.message or f"the plan found for {format_bytes(known.budget)}"
     bound = 0.0 if contradicts(row.bound, known.cost) else row.bound
     R, problem = known.solution.schedule.R, row.solution.problem
@@ -307,7 +308,7 @@ def _with_bound(row: Row, bound: float) -> Row:
     if s.schedule is None:
         status = Status.INFEASIBLE if bound == float("inf") else s.status
         return Row.of(row.method, replace(s, bound=bound, status=status))
-    about = {"seconds": s.seconds, "message": s.message, "details": s.details}
+    about = {"seconds": s.seconds, "message": s.message, "details": s.details, "interrupted": s.interrupted}
     return Row.of(
         row.method, certify(s.problem, s.budget, s.schedule.R, method=s.method, bound=bound, **about), row.from_budget
     )

@@ -55,7 +55,7 @@ def plan(
         cache: read plans from disk, and keep this one there.
 
     Returns:
-        What `solve` returns, of any status. ``details["from"]`` says "plan cache" where the plan is as it was on disk;
+        What `solve` returns, of any status. ``origin`` says "plan cache" where the plan is as it was on disk;
         "other costs", "less time" or "another size" where it began with a plan that was found for or in these.
     """
     began = time.perf_counter()
@@ -67,7 +67,7 @@ def plan(
     if solution is None:
         solution = _begin(problem, wish, known, earlier, plan_cache.relatives(wish.question) if cache else [])
         if cache and solution.plan is not None:
-            spent = min(wish.limit, solution.seconds) if "interrupted" in solution.details else wish.limit
+            spent = min(wish.limit, solution.seconds) if solution.interrupted else wish.limit
             plan_cache.store(Record.of(solution, method, spent))
     return replace(solution, seconds=time.perf_counter() - began)
 
@@ -131,7 +131,7 @@ def _begin(
         record = min(close, key=lambda r: (not r.answers(wish.question), abs(r.question.room - wish.question.room)))
         start, origin = _bounded(problem, wish, record), "other costs"
         if start is not None and wish.met_by(record) and start.gap <= _about(wish, record):
-            return replace(start, details={**start.details, "from": origin})
+            return replace(start, origin=origin)
     if start is None:
         start, origin = _nearest(problem, budget, _same_ops(problem, earlier), records), "another size"
     if start is None:
@@ -139,7 +139,7 @@ def _begin(
     solution = solve(problem, budget, time_limit=wish.limit, gap=wish.gap, settle=WAVER, start=start)
     if solution.plan is None:
         return solve(problem, budget, time_limit=wish.time_limit, settle=WAVER)
-    return replace(solution, details={**solution.details, "from": origin})
+    return replace(solution, origin=origin)
 
 
 def _is_close(record: Record, question: Question) -> bool:

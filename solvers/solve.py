@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
+from checkmate.core.solution import OPTIMAL_GAP, Refusal, Solution, Status
 from checkmate.errors import SolverError
 from checkmate.solvers.common.certify import certify, contradicts
 from checkmate.solvers.common.incumbent import Progress
@@ -58,7 +58,7 @@ def solve(
 
     Returns:
         A Solution of any status. Where there is a plan, ``details["trajectory"]`` lists (seconds, cost, bound) at each
-        improvement; where there is none, ``details["reason"]`` says why, ``details["min_budget"]`` what would work.
+        improvement; where there is none, ``refusal`` says why, and what would work.
 
     Raises:
         BudgetError: if the budget is not a positive number of bytes.
@@ -127,17 +127,18 @@ def check_limits(time_limit: float, gap: float) -> None:
 def _run(method: Method, known: Progress, options: dict[str, Any]) -> Solution:
     """What the method answers; where it is interrupted or fails, the best plan that it had reported."""
     details: dict[str, Any] = {}
+    interrupted = False
     try:
         return method.run(known.problem, known.budget, **options)
     except KeyboardInterrupt:
         if known.R is None:
             raise
-        message, details = f"interrupted after {format_seconds(known.elapsed)}", {"interrupted": True}
+        message, interrupted = f"interrupted after {format_seconds(known.elapsed)}", True
     except SolverError as error:
         log.warning("%s failed: %s", method.name, error)
         message, details = f"{method.name} failed", {"failed": [str(error)]}
     if known.R is not None:
-        return known.solution(method=method.name, message=message, details=details)
+        return known.solution(method=method.name, message=message, details=details, interrupted=interrupted)
     return Solution(
         Status.NOT_FOUND, known.problem, known.budget, method.name, bound=known.bound, message=message, details=details
     )
@@ -151,7 +152,7 @@ def _best(solution: Solution, known: Progress) -> Solution:
     R = known.R if solution.schedule is None or known.cost < solution.cost else solution.schedule.R
     bound = known.bound if contradicts(solution.bound, known.cost) else max(known.bound, solution.bound)
     about: dict[str, Any] = {"method": solution.method, "message": solution.message, "details": solution.details}
-    return certify(solution.problem, solution.budget, R, bound=bound, **about)
+    return certify(solution.problem, solution.budget, R, bound=bound, interrupted=solution.interrupted, **about)
 
 
 def _with_trajectory(solution: Solution, known: Progress) -> Solution:
@@ -180,7 +181,7 @@ def _explain(solution: Solution, patience: float, known: Progress) -> Solution:
         k = bottleneck(problem)
         reason = f"{_name(problem, k)} with what it is made from takes {format_bytes(ends.bound)}"
     else:
-        k = int(solution.details.get("stuck", bottleneck(problem)))
+        k = bottleneck(problem) if solution.stuck is None else solution.stuck
         says_why = solution.message and solution.status is not Status.INFEASIBLE
         unsaid = f"{_name(problem, k)} stands in the way" if in_time else f"the time was over, after {spent}"
         reason = solution.message if says_why else unsaid
@@ -193,9 +194,7 @@ def _explain(solution: Solution, patience: float, known: Progress) -> Solution:
 
 
 def _without_plan(solution: Solution, ends: MinBudget, k: int, reason: str) -> Solution:
-    known = {"min_budget": ends.peak, "op": solution.problem.graph.ops[k].name, "reason": reason}
-    details = {**solution.details, **known}
-    return replace(solution, details=details)
+    return replace(solution, refusal=Refusal(ends.peak, solution.problem.graph.ops[k].name, reason))
 
 
 def _way_out(problem: Problem, ends: MinBudget) -> str:

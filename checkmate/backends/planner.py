@@ -93,7 +93,8 @@ class Planner:
         solution = ranks.one_plan(find, problem, within, **asked)
         if solution.plan is None:
             note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
-            smallest, op = solution.details["min_budget"] + reserve, solution.details["op"]
+            assert solution.refusal is not None
+            smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
             raise InfeasibleBudget(f"{solution.message}{note}", budget=options.total, min_budget=smallest, op=op)
         self._made = [weakref.ref(plan) for plan in (*earlier, solution)]
         return solution

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate.backends.error_messages import WRAP_OUTSIDE, held_modules
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, Status
+from checkmate.core.solution import Refusal, Solution, Status
 from checkmate.errors import SolverError, Unsupported
 from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.plan_store import Record
@@ -105,8 +105,9 @@ def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: st
         store.set(f"{key}/answer", json.dumps({"failure": f"{type(error).__name__}: {error}"}))
         raise
     if solution.plan is None:
-        why = {name: solution.details[name] for name in ("min_budget", "op") if name in solution.details}
-        answer = {"status": solution.status.name, "message": solution.message, "details": why}
+        assert solution.refusal is not None
+        about = {"status": solution.status.name, "method": solution.method, "message": solution.message}
+        answer = {**about, "refusal": asdict(solution.refusal)}
     else:
         record = plan_cache.as_document(Record.of(solution, method, time_limit))
         answer = {"record": record, "seconds": solution.problem.seconds.tolist()}
@@ -130,14 +131,15 @@ def _wait(store: Any, key: str, planner: str, patience: float) -> dict[str, Any]
 
 def _follow(document: dict[str, Any], problem: Problem, budget: int, planner: str) -> Solution | None:
     """What another rank has found, verified and simulated here; None if it does not fit."""
-    details = {**document.get("details", {}), "from": f"rank {planner}"}
+    origin = f"rank {planner}"
     if "record" not in document:
-        status = Status[document["status"]]
-        return Solution(status, problem, budget, "auto", message=document["message"], details=details)
+        status, refusal = Status[document["status"]], Refusal(**document["refusal"])
+        about: dict[str, Any] = {"message": document["message"], "origin": origin, "refusal": refusal}
+        return Solution(status, problem, budget, document["method"], **about)
     costs = replace(problem.profile, seconds=np.array(document["seconds"]))
     record = plan_cache.from_document(document["record"], f"The plan of rank {planner}")
     found = record.certified(replace(problem, profile=costs), budget)
-    return None if found is None else replace(found, details=details)
+    return None if found is None else replace(found, origin=origin)
 
 
 def refuse_wrapped(fn: object) -> None:

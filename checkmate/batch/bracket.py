@@ -163,7 +163,7 @@ class Hunt:
         solution = self._solve(problem, cap, seconds, start if _is_of(start, problem) else None)
         attempt = Attempt(size, solution, cap, traced)
         self.report(attempt)
-        if solution.details.get("interrupted"):
+        if solution.interrupted:
             self.interrupted, self.deadline = True, 0.0
         return attempt
 

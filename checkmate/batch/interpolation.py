@@ -181,6 +181,6 @@ def plan_within(
         found = solve(problem, budget, time_limit=max(left, 0.01), gap=gap, start=start, progress=False)
         decided = found.plan is None or is_within(found, cap) or is_beyond(found, cap) or found.gap <= OPTIMAL_GAP
         left = deadline - time.perf_counter()
-        if decided or left <= TINY * time_limit or "interrupted" in found.details:
+        if decided or left <= TINY * time_limit or found.interrupted:
             return found
         start, bound = found, max(bound, found.bound)

@@ -262,7 +262,8 @@ class _Search:
             middle = (low + known) // 2
             found = plan_within(problem, middle, attempt.cap, time_limit=limit)
             low, known = (low, found.peak or middle) if is_within(found, attempt.cap) else (middle, known)
-        op = str(solution.details.get("op", problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name))
+        largest = problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name
+        op = largest if solution.refusal is None else solution.refusal.op
         why = f"its best plan runs {solution.overhead:.1%} of the step again, above the cap" if solution.plan else ""
         why = why or f"{op} stands in the way" + (" (proven)" if attempt.refuted else "")
         return InfeasibleBudget(

@@ -269,7 +269,7 @@ def _answer(args: argparse.Namespace, problem: Problem) -> int:
         _out(str(solution))
     if solution.plan is None:
         return _say(solution.message or solution.status.meaning, REFUSED)
-    return INTERRUPTED if solution.details.get("interrupted") else DONE
+    return INTERRUPTED if solution.interrupted else DONE
 
 
 def _frontier(args: argparse.Namespace) -> int:

@@ -25,8 +25,8 @@ def solution_record(solution: Solution) -> dict[str, Any]:
         "gap": s.gap,
         "overhead": s.overhead if s.plan is not None else None,
         "seconds": s.seconds,
-        "min_budget": s.details.get("min_budget"),
-        "op": s.details.get("op"),
+        "min_budget": None if s.refusal is None else s.refusal.min_budget,
+        "op": None if s.refusal is None else s.refusal.op,
         "source": s.problem.profile.source,
         "runs_again": {s.problem.graph.ops[k].name: times for k, times in again if times},
     }

@@ -31,6 +31,15 @@ class Status(Enum):
         return f"Status.{self.name}"
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why no plan was found, and what would work."""
+
+    min_budget: int  # bytes: the smallest budget for which a plan is known
+    op: str  # the op in the way
+    reason: str  # in words
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Solution:
     """The answer to a `Problem` and a budget.
@@ -50,7 +59,11 @@ class Solution:
     peak: int | None = None  # bytes
     seconds: float = 0.0  # spent solving
     message: str = ""  # what happened, where the status does not say it all
-    details: dict[str, Any] = field(default_factory=dict)  # figures of the method
+    details: dict[str, Any] = field(default_factory=dict)  # figures of the method; nothing goes by them
+    origin: str = ""  # of a plan that was not found by this solve alone: "plan cache", "another size", "rank 0"
+    interrupted: bool = False  # by Ctrl-C, before the method had come to its end
+    stuck: int | None = None  # the op at which a method had nothing left to evict
+    refusal: Refusal | None = None  # where there is no plan
 
     @property
     def gap(self) -> float:

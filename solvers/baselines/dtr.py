@@ -79,7 +79,7 @@ def dtr(
         details["told"] = best.told
         return certify(problem, budget, best.R, method=METHOD, seconds=seconds, details=details)
     message, stuck = _explain(problem, list(searches.values()))
-    return Solution(Status.NOT_FOUND, problem, budget, METHOD, seconds=seconds, message=message, details=stuck)
+    return Solution(Status.NOT_FOUND, problem, budget, METHOD, seconds=seconds, message=message, stuck=stuck)
 
 
 @dataclass
@@ -145,7 +145,7 @@ class Search:
         return True
 
 
-def _explain(problem: Problem, searches: list[Search]) -> tuple[str, dict[str, int]]:
+def _explain(problem: Problem, searches: list[Search]) -> tuple[str, int | None]:
     """Why there is no plan, and the op in the way where one is known."""
     peaks = [search.least_peak for search in searches if search.least_peak is not None]
     stuck = next((search.stuck for search in reversed(searches) if search.stuck is not None), None)
@@ -157,4 +157,4 @@ def _explain(problem: Problem, searches: list[Search]) -> tuple[str, dict[str, i
         reasons.append(f"the plan of least peak takes {format_bytes(min(peaks))}")
     if any(search.out_of_time for search in searches):
         reasons.append("a run passed the time limit or went round in circles")
-    return "; ".join(reasons), {} if stuck is None else {"stuck": stuck.op}
+    return "; ".join(reasons), None if stuck is None else stuck.op

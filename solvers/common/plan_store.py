@@ -133,9 +133,10 @@ class Record:
             return None
         bound = self.bound if self.answers(Question.of(problem, budget, self.question.method)) else 0.0
         try:
-            return certify(problem, budget, self.runs(), method=self.by, bound=bound, details={"from": "plan cache"})
+            found = certify(problem, budget, self.runs(), method=self.by, bound=bound)
         except SolverError:
             return None
+        return replace(found, origin="plan cache")
 
 
 def folder() -> Path:

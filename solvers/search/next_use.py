@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -64,8 +65,8 @@ def next_use(
         assert plans.stuck is not None
         op = problem.graph.ops[plans.stuck.op].name
         message = f"every pass was stuck; the last at {op}, {format_bytes(plans.stuck.missing_bytes)} short"
-        stuck = {"stuck": plans.stuck.op}
-        return Solution(Status.NOT_FOUND, problem, budget, METHOD, seconds=seconds, message=message, details=stuck)
+        about: dict[str, Any] = {"seconds": seconds, "message": message, "stuck": plans.stuck.op}
+        return Solution(Status.NOT_FOUND, problem, budget, METHOD, **about)
     R = _improve(problem, plans, began + time_limit, seed)
     details: dict[str, float] = {"passes": plans.count, "best pass": plans.best[0][0]}
     return replace(certify(problem, budget, R, method=METHOD, details=details), seconds=time.perf_counter() - began)

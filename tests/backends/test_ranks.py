@@ -74,7 +74,7 @@ def test_whoever_asks_first_plans_and_the_other_follows(ask: Ask, first: int) ->
         planned.peak,
         planned.status,
     )
-    assert followed.details["from"] == f"rank {first}"
+    assert followed.origin == f"rank {first}"
 
 
 def test_who_asks_again_plans_again(ask: Ask) -> None:
@@ -123,7 +123,8 @@ def test_that_nothing_fits_is_told_to_all(ask: Ask) -> None:
     assert follower.calls == 0
     assert planned.status is followed.status is Status.INFEASIBLE
     assert planned.message == followed.message
-    assert all(planned.details[name] == followed.details[name] for name in ("min_budget", "op"))
+    assert planned.refusal == followed.refusal is not None
+    assert planned.method == followed.method
 
 
 def test_a_rank_that_fails_fails_all(ask: Ask) -> None:

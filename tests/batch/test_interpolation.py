@@ -129,7 +129,7 @@ def test_a_jump_between_neighbours_is_not_drawn_out() -> None:
     family = Family(trace)
     for size in (50, 100, 101):
         family.at(size)
-    assert family.estimate(75).live_bytes.tolist() == trace(75).live_bytes.tolist()  # type: ignore[union-attr]
+    assert family.estimate(75).live_bytes.tolist() == trace(75).live_bytes.tolist()
     far = family.estimate(150)
     assert far is not None
     assert far.live_bytes.max() < 2 * trace(150).live_bytes.max()

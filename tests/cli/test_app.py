@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -246,8 +247,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 def test_an_interrupted_plan_is_printed_and_known_by_the_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    solution = checkmate.solve(unit_chain(8), 6)
-    solution.details["interrupted"] = True
+    solution = replace(checkmate.solve(unit_chain(8), 6), interrupted=True)
     monkeypatch.setattr("checkmate.solvers.solve.solve", lambda *args, **options: solution)
     assert main(["solve", "chain.json", "--budget", "6"]) == 130
     assert "optimal" in capsys.readouterr().out

@@ -71,7 +71,7 @@ def test_the_second_time_nothing_is_solved(solves: list[dict]) -> None:
     assert time.perf_counter() - began < 1
     assert len(solves) == 1
     _check(again)
-    assert again.details["from"] == "plan cache"
+    assert again.origin == "plan cache"
     assert (again.cost, again.bound, again.peak, again.status) == (first.cost, first.bound, first.peak, first.status)
     assert again.problem is not first.problem
 
@@ -125,11 +125,11 @@ def test_a_plan_with_a_gap_is_improved_when_there_is_more_time(solves: list[dict
     store(Record.of(bad, "auto", 0.1))
     assert bad.gap > 0.01
     same = plan(dags.gpt(2), budget, time_limit=0.1)
-    assert (same.details["from"], same.cost, solves) == ("plan cache", bad.cost, [])
+    assert (same.origin, same.cost, solves) == ("plan cache", bad.cost, [])
     better = plan(dags.gpt(2), budget, time_limit=3)
-    assert better.details["from"] == "less time"
+    assert better.origin == "less time"
     assert better.gap < bad.gap
-    assert plan(dags.gpt(2), budget, time_limit=3).details["from"] == "plan cache"
+    assert plan(dags.gpt(2), budget, time_limit=3).origin == "plan cache"
     assert len(solves) == 1
 
 
@@ -140,12 +140,12 @@ def test_other_costs_get_a_new_bound_and_the_old_is_not_claimed() -> None:
     cheaper = _with_costs(problem, 0.97)
     again = plan(cheaper, budget, time_limit=5)
     _check(again)
-    assert again.details["from"] == "other costs"
+    assert again.origin == "other costs"
     truth = solve(cheaper, budget, time_limit=5)
     assert again.bound <= truth.cost < first.bound
     assert again.gap <= planning.WAVER + 1e-4
-    assert plan(_with_costs(problem, 0.97), budget, time_limit=5).details["from"] == "plan cache"
-    assert plan(_problem(), budget, time_limit=5).details["from"] == "plan cache"  # both are kept
+    assert plan(_with_costs(problem, 0.97), budget, time_limit=5).origin == "plan cache"
+    assert plan(_problem(), budget, time_limit=5).origin == "plan cache"  # both are kept
 
 
 def test_very_different_costs_are_planned_for() -> None:
@@ -178,7 +178,7 @@ def test_a_smaller_batch_is_planned_from_the_one_before_in_little_time(batch: in
     assert second.cost <= solve(small, budget, time_limit=5).cost * (1 + max(1e-4, first.gap) + 1e-9)
     if budget < small.keep_all_peak:
         assert solves[-1]["time_limit"] == planning.DERIVE_SECONDS
-        assert second.details["from"] == "another size"
+        assert second.origin == "another size"
 
 
 def test_a_larger_batch_begins_with_the_plan_before_and_gets_all_the_time(solves: list[dict]) -> None:
@@ -196,7 +196,7 @@ def test_a_plan_on_disk_for_another_batch_is_a_start_and_takes_no_time_away(solv
     found = plan(_problem(6), _between(_problem(6)), time_limit=5)
     _check(found)
     assert solves[-1]["time_limit"] == 5
-    assert found.details["from"] == "another size"
+    assert found.origin == "another size"
 
 
 def test_what_plain_planning_finds_is_found_where_adapting_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def test_no_plan_is_no_plan_and_is_not_kept() -> None:
     problem = _problem()
     solution = plan(problem, 10, time_limit=1)
     assert solution.status is Status.INFEASIBLE
-    assert solution.details["min_budget"] > 10
+    assert solution.refusal.min_budget > 10
     assert not plan_cache.folder().exists()
 
 
@@ -266,7 +266,7 @@ def test_an_interrupted_plan_is_kept_as_one_of_little_time(monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr("checkmate.solvers.linear.highs.run", interrupted)
         first = plan(problem, budget, time_limit=20)
-    assert first.details["interrupted"]
+    assert first.interrupted
     record = lookup(Question.of(problem, budget, "auto"))
     assert record is not None
     assert record.time_limit < 19

@@ -18,7 +18,7 @@ from benchmarks.networks import dags
 from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
-from checkmate.core.solution import Solution, Status
+from checkmate.core.solution import Refusal, Solution, Status
 from checkmate.errors import BudgetError, SolverError
 from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
 from checkmate.solvers.linear import highs
@@ -53,7 +53,7 @@ def test_auto_finds_and_proves_the_optimum_of_small_problems(block: int) -> None
             solution = solve(problem, max(1, budget), gap=0.0)
             if math.isinf(best):
                 assert solution.status is Status.INFEASIBLE
-                assert solution.details["min_budget"] == budget + 1
+                assert solution.refusal.min_budget == budget + 1
             else:
                 check(solution)
                 assert solution.cost == pytest.approx(best)
@@ -154,8 +154,8 @@ def test_a_refusal_names_the_op_and_a_budget_that_works(name: str) -> None:
     assert refused.plan is None
     assert refused.gap == math.inf
     op = problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name
-    least = refused.details["min_budget"]
-    assert refused.details["op"] == op
+    least = refused.refusal.min_budget
+    assert refused.refusal.op == op
     assert op in refused.message
     assert exact_bytes(least) in refused.message
     assert least == min_budget(problem).peak == checkmate.min_budget(problem).peak >= floor
@@ -190,7 +190,7 @@ def test_what_is_proven_to_have_no_schedule_is_refused_as_such() -> None:
     assert budget >= problem.unavoidable_bytes.max()  # of which no single op tells
     solution = solve(problem, budget)
     assert solution.status is Status.INFEASIBLE
-    assert solution.details["min_budget"] == budget + 1
+    assert solution.refusal.min_budget == budget + 1
 
 
 def test_cost_and_bound_never_rise_with_the_budget() -> None:
@@ -303,7 +303,7 @@ def test_what_a_solver_gets_wrong_never_becomes_a_plan(monkeypatch: pytest.Monke
         assert method != "auto"
         assert solution.status is Status.NOT_FOUND
         assert f"{method} f" in solution.message  # found nothing, or failed
-        assert solution.details["min_budget"] <= 6
+        assert solution.refusal.min_budget <= 6
     else:
         check(solution)
         assert solution.cost >= 21
@@ -347,7 +347,7 @@ def test_a_plan_that_was_reported_survives_the_failure_of_its_method(monkeypatch
 def test_one_op_is_a_problem_too() -> None:
     problem = Problem.from_dag([[]], seconds=[1.0], sizes=[4])
     assert solve(problem, 4).cost == 1.0
-    assert solve(problem, 3).details == {"min_budget": 4, "op": "op0", "reason": "op0 alone needs 4 B"}
+    assert solve(problem, 3).refusal == Refusal(4, "op0", "op0 alone needs 4 B")
 
 
 def test_a_step_of_no_time_and_no_bytes() -> None:

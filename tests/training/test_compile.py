@@ -173,7 +173,7 @@ def test_the_second_start_trains_with_the_plan_of_the_first() -> None:
         assert problem.resident + max(found.peaks) <= budget
         solutions += compiled.plans
     first, second = solutions[:2]
-    assert [s.details.get("from") for s in solutions] == [None, "plan cache", None]
+    assert [s.origin for s in solutions] == ["", "plan cache", ""]
     assert (second.cost, second.bound, second.peak) == (first.cost, first.bound, first.peak)
     assert second.seconds < 1
 
@@ -194,7 +194,7 @@ def test_a_smaller_last_batch_trains_within_the_budget_with_the_same_numbers(cas
     assert whole.peak <= budget
     assert rest.peak <= budget
     assert whole.cost > problem.keep_all_cost
-    assert rest.details.get("from") == "another size" or rest.peak == rest.problem.keep_all_peak
+    assert rest.origin == "another size" or rest.peak == rest.problem.keep_all_peak
 
 
 def test_ctrl_c_while_planning_trains_with_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

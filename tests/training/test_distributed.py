@@ -124,7 +124,7 @@ def _one_plan(plans: list[Solution]) -> None:
     assert plan.schedule is not None
     assert plan.schedule.recomputed.sum() > 0
     assert len(set(_everywhere((plan.schedule.R.tobytes(), plan.cost, plan.bound, plan.peak)))) == 1
-    assert len([origin for origin in _everywhere(plan.details.get("from", "")) if origin.startswith("rank ")]) == 1
+    assert len([origin for origin in _everywhere(plan.origin) if origin.startswith("rank ")]) == 1
 
 
 def _ddp() -> None:
@@ -180,7 +180,7 @@ def _ranks_that_train_different_steps() -> None:
     x, y = _batch()
     model = DistributedDataParallel(compiled := _compiled(Net()))
     model(x[: BATCH - dist.get_rank()], y[: BATCH - dist.get_rank()]).backward()
-    assert "from" not in compiled.plans[0].details or not compiled.plans[0].details["from"].startswith("rank")
+    assert not compiled.plans[0].origin.startswith("rank")
     stage = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(1 + dist.get_rank())])
     _compiled(stage)(x).sum().backward()
     if dist.get_rank() == 1:

@@ -154,7 +154,7 @@ def test_where_nothing_is_left_to_evict_it_says_so() -> None:
     problem = dags.gpt(2)
     solution = dtr(problem, int(problem.unavoidable_bytes.max()), heuristic="size")
     assert solution.status is Status.NOT_FOUND
-    assert problem.graph.ops[solution.details["stuck"]].name in solution.message
+    assert problem.graph.ops[solution.stuck].name in solution.message
 
 
 def test_the_time_limit_is_named() -> None:

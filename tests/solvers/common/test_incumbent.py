@@ -182,7 +182,7 @@ def test_an_interrupt_answers_with_the_best_plan(monkeypatch: pytest.MonkeyPatch
     solution = solve(chain, 6)
     assert solution.status is Status.FEASIBLE
     assert solution.message.startswith("interrupted after")
-    assert solution.details["interrupted"] is True
+    assert solution.interrupted
     assert solution.peak is not None
     assert solution.peak <= 6
 
@@ -199,10 +199,10 @@ def test_an_interrupt_without_a_plan_is_raised(monkeypatch: pytest.MonkeyPatch) 
 CHILD = """
 import logging, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started with Ctrl-C ignored
-from checkmate.solvers import highs
+from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import build
 from checkmate.solvers.solve import solve
-from tests import dags
+from benchmarks.networks import dags
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 """
 SOLVE = """

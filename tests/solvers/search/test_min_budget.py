@@ -101,8 +101,8 @@ def test_a_budget_below_the_bound_is_refused_as_proven() -> None:
     assert ends.bound > problem.unavoidable_bytes.max()
     refused = solve(problem, ends.bound - 1, time_limit=2)
     assert refused.status is Status.INFEASIBLE
-    assert refused.details["min_budget"] == ends.peak
-    assert refused.details["op"] == problem.graph.ops[bottleneck(problem)].name
+    assert refused.refusal.min_budget == ends.peak
+    assert refused.refusal.op == problem.graph.ops[bottleneck(problem)].name
     assert exact_bytes(ends.peak) in refused.message
     assert "No schedule at all fits below" in refused.message
     met = solve(problem, ends.peak, time_limit=5)

@@ -156,7 +156,7 @@ def test_where_no_pass_fits_it_says_who_is_in_the_way() -> None:
     problem = STEPS["gpt"]
     solution = next_use(problem, int(problem.unavoidable_bytes.max()) // 2)
     assert solution.status is Status.NOT_FOUND
-    assert problem.graph.ops[solution.details["stuck"]].name in solution.message
+    assert problem.graph.ops[solution.stuck].name in solution.message
 
 
 @pytest.mark.parametrize("seed", range(0, 120, 2))
