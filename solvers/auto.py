@@ -70,7 +70,7 @@ def auto(
     known = None if start is None else as_schedule(problem, start)
     if budget >= problem.keep_all_peak:
         return checkpoint_all(problem, budget)
-    search = Search(problem, budget, time_limit, gap, threads, seed, settle)
+    search = Portfolio(problem, budget, time_limit, gap, threads, seed, settle)
     if known is not None and start is not None:
         search.known, search.bound = known.R, max(search.bound, proven_by(problem, budget, start))
     for stage in STAGES:
@@ -83,7 +83,7 @@ def auto(
     return search.solution()
 
 
-class Search:
+class Portfolio:
     """The best plan and the best bound so far, and the time that is left."""
 
     def __init__(
@@ -170,7 +170,7 @@ class Search:
         return Solution(status, problem, budget, METHOD, bound=self.bound, seconds=seconds, stuck=self.stuck, **about)
 
 
-def _known(search: Search) -> None:
+def _known(search: Portfolio) -> None:
     """The plan to begin with, as it is if that closes the gap, or adapted."""
     if search.known is None:
         return
@@ -182,7 +182,7 @@ def _known(search: Search) -> None:
         search.offer(R, "start, adapted")
 
 
-def _next_use(search: Search) -> None:
+def _next_use(search: Portfolio) -> None:
     if search.R is not None:
         return
     found = next_use(search.problem, search.budget, time_limit=0.05 * search.time_limit, seed=search.seed)
@@ -200,16 +200,16 @@ def _next_use(search: Search) -> None:
         )
 
 
-def _exact_at_once(search: Search) -> None:
+def _exact_at_once(search: Portfolio) -> None:
     if len(search.problem.graph.ops) <= MOST_OPS_AT_ONCE:
         _exact(search)
 
 
-def _first_bound(search: Search) -> None:
+def _first_bound(search: Portfolio) -> None:
     _bound(search, 0.3 * search.left, most=FEW_MOMENTS)
 
 
-def _better_bound(search: Search) -> None:
+def _better_bound(search: Portfolio) -> None:
     """More moments; one at a time, each answer tried as a guide, once the gap is worth less than all of the time."""
     step = MOST_MOMENTS if search.worth == 1.0 else 1
     until = time.perf_counter() + 0.4 * search.left
@@ -224,7 +224,7 @@ def _better_bound(search: Search) -> None:
             return
 
 
-def _bound(search: Search, limit: float, most: int) -> None:
+def _bound(search: Portfolio, limit: float, most: int) -> None:
     """More and more moments, from those of the last bound on."""
     start = None if search.R is None else Schedule.from_runs(search.problem.graph, search.R)
     known = search.relaxed
@@ -247,7 +247,7 @@ def _bound(search: Search, limit: float, most: int) -> None:
             search.offer(R, "bound")
 
 
-def _guide(search: Search) -> Guide | None:
+def _guide(search: Portfolio) -> Guide | None:
     """What the bound's answer keeps."""
     relaxed = search.relaxed
     if relaxed is None or not relaxed.moments:
@@ -255,7 +255,7 @@ def _guide(search: Search) -> Guide | None:
     return Guide(tuple(zip(relaxed.moments, relaxed.kept, strict=True)))
 
 
-def _guided(search: Search) -> None:
+def _guided(search: Portfolio) -> None:
     guide = _guide(search)
     if guide is None:
         return
@@ -264,7 +264,7 @@ def _guided(search: Search) -> None:
         search.offer(found.schedule.R, "next-use, guided")
 
 
-def _candidates(search: Search) -> set[int]:
+def _candidates(search: Portfolio) -> set[int]:
     """Ops that run again in the best plan or in the bound's answer."""
     again = set() if search.R is None else set(np.flatnonzero(search.R.sum(axis=0) > 1).tolist())
     relaxed = search.relaxed
@@ -273,17 +273,17 @@ def _candidates(search: Search) -> set[int]:
     return again
 
 
-def _places(search: Search) -> np.ndarray:
+def _places(search: Portfolio) -> np.ndarray:
     return choose_places(search.problem, _candidates(search), also=search.R, most=MOST_PLACES)
 
 
-def _restricted(search: Search) -> None:
+def _restricted(search: Portfolio) -> None:
     """All candidates at once: closes the gap where few ops run again."""
     if search.R is not None:
         _solve(search, _places(search), None, 0.2 * search.left)
 
 
-def _solve(search: Search, places: np.ndarray, frozen: np.ndarray | None, limit: float) -> None:
+def _solve(search: Portfolio, places: np.ndarray, frozen: np.ndarray | None, limit: float) -> None:
     answer = restricted(
         search.problem,
         search.budget,
@@ -298,7 +298,7 @@ def _solve(search: Search, places: np.ndarray, frozen: np.ndarray | None, limit:
     search.offer(answer.R, "restricted" if frozen is None else "windows")
 
 
-def _exact(search: Search) -> None:
+def _exact(search: Portfolio) -> None:
     if len(search.problem.graph.ops) > MOST_OPS_EXACT:
         return
     start = None if search.R is None else Schedule.from_runs(search.problem.graph, search.R)
@@ -311,8 +311,8 @@ def _exact(search: Search) -> None:
         search.offer(found.schedule.R, "milp")
 
 
-def _tilted(search: Search, seconds: float) -> None:
-    """Search over tilts for so long, from where it was left."""
+def _tilted(search: Portfolio, seconds: float) -> None:
+    """Portfolio over tilts for so long, from where it was left."""
     began = time.perf_counter()
     if search.tilts is None:
         tables = Tables.of(search.problem)
@@ -323,11 +323,11 @@ def _tilted(search: Search, seconds: float) -> None:
         search.offer(exchange(search.problem, tables, search.budget, R, deadline=until, seed=search.seed), "tilted")
 
 
-def _first_tilted(search: Search) -> None:
+def _first_tilted(search: Portfolio) -> None:
     _tilted(search, 0.2 * search.left)
 
 
-def _in_turn(search: Search) -> None:
+def _in_turn(search: Portfolio) -> None:
     """Tilted passes and windows in turn, until the windows are as wide as can be and find nothing."""
     share: float | None = 0.15
     while search.is_open and share is not None:
@@ -336,7 +336,7 @@ def _in_turn(search: Search) -> None:
             share = _windows(search, share)
 
 
-def _windows(search: Search, share: float) -> float | None:
+def _windows(search: Portfolio, share: float) -> float | None:
     """Free the places of some stages at a time, window after window; the share for the next sweep, None at the end.
 
     That is a wider one after a sweep that found nothing.

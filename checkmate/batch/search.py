@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from checkmate.batch import LARGEST, TIME_LIMIT
 from checkmate.batch.bracket import AUTO, KEEP_ALL, Attempt, Hunt, spread_sizes
 from checkmate.batch.interpolation import (
     ONE_FORWARD,
@@ -40,7 +41,6 @@ from checkmate.units import exact_bytes, format_bytes, parse_bytes
 log = logging.getLogger("checkmate.batch.search")
 
 BASELINES = (KEEP_ALL, "chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy")
-MOST = 2**20  # a size where the search ends
 GAP = 1e-3  # of the plans of the curve
 ATTEMPTS = 40  # sizes that the time is made for
 SHARES = {"keep all": 0.3, "largest": 0.65, "plan": 0.7, "baselines": 0.9}  # of the time, by when each ends
@@ -59,8 +59,8 @@ def max_batch_size(
     profile: Choice = "measure",
     cache: bool = True,
     smallest: int = 1,
-    largest: int = MOST,
-    time_limit: float = 120.0,
+    largest: int = LARGEST,
+    time_limit: float = TIME_LIMIT,
 ) -> LargestBatch:
     """The largest size whose step fits a budget, with its plan, and the predicted throughput of the sizes below.
 

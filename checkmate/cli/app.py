@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from checkmate import batch
 from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.cli.target import UsageError, find_function, maker
 from checkmate.errors import BudgetError, CheckmateError
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from checkmate.core.problem import Problem
 
 DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
-TIME_LIMIT, BATCH_TIME_LIMIT, GAP = 60.0, 120.0, 1e-4
+TIME_LIMIT, GAP = 60.0, 1e-4
 
 _TARGET = """\
 TARGET is module:function or file.py:function, found from the current folder.
@@ -164,8 +165,8 @@ def _add_max_batch(commands: Any) -> None:
     parser.add_argument("--baselines", action="store_true", help="find the largest sizes of other methods, too")
     parser.add_argument("--measure", action="store_true", help="run the step at the answer and measure its peak")
     parser.add_argument("--smallest", type=_size, default=1, metavar="N")
-    parser.add_argument("--largest", type=_size, default=2**20, metavar="N")
-    _add_limits(parser, BATCH_TIME_LIMIT, gap=False)
+    parser.add_argument("--largest", type=_size, default=batch.LARGEST, metavar="N")
+    _add_limits(parser, batch.TIME_LIMIT, gap=False)
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:

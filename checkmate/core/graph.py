@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
-
-import networkx as nx
+from typing import TYPE_CHECKING, Literal, get_args
 
 from checkmate.errors import InvalidProblem
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Phase = Literal["forward", "backward"]
 Role = Literal["parameter", "buffer", "input", "tangent", "intermediate"]
@@ -133,6 +134,8 @@ class Graph:
 
     def to_networkx(self) -> nx.DiGraph:
         """The ops as nodes (by index, with the `Op` as attribute ``op``), an edge from each producer to each user."""
+        import networkx as nx
+
         graph = nx.DiGraph()
         graph.add_nodes_from((k, {"op": op}) for k, op in enumerate(self.ops))
         graph.add_edges_from((dep, k) for k, deps in enumerate(self.deps) for dep in deps)

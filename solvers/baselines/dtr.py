@@ -66,7 +66,7 @@ def dtr(
     searches = {}
     for i, name in enumerate(names):
         rng = np.random.default_rng(seed) if sample else None
-        search = Search(problem, budget, name, began + time_limit * (i + 1) / len(names), ignore_small, rng)
+        search = Simulation(problem, budget, name, began + time_limit * (i + 1) / len(names), ignore_small, rng)
         search.run()
         searches[name] = search
     best = min(searches.values(), key=lambda search: search.cost)
@@ -83,7 +83,7 @@ def dtr(
 
 
 @dataclass
-class Search:
+class Simulation:
     """The cheapest plan of one heuristic that fits, over the budgets that its runtime is told."""
 
     problem: Problem
@@ -145,7 +145,7 @@ class Search:
         return True
 
 
-def _explain(problem: Problem, searches: list[Search]) -> tuple[str, int | None]:
+def _explain(problem: Problem, searches: list[Simulation]) -> tuple[str, int | None]:
     """Why there is no plan, and the op in the way where one is known."""
     peaks = [search.least_peak for search in searches if search.least_peak is not None]
     stuck = next((search.stuck for search in reversed(searches) if search.stuck is not None), None)

@@ -45,7 +45,7 @@ def min_cut(problem: Problem, budget: int, *, time_limit: float = 10.0) -> Solut
     5.0
     """
     began = time.perf_counter()
-    search = Search(problem, budget)
+    search = CutSearch(problem, budget)
     _search(search, began + time_limit)
     seconds = time.perf_counter() - began
     if search.R is None:
@@ -55,7 +55,7 @@ def min_cut(problem: Problem, budget: int, *, time_limit: float = 10.0) -> Solut
     return certify(problem, budget, search.R, method=METHOD, seconds=seconds, details=details)
 
 
-class Search:
+class CutSearch:
     """The cheapest plan so far that fits, over allowances."""
 
     def __init__(self, problem: Problem, budget: int) -> None:
@@ -90,7 +90,7 @@ class Search:
         return int(self.sizes[list(values)].sum())
 
 
-def _search(search: Search, deadline: float) -> None:
+def _search(search: CutSearch, deadline: float) -> None:
     """Allowances from everything to nothing, then bisection above the largest of them that fits."""
     most = sum(search.weight.values())
     above = low = None  # the allowances around the border: the smallest known not to fit, the largest that does

@@ -50,7 +50,7 @@ def rotor(problem: Problem, budget: int, *, time_limit: float = 20.0) -> Solutio
     began = time.perf_counter()
     if budget >= problem.keep_all_peak:
         return certify(problem, budget, np.eye(len(problem.graph.ops), dtype=bool), method=METHOD)
-    search, reasons = Search(problem, budget), []
+    search, reasons = ChainSearch(problem, budget), []
     chains: list[list[Segment]] = []
     for fine in (False, True):
         try:
@@ -69,7 +69,7 @@ def rotor(problem: Problem, budget: int, *, time_limit: float = 20.0) -> Solutio
     return Solution(Status.NOT_FOUND, problem, budget, METHOD, seconds=seconds, message=message)
 
 
-class Search:
+class ChainSearch:
     """The cheapest plan so far that fits, over chains and the memory that the program is told."""
 
     def __init__(self, problem: Problem, budget: int) -> None:

@@ -106,9 +106,9 @@ def depend(model: Model, x: Variables) -> None:
 
     R[t, j] <= R[t, prod(v)] + S[t, v]      every stage t, op j, input v of j
     """
-    of = x.touches
-    t, e = np.nonzero((x.R[:, of.op] != NONE) & of.reads)
-    terms = [(x.R[t, of.op[e]], 1.0), (x.R[t, of.made_by[e]], -1.0), (x.S[t, of.value[e]], -1.0)]
+    touch = x.touches
+    t, e = np.nonzero((x.R[:, touch.op] != NONE) & touch.reads)
+    terms = [(x.R[t, touch.op[e]], 1.0), (x.R[t, touch.made_by[e]], -1.0), (x.S[t, touch.value[e]], -1.0)]
     model.constrain("depend", terms, upper=0.0)
 
 
@@ -143,19 +143,19 @@ def free_with_no_hazard_only(model: Model, x: Variables) -> None:
 
 def _hazards(x: Variables) -> tuple[int, Entry, list[Entry], np.ndarray]:
     """What holds a value back after op k, less the constant 1, a row for each FREE[t, v, k]; and how many terms."""
-    of = x.touches
+    touch = x.touches
     there = x.FREE != NONE
     t, e = np.nonzero(there)
     rows = np.full(x.FREE.shape, NONE)
     rows[t, e] = np.arange(len(t))
-    kept = np.vstack([x.S[1:], np.full((1, x.S.shape[1]), NONE)])[t, of.value[e]]
-    late, early = of.earlier
-    s, pair = np.nonzero(there[:, early] & (x.R[:, of.op[late]] != NONE))
+    kept = np.vstack([x.S[1:], np.full((1, x.S.shape[1]), NONE)])[t, touch.value[e]]
+    late, early = touch.earlier
+    s, pair = np.nonzero(there[:, early] & (x.R[:, touch.op[late]] != NONE))
     held = rows[s, early[pair]]
     terms = 1.0 + (kept != NONE) + np.bincount(held, minlength=len(t))
     own = np.arange(len(t))
-    ran = (own, x.R[t, of.op[e]], -1.0)
-    return len(t), (own, x.FREE[t, e], 1.0), [ran, (own, kept, 1.0), (held, x.R[s, of.op[late[pair]]], 1.0)], terms
+    ran = (own, x.R[t, touch.op[e]], -1.0)
+    return len(t), (own, x.FREE[t, e], 1.0), [ran, (own, kept, 1.0), (held, x.R[s, touch.op[late[pair]]], 1.0)], terms
 
 
 def depend_until_freed(model: Model, x: Variables) -> None:
@@ -163,15 +163,20 @@ def depend_until_freed(model: Model, x: Variables) -> None:
 
     R[t, j] + Σ_{k < j} FREE[t, v, k] <= R[t, prod(v)] + S[t, v]      every stage t, op j, input v of j
     """
-    of = x.touches
-    there = (x.R[:, of.op] != NONE) & of.reads
+    touch = x.touches
+    there = (x.R[:, touch.op] != NONE) & touch.reads
     t, e = np.nonzero(there)
     rows = np.full(there.shape, NONE)
     rows[t, e] = own = np.arange(len(t))
-    late, early = of.earlier
+    late, early = touch.earlier
     s, pair = np.nonzero(there[:, late])
     freed = (rows[s, late[pair]], x.FREE[s, early[pair]], 1.0)
-    terms = [(own, x.R[t, of.op[e]], 1.0), (own, x.R[t, of.made_by[e]], -1.0), (own, x.S[t, of.value[e]], -1.0), freed]
+    terms = [
+        (own, x.R[t, touch.op[e]], 1.0),
+        (own, x.R[t, touch.made_by[e]], -1.0),
+        (own, x.S[t, touch.value[e]], -1.0),
+        freed,
+    ]
     model.constrain_sparse("depend until freed", len(t), terms, upper=0.0)
 
 
@@ -180,9 +185,9 @@ def keep_or_free(model: Model, x: Variables) -> None:
 
     S[t+1, v] + Σ_k FREE[t, v, k] <= R[t, prod(v)] + S[t, v]      every stage t, value v
     """
-    of = x.touches
-    v, made_by = _values(of)
-    nth = np.searchsorted(v, of.value)  # the row of each touch's value among those that may be kept
+    touch = x.touches
+    v, made_by = _values(touch)
+    nth = np.searchsorted(v, touch.value)  # the row of each touch's value among those that may be kept
     kept = np.vstack([x.S[1:], np.full((1, x.S.shape[1]), NONE)])
     freed = np.zeros((len(x.S), len(v)), dtype=bool)
     t, e = np.nonzero(x.FREE != NONE)
@@ -209,12 +214,12 @@ def run_and_free(model: Model, x: Variables, problem: Problem) -> None:
 
     U[t, k+1] = U[t, k] - Σ_{v in in(k), out(k)} M_v FREE[t, v, k] + R[t, k+1] Σ_{v in out(k+1)} M_v
     """
-    of, made = x.touches, _made_bytes(problem, x.touches)
+    touch, made = x.touches, _made_bytes(problem, x.touches)
     t, k = np.nonzero(x.U[:, 1:] != NONE)
     rows = np.full(x.U.shape, NONE)
     rows[t, k] = own = np.arange(len(t))
-    s, e = np.nonzero((x.FREE != NONE) & (rows[:, of.op] != NONE))  # nothing follows the last op of a stage
-    freed = (rows[s, of.op[e]], x.FREE[s, e], _sizes(problem)[of.value[e]])
+    s, e = np.nonzero((x.FREE != NONE) & (rows[:, touch.op] != NONE))  # nothing follows the last op of a stage
+    freed = (rows[s, touch.op[e]], x.FREE[s, e], _sizes(problem)[touch.value[e]])
     terms = [(own, x.U[t, k + 1], 1.0), (own, x.U[t, k], -1.0), (own, x.R[t, k + 1], -made[k + 1]), freed]
     model.constrain_sparse("run and free", len(t), terms, lower=0.0, upper=0.0)
 
@@ -272,13 +277,13 @@ def _touches(problem: Problem) -> Touches:
     return Touches(value_, op, made_by, (late, early))
 
 
-def _values(of: Touches) -> tuple[np.ndarray, np.ndarray]:
+def _values(touch: Touches) -> tuple[np.ndarray, np.ndarray]:
     """The values that may be kept, ascending, and their producers."""
-    v, first = np.unique(of.value, return_index=True)
-    return v, of.made_by[first]
+    v, first = np.unique(touch.value, return_index=True)
+    return v, touch.made_by[first]
 
 
-def _where(problem: Problem, budget: int, of: Touches) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(T, T), (T, V), (T, E) bool: where R, S and FREE can be one in a schedule without useless runs.
 
     R[t, k] = 0 where k > t (8c), k is pinned, no op that may still run reads what k makes, or k does not fit beside the
@@ -297,10 +302,10 @@ def _where(problem: Problem, budget: int, of: Touches) -> tuple[np.ndarray, np.n
     room = budget - problem.resident - _results_bytes(problem)
     fits = _own_bytes(problem) <= room[:, None]
     R = (stage == np.arange(T)) | ((stage > np.arange(T)) & (stage <= useful) & fits)
-    v, made_by = _values(of)
+    v, made_by = _values(touch)
     S = np.zeros((T, V), dtype=bool)
     S[:, v] = (stage > made_by) & (stage <= read[v])
-    FREE = R[:, of.op] & (problem.sizes[of.value] > 0) & (S[:, of.value] | R[:, of.made_by])
+    FREE = R[:, touch.op] & (problem.sizes[touch.value] > 0) & (S[:, touch.value] | R[:, touch.made_by])
     return R, S, FREE
 
 
@@ -321,17 +326,17 @@ def _own_bytes(problem: Problem) -> np.ndarray:
     return np.array([problem.sizes[vs].sum() for vs in touched], dtype=np.int64) + problem.workspace
 
 
-def _made_bytes(problem: Problem, of: Touches) -> np.ndarray:
+def _made_bytes(problem: Problem, touch: Touches) -> np.ndarray:
     """(T,): what each op makes that stays at hand until freed, in units of size."""
-    made = of.op == of.made_by
-    return np.bincount(of.op[made], _sizes(problem)[of.value[made]], minlength=len(problem.graph.ops))
+    made = touch.op == touch.made_by
+    return np.bincount(touch.op[made], _sizes(problem)[touch.value[made]], minlength=len(problem.graph.ops))
 
 
-def _working_bytes(problem: Problem, of: Touches) -> np.ndarray:
+def _working_bytes(problem: Problem, touch: Touches) -> np.ndarray:
     """(T,): workspace, with what each op makes that is a result of the step or that nobody reads, in units of size."""
     M = _sizes(problem)
     outputs = np.array([M[list(op.outputs)].sum() for op in problem.graph.ops])
-    return np.maximum(0.0, outputs - _made_bytes(problem, of)) + problem.workspace / size_unit(problem)
+    return np.maximum(0.0, outputs - _made_bytes(problem, touch)) + problem.workspace / size_unit(problem)
 
 
 def _sizes(problem: Problem) -> np.ndarray:

@@ -37,7 +37,7 @@ class TooWide(Exception):
 
 
 @dataclass
-class Search:
+class BackwardSearch:
     """One search under a budget.
 
     Attributes:
@@ -187,13 +187,13 @@ class Search:
 
 def find_plan(
     needs: Needs, budget: int, *, width: int, deadline: float, exact: bool = False
-) -> tuple[np.ndarray | None, Search]:
+) -> tuple[np.ndarray | None, BackwardSearch]:
     """The runs R (T, T) of a schedule within the budget, or None; the search says whether that is proven.
 
     Raises:
         OutOfTime: where the deadline passes first.
     """
-    search = Search(needs, budget, width, deadline, exact, far=2**31 if exact else FAR if width > 1 else 0)
+    search = BackwardSearch(needs, budget, width, deadline, exact, far=2**31 if exact else FAR if width > 1 else 0)
     states: States = {0: None}
     for t in reversed(range(needs.T)):
         states = search.stage(t, states)
@@ -212,7 +212,7 @@ def refute(needs: Needs, budget: int, t: int, *, width: int, deadline: float) ->
     Raises:
         OutOfTime: where the deadline passes first.
     """
-    search = Search(needs, budget, width, deadline, loose=True, far=FAR)
+    search = BackwardSearch(needs, budget, width, deadline, loose=True, far=FAR)
     states: States = {0: None}
     try:
         for stage in range(t, -1, -1):

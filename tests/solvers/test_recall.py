@@ -16,7 +16,7 @@ from checkmate.core import files, simulator
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers import recall as planning
-from checkmate.solvers.auto import Search
+from checkmate.solvers.auto import Portfolio
 from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.plan_store import Question, Record, lookup, store
 from checkmate.solvers.recall import plan
@@ -81,7 +81,7 @@ def test_a_small_gap_is_worth_little_of_the_time(solves: list[dict]) -> None:
     budget = _between(problem)
     plan(problem, budget, time_limit=5)
     assert [options["settle"] for options in solves] == [planning.WAVER]
-    search = Search(problem, budget, 100.0, 1e-4, 1, 0, settle=0.01)
+    search = Portfolio(problem, budget, 100.0, 1e-4, 1, 0, settle=0.01)
     assert search.worth == 1.0  # there is no plan yet
     search.R, search.cost = np.eye(1, dtype=bool), 1.0
     shares = []
