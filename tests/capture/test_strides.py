@@ -150,7 +150,9 @@ CASES = [(name, base) for base in BASES for name in WRITES if name in WITH_EACH 
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("name", "base"), [*CASES[::10], *few(3, [case for i, case in enumerate(CASES) if i % 10])])
+@pytest.mark.parametrize(
+    ("name", "base"), [*CASES[::10], *few(3, [case for i, case in enumerate(CASES) if i % 10 in (3, 7)])]
+)
 def test_a_write_in_place_leaves_what_eager_leaves(name: str, base: str) -> None:
     """In the tensor, in what shares its memory, in sums over both, in the gradient and in the random state."""
     x = torch.randn(ROWS, WIDTH).abs() + 0.2

@@ -63,6 +63,7 @@ def test_predicted_step_times_are_written_for_each_budget(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
     out = tmp_path / "start.jsonl"
     printed = _run("benchmarks.start", "mlp", "--time-limit", "1", "--out", str(out))
@@ -112,6 +113,7 @@ def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_comparison_on_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu_peers.jsonl"
     printed = _run("benchmarks.gpu", "--device", "cpu", "--quick", "--peers", "--out", str(out))

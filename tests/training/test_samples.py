@@ -20,7 +20,7 @@ import checkmate
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import few
 
-COUNT = int(os.environ.get("CHECKMATE_OPS", "12"))
+COUNT = int(os.environ.get("CHECKMATE_OPS", "8"))
 SEED = int(os.environ.get("CHECKMATE_SEED", "0"))
 SAMPLES = 2  # of each op: the first and the last
 TYPES = (torch.float32, torch.bfloat16)
