@@ -23,11 +23,12 @@ from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
 from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
 from checkmate.solvers.common import incumbent as progress
-from checkmate.solvers.common.certify import certify, contradicts, faults, peak_of
+from checkmate.solvers.common.certify import certify, contradicts, faults
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.runs import choose_places, cost_of, peak_of
 from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import Bound, lift, moment_bound, next_moments
-from checkmate.solvers.linear.places import choose_places, restricted
+from checkmate.solvers.linear.places import restricted
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
 from checkmate.solvers.search.drop_runs import slim
 from checkmate.solvers.search.exchange import exchange
@@ -133,7 +134,7 @@ class Portfolio:
         """Take a schedule that fits the budget, if it is better."""
         if R is None:
             return
-        cost = float(R.sum(axis=0) @ self.problem.seconds)
+        cost = cost_of(self.problem, R)
         if cost < self.cost:
             if wrong := faults(self.problem, self.budget, R):
                 raise SolverError(f"The schedule of {by} is wrong: {wrong[0]}.")

@@ -14,6 +14,7 @@ from checkmate.core.solution import OPTIMAL_GAP, Refusal, Solution, Status
 from checkmate.errors import SolverError
 from checkmate.solvers.common.certify import certify, contradicts
 from checkmate.solvers.common.incumbent import Progress
+from checkmate.solvers.common.runs import cost_of
 from checkmate.solvers.methods import METHODS, Method
 from checkmate.solvers.search.adapt import Start, as_schedule
 from checkmate.solvers.search.min_budget import TIME_LIMIT, MinBudget, bottleneck, least_runs, min_budget
@@ -208,7 +209,7 @@ def _way_out(problem: Problem, ends: MinBudget) -> str:
 def _what_it_costs(problem: Problem) -> str:
     """That the smallest budget is slow, and a budget that is not: at the very smallest hardly any order is left."""
     smallest, R = least_runs(problem, time_limit=0.0)
-    times = float(R.sum(axis=0) @ problem.seconds) / problem.keep_all_cost if problem.keep_all_cost else 1.0
+    times = cost_of(problem, R) / problem.keep_all_cost if problem.keep_all_cost else 1.0
     if times <= 1 + SLOW:
         return ""
     roomier = solve(problem, min(int(ROOM * smallest), problem.keep_all_peak), time_limit=PATIENCE, progress=False)

@@ -18,11 +18,10 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers.baselines.dtr_runtime import OutOfTime, Runtime
 from checkmate.solvers.baselines.dtr_scores import HEURISTICS
-from checkmate.solvers.common.certify import certify, peak_of
+from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.linear.rounding import without_useless
+from checkmate.solvers.common.runs import as_matrix, cost_of, peak_of, without_useless
 from checkmate.solvers.search.eviction import Stuck
-from checkmate.solvers.search.next_use import as_matrix
 from checkmate.units import format_bytes
 
 METHOD = "dtr"
@@ -139,7 +138,7 @@ class Simulation:
         if peak > self.budget:
             self.least_peak = min(peak, self.least_peak or peak)
             return False
-        cost = float(R.sum(axis=0) @ self.problem.seconds)
+        cost = cost_of(self.problem, R)
         if cost < self.cost:
             self.R, self.cost, self.told = R, cost, told
         return True

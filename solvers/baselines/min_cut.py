@@ -24,8 +24,8 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
-from checkmate.solvers.common.certify import certify, peak_of
-from checkmate.solvers.common.runs import kept_by_the_forward
+from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.runs import cost_of, kept_by_the_forward, peak_of
 from checkmate.units import format_bytes
 
 METHOD = "min-cut"
@@ -77,7 +77,7 @@ class CutSearch:
         problem = self.problem
         saved = cut(problem, most_seconds(self.seconds, self.weight, allowance))
         R = kept_by_the_forward(problem, saved)
-        peak, cost = peak_of(problem, R), float(R.sum(axis=0) @ problem.seconds)
+        peak, cost = peak_of(problem, R), cost_of(problem, R)
         self.count += 1
         self.least_peak = min(self.least_peak, peak)
         if peak > self.budget:

@@ -25,8 +25,8 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers.baselines.rotor_chain import Chain, NotAChain, Segment, measure, segments_of
-from checkmate.solvers.common.certify import certify, peak_of
-from checkmate.solvers.linear.rounding import without_useless
+from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.runs import cost_of, peak_of, without_useless
 from checkmate.units import format_bytes
 
 METHOD = "rotor"
@@ -95,7 +95,7 @@ class ChainSearch:
         while low <= high:
             middle = (low + high) // 2
             R = runs_of(self.problem, segments, table.actions(told[middle]))
-            peak, cost = peak_of(self.problem, R), float(R.sum(axis=0) @ self.problem.seconds)
+            peak, cost = peak_of(self.problem, R), cost_of(self.problem, R)
             if peak > self.budget:
                 high = middle - 1
                 self.least_peak = min(peak, self.least_peak or peak)

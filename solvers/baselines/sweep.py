@@ -16,7 +16,8 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers.baselines.checkpoint_places import why_no_chain
-from checkmate.solvers.common.certify import certify, peak_of
+from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.runs import cost_of, peak_of
 from checkmate.units import exact_bytes
 
 COARSE = 0.5  # the share of the trials that spreads over all settings; the others go to where the best was
@@ -38,7 +39,7 @@ class Sweep:
     def offer(self, setting: int, R: np.ndarray) -> None:
         """Simulate a schedule, unless one that fits is as cheap, and take it if it fits."""
         self.tried += 1
-        cost = float(R.sum(axis=0) @ self.problem.seconds)
+        cost = cost_of(self.problem, R)
         if cost >= self.cost:
             return
         peak = peak_of(self.problem, R)

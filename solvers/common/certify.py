@@ -52,16 +52,3 @@ def contradicts(bound: float, cost: float) -> bool:
 def faults(problem: Problem, budget: int, R: np.ndarray) -> list[str]:
     """All that the verifier has against R (T, T) within the budget, in words; empty when nothing."""
     return simulator.verify(simulator.lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem, budget)
-
-
-def peak_of(problem: Problem, R: np.ndarray) -> int:
-    """Bytes that the plan of R (T, T) reaches, simulated.
-
-    Raises:
-        SolverError: if some op does not run in its own stage: no such R comes from a working solver.
-    """
-    if not R.diagonal().all():
-        k = int(np.argmin(R.diagonal()))
-        raise SolverError(f"An answer of the solver never runs {problem.graph.ops[k].name}.")
-    schedule = Schedule.from_runs(problem.graph, R)
-    return simulator.simulate(simulator.lower(problem.graph, schedule), problem).peak

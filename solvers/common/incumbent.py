@@ -18,6 +18,7 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.solvers.common.certify import certify, contradicts, faults
+from checkmate.solvers.common.runs import cost_of
 from checkmate.statusline import showing
 from checkmate.units import format_seconds
 
@@ -73,7 +74,7 @@ class Progress:
 
     def take(self, R: np.ndarray, by: str, verified: bool = False) -> None:
         """Keep a schedule (T, T) if it is cheaper than the best so far and the verifier has nothing against it."""
-        cost = float(R.sum(axis=0) @ self.problem.seconds)
+        cost = cost_of(self.problem, R)
         if cost >= self.cost or (not verified and faults(self.problem, self.budget, R)):
             return
         with self._lock:

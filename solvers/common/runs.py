@@ -1,4 +1,4 @@
-"""From what is kept to a schedule: rematerialize on demand, free by liveness.
+"""R, the ops that run in each stage: made from what is kept, tidied, and what it costs and takes.
 
 Checkpointing heuristics choose what to keep; a schedule says what runs. Published code writes S by a formula that holds
 for symmetric chains; here an event simulation fills in the runs, for any graph.
@@ -10,7 +10,13 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from checkmate.core import simulator
+from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.errors import SolverError
+
+MOST_PLACES = 20_000
 
 
 def on_demand(problem: Problem, kept_after: Mapping[int, Iterable[int]]) -> np.ndarray:
@@ -49,3 +55,81 @@ def kept_by_the_forward(problem: Problem, kept: Iterable[int]) -> np.ndarray:
     Within the forward nothing runs again: each value stays until its last use there.
     """
     return on_demand(problem, {problem.graph.forward_length - 1: kept})
+
+
+def as_matrix(stages: list[list[int]]) -> np.ndarray:
+    """R, (T, T) bool, of the ops that run in each stage."""
+    R = np.zeros((len(stages), len(stages)), dtype=bool)
+    for t, ops in enumerate(stages):
+        R[t, ops] = True
+    return R
+
+
+def cost_of(problem: Problem, R: np.ndarray) -> float:
+    """Seconds of all runs of R (T, T)."""
+    return float(R.sum(axis=0) @ problem.seconds)
+
+
+def peak_of(problem: Problem, R: np.ndarray) -> int:
+    """Bytes that the plan of R (T, T) reaches, simulated.
+
+    Raises:
+        SolverError: if some op does not run in its own stage: no such R comes from a working solver.
+    """
+    if not R.diagonal().all():
+        k = int(np.argmin(R.diagonal()))
+        raise SolverError(f"An answer of the solver never runs {problem.graph.ops[k].name}.")
+    schedule = Schedule.from_runs(problem.graph, R)
+    return simulator.simulate(simulator.lower(problem.graph, schedule), problem).peak
+
+
+def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:
+    """R (T, T) without the runs that make nothing which is read before it is made again."""
+    R = R.copy()
+    needed: set[int] = set()
+    for t in reversed(range(len(R))):
+        for k in reversed(np.flatnonzero(R[t]).tolist()):
+            op = graph.ops[k]
+            if k < t and needed.isdisjoint(op.outputs):
+                R[t, k] = False
+                continue
+            needed.difference_update(op.outputs)
+            needed.update(op.inputs)
+    return R
+
+
+def choose_places(
+    problem: Problem, candidates: Iterable[int], *, also: np.ndarray | None = None, most: int = MOST_PLACES
+) -> np.ndarray:
+    """(P, 2) int: stages and ops in the order in which they run, where running a candidate again can be of use at once.
+
+    In stage t those are the candidates whose values op t reads, those whose values they read, and so on; the ones
+    farthest from t are left out where there are too many.
+
+    Args:
+        candidates: ops that may run again; pinned ones never do.
+        also: (T, T) bool, runs of a known schedule to have among the places.
+        most: places at most, not counting those of each op's first execution and of ``also``.
+    """
+    graph = problem.graph
+    free = {k for k in candidates if graph.ops[k].pinned is None}
+    deps = [[d for d in ds if d in free] for ds in graph.deps]
+    layers: list[list[tuple[int, int]]] = []  # by distance from the stage's own op
+    reached = [{t} for t in range(len(graph.ops))]
+    border = [[t] for t in range(len(graph.ops))]
+    count = 0
+    while count <= most and any(border):
+        layer = []
+        for t, ks in enumerate(border):
+            border[t] = sorted({d for k in ks for d in deps[k]} - reached[t])
+            reached[t].update(border[t])
+            layer += [(t, k) for k in border[t]]
+        layers.append(layer)
+        count += len(layer)
+    if count > most and len(layers) > 1:
+        layers.pop()
+    T = len(graph.ops)
+    there = np.eye(T, dtype=bool) if also is None else np.eye(T, dtype=bool) | also
+    t, k = np.array([place for layer in layers for place in layer], dtype=np.int64).reshape(-1, 2).T
+    there[t, k] = True
+    return np.argwhere(there)

@@ -13,7 +13,8 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers.common import incumbent as progress
-from checkmate.solvers.common.certify import certify, peak_of
+from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.runs import cost_of, peak_of
 from checkmate.solvers.linear import highs, pulp_engine
 from checkmate.solvers.linear.equations import Variables, build, cost_unit
 from checkmate.solvers.linear.highs import Outcome, Result
@@ -103,7 +104,7 @@ def milp(
     seconds = time.perf_counter() - began
     details = {"columns": model.columns, "rows": model.rows, "formulation": formulation, "engine": engine}
     schedules = [R for R in (incumbent, found) if R is not None]
-    best = min(schedules, key=lambda R: R.sum(axis=0) @ problem.seconds, default=None)
+    best = min(schedules, key=lambda R: cost_of(problem, R), default=None)
     if best is not None:
         return certify(problem, budget, best, method=method, bound=bound, seconds=seconds, details=details)
     status = Status.INFEASIBLE if outcome is Outcome.INFEASIBLE else Status.NOT_FOUND

@@ -17,7 +17,6 @@ alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,13 +24,11 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.common import incumbent as progress
-from checkmate.solvers.common.certify import peak_of
+from checkmate.solvers.common.runs import cost_of, peak_of
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit, size_unit
 from checkmate.solvers.linear.highs import Outcome
 from checkmate.solvers.linear.model import NONE, Model
-
-MOST_PLACES = 20_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +85,7 @@ def restricted(
             break
     else:
         R = None
-    cost = float("inf") if R is None else float(R.sum(axis=0) @ problem.seconds)
+    cost = float("inf") if R is None else cost_of(problem, R)
     bound = result.bound * cost_unit(problem)
     return Answer(R, cost, bound, result.outcome, len(places), time.perf_counter() - began)
 
@@ -103,43 +100,6 @@ def _as_runs(problem: Problem, places: np.ndarray, runs: np.ndarray) -> np.ndarr
     t, k = places[runs].T
     R[t, k] = True
     return R
-
-
-def choose_places(
-    problem: Problem, candidates: Iterable[int], *, also: np.ndarray | None = None, most: int = MOST_PLACES
-) -> np.ndarray:
-    """(P, 2) int: stages and ops in the order in which they run, where running a candidate again can be of use at once.
-
-    In stage t those are the candidates whose values op t reads, those whose values they read, and so on; the ones
-    farthest from t are left out where there are too many.
-
-    Args:
-        candidates: ops that may run again; pinned ones never do.
-        also: (T, T) bool, runs of a known schedule to have among the places.
-        most: places at most, not counting those of each op's first execution and of ``also``.
-    """
-    graph = problem.graph
-    free = {k for k in candidates if graph.ops[k].pinned is None}
-    deps = [[d for d in ds if d in free] for ds in graph.deps]
-    layers: list[list[tuple[int, int]]] = []  # by distance from the stage's own op
-    reached = [{t} for t in range(len(graph.ops))]
-    border = [[t] for t in range(len(graph.ops))]
-    count = 0
-    while count <= most and any(border):
-        layer = []
-        for t, ks in enumerate(border):
-            border[t] = sorted({d for k in ks for d in deps[k]} - reached[t])
-            reached[t].update(border[t])
-            layer += [(t, k) for k in border[t]]
-        layers.append(layer)
-        count += len(layer)
-    if count > most and len(layers) > 1:
-        layers.pop()
-    T = len(graph.ops)
-    there = np.eye(T, dtype=bool) if also is None else np.eye(T, dtype=bool) | also
-    t, k = np.array([place for layer in layers for place in layer], dtype=np.int64).reshape(-1, 2).T
-    there[t, k] = True
-    return np.argwhere(there)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.runs import cost_of, without_useless
 from checkmate.solvers.linear.highs import Outcome
 from checkmate.solvers.linear.milp import relax
 
@@ -51,7 +52,7 @@ class Best:
                 self.R, self.cost, self.epsilon = R, self._cost(R), epsilon
 
     def _cost(self, R: np.ndarray) -> float:
-        return float(R.sum(axis=0) @ self.problem.seconds)
+        return cost_of(self.problem, R)
 
     def _without_needless(self, R: np.ndarray, until: float) -> np.ndarray:
         """R without repeated runs, the most expensive first, whose outputs can be kept since the run before instead."""
@@ -152,19 +153,4 @@ def least_runs(graph: Graph, S: np.ndarray) -> np.ndarray:
                     producer = graph.values[v].producer
                     if producer is not None and not S[t, v]:
                         R[t, producer] = True
-    return R
-
-
-def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:
-    """R (T, T) without the runs that make nothing which is read before it is made again."""
-    R = R.copy()
-    needed: set[int] = set()
-    for t in reversed(range(len(R))):
-        for k in reversed(np.flatnonzero(R[t]).tolist()):
-            op = graph.ops[k]
-            if k < t and needed.isdisjoint(op.outputs):
-                R[t, k] = False
-                continue
-            needed.difference_update(op.outputs)
-            needed.update(op.inputs)
     return R

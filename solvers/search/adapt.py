@@ -16,12 +16,12 @@ from checkmate.core.fingerprint import fingerprints
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
-from checkmate.solvers.common.certify import peak_of
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.runs import as_matrix, cost_of, peak_of
 from checkmate.solvers.search.drop_runs import slim
 from checkmate.solvers.search.eviction import Stuck
 from checkmate.solvers.search.exchange import exchange
-from checkmate.solvers.search.next_use import Guide, Passes, as_matrix, variants
+from checkmate.solvers.search.next_use import Guide, Passes, variants
 
 Start = Solution | Schedule
 PASSES = 4  # of eviction, at most
@@ -71,7 +71,7 @@ def adapt(problem: Problem, budget: int, R: np.ndarray, *, deadline: float, seed
         found.append(slim(problem, budget, R, deadline=deadline))
     if not found:
         return None
-    best = min(found, key=lambda runs: float(runs.sum(axis=0) @ problem.seconds))
+    best = min(found, key=lambda runs: cost_of(problem, runs))
     return exchange(problem, tables, budget, best, deadline=deadline, seed=seed)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.linear.rounding import without_useless
+from checkmate.solvers.common.runs import cost_of, without_useless
 
 Worth = Callable[[int, int], float]  # of a value in a stage: the higher, the sooner it stays
 ROUNDS = 4  # at most: what is slim already asks for less
@@ -33,12 +33,12 @@ def slim(problem: Problem, budget: int, R: np.ndarray, *, deadline: float = floa
     >>> slim(chain, 2, np.tril(np.ones((4, 4), dtype=bool))).sum()
     np.int64(4)
     """
-    best, cost = R, float(R.sum(axis=0) @ problem.seconds)
+    best, cost = R, cost_of(problem, R)
     for _ in range(ROUNDS):
         stages, before = _Stages(problem, budget, best), cost
         for worth in stages.worths():
             found = without_useless(problem.graph, stages.run(worth))
-            taken = float(found.sum(axis=0) @ problem.seconds)
+            taken = cost_of(problem, found)
             if taken < cost:
                 best, cost = found, taken
             if time.perf_counter() > deadline:

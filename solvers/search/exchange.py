@@ -15,7 +15,7 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.linear.places import choose_places
+from checkmate.solvers.common.runs import choose_places
 
 DEPTH = 6  # runs added at most in exchange for one
 TRIES = 5  # values tried at most for each of these

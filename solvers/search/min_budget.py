@@ -19,12 +19,12 @@ import numpy as np
 
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.problem import Problem
-from checkmate.solvers.common.certify import peak_of
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.runs import as_matrix, peak_of
 from checkmate.solvers.search.backward_search import OutOfTime, find_plan, refute
 from checkmate.solvers.search.drop_runs import slim
 from checkmate.solvers.search.eviction import Stuck, run_pass
-from checkmate.solvers.search.next_use import GRID, as_matrix
+from checkmate.solvers.search.next_use import GRID
 from checkmate.solvers.search.value_sets import Needs
 from checkmate.units import format_bytes
 

@@ -19,6 +19,7 @@ from checkmate.core.solution import Solution, Status
 from checkmate.solvers.common import incumbent as progress
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.runs import as_matrix
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.exchange import exchange
 from checkmate.units import format_bytes
@@ -118,14 +119,6 @@ class Passes:
         if all(abs(cost - known) > 1e-9 * known for known, _ in self.best):
             self.best = sorted([*self.best, (cost, stages)], key=lambda plan: plan[0])[:MOST_IMPROVED]
         return stages
-
-
-def as_matrix(stages: list[list[int]]) -> np.ndarray:
-    """R, (T, T) bool, of the ops that run in each stage."""
-    R = np.zeros((len(stages), len(stages)), dtype=bool)
-    for t, ops in enumerate(stages):
-        R[t, ops] = True
-    return R
 
 
 def variants(guide: Guide | None) -> Iterator[Weights]:

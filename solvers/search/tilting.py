@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.runs import as_matrix
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
-from checkmate.solvers.search.next_use import Guide, as_matrix, variants
+from checkmate.solvers.search.next_use import Guide, variants
 
 POOL = 6  # plans improved side by side
 ROUND = 200  # passes, after which the worst plan starts over from the best

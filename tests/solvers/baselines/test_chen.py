@@ -25,8 +25,7 @@ from checkmate.solvers.baselines.chen import (
     linearized_sqrt,
     selections,
 )
-from checkmate.solvers.common.certify import peak_of
-from checkmate.solvers.common.runs import kept_by_the_forward
+from checkmate.solvers.common.runs import kept_by_the_forward, peak_of
 from checkmate.solvers.linear.milp import milp
 from tests.support.oracle import random_problem
 

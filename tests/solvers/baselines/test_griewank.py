@@ -13,7 +13,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers.baselines.checkpoint_places import linearized
 from checkmate.solvers.baselines.griewank import griewank, least_steps, needs, reversal, stored
-from checkmate.solvers.common.certify import peak_of
+from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.linear.milp import milp
 from tests.solvers.baselines.test_chen import random_chain
 from tests.support.oracle import random_problem

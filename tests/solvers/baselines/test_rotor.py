@@ -14,7 +14,7 @@ from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers.baselines.rotor import Table, rotor, runs_of
 from checkmate.solvers.baselines.rotor_chain import Chain, measure, segments_of
-from checkmate.solvers.common.certify import peak_of
+from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.linear.milp import milp
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 

@@ -9,8 +9,7 @@ from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Status
 from checkmate.solvers.baselines.sweep import answer, cheapest, does_not_apply
-from checkmate.solvers.common.certify import peak_of
-from checkmate.solvers.common.runs import kept_by_the_forward
+from checkmate.solvers.common.runs import kept_by_the_forward, peak_of
 
 CHAIN = dags.unit_chain(40)
 BUDGET = 25

@@ -17,12 +17,12 @@ from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
 from checkmate.errors import SolverError
+from checkmate.solvers.common.runs import without_useless
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import FORMULATIONS, build
 from checkmate.solvers.linear.highs import Outcome, Result
 from checkmate.solvers.linear.milp import export, milp, relax
 from checkmate.solvers.linear.model import NONE, Model
-from checkmate.solvers.linear.rounding import without_useless
 from tests.support import oracle
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.support.sampling import every, slow

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.solvers.common.certify import peak_of
+from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.linear.moments import Bound, default_moments, lift, moment_bound
 from checkmate.solvers.search.next_use import next_use
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem

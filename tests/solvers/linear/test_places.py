@@ -8,9 +8,9 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.solvers.common.certify import peak_of
+from checkmate.solvers.common.runs import choose_places, peak_of
 from checkmate.solvers.linear.highs import Outcome
-from checkmate.solvers.linear.places import choose_places, restricted
+from checkmate.solvers.linear.places import restricted
 from checkmate.solvers.search.next_use import next_use
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.support.sampling import every

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from benchmarks.networks import dags
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
+from checkmate.solvers.common.runs import without_useless
 from checkmate.solvers.linear.milp import milp, relax
-from checkmate.solvers.linear.rounding import least_runs, lp_rounding, rounded, roundings, without_useless
+from checkmate.solvers.linear.rounding import least_runs, lp_rounding, rounded, roundings
 from tests.support.oracle import all_schedules, interesting_budgets, optimum, outcomes, random_problem
 from tests.support.sampling import every
 

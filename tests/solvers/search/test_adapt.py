@@ -11,7 +11,8 @@ from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
-from checkmate.solvers.common.certify import faults, peak_of
+from checkmate.solvers.common.certify import faults
+from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.search.adapt import adapt, as_schedule, proven_by
 from checkmate.solvers.solve import min_budget, solve
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem

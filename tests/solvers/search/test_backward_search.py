@@ -7,7 +7,8 @@ import time
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.solvers.common.certify import certify, peak_of
+from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.search.backward_search import OutOfTime, find_plan, refute
 from checkmate.solvers.search.value_sets import Needs
 from tests.support.oracle import outcomes, random_problem

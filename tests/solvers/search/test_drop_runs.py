@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import dags
-from checkmate.solvers.common.certify import certify, peak_of
+from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.drop_runs import slim
 from checkmate.solvers.search.value_sets import Needs

@@ -11,11 +11,10 @@ from benchmarks.networks import dags
 from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.solvers.common.certify import peak_of
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.runs import as_matrix, peak_of
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.exchange import Line, exchange
-from checkmate.solvers.search.next_use import as_matrix
 from tests.support.oracle import random_problem
 
 

@@ -12,7 +12,7 @@ from benchmarks.networks import dags
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Status
-from checkmate.solvers.common.certify import peak_of
+from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.search import min_budget as least
 from checkmate.solvers.search.min_budget import MinBudget, bottleneck, least_runs, min_budget
 from checkmate.solvers.solve import solve

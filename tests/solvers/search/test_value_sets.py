@@ -14,7 +14,7 @@ from checkmate.core import simulator
 from checkmate.core.plan import Free, Run
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.solvers.common.certify import peak_of
+from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.search.backward_search import refute
 from checkmate.solvers.search.value_sets import Needs
 from tests.support.oracle import all_schedules, outcomes, random_problem
