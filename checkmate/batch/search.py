@@ -2,6 +2,8 @@
 
 Jain et al. (MLSys 2020, Section 6.4) scale all memory by the size, in one quadratic program. Memory is not quite affine
 in the size, so here the step is traced at few sizes, estimated between them, and traced again at the answer and after.
+
+Paper: https://arxiv.org/abs/1910.02653
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Rows are stages: stage t ends with the first execution of op t, and before that 
 Equation numbers are those of Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
 MLSys 2020. We differ from the paper in that S is of values and not of ops, and in that a result of the step is held
 from its first execution on; if its op runs again, the second copy of the result is dropped when the op is done.
+
+Paper: https://arxiv.org/abs/1910.02653
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ two ways, without which a captured transformer or a network with batch norms has
 it parts what comes before it from what comes after: an op on one of two branches that also has a side input of its own
 is an articulation point of the undirected graph, but the other branch leads around it. And what is made without the
 batch, such as an attention mask that all blocks read, does not tie them together, no more than a weight does.
+
+Paper: https://arxiv.org/abs/1910.02653
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ With b = ∞ it keeps everything.
 
 We differ from the papers in that what is kept is turned into a schedule by simulation, not by a formula, and in that
 an op is kept with all its outputs, so that the indices of a max-pool come with the values.
+
+Papers: https://arxiv.org/abs/1604.06174 and https://arxiv.org/abs/1910.02653
 """
 
 from __future__ import annotations

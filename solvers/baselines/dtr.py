@@ -5,6 +5,8 @@ turn belong to the later one's stage. We differ from the paper in what a static 
 each op once, in the order of the graph; runs that nobody uses are left out; memory is freed by liveness. So the plan
 takes less memory than the runtime saw, or more, and the budget that the runtime is told is searched for, until the
 simulated peak of the plan fits ours.
+
+Paper: https://arxiv.org/abs/2006.09616
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ What a pinned op makes cannot come back. When the program is done with such a va
 stays, or goes for good if what is made from it stays instead (the paper's banishing): whichever takes fewer bytes.
 
 A re-run drops the old copies of its outputs first; a result of the step is held, so that a second copy counts.
+
+Paper: https://arxiv.org/abs/2006.09616
 """
 
 from __future__ import annotations

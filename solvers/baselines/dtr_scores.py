@@ -11,6 +11,8 @@ since it was last touched:
     MSPS    (c + seconds of the evicted ancestors) / m
 
 Where we differ from the paper: h_full and MSPS count an op with several evicted outputs once; h_eq counts each output.
+
+Paper: https://arxiv.org/abs/2006.09616
 """
 
 from __future__ import annotations

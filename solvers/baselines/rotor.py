@@ -10,6 +10,8 @@ from the paper: a segment that has run before costs only what makes the wanted v
 running each op once, and the bytes of pinned ops and of the step's results are counted. Memory is counted in slots and
 rounded up, so that the plan may take less memory than the program thinks, or, where segments are not quite alike, more;
 the memory that the program is told is searched for by simulating its plans.
+
+Paper: https://arxiv.org/abs/1911.13214
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ Two forms with the same integer optima:
 We differ from the paper in that values, not ops, are kept and freed, in that a result of the step is at hand from its
 first execution to the end, and in that an op has a workspace. A value that is a result or that nobody reads has no
 variables: its (second) copy counts while its op runs, as workspace does.
+
+Paper: https://arxiv.org/abs/1910.02653
 """
 
 from __future__ import annotations

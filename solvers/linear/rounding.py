@@ -5,6 +5,8 @@ runs the least that this S needs. The plan may break the budget, so the relaxati
 differ from the paper in three ways: thresholds θ are swept, not only 1/2; ε is bisected by whether θ = 1/2 fits the
 budget, not fixed at 0.1, which wastes some; a plan that fits loses the runs it can do without. The bound is the
 relaxation's.
+
+Paper: https://arxiv.org/abs/1910.02653
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ The offline cousin of dynamic tensor rematerialization (Kirisame et al. 2021): t
 next use takes the place of staleness, as in Belady's rule for caches. The pass goes stage by stage: in stage t the
 missing ancestors of op t run in ascending order, then op t. What it runs is a schedule in the sense of
 `checkmate.core.schedule`, and the memory it counts is never below that schedule's.
+
+Paper: https://arxiv.org/abs/2006.09616
 """
 
 from __future__ import annotations
