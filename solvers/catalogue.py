@@ -1,17 +1,79 @@
-"""The methods and their options, to read at a prompt or in a notebook."""
+"""The table of methods: what `solve` can be asked for by name, in one line each, and how to read it at a prompt."""
 
 from __future__ import annotations
 
 import html
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from checkmate.solvers.methods import METHODS, Method
+from checkmate.core.solution import Solution
+from checkmate.solvers.auto import auto
+from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
+from checkmate.solvers.baselines.chen import (
+    ap_greedy,
+    ap_sqrt,
+    chen_greedy,
+    chen_sqrt,
+    linearized_greedy,
+    linearized_sqrt,
+)
+from checkmate.solvers.baselines.dtr import dtr
+from checkmate.solvers.baselines.griewank import griewank
+from checkmate.solvers.baselines.last_node import last_node
+from checkmate.solvers.baselines.min_cut import min_cut
+from checkmate.solvers.baselines.rotor import rotor
+from checkmate.solvers.linear.milp import milp
+from checkmate.solvers.linear.rounding import lp_rounding
+from checkmate.solvers.search.next_use import next_use
 
-__all__ = ["Catalogue", "methods"]
-
+JAIN = "Jain et al., MLSys 2020"
+CHEN = "Chen et al., 2016"
+GRIEWANK = "Griewank and Walther, 2000"
 WIDTH = 110  # characters of a line
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to solve a problem.
+
+    ``run`` is called with the problem, the budget in bytes and the options of the caller, and with ``time_limit`` and
+    ``gap`` where it takes them.
+    """
+
+    name: str
+    summary: str
+    source: str
+    run: Callable[..., Solution] = field(repr=False)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of the options that the method takes."""
+        return tuple(name for name in inspect.signature(self.run).parameters if name not in ("problem", "budget"))
+
+
+_TABLE = (
+    Method("auto", "several methods in turn: a plan at once, a bound, then closing the gap between them", JAIN, auto),
+    Method("checkpoint-all", "keep everything, run nothing twice", "what PyTorch does", checkpoint_all),
+    Method("last-node", "keep only what the op before made: the most recomputation", JAIN, last_node),
+    Method("chen-sqrt", "on a chain of n ops, a checkpoint at every √n-th", CHEN, chen_sqrt),
+    Method("chen-greedy", "on a chain, a checkpoint wherever the bytes since the last exceed b", CHEN, chen_greedy),
+    Method("ap-sqrt", "of n articulation points, a checkpoint at every √n-th", JAIN, ap_sqrt),
+    Method("ap-greedy", "the same where the bytes since the last exceed b", JAIN, ap_greedy),
+    Method("linearized-sqrt", "of n forward ops, a checkpoint at every √n-th", JAIN, linearized_sqrt),
+    Method("linearized-greedy", "the same where the bytes since the last exceed b", JAIN, linearized_greedy),
+    Method("griewank", "on a chain, binomial checkpoints in as many slots as fit", GRIEWANK, griewank),
+    Method("next-use", "evict what is cheap to bring back and far from its next use", "Belady 1966, offline", next_use),
+    Method(
+        "dtr", "evict at run time by one of six scores, and plan what that would run", "Kirisame et al., ICLR 2021", dtr
+    ),
+    Method("rotor", "the optimal persistent checkpoints of a chain of segments", "Beaumont et al., 2019", rotor),
+    Method("min-cut", "save a minimum cut between forward and backward", "He, AOTAutograd, 2022", min_cut),
+    Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp),
+    Method("lp-rounding", "its linear relaxation, rounded in two phases", f"{JAIN}, Section 5", lp_rounding),
+)
+METHODS = {method.name: method for method in _TABLE}
 
 
 class Catalogue(Mapping[str, Method]):

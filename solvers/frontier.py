@@ -20,9 +20,9 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
 from checkmate.core.table import data_frame, html_table, text_table
 from checkmate.errors import CheckmateError, SolverError
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.certify import certify, contradicts
 from checkmate.solvers.common.process_pool import Processes
-from checkmate.solvers.methods import METHODS
 from checkmate.solvers.solve import check_limits, check_method, check_problem, min_budget, solve
 from checkmate.statusline import showing
 from checkmate.units import format_bytes, format_seconds, parse_bytes

@@ -12,10 +12,10 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP, Refusal, Solution, Status
 from checkmate.errors import SolverError
+from checkmate.solvers.catalogue import METHODS, Method
 from checkmate.solvers.common.certify import certify, contradicts
 from checkmate.solvers.common.incumbent import Progress
 from checkmate.solvers.common.runs import cost_of
-from checkmate.solvers.methods import METHODS, Method
 from checkmate.solvers.search.adapt import Start, as_schedule
 from checkmate.solvers.search.min_budget import TIME_LIMIT, MinBudget, bottleneck, least_runs, min_budget
 from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_bytes

@@ -30,7 +30,7 @@ from benchmarks.networks.dags import unit_chain
 from benchmarks.solve.report import render
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
-from checkmate.solvers.methods import METHODS
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.solve import solve
 from checkmate.units import parse_bytes
 

@@ -13,7 +13,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget
 from checkmate.profiling.profilers import Choice
 from checkmate.solvers import recall
-from checkmate.solvers.methods import METHODS
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.units import exact_bytes, format_bytes, parse_bytes
 

@@ -19,7 +19,7 @@ from checkmate.core.fingerprint import fingerprints
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
-from checkmate.solvers.methods import METHODS
+from checkmate.solvers.catalogue import METHODS
 
 AUTO, KEEP_ALL = "auto", "checkpoint-all"
 REACH = 16  # times the largest size that was traced: beyond, an estimate is not worth much

@@ -237,7 +237,7 @@ def _solve(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Refuse a budget or a method that is none."""
     parse_bytes(args.budget)
-    from checkmate.solvers.methods import METHODS
+    from checkmate.solvers.catalogue import METHODS
 
     if args.method not in METHODS:
         raise UsageError(f"there is no method {args.method!r}; the methods are {', '.join(METHODS)}")

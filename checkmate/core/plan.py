@@ -24,7 +24,16 @@ Step = Run | Free
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens, in order. ``boundary``: how many of the steps belong to the forward."""
+    """What happens, in order. ``boundary``: how many of the steps belong to the forward.
+
+    >>> print(Plan((Run(0), Run(1), Free(0), Run(2)), boundary=2))
+    forward
+         0  run 0
+         1  run 1
+    backward
+         2  free 0
+         3  run 2
+    """
 
     steps: tuple[Step, ...]
     boundary: int
@@ -33,3 +42,11 @@ class Plan:
     def runs(self) -> tuple[int, ...]:
         """The ops in the order in which they run, repeats included."""
         return tuple(step.op for step in self.steps if isinstance(step, Run))
+
+    def __str__(self) -> str:
+        half = {0: "forward", self.boundary: "backward"}
+        lines = []
+        for i, step in enumerate(self.steps):
+            lines += [half[i]] if i in half else []
+            lines.append(f"{i:>6}  run {step.op}" if isinstance(step, Run) else f"{i:>6}  free {step.value}")
+        return "\n".join(lines)

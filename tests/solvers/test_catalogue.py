@@ -7,8 +7,7 @@ import inspect
 import pytest
 
 import checkmate
-from checkmate.solvers.catalogue import WIDTH, Catalogue, methods
-from checkmate.solvers.methods import METHODS, Method
+from checkmate.solvers.catalogue import METHODS, WIDTH, Catalogue, Method, methods
 
 
 @pytest.mark.parametrize("shown", [repr(methods()), methods()._repr_html_()], ids=["text", "html"])

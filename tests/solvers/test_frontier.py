@@ -22,10 +22,10 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
 from checkmate.errors import BudgetError, SolverError
 from checkmate.solvers import frontier as module
+from checkmate.solvers.catalogue import METHODS, Method
 from checkmate.solvers.common.certify import certify, faults
 from checkmate.solvers.frontier import BUDGETS, Frontier, frontier
 from checkmate.solvers.linear.milp import milp
-from checkmate.solvers.methods import METHODS, Method
 from checkmate.solvers.solve import min_budget, solve
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 

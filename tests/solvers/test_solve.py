@@ -21,10 +21,10 @@ from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Refusal, Solution, Status
 from checkmate.errors import BudgetError, SolverError
 from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.highs import Outcome, Result
 from checkmate.solvers.linear.model import Model
-from checkmate.solvers.methods import METHODS
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.solve import min_budget, solve
 from checkmate.units import exact_bytes
