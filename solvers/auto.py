@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,11 @@ MOST_PLACES = 5000  # of the exact model on chosen places
 MOST_OPS_EXACT = 150  # the exact model is of use up to here
 MOST_OPS_AT_ONCE = 50  # and up to here proves more than any other bound in the same time
 FEW_MOMENTS, MOST_MOMENTS = 2, 12  # of the first bound, which guides a plan, and of the second, which closes the gap
+SHARE_OF_PASSES = 0.05  # of the time left, for the passes of next-use, guided or not
+SHARE_OF_LEAST, SHARE_OF_SLIM = 0.5, 0.3  # of the time left, where no pass fits: the smallest budget, its plan improved
+SHARE_OF_TILTS = 0.8  # of a search over tilts, the rest for exchanges
+SHARE_OF_TURN, SHARE_OF_WINDOW = 0.15, 0.04  # of all the time: one search over tilts, one window
+FIRST_WINDOW, WIDER = 0.15, 1.6  # share of the stages in the first windows, and how much wider the next ones are
 log = logging.getLogger("checkmate.solve")
 
 
@@ -54,6 +61,7 @@ def auto(
     threads: int = 1,
     seed: int = 0,
     start: Start | None = None,
+    without: Collection[str] = (),
 ) -> Solution:
     """The best plan that the methods together find within the time limit, with the best bound.
 
@@ -64,10 +72,17 @@ def auto(
         threads: of the solver.
         seed: of what is drawn at random.
         start: a known plan to begin with, of this problem or of one with the same ops and other sizes.
+        without: names of `STAGES` to leave out, to see what each is worth.
 
     Raises:
-        ValueError: if the start is of another graph.
+        ValueError: if the start is of another graph, or there is no such stage.
+
+    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 2, 3, 4], sizes=[10, 20, 20, 5])
+    >>> auto(chain, 50, without=["tilted"]).status
+    Status.OPTIMAL
     """
+    if unknown := [name for name in without if name not in {stage.name for stage in STAGES}]:
+        raise ValueError(f"auto has no stage {unknown[0]!r}; its stages are {', '.join(s.name for s in STAGES)}.")
     known = None if start is None else as_schedule(problem, start)
     if budget >= problem.keep_all_peak:
         return checkpoint_all(problem, budget)
@@ -75,11 +90,11 @@ def auto(
     if known is not None and start is not None:
         search.known, search.bound = known.R, max(search.bound, proven_by(problem, budget, start))
     for stage in STAGES:
-        if search.is_open:
+        if search.is_open and stage.name not in without:
             try:
-                stage(search)
+                stage.run(search, stage.share * search.left)
             except SolverError as error:  # the other stages and the best plan so far are as good as before
-                log.warning("%s failed: %s", stage.__name__.strip("_"), error)
+                log.warning("%s failed: %s", stage.name, error)
                 search.failed.append(str(error))
     return search.solution()
 
@@ -171,55 +186,55 @@ class Portfolio:
         return Solution(status, problem, budget, METHOD, bound=self.bound, seconds=seconds, stuck=self.stuck, **about)
 
 
-def _known(search: Portfolio) -> None:
+def _known(search: Portfolio, seconds: float) -> None:
     """The plan to begin with, as it is if that closes the gap, or adapted."""
     if search.known is None:
         return
     if peak_of(search.problem, search.known) <= search.budget:
         search.offer(search.known, "start")
     if search.is_open:
-        deadline = time.perf_counter() + 0.1 * search.left
-        R = adapt(search.problem, search.budget, search.known, deadline=deadline, seed=search.seed)
+        until = time.perf_counter() + seconds
+        R = adapt(search.problem, search.budget, search.known, deadline=until, seed=search.seed)
         search.offer(R, "start, adapted")
 
 
-def _next_use(search: Portfolio) -> None:
+def _next_use(search: Portfolio, seconds: float) -> None:
     if search.R is not None:
         return
-    found = next_use(search.problem, search.budget, time_limit=0.05 * search.time_limit, seed=search.seed)
+    found = next_use(search.problem, search.budget, time_limit=seconds, seed=search.seed)
     if found.schedule is not None:
         search.offer(found.schedule.R, "next-use")
         return
     search.stuck = found.stuck
-    ends = min_budget(search.problem, time_limit=max(1.0, min(TIME_LIMIT, 0.5 * search.left)))
+    ends = min_budget(search.problem, time_limit=max(1.0, min(TIME_LIMIT, SHARE_OF_LEAST * search.left)))
     search.infeasible = search.budget < ends.bound
     if ends.peak <= search.budget:
-        deadline = time.perf_counter() + 0.3 * search.left
+        deadline = time.perf_counter() + SHARE_OF_SLIM * search.left
         search.offer(
             slim(search.problem, search.budget, least_runs(search.problem, time_limit=0.0)[1], deadline=deadline),
             "least",
         )
 
 
-def _exact_at_once(search: Portfolio) -> None:
+def _exact_at_once(search: Portfolio, seconds: float) -> None:
     if len(search.problem.graph.ops) <= MOST_OPS_AT_ONCE:
-        _exact(search)
+        _exact(search, seconds)
 
 
-def _first_bound(search: Portfolio) -> None:
-    _bound(search, 0.3 * search.left, most=FEW_MOMENTS)
+def _first_bound(search: Portfolio, seconds: float) -> None:
+    _bound(search, seconds, most=FEW_MOMENTS)
 
 
-def _better_bound(search: Portfolio) -> None:
+def _better_bound(search: Portfolio, seconds: float) -> None:
     """More moments; one at a time, each answer tried as a guide, once the gap is worth less than all of the time."""
     step = MOST_MOMENTS if search.worth == 1.0 else 1
-    until = time.perf_counter() + 0.4 * search.left
+    until = time.perf_counter() + seconds
     while True:
         before = () if search.relaxed is None else search.relaxed.moments
         left = min(search.left, until - time.perf_counter())
         _bound(search, left, most=min(MOST_MOMENTS, len(before) + step))
         if search.is_open:
-            _guided(search)
+            _guided(search, SHARE_OF_PASSES * search.left)
         same = search.relaxed is None or search.relaxed.moments == before
         if same or step > 1 or not search.is_open or time.perf_counter() >= until:
             return
@@ -256,11 +271,11 @@ def _guide(search: Portfolio) -> Guide | None:
     return Guide(tuple(zip(relaxed.moments, relaxed.kept, strict=True)))
 
 
-def _guided(search: Portfolio) -> None:
+def _guided(search: Portfolio, seconds: float) -> None:
     guide = _guide(search)
     if guide is None:
         return
-    found = next_use(search.problem, search.budget, time_limit=0.05 * search.left, seed=search.seed, guide=guide)
+    found = next_use(search.problem, search.budget, time_limit=seconds, seed=search.seed, guide=guide)
     if found.schedule is not None:
         search.offer(found.schedule.R, "next-use, guided")
 
@@ -278,10 +293,10 @@ def _places(search: Portfolio) -> np.ndarray:
     return choose_places(search.problem, _candidates(search), also=search.R, most=MOST_PLACES)
 
 
-def _restricted(search: Portfolio) -> None:
+def _restricted(search: Portfolio, seconds: float) -> None:
     """All candidates at once: closes the gap where few ops run again."""
     if search.R is not None:
-        _solve(search, _places(search), None, 0.2 * search.left)
+        _solve(search, _places(search), None, seconds)
 
 
 def _solve(search: Portfolio, places: np.ndarray, frozen: np.ndarray | None, limit: float) -> None:
@@ -299,13 +314,11 @@ def _solve(search: Portfolio, places: np.ndarray, frozen: np.ndarray | None, lim
     search.offer(answer.R, "restricted" if frozen is None else "windows")
 
 
-def _exact(search: Portfolio) -> None:
+def _exact(search: Portfolio, seconds: float) -> None:
     if len(search.problem.graph.ops) > MOST_OPS_EXACT:
         return
     start = None if search.R is None else Schedule.from_runs(search.problem.graph, search.R)
-    found = milp(
-        search.problem, search.budget, time_limit=search.left, gap=search.gap, threads=search.threads, start=start
-    )
+    found = milp(search.problem, search.budget, time_limit=seconds, gap=search.gap, threads=search.threads, start=start)
     search.prove(found.bound)
     search.infeasible = found.status is Status.INFEASIBLE
     if found.schedule is not None:
@@ -313,26 +326,22 @@ def _exact(search: Portfolio) -> None:
 
 
 def _tilted(search: Portfolio, seconds: float) -> None:
-    """Portfolio over tilts for so long, from where it was left."""
+    """Search over tilts for so long, from where it was left."""
     began = time.perf_counter()
     if search.tilts is None:
         tables = Tables.of(search.problem)
         search.tilts = Tilts(tables, search.budget, seed=search.seed, guide=_guide(search))
-    R = search.tilts.search(deadline=began + 0.8 * seconds)
+    R = search.tilts.search(deadline=began + SHARE_OF_TILTS * seconds)
     if R is not None:
         tables, until = search.tilts.tables, began + seconds
         search.offer(exchange(search.problem, tables, search.budget, R, deadline=until, seed=search.seed), "tilted")
 
 
-def _first_tilted(search: Portfolio) -> None:
-    _tilted(search, 0.2 * search.left)
-
-
-def _in_turn(search: Portfolio) -> None:
+def _in_turn(search: Portfolio, seconds: float) -> None:
     """Tilted passes and windows in turn, until the windows are as wide as can be and find nothing."""
-    share: float | None = 0.15
+    share: float | None = FIRST_WINDOW
     while search.is_open and share is not None:
-        _tilted(search, min(search.left, 0.15 * search.time_limit))
+        _tilted(search, min(search.left, SHARE_OF_TURN * search.time_limit))
         if search.is_open:
             share = _windows(search, share)
 
@@ -351,21 +360,30 @@ def _windows(search: Portfolio, share: float) -> float | None:
         if not search.is_open:
             return share
         frozen = ~np.isin(places[:, 0], stages[begin : begin + width])
-        _solve(search, places, frozen, min(search.left, max(0.5, 0.04 * search.time_limit)))
+        _solve(search, places, frozen, min(search.left, max(0.5, SHARE_OF_WINDOW * search.time_limit)))
     if search.cost < before * (1 - 1e-9):
         return share
-    return None if share >= 1.0 else min(1.0, 1.6 * share)
+    return None if share >= 1.0 else min(1.0, WIDER * share)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of `auto`."""
+
+    name: str
+    run: Callable[[Portfolio, float], None]  # for so many seconds, about
+    share: float  # of the time that is left when its turn comes
 
 
 STAGES = (
-    _known,
-    _next_use,
-    _exact_at_once,
-    _first_bound,
-    _guided,
-    _better_bound,
-    _first_tilted,
-    _restricted,
-    _exact,
-    _in_turn,
+    Stage("known", _known, 0.1),
+    Stage("next-use", _next_use, SHARE_OF_PASSES),
+    Stage("exact at once", _exact_at_once, 1.0),
+    Stage("first bound", _first_bound, 0.3),
+    Stage("guided", _guided, SHARE_OF_PASSES),
+    Stage("better bound", _better_bound, 0.4),
+    Stage("tilted", _tilted, 0.2),
+    Stage("restricted", _restricted, 0.2),
+    Stage("exact", _exact, 1.0),
+    Stage("in turn", _in_turn, 1.0),
 )
