@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from checkmate.errors import Unsupported
 
 CPU = torch.device("cpu")
+ALL, YOUNG = 2, 1  # generations of garbage: to look through all objects of a large program takes half a second
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,9 @@ def _measure_on_cuda(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _no_collection(generation: int = ALL) -> Iterator[None]:
     """Collect garbage first and not within the block: what it frees would hide what the block allocates."""
-    gc.collect()
+    gc.collect(generation)
     was_collecting = gc.isenabled()
     gc.disable()
     try:
@@ -115,8 +116,12 @@ def _no_collection() -> Iterator[None]:
 
 
 @contextmanager
-def record_allocations() -> Iterator[Recording]:
-    """Record every allocation on the CPU within the block, with the spans of `torch.profiler.record_function`."""
+def record_allocations(*, garbage: int = ALL) -> Iterator[Recording]:
+    """Record every allocation on the CPU within the block, with the spans of `torch.profiler.record_function`.
+
+    Args:
+        garbage: the oldest generation in which garbage is collected first, `ALL` or `YOUNG`.
+    """
     if torch.autograd.profiler._is_profiler_enabled:
         raise Unsupported(
             "Memory is measured with torch.profiler, which is running already. Call the compiled step once before you "
@@ -125,7 +130,7 @@ def record_allocations() -> Iterator[Recording]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each recording announces itself on the terminal
     recording = Recording()
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with _no_collection(), profiler:
+    with _no_collection(garbage), profiler:
         yield recording
     events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     memory = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]

@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
-import numpy as np
 import torch
 import torch.fx as fx
 
-from checkmate.memory import record_allocations
+from checkmate.memory import ALL, YOUNG, record_allocations
 from checkmate.profiling.cost_table import OpCost
 from checkmate.profiling.one_op import attempt, call_of
 
@@ -37,14 +36,15 @@ def measure_ops(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, OpCost | None]]
     """
     for begin in range(0, len(nodes), RECORDED_AT_ONCE):
         some = nodes[begin : begin + RECORDED_AT_ONCE]
-        for i, (node, count) in enumerate(zip(some, _allocated_bytes(some), strict=True), begin):
+        counts = _allocated_bytes(some, garbage=YOUNG if begin else ALL)  # between two recordings little grows old
+        for i, (node, count) in enumerate(zip(some, counts, strict=True), begin):
             yield i, None if count is None else OpCost(time_call(call_of(node)), count)
 
 
-def _allocated_bytes(nodes: Sequence[fx.Node]) -> list[int | None]:
+def _allocated_bytes(nodes: Sequence[fx.Node], *, garbage: int) -> list[int | None]:
     """Bytes that each op allocates at its own peak; None where it does not run."""
     ran: list[bool] = []
-    with record_allocations() as recording:
+    with record_allocations(garbage=garbage) as recording:
         for i, node in enumerate(nodes):
             ran.append(attempt(node, partial(_run_within, f"checkmate.op{i}", node)))
     return [int(recording.within(f"checkmate.op{i}").max()) if ran[i] else None for i in range(len(nodes))]
@@ -86,5 +86,5 @@ def _is_enough(seconds: Sequence[float]) -> bool:
         return False
     if len(seconds) >= MOST_REPEATS or sum(seconds) > SECONDS_PER_OP:
         return True
-    low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75])
-    return bool((high - low) / len(seconds) ** 0.5 < STABLE * middle)
+    low, middle, high = quantiles(seconds, n=4, method="inclusive")  # called after each repeat: NumPy's takes longer
+    return (high - low) / len(seconds) ** 0.5 < STABLE * middle

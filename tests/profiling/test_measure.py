@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import re
@@ -10,6 +11,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
-from checkmate import statusline
+from checkmate import memory, statusline
 from checkmate.backends.eager import Backend
 from checkmate.core.files import folder
 from checkmate.memory import measure_peak
@@ -339,6 +341,31 @@ def test_the_median_is_taken_until_it_is_stable() -> None:
     assert not cpu._is_enough([1e-6, 2e-6] * 5)
     assert cpu._is_enough([1e-6, 2e-6] * (cpu.MOST_REPEATS // 2))
     assert cpu._is_enough([cpu.SECONDS_PER_OP, 2 * cpu.SECONDS_PER_OP] * 3)
+
+
+@pytest.mark.parametrize("count", range(cpu.LEAST_REPEATS, 30))
+def test_stable_is_what_the_quartiles_of_numpy_say(count: int) -> None:
+    drawn = np.random.default_rng(count)
+    for spread in (0.01, 0.05, 0.1, 0.2):
+        seconds = (1e-6 * (1 + spread * drawn.random(count))).tolist()
+        low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75])
+        assert cpu._is_enough(seconds) == ((high - low) / count**0.5 < cpu.STABLE * middle)
+
+
+def test_old_garbage_is_collected_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first recording; in a large program that takes as long as to measure fifty ops."""
+    nodes = _nodes(lambda x: (x @ x).tanh().sum(), torch.randn(8, 8, requires_grad=True))
+    collected: list[int] = []
+    collect = gc.collect
+
+    def count(generation: int = memory.ALL) -> int:
+        collected.append(generation)
+        return collect(generation)
+
+    monkeypatch.setattr(gc, "collect", count)
+    monkeypatch.setattr(cpu, "RECORDED_AT_ONCE", 2)
+    assert len(dict(cpu.measure_ops(nodes))) == len(nodes) == 7
+    assert collected == [memory.ALL, memory.YOUNG, memory.YOUNG, memory.YOUNG]
 
 
 @pytest.mark.parametrize(
