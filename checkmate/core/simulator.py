@@ -44,23 +44,22 @@ def lower(graph: Graph, schedule: Schedule) -> Plan:
     """
     steps: list[Step] = []
     boundary = 0
-    at_hand: set[int] = set()
+    at_hand = np.zeros(len(graph.values), dtype=bool)  # an array, as is kept: what is alive in each of T stages is much
     for t in range(len(graph.ops)):
-        ops = [int(k) for k in np.flatnonzero(schedule.R[t])]
+        ops: list[int] = np.flatnonzero(schedule.R[t]).tolist()
         last_use = {v: k for k in ops for v in (*graph.ops[k].outputs, *graph.ops[k].inputs)}
-        kept = set(graph.outputs)
-        if t + 1 < len(graph.ops):
-            kept.update(int(v) for v in np.flatnonzero(schedule.S[t + 1]))
+        kept = schedule.S[t + 1].copy() if t + 1 < len(graph.ops) else np.zeros_like(at_hand)
+        kept[[*graph.outputs]] = True
         for k in ops:
             steps.append(Run(k))
-            at_hand.update(graph.ops[k].outputs)
-            for v in sorted({*graph.ops[k].inputs, *graph.ops[k].outputs} & at_hand):
-                if last_use[v] == k and v not in kept:
+            at_hand[[*graph.ops[k].outputs]] = True
+            for v in sorted({*graph.ops[k].inputs, *graph.ops[k].outputs}):
+                if at_hand[v] and last_use[v] == k and not kept[v]:
                     steps.append(Free(v))
-                    at_hand.remove(v)
-        for v in sorted(at_hand - kept):  # kept for this stage though nothing in it needed them
+                    at_hand[v] = False
+        for v in np.flatnonzero(at_hand & ~kept).tolist():  # kept for this stage though nothing in it needed them
             steps.append(Free(v))
-            at_hand.remove(v)
+        at_hand &= kept
         if t + 1 == graph.forward_length:
             boundary = len(steps)
     return Plan(tuple(steps), boundary)
@@ -105,11 +104,13 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
     graph = problem.graph
     at_hand = {v for v, value in enumerate(graph.values) if value.producer is None}
     times = [0] * len(graph.ops)
+    turn = 0  # the op whose turn it is to run for the first time
+    results = set(graph.outputs)
     for i, step in enumerate(plan.steps):
         if isinstance(step, Free):
             if step.value not in at_hand or graph.values[step.value].producer is None:
                 yield f"step {i} frees {graph.values[step.value].name}, which is not at hand"
-            if step.value in graph.outputs:
+            if step.value in results:
                 yield f"step {i} frees {graph.values[step.value].name}, a result of the step"
             at_hand.discard(step.value)
             continue
@@ -117,10 +118,11 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
         for v in op.inputs:
             if v not in at_hand:
                 yield f"step {i} runs {op.name} without its input {graph.values[v].name}"
-        first = times.index(0) if times[step.op] == 0 else step.op  # the op whose turn it is to run for the first time
-        if first != step.op:
-            yield f"step {i} runs {op.name} before {graph.ops[first].name}"
+        if times[step.op] == 0 and step.op != turn:
+            yield f"step {i} runs {op.name} before {graph.ops[turn].name}"
         times[step.op] += 1
+        while turn < len(times) and times[turn]:
+            turn += 1
         if i < plan.boundary and op.phase == "backward":
             yield f"step {i} runs {op.name} of the backward in the forward"
         if i >= plan.boundary and op.phase == "forward" and times[step.op] == 1:
