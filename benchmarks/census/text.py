@@ -157,9 +157,12 @@ def _one_of_each(default: PretrainedConfig) -> dict[str, Any]:
     }
     if not lists:
         return {}
-    kinds = list(zip(*lists.values(), strict=True))
+    places = {name for name, value in lists.items() if value == list(range(len(value)))}  # which layers, not their kinds
+    of_kinds = [name for name in lists if name not in places]
+    kinds = list(zip(*(lists[name] for name in of_kinds), strict=True)) or [()] * len(next(iter(lists.values())))
     chosen = list(dict.fromkeys(kinds) if len(set(map(str, kinds))) > 1 else kinds[:2])
-    shorter = {name: [_smaller(name, kind[i]) for kind in chosen] for i, name in enumerate(lists)}
+    shorter = {name: [_smaller(name, kind[i]) for kind in chosen] for i, name in enumerate(of_kinds)}
+    shorter |= {name: list(range(len(chosen))) for name in places}
     return {**shorter, "num_hidden_layers": len(chosen)}
 
 

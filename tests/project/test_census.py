@@ -142,6 +142,10 @@ def test_configurations_are_small_and_have_layers_of_each_kind() -> None:
         step(**batch).backward()
     config = census_text.configuration(transformers.Qwen3NextForCausalLM)
     assert sorted(config.layer_types) == ["full_attention", "linear_attention"]
+    config = census_text.configuration(transformers.Llama4ForCausalLM)  # lists the places of its layers, too
+    assert (config.num_hidden_layers, config.moe_layers, config.no_rope_layers) == (2, [0, 1], [1, 0])
+    config = census_text.configuration(transformers.Lfm2ForCausalLM)  # by nothing but their places
+    assert (config.num_hidden_layers, config.layer_types) == (2, ["full_attention", "full_attention"])
 
 
 @pytest.mark.slow
