@@ -46,7 +46,7 @@ class Schedule:
         R = np.asarray(R, dtype=bool)
         reads, made_by = _reads(graph), _producers(graph)
         made = made_by >= 0
-        used = (sp.csr_array(R, dtype=np.float32) @ reads).toarray() > 0  # (T, V): some user of v runs in stage t
+        used = (sp.csr_array(R, dtype=np.float32) @ reads).astype(bool).toarray()  # (T, V): a user of v runs in stage t
         remade = R[:, made_by] & made  # (T, V): the producer of v runs in stage t
         older = np.arange(len(graph.ops))[:, None] > made_by  # (T, V): v was made in a stage before t
         S = np.zeros_like(used)
