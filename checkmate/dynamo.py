@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.capture.meta_tensors import letting_go
 from checkmate.capture.patches.is_compiling import Answer, warn
 from checkmate.compiler import compile
 from checkmate.errors import Unsupported
@@ -65,7 +66,7 @@ def backend(
     run = planning(module, inputs)
     for plan in planning.plans:
         log.info("%s", plan)
-    return run
+    return letting_go(run, module)
 
 
 backend.answer = Answer()  # type: ignore[attr-defined]

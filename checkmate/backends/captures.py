@@ -25,6 +25,7 @@ from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import quietly
 from checkmate.backends.recapture_reasons import Reason, asked, constants, spelled, too_many, value_now, why_not
 from checkmate.capture.joint import Joint
+from checkmate.capture.meta_tensors import letting_go
 from checkmate.capture.numbers import NotFree, Number, as_inputs, written_out
 from checkmate.capture.patches.is_compiling import plain_if_possible
 from checkmate.capture.patches.recurrent import with_recurrent_modules
@@ -108,7 +109,7 @@ class Captures:
         def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
             planned = len(backend.plans)
             run = backend(module, inputs, **options)
-            return run if len(backend.plans) > planned else _hand_back
+            return letting_go(run if len(backend.plans) > planned else _hand_back, module)
 
         compile_graph.answer = backend.answer  # type: ignore[attr-defined]
         self._compile_graph = compile_graph

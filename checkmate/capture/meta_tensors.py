@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaTensorDesc, MetaTensorDescriber
 
@@ -33,3 +35,22 @@ def meta_as_cpu() -> Iterator[None]:
 
     with patch.object(MetaTensorDescriber, "describe_tensor", describe_on_cpu):
         yield
+
+
+def letting_go(run: Callable[..., Any], module: fx.GraphModule) -> Callable[..., Any]:
+    """A compiled function that, when it first runs, forgets the fake tensors by which Dynamo describes its graph.
+
+    Nobody reads them any more: by then Dynamo has done its work. Kept with the code, they keep autograd's nodes, and
+    these the numbers that tensors were multiplied by: each in a real tensor of eight bytes, which no plan knows.
+    """
+    described: list[fx.GraphModule] = [module]
+
+    @wraps(run)
+    def letting_go_first(*inputs: Any) -> Any:
+        while described:
+            parts = [part for part in described.pop().modules() if isinstance(part, fx.GraphModule)]
+            for node in (node for part in parts for node in part.graph.nodes):
+                node.meta.pop("example_value", None)
+        return run(*inputs)
+
+    return letting_go_first

@@ -308,3 +308,25 @@ def test_at_the_limit_an_argument_is_named() -> None:
         assert same_bits(compiled(x, keep), step(x, keep))
     with pytest.raises(checkmate.Unsupported, match=r"The last ones: 5, 6, 7.*\n.*\n.*keep = torch\.tensor\(7\)"):
         compiled(x, 7)
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["compile", "torch.compile"])
+def test_a_capture_leaves_no_bytes_that_no_plan_knows(by_name: bool) -> None:
+    """A tensor times a number: autograd of the fake tensors keeps the number, in a real tensor of eight bytes."""
+    weight, x = nn.Parameter(torch.randn(64)), torch.randn(64)
+
+    def train() -> object:
+        def loss_of(x: Tensor) -> Tensor:
+            return (weight.sigmoid() * 0.5 * x).sum()
+
+        if by_name:
+            torch._dynamo.reset()
+            step = torch.compile(loss_of, backend="checkmate", options={"budget": "1 MB"}, dynamic=False)
+        else:
+            step = checkmate.compile(loss_of, budget="1 MB", time_limit=1)
+        step(x).backward()
+        weight.grad = None
+        return step
+
+    train()  # its ops are measured
+    assert measure_peak(train).final == 0
