@@ -41,25 +41,43 @@ _IN_ORDER = {  # the strides are those that the kernel finds in its operands, th
     aten.hardsigmoid_backward.default,
     aten.hardswish_backward.default,
     aten.hardtanh_backward.default,
+    aten.complex.default,
     aten.logit_backward.default,
     aten.native_dropout_backward.default,
+    aten.polar.default,
     aten.softplus_backward.default,
     aten.special_xlog1py.default,
     aten.xlogy.Tensor,
 }
-_LIKE_THE_INPUT = {aten.binary_cross_entropy_backward.default}  # those of the argument ``self``
+_BY_OPERANDS = {  # those of these arguments, in this order
+    aten._prelu_kernel_backward.default: ("self", "weight", "grad_output"),
+    aten.binary_cross_entropy.default: ("self",),
+    aten.binary_cross_entropy_backward.default: ("self",),
+    aten.huber_loss.default: ("self",),
+    aten.leaky_relu_backward.default: ("self", "grad_output"),
+    aten.log_sigmoid_backward.default: ("grad_output",),
+    aten.threshold_backward.default: ("self", "grad_output"),
+}
+_IN_THE_FORMAT = {  # the memory format that the argument ``self`` suggests
+    aten.channel_shuffle.default,
+    aten.reflection_pad2d_backward.default,
+    aten.replication_pad2d_backward.default,
+    aten.roll.default,
+}
 _CONTIGUOUS = {
     aten._log_softmax_backward_data.default,
+    aten.glu_backward.default,
     aten.huber_loss_backward.default,
     aten.isin.Tensor_Scalar,
     aten.isin.Tensor_Tensor,
     aten.log_sigmoid_forward.default,
     aten.mse_loss_backward.default,
+    aten.native_layer_norm_backward.default,
     aten.poisson.default,
     aten.pow.Scalar,
     aten.smooth_l1_loss_backward.default,
 }
-_DESCRIBED_WRONG = _IN_ORDER | _LIKE_THE_INPUT | _CONTIGUOUS
+_DESCRIBED_WRONG = _IN_ORDER | _BY_OPERANDS.keys() | _IN_THE_FORMAT | _CONTIGUOUS
 
 
 def lay_out(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -200,8 +218,13 @@ def _strides_of_the_kernel(op: Any, given: Sequence[Any], result: torch.Tensor) 
     """Those of the result of an op on the CPU that PyTorch describes with others."""
     if op in _CONTIGUOUS:
         return tuple(make_contiguous_strides_for(result.shape))
-    if op in _LIKE_THE_INPUT:
-        return tuple(compute_elementwise_output_strides(given[[a.name for a in op._schema.arguments].index("self")]))
+    arguments = dict(zip((a.name for a in op._schema.arguments), given, strict=False))
+    if op in _IN_THE_FORMAT:
+        return torch.empty_like(result, memory_format=suggest_memory_format(arguments["self"])).stride()
+    if op in _BY_OPERANDS:
+        given = [arguments[name] for name in _BY_OPERANDS[op]]
+        if given[0].shape != result.shape:  # a loss in one number
+            return result.stride()
     operands = [x.expand(result.shape) for x in given if isinstance(x, torch.Tensor) and x.dim()]
     return tuple(compute_elementwise_output_strides(*operands)) if operands else result.stride()
 
