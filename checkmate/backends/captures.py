@@ -82,6 +82,7 @@ class _Capture:
     because: Reason | None  # the value for which an earlier capture was not for its call
     numbers: frozenset[str] = frozenset()  # that are inputs, by Dynamo's names
     joint: Joint | None = None
+    answers: tuple[bool | int, ...] = ()  # to what it asks of its tensors, in order
     used: int = 0  # at which call, the last time
 
     def free(self) -> None:
@@ -121,11 +122,15 @@ class Captures:
             Unsupported: if a value that changes from call to call has used up the captures that are kept.
         """
         kind, other = _kind((args, kwargs)), None
+        found: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on
         for place, known in enumerate(self._kept.get(kind, ())):
+            if any(_goes_another_way(known.answers, answers) for answers in found):
+                continue
             try:
                 result = known.replay(*args, **kwargs)
             except AnotherAnswer as answer:
                 other = other or answer
+                found.append((*known.answers[: answer.place], answer.now))
                 continue
             except _NothingToPlan:
                 result = self._fn(*args, **kwargs)
@@ -152,7 +157,7 @@ class Captures:
                 self._forget(known)  # the new one is for its numbers too
                 return result
         if other is not None and not reasons:
-            reasons = [asked(other.where, other.was, other.now)]
+            reasons = [asked(other.where, other.was, other.now, drawn=other.drawn)]
         return self._captured(kind, args, kwargs, reasons[0] if reasons else None)
 
     def _nearest(self, kind: Any, args: Any, kwargs: Any) -> tuple[_Capture | None, list[Reason]]:
@@ -213,7 +218,7 @@ class Captures:
             made.free()
             raise
         finally:
-            made.joint, backend.last = backend.last, None
+            made.joint, made.answers, backend.last, backend.answers = backend.last, backend.answers, None, ()
         if result is MISS:  # torch.compile is turned off
             return self._fn(*args, **kwargs)
         made.plans += backend.plans[planned:]
@@ -236,11 +241,11 @@ class Captures:
         """Forget captures until there is room for one more, those first that were not used for longest.
 
         Raises:
-            Unsupported: if half of them were made because of the same value.
+            Unsupported: if half of them were made because of the same value, and that is not a random one.
         """
         while len(kept := sorted(self._all(), key=lambda one: one.used)) >= self._most:
             reasons = [one.because for one in kept if one.because and because and one.because.source == because.source]
-            if because and len(reasons) >= self._most // 2:
+            if because and not because.drawn and len(reasons) >= self._most // 2:
                 raise Unsupported(too_many(self._fn, self._name, [*reasons, because], self._most))
             self._forget(kept[0])
 
@@ -258,6 +263,7 @@ class Captures:
             return
         self._warned = True
         why = f"The last one because {spelled(because.source, self._fn)} was {because.value!r}. " if because else ""
+        why += because.advice + " " if because and because.drawn else ""
         log.warning(
             "%s was captured and planned %d times, for as many kinds of input. %sHalf of max_plans=%d is used; beyond "
             "it the least recently used is dropped.",
@@ -273,6 +279,14 @@ def _with(numbers: Mapping[str, Number], joint: Joint) -> list[Any]:
     primals = [n for n in joint.placeholders if _is_primal(n)]
     gradients = [g for n, g in zip(primals, joint.backward_outputs, strict=False) if n not in joint.numbers]
     return written_out(joint.module.graph, joint.numbers, [*joint.forward_outputs, *gradients], numbers)
+
+
+def _goes_another_way(known: tuple[bool | int, ...], found: tuple[bool | int, ...]) -> bool:
+    """Whether a capture comes to the last of these questions of a call, and had another answer there.
+
+    The same call asks the same up to there, so that the capture need not be tried: asking may take many draws.
+    """
+    return len(known) >= len(found) and known[: len(found) - 1] == found[:-1] and known[len(found) - 1] != found[-1]
 
 
 def _hand_back(*inputs: Any) -> Any:

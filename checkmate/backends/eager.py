@@ -28,7 +28,7 @@ from checkmate.capture.patches.kernels import eager_kernels
 from checkmate.capture.patches.leaves import refuse_lost_leaves
 from checkmate.capture.patches.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
-from checkmate.capture.questions import Question, asking_first, taken_out
+from checkmate.capture.questions import Questions, asking_first, taken_out
 from checkmate.codegen.boxed import boxed
 from checkmate.codegen.contributions import counted_contributions, sharing_of, with_contributions
 from checkmate.codegen.emit import emit
@@ -100,6 +100,7 @@ class Backend:
     numbers: Collection[str] = ()  # Dynamo's names of inputs that are no tensors
     check: Callable[[Joint], None] = lambda joint: None  # what was captured with such inputs
     last: Joint | None = None  # what was planned last
+    answers: tuple[bool | int, ...] = ()  # to what the step asks that was planned last, in order
     reach: Any = ()  # the function that is captured and its arguments, while it is called
 
     exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
@@ -130,6 +131,7 @@ class Backend:
             Unsupported: if ops are to be measured on tensors without data, or cannot be traced with their own bits.
         """
         questions, planned = taken_out(module), len(self.plans)
+        self.answers = questions.answers
         _refuse_inexact(module)
         refuse_lost_leaves(module, inputs)
         if isinstance(self.profile, Measure):
@@ -156,7 +158,7 @@ class Backend:
             counted_contributions() as facts.counts,
         ):
             run = compile_graph(module, inputs)
-        if questions and isinstance(self.profile, Measure) and len(self.plans) > planned:
+        if questions.answers and isinstance(self.profile, Measure) and len(self.plans) > planned:
             self.plans[-1] = _with_questions(self.plans[-1], questions, inputs, self.limit(self.plans[-1]))
         if self.takes_none:
             run = keep_undefined(run)
@@ -249,24 +251,24 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
     return sum(-(-size // block_bytes) * block_bytes for size in sizes)
 
 
-def _with_questions(plan: Solution, questions: list[Question], inputs: list[Any], limit: int) -> Solution:
+def _with_questions(plan: Solution, questions: Questions, inputs: list[Any], limit: int) -> Solution:
     """The plan, its peak that of what is asked before the step where that is higher.
 
     Raises:
         Unsupported: where it is above the limit.
     """
     device = next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device != CPU), CPU)
-    for question in questions:
-        taken = measure_peak(partial(question.ask, inputs), device).peak
-        peak = plan.problem.resident + taken
-        if peak > limit:
-            raise Unsupported(
-                f"{question.where}: the step asks for the value of a tensor, which is found out before the step runs. "
-                f"That takes {format_bytes(taken)}, with what is resident {format_bytes(peak)}, of a budget of "
-                f"{format_bytes(limit)}. Ask outside of the step, and pass the answer in as a bool."
-            )
-        if plan.peak is not None and peak > plan.peak:
-            plan = replace(plan, peak=peak, details={**plan.details, "asked_bytes": taken})
+    taken = measure_peak(partial(questions.ask, inputs), device).peak
+    peak = plan.problem.resident + taken
+    if peak > limit:
+        places = ", ".join(dict.fromkeys(questions.places))
+        raise Unsupported(
+            f"{places}: the step asks for the value of a tensor, which is found out before the step runs. "
+            f"That takes {format_bytes(taken)}, with what is resident {format_bytes(peak)}, of a budget of "
+            f"{format_bytes(limit)}. Ask outside of the step, and pass the answer in as a bool."
+        )
+    if plan.peak is not None and peak > plan.peak:
+        plan = replace(plan, peak=peak, details={**plan.details, "asked_bytes": taken})
     return plan
 
 

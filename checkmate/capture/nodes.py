@@ -12,7 +12,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 
 from checkmate.capture.patches import strides as layouts
-from checkmate.capture.random_draws import DRAWS
+from checkmate.capture.random_draws import DRAWS, draws
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
 
@@ -96,17 +96,11 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Draws from a generator. Attention ops carry the tag even where their dropout probability is zero."""
+    """Draws from a generator."""
     if node.target in DRAWS:
         return True
     op = _op(node)
-    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    for i, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":
-            p = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return bool(p != 0.0)
-    return True
+    return isinstance(op, torch._ops.OpOverload) and draws(op, node.args, node.kwargs)
 
 
 def is_collective(node: fx.Node) -> bool:

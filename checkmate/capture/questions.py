@@ -5,16 +5,21 @@ capture goes on with the answer. It stands in the captured graph as a call of `d
 questions are asked again, in order and before anything else runs; on another answer nothing has changed yet, and
 `captures` takes another capture of the same step, or makes one.
 
+Where the answer depends on random numbers, ``if torch.rand(()) < layerdrop:``, all draws before them are made as well,
+and the generator is put back; see `earlier_draws`.
+
 A question is not answered, and the step refused, where the answer cannot be had beforehand or would cost too much: it
-depends on random numbers of the step, on values that the step has overwritten, or on a product of matrices, a
-convolution, attention, a recurrent layer or batch norm. All else is a pass over its tensors. `predicates` asks.
+depends on values that the step has overwritten, on a product of matrices, a convolution, attention, a recurrent layer
+or batch norm, or on draws before which it cannot be known how much was drawn. All else is a pass over its tensors.
+`branches` asks.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -25,12 +30,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from checkmate.capture.earlier_draws import ENTER, EXIT, CannotTellError, Draws, draws_of, keeping_generators
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.provenance import where
+from checkmate.capture.random_draws import draws
 from checkmate.errors import Unsupported
 
 WITHOUT_TENSORS = (torch.equal, torch.allclose, torch.is_nonzero)  # noqa: TID251  # no graph may hold their bools
-_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _NO_DATA = "it depends on tensors that have no data here, fake or on the meta device"
 _COSTLY = ("batch_norm", "rnn", "lstm", "gru", "attention")  # in the names of ops; batch norm writes as well
 
@@ -38,53 +44,100 @@ _COSTLY = ("batch_norm", "rnn", "lstm", "gru", "attention")  # in the names of o
 class AnotherAnswer(Unsupported):
     """A question was answered otherwise when the step was captured. Nothing of this call has run."""
 
-    def __init__(self, where: str, was: bool | int, now: bool | int) -> None:
+    def __init__(self, where: str, was: bool | int, now: bool | int, place: int = 0, drawn: bool = False) -> None:
         super().__init__(
             f"{where}: the step asks for the value of a tensor, which was {was} when the step was captured and is "
             f"{now} now. checkmate.compile plans a step for each answer; a backend that torch.compile calls by its "
             "name sees one of them only."
         )
         self.where, self.was, self.now = where, was, now
+        self.place = place  # among the questions of the step
+        self.drawn = drawn  # it depends on random numbers
 
 
-class CannotTellError(Exception):
-    """Why a question has no answer before the step runs: the end of a sentence."""
+class _DrawsError(CannotTellError):
+    """It depends on random numbers."""
 
 
-def decided(value: Any, answer: bool | int) -> None:
-    """In a captured graph: the step asked for this value, and was captured as if it were always the answer."""
+def decided(value: Any, answer: bool | int, generators: tuple[torch.device, ...] = ()) -> None:
+    """In a captured graph: the step asked for this value, and was captured as if it were always the answer.
+
+    ``generators``: where the random numbers come from on which it depends.
+    """
 
 
-def program(node: fx.Node, attributes: Mapping[str, Any]) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """All that a node of a captured graph depends on, as a module of its own that ends with it.
+def _compare(value: Any, known: bool | int, place: int, where: str, drawn: bool, regions: tuple[Any, ...]) -> None:
+    """In the program of all questions, in place of `decided`; ``regions`` of autocast are left before it raises."""
+    now = type(known)(value)
+    if now != known:
+        for region in reversed(regions):
+            EXIT(region)
+        raise AnotherAnswer(where, known, now, place, drawn)
+
+
+def program(
+    ends: Sequence[fx.Node], attributes: Mapping[str, Any], last: Mapping[torch.device, fx.Node]
+) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """All that nodes of a captured graph depend on, as a module of its own that ends with the last of them.
 
     Args:
-        node: in a graph that Dynamo captured or captures.
+        ends: in a graph that Dynamo captured or captures, in order. `decided` becomes a comparison.
         attributes: what the graph's ``get_attr`` nodes stand for.
+        last: for each generator that they depend on, the node before which all of its draws are made.
 
     Returns:
         The module, and its node for each of the graph's.
 
     Raises:
-        CannotTellError: if it depends on what is no op: a module called as a whole, a checkpointed part.
+        CannotTellError: if it depends on what is no op: a module called as a whole, a checkpointed part; or if it cannot
+            be told what is drawn.
     """
-    earlier = [*_until(node)]
-    needed = _needed(node, earlier)
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    open_regions: list[fx.Node] = []
+    earlier = [*_until(ends[-1])]
+    needed = set[fx.Node]().union(*(_needed(end, [*_until(end)]) for end in ends))
+    unread = _unread_draws(earlier, needed, attributes, last)
+    graph, copies, held = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any](unread)
+    regions: list[fx.Node] = []
     for n in earlier:
-        if n.target in (_ENTER, _EXIT):
+        if n.target in (ENTER, EXIT):
             copies[n] = graph.node_copy(n, copies.__getitem__)
-            open_regions = [*open_regions, copies[n]] if n.target is _ENTER else open_regions[:-1]
+            regions = [*regions, copies[n]] if n.target is ENTER else regions[:-1]
+        elif n.target is decided and n in needed:
+            value, known, generators = n.args
+            place = sum(end.target is decided for end in ends[: ends.index(n)])
+            args = copies[value], known, place, where(n), bool(generators), tuple(regions)
+            copies[n] = graph.call_function(_compare, args)
         elif n in needed:
             if n.op == "call_module" or isinstance(n.target, torch._ops.HigherOrderOperator):
                 raise CannotTellError(f"it depends on {n.target}, which cannot run on its own")
             copies[n] = graph.node_copy(n, copies.__getitem__)
-    for region in reversed(open_regions):
-        graph.call_function(_EXIT, (region,))
-    graph.output(copies[node])
-    held = {n.target: attributes[n.target] for n in copies if n.op == "get_attr" and isinstance(n.target, str)}
+            if n.op == "get_attr" and isinstance(n.target, str):
+                held[n.target] = attributes[n.target]
+        elif f"{n.name}_draws" in unread:
+            graph.call_module(f"{n.name}_draws")
+    for region in reversed(regions):
+        graph.call_function(EXIT, (region,))
+    graph.output(copies[ends[-1]])
     return fx.GraphModule(held, graph), copies
+
+
+def _unread_draws(
+    earlier: Sequence[fx.Node],
+    needed: Collection[fx.Node],
+    attributes: Mapping[str, Any],
+    last: Mapping[torch.device, fx.Node],
+) -> dict[str, Draws]:
+    """The draws that come before those that are needed, by the names of the nodes that make them."""
+    if not last:
+        return {}
+    ends = {device: earlier.index(node) for device, node in last.items()}
+    made = {}
+    for i, (n, found) in enumerate(draws_of(earlier, attributes).items()):
+        before = [draw for draw in found if i < ends.get(draw.device, 0)]
+        if before and n not in needed:
+            for draw in before:
+                draw.check()
+            made[f"{n.name}_draws"] = Draws(before)
+    return made
 
 
 def _until(node: fx.Node) -> Iterable[fx.Node]:
@@ -132,8 +185,10 @@ def _memory(node: fx.Node) -> set[int]:
     return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
 
 
-def answer(node: fx.Node, given: Mapping[fx.Node, Any], attributes: Mapping[str, Any], untouched: set[fx.Node]) -> Any:
-    """What a node of a graph that is being captured gives, on the tensors of this call.
+def answer(
+    node: fx.Node, given: Mapping[fx.Node, Any], attributes: Mapping[str, Any], untouched: set[fx.Node]
+) -> tuple[Any, tuple[torch.device, ...]]:
+    """What a node of a graph that is being captured gives on the tensors of this call, and the generators it needs.
 
     Args:
         node: of Dynamo's graph, as far as it is.
@@ -144,7 +199,24 @@ def answer(node: fx.Node, given: Mapping[fx.Node, Any], attributes: Mapping[str,
     Raises:
         CannotTellError: if it cannot be told before the step runs.
     """
-    module, copies = program(node, attributes)
+    try:
+        return _run(node, given, attributes, untouched, ()), ()
+    except _DrawsError:
+        earlier = [*_until(node)]
+        found, needed = draws_of(earlier, attributes), _needed(node, earlier)
+        generators = tuple(dict.fromkeys(draw.device for n in earlier if n in needed for draw in found.get(n, ())))
+        with keeping_generators(generators):
+            return _run(node, given, attributes, untouched, generators), generators
+
+
+def _run(
+    node: fx.Node,
+    given: Mapping[fx.Node, Any],
+    attributes: Mapping[str, Any],
+    untouched: set[fx.Node],
+    generators: tuple[torch.device, ...],
+) -> Any:
+    module, copies = program([node], attributes, dict.fromkeys(generators, node))
     inputs = [n for n in copies if n.op == "placeholder"]
     if any(is_fake(given[n]) for n in inputs):
         raise CannotTellError(_NO_DATA)
@@ -153,7 +225,7 @@ def answer(node: fx.Node, given: Mapping[fx.Node, Any], attributes: Mapping[str,
         raise CannotTellError("it depends on a tensor that the step has overwritten before")
     values = [given[n] for n in inputs]
     run = fx.Interpreter(module, garbage_collect_values=False)
-    with torch.no_grad(), _Watch(values):
+    with torch.no_grad(), _Watch(values, generators):
         found = run.run(*values)
     if is_fake(found):
         raise CannotTellError(_NO_DATA)
@@ -181,23 +253,31 @@ def _statistics(node: fx.Node, needed: Mapping[fx.Node, Any]) -> Iterable[int]:
 
 
 class _Watch(TorchDispatchMode):
-    """Stop before an op that draws, that writes to these tensors, or that costs more than a pass over its tensors."""
+    """Stop before an op that writes to these tensors, or that costs more than a pass over its tensors.
 
-    def __init__(self, inputs: list[Any]) -> None:
+    And after one that draws, from another generator than these.
+    """
+
+    def __init__(self, inputs: list[Any], generators: tuple[torch.device, ...]) -> None:
         super().__init__()
+        self.generators = generators
         strided = [t for t in inputs if isinstance(t, torch.Tensor) and t.layout is torch.strided]
         self.memory = {t.untyped_storage().data_ptr() for t in strided}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op, or refuse to."""
         name = func._schema.name
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise CannotTellError("it depends on random numbers that the step draws")
+        drawing = draws(func, args, kwargs or {})
+        if drawing and not self.generators:
+            raise _DrawsError("it depends on random numbers that the step draws")
         if func._overloadpacket in flop_registry or any(word in name for word in _COSTLY):
             raise CannotTellError(f"it depends on {name}, which costs too much to run once more before the step")
         if func._schema.is_mutable:
             self._check_writes(func, args, kwargs or {})
-        return func(*args, **kwargs or {})
+        result = func(*args, **kwargs or {})
+        if drawing and any(t.device not in self.generators for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
+            raise CannotTellError("it depends on random numbers that the step draws, in a way that is not followed")
+        return result
 
     def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
         for i, argument in enumerate(func._schema.arguments):
@@ -210,54 +290,65 @@ class _Watch(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a captured step asks before it runs."""
+class Questions:
+    """All that a captured step asks before it runs, in order."""
 
     module: fx.GraphModule
-    inputs: tuple[int, ...]  # positions among the step's
-    answer: bool | int  # when it was captured
-    where: str
+    inputs: tuple[int, ...] = ()  # positions among the step's
+    answers: tuple[bool | int, ...] = ()  # when it was captured
+    places: tuple[str, ...] = ()  # in the user's code
+    generators: tuple[torch.device, ...] = ()  # on which an answer depends
 
-    def ask(self, inputs: Sequence[Any]) -> bool | int:
-        """The answer for these inputs of the step."""
-        with torch.no_grad():
-            return type(self.answer)(self.module(*[inputs[i] for i in self.inputs]))
-
-    def check(self, inputs: Sequence[Any]) -> None:
-        """Ask.
+    def ask(self, inputs: Sequence[Any]) -> None:
+        """Ask them for these inputs of the step, one after the other.
 
         Raises:
-            AnotherAnswer: if the step was captured for another one.
+            AnotherAnswer: for the first that was answered otherwise when the step was captured.
         """
-        now = self.ask(inputs)
-        if now != self.answer:
-            raise AnotherAnswer(self.where, self.answer, now)
+        with torch.no_grad(), keeping_generators(self.generators) if self.generators else nullcontext():
+            self.module(*[inputs[i] for i in self.inputs])
 
 
-def taken_out(module: fx.GraphModule) -> list[Question]:
+def taken_out(module: fx.GraphModule) -> Questions:
     """The questions of a captured graph, which has none afterwards; the same ones where they were taken before."""
-    found: list[Question] | None = module.meta.get("questions")
+    found: Questions | None = module.meta.get("questions")
     if found is None:
         found = module.meta["questions"] = _take(module)
     return found
 
 
-def _take(module: fx.GraphModule) -> list[Question]:
-    position = {n: i for i, n in enumerate(module.graph.find_nodes(op="placeholder"))}
-    attributes = {n.target: _attribute(module, n.target) for n in module.graph.find_nodes(op="get_attr")}
-    questions = []
-    for marker in module.graph.find_nodes(op="call_function", target=decided):
-        node, known = marker.args
-        asked, copies = program(node, attributes)
-        inputs = tuple(position[n] for n in copies if n.op == "placeholder")
-        if inputs:  # else the answer is always the same
-            questions.append(Question(asked, inputs, known, where(marker)))
+def _take(module: fx.GraphModule) -> Questions:
+    markers = module.graph.find_nodes(op="call_function", target=decided)
+    asked = _asked(module, [marker for marker in markers if _may_change(marker)])
+    for marker in markers:
         module.graph.erase_node(marker)
     for node in reversed(module.graph.nodes):
         if not node.users and (_is_number(node) or _is_certain(node)):
             module.graph.erase_node(node)
     module.recompile()
-    return questions
+    return asked
+
+
+def _may_change(marker: fx.Node) -> bool:
+    """Whether the answer is not always the same: it depends on inputs, or on random numbers."""
+    return bool(marker.args[2]) or any(n.op == "placeholder" for n in _needed(marker, [*_until(marker)]))
+
+
+def _asked(module: fx.GraphModule, markers: Sequence[fx.Node]) -> Questions:
+    if not markers:
+        return Questions(fx.GraphModule({}, fx.Graph()))
+    position = {n: i for i, n in enumerate(module.graph.find_nodes(op="placeholder"))}
+    attributes = {n.target: _attribute(module, n.target) for n in module.graph.find_nodes(op="get_attr")}
+    given: Any = [marker.args for marker in markers]
+    last = {device: marker for marker, (_, _, generators) in zip(markers, given, strict=True) for device in generators}
+    run, copies = program(markers, attributes, last)
+    return Questions(
+        module=run,
+        inputs=tuple(position[n] for n in copies if n.op == "placeholder"),
+        answers=tuple(known for _, known, _ in given),
+        places=tuple(map(where, markers)),
+        generators=tuple(last),
+    )
 
 
 def _attribute(module: fx.GraphModule, target: Any) -> Any:
@@ -276,15 +367,14 @@ def _is_certain(node: fx.Node) -> bool:
     return node.target is torch.ops.aten._assert_scalar.default and str(node.args[1]).startswith("Runtime assertion")
 
 
-def asking_first(run: Callable[..., Any], questions: Sequence[Question]) -> Callable[..., Any]:
+def asking_first(run: Callable[..., Any], questions: Questions) -> Callable[..., Any]:
     """A compiled function that first asks its questions, and runs only where all answers are as captured."""
-    if not questions:
+    if not questions.answers:
         return run
 
     @wraps(run)
     def asking(*inputs: Any) -> Any:
-        for question in questions:
-            question.check(inputs)
+        questions.ask(inputs)
         return run(*inputs)
 
     return asking

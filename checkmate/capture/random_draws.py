@@ -7,13 +7,24 @@ generator as plain PyTorch does. Each later run draws from a generator of its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 STATE_BYTES = torch.get_rng_state().numel()  # of the CPU's generator
 WORTH_BYTES = 4 * STATE_BYTES  # a smaller mask is kept itself
+
+
+def draws(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op of PyTorch's draws. Attention ops carry the tag even where their dropout probability is zero."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            p = args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(p != 0.0)
+    return True
 
 
 def draw_mask(x: torch.Tensor, p: float) -> torch.Tensor:

@@ -124,10 +124,6 @@ def test_each_way_to_ask(name: str) -> None:
     assert len(compiled.plans) == (1 if name in ("assert", "a parameter", "autocast", "while") else 2)
 
 
-def _random(x: Tensor) -> Tensor:
-    return x.cos() if torch.rand(()) < 0.5 else x
-
-
 def _product(x: Tensor) -> Tensor:
     return x.cos() if (x.view(2, 4) @ x.view(4, 2)).sum() > 0 else x
 
@@ -153,7 +149,6 @@ def _checkpointed(x: Tensor) -> Any:
 
 STATISTICS = (torch.zeros(2), torch.ones(2))
 REFUSED: dict[str, tuple[Step, str]] = {
-    "random": (_random, "random numbers that the step draws"),
     "product": (_product, r"aten::mm, which costs too much"),
     "overwritten": (_overwritten, "overwritten before"),
     "by batch norm": (_overwritten_by_batch_norm, "overwritten before"),

@@ -42,8 +42,8 @@ def is_ours(tx: Any) -> bool:
     return answer_of(tx.output.compiler_fn) is not None
 
 
-def value_now(tx: Any, node: torch.fx.Node) -> Any:
-    """What a node gives on the tensors of this call.
+def value_now(tx: Any, node: torch.fx.Node) -> tuple[Any, tuple[torch.device, ...]]:
+    """What a node gives on the tensors of this call, and the random generators that it depends on.
 
     Raises:
         CannotTellError: if that cannot be told before the step runs.
@@ -66,14 +66,14 @@ def decide(tx: Any, asked: VariableTracker, kind: type[bool] | type[int] = bool)
     """Answer for this call, and have the captured graph ask again at each later one."""
     proxy = asked.as_proxy()
     try:
-        value = value_now(tx, proxy.node)
+        value, generators = value_now(tx, proxy.node)
     except CannotTellError as reason:
         _refuse(reason)
     try:
         found = kind(value)
     except RuntimeError as error:  # of more than one element: plain PyTorch says the same
         raise_as_users(tx, RuntimeError, [str(error)])
-    tx.output.create_proxy("call_function", decided, (proxy, found), {})
+    tx.output.create_proxy("call_function", decided, (proxy, found, generators), {})
     return found
 
 

@@ -3,7 +3,7 @@
 A log record, a print or a warning within a step does not end its capture: it is given out when the step is captured,
 once for each place and text, and not by the compiled step. Values that depend on tensors are described in it, not
 computed. An exception that the user's code raises leaves the call as in plain PyTorch, of its own type and with its own
-text, for which tensors are computed where `predicates.value_now` can. Importing this module has Dynamo do so in what
+text, for which tensors are computed where `branches.value_now` can. Importing this module has Dynamo do so in what
 our backends capture; others are not affected.
 """
 
@@ -82,9 +82,10 @@ def _described(variable: Any) -> Described:
 
 def _computed(tx: Any, variable: Any) -> Any:
     try:
-        return value_now(tx, variable.as_proxy().node)
+        value, _ = value_now(tx, variable.as_proxy().node)
     except CannotTellError:
         return _described(variable)
+    return value
 
 
 def _say(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any, who: str = "") -> VariableTracker:

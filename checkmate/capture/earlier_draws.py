@@ -1,0 +1,281 @@
+"""The random numbers that a step draws before it asks for the value of a draw, made again for nothing but their number.
+
+A question that depends on draws has its answer beforehand if all draws of the same generator that come before it are
+made first, in the same order, with the same shapes and types, and the generator is put back afterwards: the step then
+draws the same numbers once more. What they are made for is not computed: a dropout of activations draws as many numbers
+whatever the activations are, so that it is drawn on ones.
+
+`draws_of` finds them by tracing a node of Dynamo's graph on fake tensors, and seeing which ops that PyTorch marks as
+random it comes to: dropout inside attention or a recurrent layer is found as that of `F.dropout` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from checkmate.capture.provenance import where
+from checkmate.capture.random_draws import draws
+
+ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_KNOWN = "earlier_draws"  # in the meta of a node: what it draws, once it was traced
+_BODIES = {"tag_activation_checkpoint": 1, "autograd_function_apply": 1, "wrap": 1}  # that run once, in the forward
+_AS_MANY_WHATEVER_THE_VALUES = {  # without the underscore of those that draw in place
+    "bernoulli",
+    "cauchy",
+    "exponential",
+    "geometric",
+    "log_normal",
+    "multinomial",
+    "native_dropout",
+    "normal",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "random",
+    "randperm",
+    "uniform",
+}
+
+
+class CannotTellError(Exception):
+    """Why a question has no answer before the step runs: the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class _Ones:
+    """Stands for a tensor that a draw is made for."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self) -> torch.Tensor:
+        reach = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        held = torch.ones(0 if 0 in self.shape else reach, dtype=self.dtype, device=self.device)
+        return held.as_strided(self.shape, self.strides)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """An op that draws, with `_Ones` in place of tensors."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    device: torch.device  # whose generator it draws from
+    where: str
+
+    def make(self) -> None:
+        """Draw."""
+        self.op(*_made(self.args), **_made(self.kwargs))
+
+    def check(self) -> None:
+        """Refuse what may draw more or fewer numbers than on ones.
+
+        Raises:
+            CannotTellError: for such an op.
+        """
+        if self.op._schema.name.removeprefix("aten::").removesuffix("_") not in _AS_MANY_WHATEVER_THE_VALUES:
+            raise CannotTellError(
+                f"it depends on random numbers, and {self.op._schema.name} ({self.where}) draws before it: how many, "
+                "is not known before the step runs"
+            )
+
+
+class Draws(nn.Module):
+    """Makes draws, one after the other, and keeps nothing of them."""
+
+    def __init__(self, draws: Sequence[Draw]) -> None:
+        super().__init__()
+        self.draws = draws
+
+    def forward(self) -> None:
+        """Draw."""
+        for draw in self.draws:
+            draw.make()
+
+
+def _made(arguments: Any) -> Any:
+    return tree_map(lambda a: a.make() if isinstance(a, _Ones) else a, arguments)
+
+
+def keeping_generators(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Put back the generators of the CPU and of these devices at the end of the block, however it ends."""
+    return torch.random.fork_rng([device for device in devices if device.type == "cuda"])
+
+
+def draws_of(nodes: Iterable[fx.Node], attributes: Mapping[str, Any]) -> dict[fx.Node, tuple[Draw, ...]]:
+    """What each node draws, of nodes from the beginning of a graph of Dynamo's on, in order.
+
+    Args:
+        nodes: each has what Dynamo knows of its value. What was found is kept in them.
+        attributes: what the graph's ``get_attr`` nodes stand for.
+
+    Raises:
+        CannotTellError: if it cannot be told of a node.
+    """
+    found = {}
+    with keeping_generators(()), _autocast_left() as regions:
+        for node in nodes:
+            if node.target is ENTER:
+                regions.append(ENTER(*node.args))
+            elif node.target is EXIT:
+                EXIT(regions.pop())
+            else:
+                if _KNOWN not in node.meta:
+                    node.meta[_KNOWN] = _draws(node, attributes)
+                found[node] = node.meta[_KNOWN]
+    return found
+
+
+@contextmanager
+def _autocast_left() -> Iterator[list[Any]]:
+    regions: list[Any] = []
+    try:
+        yield regions
+    finally:
+        for region in reversed(regions):
+            EXIT(region)
+
+
+def _draws(node: fx.Node, attributes: Mapping[str, Any]) -> tuple[Draw, ...]:
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _draws_of_bodies(node, attributes)
+    if node.op not in ("call_function", "call_method", "call_module"):
+        return ()
+    if node.op == "call_module":
+        raise _untold(node)
+    if getattr(node.target, "__module__", "") == "_operator" or not _makes_tensors(node):
+        return ()
+    before, seen = torch.get_rng_state(), _Seeing(where(node))
+    try:
+        with FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad():
+            args, kwargs = _stand_ins(node)
+            with seen:
+                _callable(node, args)(*args, **kwargs)
+    except CannotTellError:
+        raise
+    except Exception as error:  # of whatever the node calls
+        raise _untold(node) from error
+    numbers = [a for a in node.all_input_nodes if isinstance(a.meta.get("example_value"), _NUMBERS)]
+    if (seen.draws and numbers) or not _same_state(before, torch.get_rng_state()):
+        raise _untold(node)
+    return tuple(seen.draws)
+
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _draws_of_bodies(node: fx.Node, attributes: Mapping[str, Any]) -> tuple[Draw, ...]:
+    """What the graphs draw that a higher-order op is given: in its forward, if it is one that runs the first of them."""
+    bodies = [attributes[a.target] for a in node.all_input_nodes if a.op == "get_attr"]
+    bodies = [body for body in bodies if isinstance(body, fx.GraphModule)]
+    runs = _BODIES.get(node.target.name()) if isinstance(node.target, torch._ops.HigherOrderOperator) else None
+    found: list[Draw] = []
+    for body in bodies[:runs]:
+        within = {n.target: getattr(body, n.target) for n in body.graph.find_nodes(op="get_attr")}
+        found += [draw for drawn in draws_of(body.graph.nodes, within).values() for draw in drawn]
+    if found and runs is None:
+        raise _untold(node)
+    return tuple(found)
+
+
+def _untold(node: fx.Node) -> CannotTellError:
+    return CannotTellError(
+        f"it depends on random numbers, and what {node.target} ({where(node)}) draws before it cannot be told"
+    )
+
+
+def _makes_tensors(node: fx.Node) -> bool:
+    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return True
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("example_value")))
+
+
+def _stand_ins(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a node, described by tensors of their own: what it writes to is not what Dynamo describes."""
+    if any(map(_is_wrapped, tree_leaves(node.meta.get("example_value")))):
+        raise _untold(node)
+    made: dict[fx.Node, Any] = {}
+    for a in node.all_input_nodes:
+        if "example_value" not in a.meta:
+            raise _untold(node)
+        made[a] = tree_map(_stand_in, a.meta["example_value"])
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+    return args, kwargs
+
+
+def _is_wrapped(value: Any) -> bool:
+    """Whether a tensor has more elements than its shape says, or is laid out in another way."""
+    return isinstance(value, torch.Tensor) and (value.layout is not torch.strided or is_functorch_wrapped_tensor(value))
+
+
+def _stand_in(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if _is_wrapped(value):
+            raise CannotTellError("it depends on random numbers, and what is drawn before cannot be told")
+        shape, strides = [int(n) for n in value.shape], [int(n) for n in value.stride()]
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+    if isinstance(value, _NUMBERS):  # any will do: what draws and takes such a number is refused
+        return {torch.SymInt: 1, torch.SymFloat: 0.5, torch.SymBool: True}[type(value)]
+    return value
+
+
+def _callable(node: fx.Node, args: tuple[Any, ...]) -> Callable[..., Any]:
+    if node.op == "call_function":
+        return node.target  # type: ignore[return-value]
+    method = getattr(type(args[0]), str(node.target))
+
+    def called(*given: Any, **kwargs: Any) -> Any:
+        return method(*given, **kwargs)
+
+    return called
+
+
+def _same_state(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a == b).all())  # of bytes
+
+
+class _Seeing(TorchDispatchMode):
+    """Note the ops that draw."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.draws: list[Draw] = []
+        self.place = place
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one op, and note it."""
+        kwargs = kwargs or {}
+        if not draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        described = tree_map(_described, (args, kwargs))
+        if func is torch.ops.aten.bernoulli_.float:  # of dropout: as many numbers, in fewer bytes, as in `draw_mask`
+            described = ((replace(described[0][0], dtype=torch.bool), *described[0][1:]), described[1])
+        result = func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((result, args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        (device, *_) = [t.device for t in tensors] or [torch.device("cpu")]
+        self.draws.append(Draw(func, *described, device, self.place))
+        return result
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Ones(tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+    return value
