@@ -130,7 +130,7 @@ def draws_of(nodes: Iterable[fx.Node], attributes: Mapping[str, Any]) -> dict[fx
     Raises:
         CannotTellError: if it cannot be told of a node.
     """
-    found = {}
+    found, fakes = {}, FakeTensorMode(shape_env=ShapeEnv())
     with keeping_generators(()), _autocast_left() as regions:
         for node in nodes:
             if node.target is ENTER:
@@ -139,7 +139,7 @@ def draws_of(nodes: Iterable[fx.Node], attributes: Mapping[str, Any]) -> dict[fx
                 EXIT(regions.pop())
             else:
                 if _KNOWN not in node.meta:
-                    node.meta[_KNOWN] = _draws(node, attributes)
+                    node.meta[_KNOWN] = _draws(node, attributes, fakes)
                 found[node] = node.meta[_KNOWN]
     return found
 
@@ -154,7 +154,13 @@ def _autocast_left() -> Iterator[list[Any]]:
             EXIT(region)
 
 
-def _draws(node: fx.Node, attributes: Mapping[str, Any]) -> tuple[Draw, ...]:
+def forget_draws(graph: fx.Graph) -> None:
+    """Forget what `draws_of` has kept in the nodes."""
+    for node in graph.nodes:
+        node.meta.pop(_KNOWN, None)
+
+
+def _draws(node: fx.Node, attributes: Mapping[str, Any], fakes: FakeTensorMode) -> tuple[Draw, ...]:
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return _draws_of_bodies(node, attributes)
     if node.op not in ("call_function", "call_method", "call_module"):
@@ -165,7 +171,7 @@ def _draws(node: fx.Node, attributes: Mapping[str, Any]) -> tuple[Draw, ...]:
         return ()
     before, seen = torch.get_rng_state(), _Seeing(where(node))
     try:
-        with FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad():
+        with fakes, torch.no_grad():
             args, kwargs = _stand_ins(node)
             with seen:
                 _callable(node, args)(*args, **kwargs)
@@ -183,8 +189,8 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _draws_of_bodies(node: fx.Node, attributes: Mapping[str, Any]) -> tuple[Draw, ...]:
-    """What the graphs draw that a higher-order op is given: in its forward, if it is one that runs the first of them."""
-    bodies = [attributes[a.target] for a in node.all_input_nodes if a.op == "get_attr"]
+    """What the graphs draw that a higher-order op is given; of those that are known, the one that its forward runs."""
+    bodies = [attributes[str(a.target)] for a in node.all_input_nodes if a.op == "get_attr"]
     bodies = [body for body in bodies if isinstance(body, fx.GraphModule)]
     runs = _BODIES.get(node.target.name()) if isinstance(node.target, torch._ops.HigherOrderOperator) else None
     found: list[Draw] = []
@@ -271,7 +277,7 @@ class _Seeing(TorchDispatchMode):
         result = func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((result, args, kwargs)) if isinstance(leaf, torch.Tensor)]
         (device, *_) = [t.device for t in tensors] or [torch.device("cpu")]
-        self.draws.append(Draw(func, *described, device, self.place))
+        self.draws.append(Draw(func, described[0], described[1], device, self.place))
         return result
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -30,7 +30,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from checkmate.capture.earlier_draws import ENTER, EXIT, CannotTellError, Draws, draws_of, keeping_generators
+from checkmate.capture.earlier_draws import (
+    ENTER,
+    EXIT,
+    CannotTellError,
+    Draws,
+    draws_of,
+    forget_draws,
+    keeping_generators,
+)
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
@@ -89,8 +97,8 @@ def program(
         The module, and its node for each of the graph's.
 
     Raises:
-        CannotTellError: if it depends on what is no op: a module called as a whole, a checkpointed part; or if it cannot
-            be told what is drawn.
+        CannotTellError: if it depends on what is no op: a module called as a whole, a checkpointed part; or if it
+            cannot be told what is drawn.
     """
     earlier = [*_until(ends[-1])]
     needed = set[fx.Node]().union(*(_needed(end, [*_until(end)]) for end in ends))
@@ -102,7 +110,7 @@ def program(
             copies[n] = graph.node_copy(n, copies.__getitem__)
             regions = [*regions, copies[n]] if n.target is ENTER else regions[:-1]
         elif n.target is decided and n in needed:
-            value, known, generators = n.args
+            value, known, generators = cast(tuple[fx.Node, bool | int, tuple[torch.device, ...]], n.args)
             place = sum(end.target is decided for end in ends[: ends.index(n)])
             args = copies[value], known, place, where(n), bool(generators), tuple(regions)
             copies[n] = graph.call_function(_compare, args)
@@ -322,6 +330,7 @@ def _take(module: fx.GraphModule) -> Questions:
     asked = _asked(module, [marker for marker in markers if _may_change(marker)])
     for marker in markers:
         module.graph.erase_node(marker)
+    forget_draws(module.graph)
     for node in reversed(module.graph.nodes):
         if not node.users and (_is_number(node) or _is_certain(node)):
             module.graph.erase_node(node)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +23,7 @@ from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 
 Step = Callable[..., Tensor]
+SMALL = {"layers": 1, "attention_heads": 2, "ffn_dim": 16, "layerdrop": 0.5}
 X = torch.linspace(-1, 1, 2 * 4 * 8).view(2, 4, 8)
 
 
@@ -35,7 +37,7 @@ def _ask_first(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[...,
     return asking_first(module.forward, taken_out(module))
 
 
-_ask_first.answer = Answer()  # type: ignore[attr-defined]
+_ask_first.answer = Answer()
 
 
 def _captured(step: Step) -> Step:
@@ -323,3 +325,27 @@ def test_the_bytes_of_drawing_beforehand_are_within_the_predicted_peak() -> None
     assert use.peak >= 4 * 5000 + torch.get_rng_state().numel()
     with pytest.raises(checkmate.Unsupported, match="which is found out before the step runs"):
         checkmate.compile(step, budget=plan.peak - 1, time_limit=1)(X[0, 0])
+
+
+@pytest.mark.slow
+def test_m2m100_drops_layers_as_in_plain_pytorch() -> None:
+    small = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in SMALL.items()}
+    config = transformers.M2M100Config(vocab_size=11, d_model=16, max_position_embeddings=16, **small)
+    torch.manual_seed(0)
+    model, tokens = transformers.M2M100ForConditionalGeneration(config), torch.randint(3, 11, (2, 4))
+
+    def step(tokens: Tensor) -> Tensor:
+        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    compiled = checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100")
+    for seed in range(2):
+        outcomes = []
+        for run in (step, compiled):
+            torch.manual_seed(seed)
+            model.zero_grad()
+            for _ in range(2):
+                run(tokens).backward()
+            outcomes.append([*(p.grad for p in model.parameters()), torch.get_rng_state()])
+        _assert_same(*outcomes)
+    assert len(compiled.plans) >= 2
