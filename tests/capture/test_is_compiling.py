@@ -85,7 +85,9 @@ def test_the_backend_that_is_found_by_name_tells_the_same(weight: Tensor, monkey
     try:
         compiled = torch.compile(step, backend="checkmate", options=options, dynamic=False)
         assert_same_bits(compiled(torch.ones(3)), step(torch.ones(3)))
-        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"asks at .*test_asking\.py:\d+ in looking"):
+        with pytest.raises(
+            torch._dynamo.exc.BackendCompilerFailed, match=r"asks at .*test_is_compiling\.py:\d+ in looking"
+        ):
             torch.compile(looking, backend="checkmate", options=options, dynamic=False)(torch.ones(3))
     finally:
         registry._COMPILER_FNS.pop("checkmate", None)
@@ -135,6 +137,18 @@ def test_what_cannot_be_captured_at_all_is_refused_without_a_warning(
     assert len(tries) == 2
     assert not caplog.records
     assert not compiled._backend.answer.compiled
+
+
+def test_the_error_is_that_of_the_way_that_plain_pytorch_goes(weight: Tensor) -> None:
+    """Told that it is compiled, the code fails where plain PyTorch never is."""
+
+    def step(x: Tensor) -> Tensor:
+        sizes: Any = None if torch.compiler.is_compiling() else [3]
+        y = weight * x * sizes[0]
+        return y * 2 if _uncaptured(y) else y
+
+    with pytest.raises(checkmate.Unsupported, match="_uncaptured"):
+        _compiled(step)(torch.ones(3))
 
 
 def test_what_a_budget_refuses_is_not_tried_again(weight: Tensor) -> None:

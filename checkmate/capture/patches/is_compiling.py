@@ -37,7 +37,6 @@ _QUESTIONS = (
     torch._utils.is_compiling,
 )
 _COMPUTE_NOTHING = {  # functions that need a yes to be captured, and have nothing to do with numbers
-    "transformers.utils.output_capturing.set",  # chooses between a context variable and a global one
     "transformers.modeling_utils.warn_if_padding_and_no_attention_mask",
 }
 _said: set[str] = set()  # places that the user was told of
@@ -63,7 +62,7 @@ def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., 
 
     @wraps(run)
     def plainly(*args: Any, **kwargs: Any) -> Any:
-        before, failed_at = frozenset(answer.compiled), None
+        before, failed_at, first = frozenset(answer.compiled), None, None
         try:
             while True:
                 answer.asked.clear()
@@ -73,8 +72,11 @@ def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., 
                     raise
                 except TorchDynamoException as error:
                     told_no = [place for place in answer.asked if place not in answer.compiled]
+                    first = first or error
                     if not told_no or getattr(error, "is_users", False):
                         answer.compiled.intersection_update(before)  # it made no difference
+                        if error is not first and _is_raised_by_python(error):
+                            raise first from None
                         raise
                     log.debug("cannot be captured as plain PyTorch runs it", exc_info=True)
                     frames = _FRAME.findall(str(error))
@@ -84,6 +86,11 @@ def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., 
             warn(answer.compiled - before)
 
     return plainly
+
+
+def _is_raised_by_python(error: TorchDynamoException) -> bool:
+    """Whether code that was told yes went a way on which plain PyTorch never is, and failed there."""
+    return getattr(error, "users", None) is not None and not error.is_users  # type: ignore[attr-defined]
 
 
 def warn(told_yes: set[str]) -> None:

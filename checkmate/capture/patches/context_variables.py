@@ -1,0 +1,107 @@
+"""`contextvars.ContextVar` within a step: set, read and reset while it is captured, as in plain PyTorch.
+
+Dynamo cannot call their methods. Libraries that know it ask whether they are compiled, and keep a global variable
+instead, which is another program: reset, it forgets what was set around it, so that a part that sets the same variable
+again leaves the whole without. Importing this module has Dynamo follow the values itself, in what our backends capture.
+
+What a variable holds when the step begins is guarded: another value is another capture. A step that leaves one set is
+refused, as the compiled step would not set it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from functools import wraps
+from typing import Any
+
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+from checkmate.capture.patches.branches import is_ours, wrap
+from checkmate.capture.patches.is_compiling import answer_of
+
+_VALUES = "_checkmate_context_variables"  # on Dynamo's graph: those that the step has set, with their values
+
+
+class TokenVariable(VariableTracker):
+    """What `ContextVar.set` gives while a step is captured; ``before`` is None where the step had not set it."""
+
+    def __init__(self, var: ContextVar[Any], before: VariableTracker | None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.var, self.before = var, before
+
+    def python_type(self) -> type:
+        """As Python calls it."""
+        return Token
+
+
+def _following(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's call of a method of an object, which may be a context variable."""
+
+    @wraps(plain)
+    def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if not isinstance(self.value, ContextVar) or kwargs or not is_ours(tx):
+            return plain(self, tx, name, args, kwargs)
+        known: dict[ContextVar[Any], Any] = vars(tx.output).setdefault(_VALUES, {})
+        if name == "set" and len(args) == 1:
+            before = known.get(self.value)
+            known[self.value] = args[0]
+            return TokenVariable(self.value, before)
+        token = args[0].realize() if name == "reset" and len(args) == 1 else None
+        if isinstance(token, TokenVariable) and token.var is self.value:
+            _put_back(known, token)
+            return VariableTracker.build(tx, None)
+        if name == "get" and self.value in known:
+            return known[self.value]
+        if name == "get" and self.source is not None and _is_set(self.value):
+            source = CallFunctionNoArgsSource(AttrSource(self.source, "get"))
+            return VariableTracker.build(tx, self.value.get(), source)
+        return plain(self, tx, name, args, kwargs)
+
+    return called
+
+
+def _put_back(known: dict[ContextVar[Any], Any], token: TokenVariable) -> None:
+    if token.before is None:
+        known.pop(token.var, None)
+    else:
+        known[token.var] = token.before
+
+
+def _is_set(var: ContextVar[Any]) -> bool:
+    try:
+        var.get()
+    except LookupError:
+        return False
+    return True
+
+
+def _all_reset(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's end of a capture, at which no context variable is left set."""
+
+    @wraps(compile_graph)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (left := vars(self).get(_VALUES)) and answer_of(self.compiler_fn) is not None:
+            names = ", ".join(var.name for var in left)
+            unimplemented(
+                gb_type="A context variable is left set",
+                context=names,
+                explanation=f"The step sets {names} (contextvars.ContextVar) and does not reset it, which a compiled "
+                "step would not do. Reset it within the step, or set it outside.",
+                hints=[],
+            )
+        return compile_graph(self, *args, **kwargs)
+
+    return checked
+
+
+def _install() -> None:
+    wrap(UserDefinedObjectVariable, "call_method", _following)
+    wrap(OutputGraph, "compile_subgraph", _all_reset)
+
+
+_install()
