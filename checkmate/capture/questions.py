@@ -9,9 +9,9 @@ Where the answer depends on random numbers, ``if torch.rand(()) < layerdrop:``, 
 and the generator is put back; see `earlier_draws`.
 
 A question is not answered, and the step refused, where the answer cannot be had beforehand or would cost too much: it
-depends on values that the step has overwritten, on a product of matrices, a convolution, attention, a recurrent layer
-or batch norm, or on draws before which it cannot be known how much was drawn. All else is a pass over its tensors.
-`branches` asks.
+depends on inputs that the step has overwritten in a way that is not followed, on a product of matrices, a convolution,
+attention, a recurrent layer or batch norm, or on draws before which it cannot be known how much was drawn. All else is a
+pass over its tensors. What the step writes to an input before it asks is written to a copy. `patches.branches` asks.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ from checkmate.capture.earlier_draws import (
     keeping_generators,
 )
 from checkmate.capture.meta_tensors import is_fake
+from checkmate.capture.patches.strides import lay_out
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
 from checkmate.errors import Unsupported
 
 WITHOUT_TENSORS = (torch.equal, torch.allclose, torch.is_nonzero)  # noqa: TID251  # no graph may hold their bools
 _NO_DATA = "it depends on tensors that have no data here, fake or on the meta device"
+_OVERWRITTEN = "it depends on a tensor that the step has overwritten before, in a way that is not followed"
 _COSTLY = ("batch_norm", "rnn", "lstm", "gru", "attention")  # in the names of ops; batch norm writes as well
 
 
@@ -83,6 +85,11 @@ def _compare(value: Any, known: bool | int, place: int, where: str, drawn: bool,
         raise AnotherAnswer(where, known, now, place, drawn)
 
 
+def copied(x: torch.Tensor) -> torch.Tensor:
+    """A copy of an input, in its strides, for what is asked to write to."""
+    return lay_out(x, tuple(x.shape), x.stride(), x.dtype)
+
+
 def program(
     ends: Sequence[fx.Node], attributes: Mapping[str, Any], last: Mapping[torch.device, fx.Node]
 ) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
@@ -94,7 +101,7 @@ def program(
         last: for each generator that they depend on, the node before which all of its draws are made.
 
     Returns:
-        The module, and its node for each of the graph's.
+        The module, and its node for each of the graph's: of an input that is written to, its copy.
 
     Raises:
         CannotTellError: if it depends on what is no op: a module called as a whole, a checkpointed part; or if it
@@ -102,6 +109,7 @@ def program(
     """
     earlier = [*_until(ends[-1])]
     needed = set[fx.Node]().union(*(_needed(end, [*_until(end)]) for end in ends))
+    written = {place for n in needed if _writes(n) for a in _written(n) for place in _memory(a)}
     unread = _unread_draws(earlier, needed, attributes, last)
     graph, copies, held = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any](unread)
     regions: list[fx.Node] = []
@@ -120,6 +128,8 @@ def program(
             copies[n] = graph.node_copy(n, copies.__getitem__)
             if n.op == "get_attr" and isinstance(n.target, str):
                 held[n.target] = attributes[n.target]
+            if n.op in ("placeholder", "get_attr") and _memory(n) & written:
+                copies[n] = graph.call_function(copied, (copies[n],))
         elif f"{n.name}_draws" in unread:
             graph.call_module(f"{n.name}_draws")
     for region in reversed(regions):
@@ -194,7 +204,7 @@ def _memory(node: fx.Node) -> set[int]:
 
 
 def answer(
-    node: fx.Node, given: Mapping[fx.Node, Any], attributes: Mapping[str, Any], untouched: set[fx.Node]
+    node: fx.Node, given: Mapping[fx.Node, Any], attributes: Mapping[str, Any], writes: Mapping[fx.Node, int]
 ) -> tuple[Any, tuple[torch.device, ...]]:
     """What a node of a graph that is being captured gives on the tensors of this call, and the generators it needs.
 
@@ -202,26 +212,26 @@ def answer(
         node: of Dynamo's graph, as far as it is.
         given: what this call has for each placeholder.
         attributes: what the graph's ``get_attr`` nodes stand for.
-        untouched: placeholders that the step has not written to so far.
+        writes: how often the step has written to each placeholder so far.
 
     Raises:
         CannotTellError: if it cannot be told before the step runs.
     """
     try:
-        return _run(node, given, attributes, untouched, ()), ()
+        return _run(node, given, attributes, writes, ()), ()
     except _DrawsError:
         earlier = [*_until(node)]
         found, needed = draws_of(earlier, attributes), _needed(node, earlier)
         generators = tuple(dict.fromkeys(draw.device for n in earlier if n in needed for draw in found.get(n, ())))
         with keeping_generators(generators):
-            return _run(node, given, attributes, untouched, generators), generators
+            return _run(node, given, attributes, writes, generators), generators
 
 
 def _run(
     node: fx.Node,
     given: Mapping[fx.Node, Any],
     attributes: Mapping[str, Any],
-    untouched: set[fx.Node],
+    writes: Mapping[fx.Node, int],
     generators: tuple[torch.device, ...],
 ) -> Any:
     module, copies = program([node], attributes, dict.fromkeys(generators, node))
@@ -229,14 +239,19 @@ def _run(
     if any(is_fake(given[n]) for n in inputs):
         raise CannotTellError(_NO_DATA)
     statistics = {*_statistics(node, copies)}
-    if any(n not in untouched or _memory(n) & statistics for n in inputs):
-        raise CannotTellError("it depends on a tensor that the step has overwritten before")
+    replayed = [n for n in inputs if copies[n].op != "placeholder"]
+    if any((writes[n] and n not in replayed) or _memory(n) & statistics for n in inputs):
+        raise CannotTellError(_OVERWRITTEN)
+    if any(_memory(n) & _memory(other) for n in replayed for other in inputs if other is not n):
+        raise CannotTellError(_OVERWRITTEN)  # a copy of each would not share memory
     values = [given[n] for n in inputs]
     run = fx.Interpreter(module, garbage_collect_values=False)
     with torch.no_grad(), _Watch(values, generators):
         found = run.run(*values)
     if is_fake(found):
         raise CannotTellError(_NO_DATA)
+    if any(run.env[copies[n]]._version - 1 != writes[n] for n in replayed):  # the first write makes the copy
+        raise CannotTellError(_OVERWRITTEN)
     of_inputs = {place for n in inputs for place in _memory(n)}
     if any(_versions_differ(n, run.env.get(copied)) for n, copied in copies.items() if not _memory(n) & of_inputs):
         raise CannotTellError("it depends on a tensor that the step writes to, in a way that is not followed")

@@ -129,8 +129,8 @@ def _product(x: Tensor) -> Tensor:
 
 
 def _overwritten(x: Tensor) -> Tensor:
-    x.add_(1)
-    return x.cos() if (x > 0).all() else x
+    PART.add_(1)
+    return x.cos() if (WHOLE > 0).all() else x
 
 
 def _overwritten_by_batch_norm(x: Tensor) -> Tensor:
@@ -147,6 +147,8 @@ def _checkpointed(x: Tensor) -> Any:
     return checkpoint(lambda x: x.cos() if (x > 0).all() else x, x, use_reentrant=False)
 
 
+WHOLE = torch.zeros(4)
+PART = WHOLE[2:]  # a copy of each would be written to apart
 STATISTICS = (torch.zeros(2), torch.ones(2))
 REFUSED: dict[str, tuple[Step, str]] = {
     "product": (_product, r"aten::mm, which costs too much"),
@@ -168,6 +170,40 @@ def test_what_cannot_be_told_before_is_refused_and_nothing_changes(name: str) ->
     assert same_bits(x, UP)
     assert same_bits(random_state, torch.get_rng_state())
     assert same_bits(STATISTICS[0], torch.zeros(2))
+    assert same_bits(WHOLE, torch.zeros(4))
+
+
+@pytest.mark.parametrize("strides", [(4, 1), (1, 2), (8, 2)], ids=["contiguous", "transposed", "with gaps"])
+def test_what_the_step_has_written_to_an_input_before_it_asks(strides: tuple[int, int]) -> None:
+    def step(x: Tensor) -> Tensor:
+        x[:1].add_(1)
+        x.mul_(2)
+        y = x.view_as(x).masked_fill_(x > 5, 0)
+        y = y.cos() if (x > 0).all() else y
+        x.sub_(1)
+        return (weight * (y.flatten() if x.sum() > 0 else y.sin().flatten())).sum()
+
+    compiled = _compiled(step)
+    for given, plans in ((UP, 1), (DOWN, 2), (UP, 2)):
+        plain = torch.empty_strided((2, 4), strides).copy_(given.view(2, 4))
+        found = torch.empty_strided((2, 4), strides).copy_(plain)
+        expected, result = _outcome(step, plain), _outcome(compiled, found)
+        assert all(same_bits(a, b) for a, b in zip(result, expected, strict=True))
+        assert same_bits(found, plain)
+        assert len(compiled.plans) == plans
+
+
+def test_a_buffer_that_counts_is_asked_after_it_was_counted_up() -> None:
+    def step(x: Tensor) -> Tensor:
+        calls.add_(1)
+        return (weight * (x.cos() if calls > 2 else x)).sum()
+
+    calls, compiled = torch.zeros(()), _compiled(step)
+    for call in range(1, 5):
+        loss = compiled(UP)
+        assert calls == call
+        assert same_bits(loss, (weight * (UP.cos() if call > 2 else UP)).sum())
+    assert len(compiled.plans) == 2
 
 
 def test_without_data_there_is_no_answer_but_to_what_needs_none() -> None:

@@ -51,15 +51,14 @@ def value_now(tx: Any, node: torch.fx.Node) -> tuple[Any, tuple[torch.device, ..
     tracer = tx.output.current_tracer
     if tracer.parent is not None or node.graph is not tracer.graph:
         raise CannotTellError("it is asked within a checkpointed part or another function that is captured by itself")
-    given, untouched = {}, set()
+    given, writes = {}, {}
     versions = iter(getattr(tracer, "_input_versions_at_beginning", ()))
     for n in node.graph.find_nodes(op="placeholder"):
         described, argument = n.meta.get("example_value"), n.meta.get("grapharg")
-        if not isinstance(described, torch.Tensor) or described._version == next(versions, None):
-            untouched.add(n)
+        writes[n] = described._version - next(versions, 0) if isinstance(described, torch.Tensor) else 0
         given[n] = None if argument is None else argument.example
     with tx.output.restore_global_state():
-        return answer(node, given, tx.output.nn_modules, untouched)
+        return answer(node, given, tx.output.nn_modules, writes)
 
 
 def decide(tx: Any, asked: VariableTracker, kind: type[bool] | type[int] = bool) -> bool | int:
