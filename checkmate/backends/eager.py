@@ -24,6 +24,7 @@ from checkmate.capture.numbers import sources_of
 from checkmate.capture.patches import context_variables as _context  # noqa: F401  # Dynamo follows them
 from checkmate.capture.patches import ctc_lengths as _lengths  # noqa: F401  # PyTorch's own describes the kernel
 from checkmate.capture.patches import logging_calls as speaking  # noqa: F401  # Dynamo follows what a step says
+from checkmate.capture.patches import same_tensor as _same  # noqa: F401  # Dynamo goes on with the tensor itself
 from checkmate.capture.patches.formulas import eager_formulas
 from checkmate.capture.patches.is_compiling import Answer
 from checkmate.capture.patches.kernels import eager_kernels
