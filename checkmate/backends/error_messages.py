@@ -12,6 +12,7 @@ from typing import Any
 import torch._dynamo.exc as dynamo
 from torch import nn
 
+from checkmate.capture.numbers import EXPERTS
 from checkmate.capture.provenance import is_users
 from checkmate.errors import CheckmateError, Unsupported
 
@@ -60,6 +61,11 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     ),
     (r"optimizer\.", "Return the loss, and call backward() and the optimizer outside."),
     (r"retain_grad", "Register a hook instead: tensor.register_hook(...)."),
+    (r"(asks for the value of a tensor|Data.dependent)[\s\S]*(expert|adapter|\bmoe\b)", EXPERTS),
+    (
+        r"asks for the value of a tensor[\s\S]*asked of a size",
+        "Sizes must be fixed: mask what is left out (torch.where, an ignored index) in place of selecting the rest.",
+    ),
     (
         r"asks for the value of a tensor",
         "Compute without asking: torch.where(condition, a, b). Or ask outside, and pass the answer in as a bool: each "
@@ -69,6 +75,12 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
         r"generator",
         "A step draws from the global generator: leave generator= out, and seed with manual_seed; or draw outside of "
         "the compiled function and pass the numbers in.",
+    ),
+    (
+        r"Parameter\(\)` constructor",
+        "A parameter that the step makes is trained by nobody: make the module before, in __init__. Where the model "
+        "does it once, to put another part in place for this kind of input, call it plainly on one such batch before "
+        "compiling: the step then finds the part made.",
     ),
     (r"random\.", "Draw with torch, or draw outside and pass the number in as a tensor."),
     (r"is raised here", "Call the function without checkmate: is it raised there too?"),

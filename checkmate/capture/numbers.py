@@ -20,7 +20,8 @@ import torch
 import torch.fx as fx
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.variables import builder
-from torch._functorch.partitioners import _is_primal, is_sym_node
+from torch._functorch.partitioners import _has_tag_is_backward, _is_primal, is_sym_node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.passes import _tensorify_python_scalars as tensorify
 
 from checkmate.capture.nodes import tensors, viewed
@@ -28,6 +29,11 @@ from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 
 Number = int | float
+EXPERTS = (
+    "Where data chooses who computes, as with experts or adapters, let each of them compute all, and weight with zero "
+    'what is not its own. Models of transformers that have a choice: model.set_experts_implementation("grouped_mm"), '
+    'or "batched_mm".'
+)
 _ONE_OF = {torch.sym_max, torch.sym_min}
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
@@ -102,20 +108,28 @@ def check_sizes(graph: fx.Graph, numbers: Mapping[int, str], name: Callable[[fx.
                 read: Any = viewed(node.args[0])
                 source = name(read) if read.op == "placeholder" else f"what the step computes at {where(read)}"
                 raise Unsupported(number_read(where(node), source))
-            raise Unsupported(
-                f"{where(node)}: {node.name} is a size that depends on data; sizes must be fixed. Mask "
-                "what is left out (torch.where, an ignored index) in place of selecting the rest."
-            )
+            raise Unsupported(_size_of_data(node))
         for tensor in tensors(node.meta.get("val")):
             if tensor.layout != torch.strided:
                 raise Unsupported(
                     f"{where(node)}: {node.name} is a sparse tensor, whose bytes depend on data. "
                     "Use dense ones: nn.Embedding(..., sparse=False)."
                 )
+            if any(free_unbacked_symbols(size) for size in (*tensor.shape, *tensor.stride())):
+                raise Unsupported(_size_of_data(node))
             if numbers and not all(type(size) is int for size in (*tensor.shape, *tensor.stride())):
                 raise NotFree(f"{where(node)}: the shape of {node.name} depends on a number")
     if numbers:
         _check_types(graph)
+
+
+def _size_of_data(node: fx.Node) -> str:
+    """What to say where a size is as large as the data of a tensor makes it."""
+    of = f"the gradient of what is computed here, {node.name}," if _has_tag_is_backward(node) else node.name
+    return (
+        f"{where(node)}: the size of {of} depends on data; sizes must be fixed. Mask what is left out (torch.where, an "
+        f"ignored index) in place of selecting the rest, by x[mask] or by x[mask] = y. {EXPERTS}"
+    )
 
 
 def _check_types(graph: fx.Graph) -> None:

@@ -10,8 +10,8 @@ and the generator is put back; see `earlier_draws`.
 
 A question is not answered, and the step refused, where the answer cannot be had beforehand or would cost too much: it
 depends on inputs that the step has overwritten in a way that is not followed, on a product of matrices, a convolution,
-attention, a recurrent layer or batch norm, or on draws before which it cannot be known how much was drawn. All else is a
-pass over its tensors. What the step writes to an input before it asks is written to a copy. `patches.branches` asks.
+attention, a recurrent layer or batch norm, or on draws before which it cannot be known how much was drawn. All else is
+a pass over its tensors. What the step writes to an input before it asks is written to a copy. `patches.branches` asks.
 """
 
 from __future__ import annotations
@@ -246,6 +246,7 @@ def _run(
         raise CannotTellError(_OVERWRITTEN)  # a copy of each would not share memory
     values = [given[n] for n in inputs]
     run = fx.Interpreter(module, garbage_collect_values=False)
+    run.extra_traceback = False  # what cannot be told is said in one sentence
     with torch.no_grad(), _Watch(values, generators):
         found = run.run(*values)
     if is_fake(found):

@@ -376,6 +376,44 @@ def _penalty(x: Tensor) -> Tensor:
     return loss + grad.square().sum()
 
 
+def _experts(x: Tensor) -> Tensor:
+    total = torch.zeros_like(x)
+    for expert in (x @ x.T).argmax(1).unique():  # whom data chooses
+        total = total + x * expert
+    return total.sum()
+
+
+def _adapters(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[x[:, 0] > 0] = x[x[:, 0] > 0].sin()
+    return y.sum()
+
+
+def _token(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[x > 0] = x[0, 0]
+    return y.sum()
+
+
+def _size_of_a_selection(x: Tensor) -> Tensor:
+    chosen = x[(x @ x.T).sum(0) > 0]
+    return chosen.sum() if chosen.shape[0] > 1 else x.sum()
+
+
+class _Swapping(nn.Module):
+    """Puts another part in place in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part: nn.Module = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.part, nn.Identity):
+            self.part = nn.Linear(4, 4)
+        y: Tensor = self.part(x)
+        return y.sum()
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("step", "words"),
@@ -383,13 +421,21 @@ def _penalty(x: Tensor) -> Tensor:
         (_Queue(), r"a number is read from pointer, by int\(\)"),
         (
             lambda x: x[: x.argmax().item()].sum(),
-            r"a number is read from what the step computes at test_compile_errors",
+            r"a number is read from what the step computes at test_error_messages",
         ),
         (lambda x: _FAKE_QUANTIZE(x).sum(), "fused_moving_avg_obs_fake_quant"),
         (_packed, "Run the recurrent module on the padded batch"),
         (_ctc_of_tensors, "pass these as tuples of numbers"),
         (_mean_of_ctc, r"\(losses / lengths.clamp\(min=1\)\).mean\(\)"),
         (_penalty, "would be differentiated again"),
+        (
+            _experts,
+            r"costs too much .* before the step\. It is asked of a size.*\n.*in _experts[\s\S]*set_experts_imple",
+        ),
+        (_adapters, r"the size of index depends on data; .*x\[mask\]"),
+        (_token, r"the size of the gradient of what is computed here, index, depends on data"),
+        (_size_of_a_selection, r"asked of a size, which depends on data since .*test_error_messages.py:\d+\)?\.\n"),
+        (_Swapping(), r"call it plainly on one such batch before compiling"),
     ],
 )
 def test_what_it_is_and_what_to_do(step: Callable[..., Tensor], words: str) -> None:

@@ -28,6 +28,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from checkmate.capture.patches.is_compiling import answer_of
+from checkmate.capture.provenance import where
 from checkmate.capture.questions import WITHOUT_TENSORS, CannotTellError, answer, decided
 
 log = logging.getLogger("checkmate.capture.patches.branches")
@@ -67,7 +68,7 @@ def decide(tx: Any, asked: VariableTracker, kind: type[bool] | type[int] = bool)
     try:
         value, generators = value_now(tx, proxy.node)
     except CannotTellError as reason:
-        _refuse(reason)
+        _refuse(reason, _where_sized(asked))
     try:
         found = kind(value)
     except RuntimeError as error:  # of more than one element: plain PyTorch says the same
@@ -85,13 +86,26 @@ def raise_as_users(tx: Any, kind: type[Exception], args: list[Any]) -> NoReturn:
         raise
 
 
-def _refuse(reason: CannotTellError) -> NoReturn:
+def _refuse(reason: CannotTellError, sized: str | None) -> NoReturn:
+    made = f" It is asked of a size, which depends on data since {sized}." if sized else ""
     unimplemented(
         gb_type=ASKS,
         context=str(reason),
-        explanation=f"What it asks is answered before the step runs, and this cannot be: {reason}.",
+        explanation=f"What it asks is answered before the step runs, and this cannot be: {reason}.{made}",
         hints=[],
     )
+
+
+def _where_sized(asked: VariableTracker) -> str | None:
+    """Where the step first made a tensor of a size that is asked about; None for what is read from a tensor itself."""
+    if not isinstance(asked, SymNodeVariable):
+        return None
+    symbols = free_unbacked_symbols(asked.sym_num)
+    for node in asked.as_proxy().node.graph.nodes:
+        made = node.meta.get("example_value")
+        if isinstance(made, torch.Tensor) and free_unbacked_symbols(made) & symbols:
+            return where(node)
+    return None
 
 
 def _is_question(value: VariableTracker | None) -> bool:
