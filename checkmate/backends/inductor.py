@@ -49,6 +49,7 @@ _INSTEAD = 'backend="eager" runs the step with PyTorch\'s own kernels.'
 _CANNOT: dict[Any, str] = {
     layouts.draw_copy: "random numbers in place into a tensor that is not contiguous",
     recurrent.lstm_layer: "nn.LSTM as one kernel",
+    rewrite.sum_of_selected: "the sum of what a mask selects, as the gradient of y in x[mask] = y is",
 }
 _FAILS = (RuntimeError, AssertionError)  # what Inductor raises: its own errors are RuntimeErrors
 

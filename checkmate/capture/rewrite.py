@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from checkmate.capture.cudnn import expose_cudnn
 from checkmate.capture.patches.recurrent import LAYER, lstm_layer
@@ -39,6 +40,7 @@ def prepare(graph: fx.Graph, *, on_cpu: bool = True) -> None:
     lay_out_at_once(graph)
     leave_workspaces(graph)
     gather_copies(graph)
+    sum_what_masks_select(graph)
     graph.eliminate_dead_code(lambda node: node.target in DRAWS or node.is_impure())
     if on_cpu:
         split_convolutions(graph)
@@ -226,6 +228,39 @@ def leave_workspaces(graph: fx.Graph) -> None:
     """Have layers of an LSTM leave the workspace that their backward reads, where gradients are not enabled too."""
     for node in graph.find_nodes(op="call_function", target=LAYER):
         node.target = lstm_layer
+
+
+def sum_what_masks_select(graph: fx.Graph) -> None:
+    """Select by a mask and add up what was selected in one op, whose result has a fixed size.
+
+    The gradient of ``token`` in ``x[mask] = token`` is such a sum.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        x, indices = node.args
+        masks = [index for index in indices if index is not None]
+        if len(masks) != 1 or masks[0].meta["val"].dtype != torch.bool or len(node.users) != 1:
+            continue
+        (total,) = node.users
+        if total.target not in (aten.sum.default, aten.sum.dim_IntList) or total.kwargs:
+            continue
+        if free_unbacked_symbols(total.meta["val"]):
+            continue
+        with graph.inserting_before(total):
+            args = x, masks[0], len(indices) - 1, *total.args[1:]
+            summed = _call(graph, total, sum_of_selected, args, name=f"{total.name}_selected", stands_for=total)
+        total.replace_all_uses_with(summed)
+        graph.erase_node(total)
+        graph.erase_node(node)
+
+
+def sum_of_selected(x: torch.Tensor, mask: torch.Tensor, before: int, *dims: Any) -> torch.Tensor:
+    """The sum over ``dims`` of what a mask selects behind the first ``before`` dimensions.
+
+    It takes the bytes of a mask that selects all, whatever this one does, so that they can be planned.
+    """
+    places = max(mask.numel() * mask.dim() * 8, x.nbytes // max(mask.numel(), 1))  # of what is selected; or the sum
+    torch.empty(places + x.nbytes, dtype=torch.uint8, device=x.device)
+    return aten.sum(aten.index(x, [*[None] * before, mask]), *dims)
 
 
 def gather_copies(graph: fx.Graph) -> None:

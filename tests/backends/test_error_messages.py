@@ -391,7 +391,7 @@ def _adapters(x: Tensor) -> Tensor:
 
 def _token(x: Tensor) -> Tensor:
     y = x.clone()
-    y[x > 0] = x[0, 0]
+    y[x[:, 0] > 0, torch.tensor([1])] = x[0, 0]
     return y.sum()
 
 

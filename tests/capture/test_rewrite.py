@@ -286,3 +286,39 @@ def test_draws_in_place_follow_the_memory_order(draw: Callable[[Tensor], Tensor]
 def test_draws_that_tracing_would_change_are_refused() -> None:
     with pytest.raises(checkmate.Unsupported, match=r"test_rewrite.py:\d+.*rrelu.*contiguous"):
         checkmate.trace(lambda x: F.rrelu(x.t() * 2, training=True).sum(), torch.randn(6, 8, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "token", "before"),
+    [((2, 3), (4,), 0), ((3,), (1, 4), 1), ((2, 3, 4), (), 0)],
+    ids=["rows", "columns", "elements"],
+)
+def test_the_gradient_of_what_is_put_where_a_mask_is(
+    shape: tuple[int, ...], token: tuple[int, ...], before: int, one_thread: None
+) -> None:
+    """Its size depends on data in plain PyTorch; the bytes are those of a mask that selects all."""
+    torch.manual_seed(0)
+    weight, value = torch.randn(2, 3, 4).requires_grad_(), torch.randn(token).requires_grad_()
+
+    def step(x: Tensor, mask: Tensor) -> Tensor:
+        y = x * weight
+        y[(slice(None),) * before + (mask,)] = value
+        return y.exp().sum()
+
+    def gradients(step: Callable[..., Tensor], *batch: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(step(*batch), (weight, value))
+
+    compiled = checkmate.compile(step, budget="1 MB", time_limit=1)
+    for share in (0.5, -1.0, 1.0):
+        batch = torch.randn(2, 3, 4), torch.rand(shape) <= share
+        assert_same_bits(gradients(compiled, *batch), gradients(step, *batch))
+        (plan,) = compiled.plans
+        assert measure_peak(lambda batch=batch: gradients(compiled, *batch)).peak == plan.peak - plan.problem.resident
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_sum_of_what_is_selected_takes_the_bytes_of_all(share: float) -> None:
+    x, mask = torch.rand(30, 20, 2), torch.rand(30, 20) < share
+    found = measure_peak(lambda: rewrite.sum_of_selected(x, mask, 0, [0], True))
+    assert found.peak == 30 * 20 * (2 * 8 + 2 * 4)
+    assert_same_bits(rewrite.sum_of_selected(x, mask, 0, [0], True), x[mask].sum(0, keepdim=True))
