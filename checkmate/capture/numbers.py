@@ -9,6 +9,7 @@ put in, both must be the same ops with the same arguments, to the bit.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -224,9 +225,10 @@ def number_read(place: str, source: str) -> str:
         place: the line of the user's code.
         source: what to call the tensor.
     """
-    return (
+    said = (
         f"{place}: a number is read from {source}, by int(), .item(), .tolist() or the like. A step is planned without "
         "the data of its tensors, so that no size, slice or argument can depend on it. Index with the tensor itself "
         "(x[i], x.index_copy_(0, i, y)), mask with it (torch.where), or read the number outside of the step and pass "
         "it in: each number gets a plan of its own."
     )
+    return f"{said} {EXPERTS}" if re.search(r"expert|adapter|moe", said, re.IGNORECASE) else said
