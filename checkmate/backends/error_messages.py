@@ -37,6 +37,11 @@ _GRADIENT_WITHIN = (
 _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and what to do
     (r"modified by an inplace operation", "Plain PyTorch refuses this too: write to a copy, x.clone(), instead."),
     (r"set_runtime_stats_and_log|of class `Reducer`", WRAP_OUTSIDE),  # what its forward calls first
+    (
+        r"`R?lock` context manager",
+        "A compiled step holds no lock. Where only a first call does, to set something up, make that one plainly "
+        "before compiling: the step then finds it done.",
+    ),
     (r"hook '.*' has changed the size", "A tensor hook must return a gradient of the shape that it is given."),
     (r"hook", "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...)."),
     (r"torch\.autograd\.grad\b.*trace_autograd_ops", _GRADIENT_WITHIN),

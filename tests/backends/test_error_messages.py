@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -416,6 +417,20 @@ def _size_of_a_selection(x: Tensor) -> Tensor:
     return chosen.sum() if chosen.shape[0] > 1 else x.sum()
 
 
+class _Locked(nn.Module):
+    """Sets something up in its first call, and no other at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook_lock, self.ready = threading.Lock(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            with self.hook_lock:
+                self.ready = True
+        return x.sum()
+
+
 class _Swapping(nn.Module):
     """Puts another part in place in its first call."""
 
@@ -452,6 +467,7 @@ class _Swapping(nn.Module):
         (_adapters, r"the size of index depends on data; .*x\[mask\]"),
         (_token, r"the size of the gradient of what is computed here, index, depends on data"),
         (_size_of_a_selection, r"asked of a size, which depends on data since .*test_error_messages.py:\d+\)?\.\n"),
+        (_Locked(), "make that one plainly before compiling"),
         (_Swapping(), r"call it plainly on one such batch before compiling"),
     ],
 )
