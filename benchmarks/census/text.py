@@ -157,7 +157,7 @@ def _one_of_each(default: PretrainedConfig) -> dict[str, Any]:
     }
     if not lists:
         return {}
-    places = {name for name, value in lists.items() if value == list(range(len(value)))}  # which layers, not their kinds
+    places = {name for name, value in lists.items() if value == list(range(len(value)))}  # not kinds
     of_kinds = [name for name in lists if name not in places]
     kinds = list(zip(*(lists[name] for name in of_kinds), strict=True)) or [()] * len(next(iter(lists.values())))
     chosen = list(dict.fromkeys(kinds) if len(set(map(str, kinds))) > 1 else kinds[:2])

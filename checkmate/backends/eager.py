@@ -20,7 +20,7 @@ from checkmate.capture.device import BLOCK_BYTES, allocated_on, device_of, held_
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.nodes import storage
-from checkmate.capture.numbers import sources_of
+from checkmate.capture.numbers import refuse_sizes_of_data, sources_of
 from checkmate.capture.patches import context_variables as _context  # noqa: F401  # Dynamo follows them
 from checkmate.capture.patches import ctc_lengths as _lengths  # noqa: F401  # PyTorch's own describes the kernel
 from checkmate.capture.patches import logging_calls as speaking  # noqa: F401  # Dynamo follows what a step says
@@ -136,6 +136,7 @@ class Backend:
         questions, planned = taken_out(module), len(self.plans)
         self.answers = questions.answers
         _refuse_inexact(module)
+        refuse_sizes_of_data(module)
         refuse_lost_leaves(module, inputs)
         if isinstance(self.profile, Measure):
             _refuse_fakes(input_names(module), inputs)

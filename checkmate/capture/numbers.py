@@ -25,8 +25,9 @@ from torch._functorch.partitioners import _has_tag_is_backward, _is_primal, is_s
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.passes import _tensorify_python_scalars as tensorify
 
-from checkmate.capture.nodes import tensors, viewed
+from checkmate.capture.nodes import leaf_nodes, tensors, viewed
 from checkmate.capture.provenance import where
+from checkmate.capture.questions import needed_by
 from checkmate.errors import Unsupported
 
 Number = int | float
@@ -36,6 +37,7 @@ EXPERTS = (
     'or "batched_mm".'
 )
 _ONE_OF = {torch.sym_max, torch.sym_min}
+_READ_ONE = {"to", "type_as"}  # methods that ask any other argument for its type only
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
@@ -122,6 +124,40 @@ def check_sizes(graph: fx.Graph, numbers: Mapping[int, str], name: Callable[[fx.
                 raise NotFree(f"{where(node)}: the shape of {node.name} depends on a number")
     if numbers:
         _check_types(graph)
+
+
+def refuse_sizes_of_data(module: fx.GraphModule) -> None:
+    """Refuse a step that computes with tensors whose sizes depend on data before it is traced into a joint graph.
+
+    `check_sizes` would as well, but tracing with sizes that are not known takes minutes where a loop makes many.
+
+    Args:
+        module: what Dynamo captured, without its questions: what was only asked for a size is needed no more.
+
+    Raises:
+        Unsupported: if what needs a gradient is returned, so that this is to be planned.
+    """
+    sized = [node for node in module.graph.nodes if any(map(_is_sized_by_data, tensors(_example(node))))]
+    output = module.graph.output_node()
+    if not sized or not any(t.requires_grad for n in output.all_input_nodes for t in tensors(_example(n))):
+        return
+    needed = needed_by(output, [*module.graph.nodes], _computed_with)
+    reads_numbers = any(node.target == "item" for node in needed)  # `check_sizes` says more of these
+    if not reads_numbers and (first := next((node for node in sized if node in needed), None)):
+        raise Unsupported(_size_of_data(first))
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _is_sized_by_data(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) and free_unbacked_symbols(size) for size in tensor.shape)
+
+
+def _computed_with(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an op reads; ``x.type_as(y)`` reads no y."""
+    return leaf_nodes(node.args[:1]) if node.target in _READ_ONE else node.all_input_nodes
 
 
 def _size_of_data(node: fx.Node) -> str:

@@ -48,6 +48,7 @@ from checkmate.errors import Unsupported
 WITHOUT_TENSORS = (torch.equal, torch.allclose, torch.is_nonzero)  # noqa: TID251  # no graph may hold their bools
 _NO_DATA = "it depends on tensors that have no data here, fake or on the meta device"
 _OVERWRITTEN = "it depends on a tensor that the step has overwritten before, in a way that is not followed"
+Reads = Callable[[fx.Node], Iterable[fx.Node]]  # the arguments that a node reads
 _COSTLY = ("batch_norm", "rnn", "lstm", "gru", "attention")  # in the names of ops; batch norm writes as well
 
 
@@ -108,7 +109,7 @@ def program(
             cannot be told what is drawn.
     """
     earlier = [*_until(ends[-1])]
-    needed = set[fx.Node]().union(*(_needed(end, [*_until(end)]) for end in ends))
+    needed = set[fx.Node]().union(*(needed_by(end, [*_until(end)]) for end in ends))
     written = {place for n in needed if _writes(n) for a in _written(n) for place in _memory(a)}
     unread = _unread_draws(earlier, needed, attributes, last)
     graph, copies, held = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any](unread)
@@ -165,9 +166,10 @@ def _until(node: fx.Node) -> Iterable[fx.Node]:
             return
 
 
-def _needed(node: fx.Node, earlier: Sequence[fx.Node]) -> set[fx.Node]:
+def needed_by(node: fx.Node, earlier: Sequence[fx.Node], reads: Reads = lambda n: n.all_input_nodes) -> set[fx.Node]:
     """The node, what it is computed from, and what writes to any of that before."""
     needed, memory = set[fx.Node](), set[int]()
+    writers = [n for n in earlier if _writes(n)]
     todo = [node]
     while todo:
         while todo:
@@ -175,8 +177,8 @@ def _needed(node: fx.Node, earlier: Sequence[fx.Node]) -> set[fx.Node]:
             if n not in needed:
                 needed.add(n)
                 memory.update(_memory(n))
-                todo += n.all_input_nodes
-        todo = [n for n in earlier if n not in needed and _writes(n) and any(_memory(a) & memory for a in _written(n))]
+                todo += reads(n)
+        todo = [n for n in writers if n not in needed and any(_memory(a) & memory for a in _written(n))]
     return needed
 
 
@@ -221,7 +223,7 @@ def answer(
         return _run(node, given, attributes, writes, ()), ()
     except _DrawsError:
         earlier = [*_until(node)]
-        found, needed = draws_of(earlier, attributes), _needed(node, earlier)
+        found, needed = draws_of(earlier, attributes), needed_by(node, earlier)
         generators = tuple(dict.fromkeys(draw.device for n in earlier if n in needed for draw in found.get(n, ())))
         with keeping_generators(generators):
             return _run(node, given, attributes, writes, generators), generators
@@ -356,7 +358,7 @@ def _take(module: fx.GraphModule) -> Questions:
 
 def _may_change(marker: fx.Node) -> bool:
     """Whether the answer is not always the same: it depends on inputs, or on random numbers."""
-    return bool(marker.args[2]) or any(n.op == "placeholder" for n in _needed(marker, [*_until(marker)]))
+    return bool(marker.args[2]) or any(n.op == "placeholder" for n in needed_by(marker, [*_until(marker)]))
 
 
 def _asked(module: fx.GraphModule, markers: Sequence[fx.Node]) -> Questions:

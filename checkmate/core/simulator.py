@@ -57,8 +57,7 @@ def lower(graph: Graph, schedule: Schedule) -> Plan:
                 if at_hand[v] and last_use[v] == k and not kept[v]:
                     steps.append(Free(v))
                     at_hand[v] = False
-        for v in np.flatnonzero(at_hand & ~kept).tolist():  # kept for this stage though nothing in it needed them
-            steps.append(Free(v))
+        steps += map(Free, np.flatnonzero(at_hand & ~kept).tolist())  # kept though nothing in this stage needed them
         at_hand &= kept
         if t + 1 == graph.forward_length:
             boundary = len(steps)

@@ -1,0 +1,70 @@
+"""Sizes that depend on data are refused with the line of the code, as soon as they are known to matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import checkmate
+from checkmate.backends import eager
+
+X, Y = torch.arange(1.0, 9.0), torch.tensor([1.0, -1.0] * 4)
+W = torch.nn.Parameter(torch.ones(8))
+
+
+def _selected(x: Tensor, y: Tensor) -> Tensor:
+    return (W * x)[y > 0].sum()
+
+
+def _selected_beside(x: Tensor, y: Tensor) -> Tensor:
+    return (W * x).sum() + y[y > 0].sum()
+
+
+def _written(x: Tensor, y: Tensor) -> Tensor:
+    table, places = torch.full((3, 8), -1), torch.nonzero(y > 0).flatten()
+    table[0, : places.numel()] = places
+    return (W * x).sum() + (table > 0).sum()
+
+
+@pytest.mark.parametrize("step", [_selected, _selected_beside, _written])
+def test_they_are_refused_before_the_joint_graph_is_traced(
+    step: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trace(**options: Any) -> Any:
+        raise AssertionError("AOTAutograd traces what is refused")
+
+    monkeypatch.setattr(eager, "aot_autograd", trace)
+    with pytest.raises(checkmate.Unsupported, match=r"^test_numbers\.py:\d+: .* depends on data.*torch\.where"):
+        checkmate.trace(step, X, Y)
+
+
+@pytest.mark.parametrize("step", [_selected, _selected_beside, _written])
+def test_what_the_joint_graph_holds_of_them_is_refused(
+    step: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eager, "refuse_sizes_of_data", lambda module: None)
+    with pytest.raises(checkmate.Unsupported, match=r"^test_numbers\.py:\d+: .* depends on data.*torch\.where"):
+        checkmate.trace(step, X, Y)
+
+
+def test_what_no_result_is_computed_with_is_fine() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        torch.nonzero(y > 0)  # read by nobody
+        if y[y > 0].shape[0] < 3:  # a question
+            x = x + 1
+        return (W * x).type_as(x[y > 0].double()).sum()
+
+    assert checkmate.verify(step, X, Y, budget="1 MB", time_limit=1).repeats
+
+
+def test_a_step_without_gradients_may_have_them() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return x[y > 0] + 1
+
+    with torch.no_grad():
+        found = torch.compile(step, fullgraph=True, backend="checkmate", options={"budget": "1 MB"})(X, Y)
+    assert found.tolist() == [2.0, 4.0, 6.0, 8.0]
