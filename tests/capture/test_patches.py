@@ -1,0 +1,51 @@
+"""What PyTorch is changed in: the list is whole, and what is to be undone is undone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkmate
+import checkmate.capture.patches as room
+from checkmate.capture.patches import OURS, PATCHES, PROCESS, WITHIN
+
+MODULES = {file.stem for file in Path(room.__file__).parent.glob("*.py")} - {"__init__"}
+
+
+def test_every_module_is_on_the_list() -> None:
+    assert {patch.module for patch in PATCHES} == MODULES
+    assert {patch.when for patch in PATCHES} == {OURS, PROCESS, WITHIN}
+
+
+def test_importing_checkmate_changes_nothing() -> None:
+    code = "import checkmate, sys; print(*[name for name in sys.modules if name.split('.')[0] == 'torch'])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == ""
+
+
+def _state() -> Any:
+    """What tracing an op calls, for all ops, and Dynamo's setting for recurrent modules."""
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten)]
+    ops = [getattr(p, name) for p in packets if isinstance(p, torch._ops.OpOverloadPacket) for name in p.overloads()]
+    return {op: dict(op.py_kernels) for op in ops}, torch._dynamo.config.allow_rnn
+
+
+def test_what_is_changed_while_a_step_is_captured_is_undone_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def solving(*args: Any, **options: Any) -> Any:
+        seen.append(_state())
+        return checkmate.solve(*args, **options)
+
+    before = _state()
+    monkeypatch.setattr("checkmate.solvers.recall.solve", solving)
+    step = checkmate.compile(lambda x: x.prod(0).square().sum(), budget="1 MB", method="next-use", cache=False)
+    step(torch.ones(3, 4, requires_grad=True)).backward()
+    assert len(seen) == 1
+    assert seen[0] != before
+    assert _state() == before
