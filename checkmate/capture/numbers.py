@@ -31,11 +31,15 @@ from checkmate.capture.questions import needed_by
 from checkmate.errors import Unsupported
 
 Number = int | float
-EXPERTS = (
+_CHOSEN = (
     "Where data chooses who computes, as with experts or adapters, let each of them compute all, and weight with zero "
-    'what is not its own. Models of transformers that have a choice: model.set_experts_implementation("grouped_mm"), '
+    "what is not its own."
+)
+EXPERTS = (
+    f'{_CHOSEN} Models of transformers that have a choice: model.set_experts_implementation("grouped_mm"), '
     'or "batched_mm".'
 )
+_EXPERT = re.compile(r"expert|moe", re.IGNORECASE)
 _ONE_OF = {torch.sym_max, torch.sym_min}
 _READ_ONE = {"to", "type_as"}  # methods that ask any other argument for its type only
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -163,9 +167,11 @@ def _computed_with(node: fx.Node) -> list[fx.Node]:
 def _size_of_data(node: fx.Node) -> str:
     """What to say where a size is as large as the data of a tensor makes it."""
     of = f"the gradient of what is computed here, {node.name}," if _has_tag_is_backward(node) else node.name
+    place = where(node)
     return (
-        f"{where(node)}: the size of {of} depends on data; sizes must be fixed. Mask what is left out (torch.where, an "
-        f"ignored index) in place of selecting the rest, by x[mask] or by x[mask] = y. {EXPERTS}"
+        f"{place}: the size of {of} depends on data; sizes must be fixed. Mask what is left out (torch.where, an "
+        "ignored index) in place of selecting the rest, by x[mask] or by x[mask] = y. "
+        f"{EXPERTS if _EXPERT.search(place) else _CHOSEN}"
     )
 
 
@@ -267,4 +273,4 @@ def number_read(place: str, source: str) -> str:
         "(x[i], x.index_copy_(0, i, y)), mask with it (torch.where), or read the number outside of the step and pass "
         "it in: each number gets a plan of its own."
     )
-    return f"{said} {EXPERTS}" if re.search(r"expert|adapter|moe", said, re.IGNORECASE) else said
+    return f"{said} {EXPERTS}" if _EXPERT.search(f"{place} {source}") else said
