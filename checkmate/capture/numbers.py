@@ -147,8 +147,13 @@ def refuse_sizes_of_data(module: fx.GraphModule) -> None:
         return
     needed = needed_by(output, [*module.graph.nodes], _computed_with)
     reads_numbers = any(node.target == "item" for node in needed)  # `check_sizes` says more of these
-    if not reads_numbers and (first := next((node for node in sized if node in needed), None)):
+    if not reads_numbers and (first := next((n for n in sized if n in needed and not _is_summed(n)), None)):
         raise Unsupported(_size_of_data(first))
+
+
+def _is_summed(node: fx.Node) -> bool:
+    """What a mask selects may be added up at once; see `rewrite.sum_what_masks_select`."""
+    return all(user.target in ("sum", torch.sum) for user in node.users)
 
 
 def _example(node: fx.Node) -> Any:

@@ -17,11 +17,11 @@ W = torch.nn.Parameter(torch.ones(8))
 
 
 def _selected(x: Tensor, y: Tensor) -> Tensor:
-    return (W * x)[y > 0].sum()
+    return (W * x)[y > 0].exp().sum()
 
 
 def _selected_beside(x: Tensor, y: Tensor) -> Tensor:
-    return (W * x).sum() + y[y > 0].sum()
+    return (W * x).sum() + y[y > 0].exp().sum()
 
 
 def _written(x: Tensor, y: Tensor) -> Tensor:
@@ -49,6 +49,13 @@ def test_what_the_joint_graph_holds_of_them_is_refused(
     monkeypatch.setattr(eager, "refuse_sizes_of_data", lambda module: None)
     with pytest.raises(checkmate.Unsupported, match=r"^test_numbers\.py:\d+: .* depends on data.*torch\.where"):
         checkmate.trace(step, X, Y)
+
+
+def test_what_is_selected_may_be_added_up_at_once() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return (W * x).sum() + y[y > 0].sum()
+
+    assert checkmate.verify(step, X, Y, budget="1 MB", time_limit=1).repeats
 
 
 def test_what_no_result_is_computed_with_is_fine() -> None:

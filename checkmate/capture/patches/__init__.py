@@ -24,21 +24,15 @@ class Patch:
 
 
 PATCHES = (
-    Patch(
-        "branches", OURS, "Dynamo's jumps, bool(), item(), checks", "a question on a tensor is answered"
-    ),
+    Patch("branches", OURS, "Dynamo's jumps, bool(), item(), checks", "a question on a tensor is answered"),
     Patch("context_variables", OURS, "Dynamo's calls of ContextVar", "set, read and reset as in plain PyTorch"),
-    Patch(
-        "ctc_lengths", PROCESS, "the description of CTC's kernels", "of lengths that are numbers all is known"
-    ),
+    Patch("ctc_lengths", PROCESS, "the description of CTC's kernels", "of lengths that are numbers all is known"),
     Patch("formulas", WITHIN, "autograd's formulas of a few reductions", "eager PyTorch picks one by the data"),
     Patch("is_compiling", OURS, "Dynamo's answers to is_compiling()", "told yes, libraries compute other bits"),
     Patch("kernels", WITHIN, "decompositions in Python", "they round otherwise than the kernels"),
     Patch("kernels", OURS, "Dynamo's taking apart of addcdiv and others", "the parts round otherwise than the whole"),
     Patch("leaves", OURS, "Dynamo's refusals of leaves made on the way", "what they lack is not asked for"),
-    Patch(
-        "logging_calls", OURS, "Dynamo's logging, print, warnings, raise", "they say what plain PyTorch says"
-    ),
+    Patch("logging_calls", OURS, "Dynamo's logging, print, warnings, raise", "they say what plain PyTorch says"),
     Patch("recurrent", WITHIN, "Dynamo's setting allow_rnn", "nn.LSTM and its like are captured"),
     Patch("recurrent", PROCESS, "the description of oneDNN's LSTM", "it has a workspace, of which nothing was known"),
     Patch("same_tensor", OURS, "Dynamo's x.to() and its like", "where there is nothing to convert, it is x itself"),
