@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class _Capture:
     joint: Joint | None = None
     answers: tuple[bool | int, ...] = ()  # to what it asks of its tensors, in order
     used: int = 0  # at which call, the last time
+    draws: bool = False  # from Python's generator
 
     def free(self) -> None:
         """Let Dynamo forget the code. What autograd holds of it lives until the backward has run."""
@@ -126,13 +128,16 @@ class Captures:
         for place, known in enumerate(self._kept.get(kind, ())):
             if any(_goes_another_way(known.answers, answers) for answers in found):
                 continue
+            state = random.getstate() if known.draws else None
             try:
                 result = known.replay(*args, **kwargs)
             except AnotherAnswer as answer:
+                _draw_again_from(state)
                 other = other or answer
                 found.append((*known.answers[: answer.place], answer.now))
                 continue
             except _NothingToPlan:
+                _draw_again_from(state)
                 result = self._fn(*args, **kwargs)
             if result is not MISS:
                 self._note_use(known, place)
@@ -200,7 +205,7 @@ class Captures:
         if not numbers:
             self._make_room(because)
         backend = self._backend
-        own, planned = _copy_of(self._fn), len(backend.plans)
+        own, planned, state = _copy_of(self._fn), len(backend.plans), random.getstate()
         made = _Capture(kind, own, torch._dynamo.run(own), [], because, frozenset(numbers))
         backend.numbers, backend.check = numbers, check
 
@@ -212,6 +217,8 @@ class Captures:
             with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), reaching:
                 result = _compiled(own, self._compile_graph)(*args, **kwargs)
         except _NothingToPlan:
+            made.draws = random.getstate() != state
+            _draw_again_from(state)
             result = self._fn(*args, **kwargs)
         except BaseException:
             del backend.plans[planned:]
@@ -222,6 +229,7 @@ class Captures:
         if result is MISS:  # torch.compile is turned off
             return self._fn(*args, **kwargs)
         made.plans += backend.plans[planned:]
+        made.draws = made.draws or random.getstate() != state
         self._fixed.update(numbers & constants(own).keys())
         self._kept.setdefault(kind, []).insert(0, made)
         self._note_use(made, 0)
@@ -287,6 +295,12 @@ def _goes_another_way(known: tuple[bool | int, ...], found: tuple[bool | int, ..
     The same call asks the same up to there, so that the capture need not be tried: asking may take many draws.
     """
     return len(known) >= len(found) and known[: len(found) - 1] == found[:-1] and known[len(found) - 1] != found[-1]
+
+
+def _draw_again_from(state: Any) -> None:
+    """Have Python's generator draw what it drew before, for a capture that turned out to be for another call."""
+    if state is not None:
+        random.setstate(state)
 
 
 def _hand_back(*inputs: Any) -> Any:

@@ -20,7 +20,7 @@ from checkmate.capture.device import BLOCK_BYTES, allocated_on, device_of, held_
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.nodes import storage
-from checkmate.capture.numbers import refuse_sizes_of_data, sources_of
+from checkmate.capture.numbers import draws_of_python, refuse_sizes_of_data, sources_of
 from checkmate.capture.patches import context_variables as _context  # noqa: F401  # Dynamo follows them
 from checkmate.capture.patches import ctc_lengths as _lengths  # noqa: F401  # PyTorch's own describes the kernel
 from checkmate.capture.patches import logging_calls as speaking  # noqa: F401  # Dynamo follows what a step says
@@ -75,6 +75,7 @@ class _Facts:
     known: list[Any]  # tensors that it is given, or holds as constants
     shares_copies: bool  # autocast keeps converted weights
     numbers: dict[int, str]  # inputs that are no tensors, by position, as Dynamo calls them
+    draws: list[int]  # inputs that Python's generator draws
     counts: list[list[int]] = field(default_factory=list)  # contributions to gradients
     users: dict[int, tuple[int, ...]] = field(default_factory=dict)  # results that others are computed from
     within: dict[int, list[set[int]]] = field(default_factory=dict)  # what it adds to gradients of results from outside
@@ -142,7 +143,7 @@ class Backend:
             _refuse_fakes(input_names(module), inputs)
         numbers = sources_of(module, self.numbers)
         known = [*inputs, *module.parameters(), *module.buffers()]
-        facts = _Facts(input_names(module), known, keeps_copies(module), numbers)
+        facts = _Facts(input_names(module), known, keeps_copies(module), numbers, draws_of_python(module))
         compile_graph = aot_autograd(
             fw_compiler=self.lower,
             bw_compiler=self.lower,
@@ -163,7 +164,8 @@ class Backend:
         ):
             run = compile_graph(module, inputs)
         if questions.answers and isinstance(self.profile, Measure) and len(self.plans) > planned:
-            self.plans[-1] = _with_questions(self.plans[-1], questions, inputs, self.limit(self.plans[-1]))
+            given = 0 if self.last is None else self.last.number_bytes
+            self.plans[-1] = _with_questions(self.plans[-1], questions, inputs, given, self.limit(self.plans[-1]))
         if self.takes_none:
             run = keep_undefined(run)
         run = refuse_views(run, facts.within) if self.exact else run
@@ -195,6 +197,7 @@ class Backend:
             block_bytes=block_bytes,
             on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
             numbers=facts.numbers,
+            draws=facts.draws,
         )
         if facts.numbers:
             self.check(joint)
@@ -255,14 +258,18 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
     return sum(-(-size // block_bytes) * block_bytes for size in sizes)
 
 
-def _with_questions(plan: Solution, questions: Questions, inputs: list[Any], limit: int) -> Solution:
+def _with_questions(plan: Solution, questions: Questions, inputs: list[Any], given: int, limit: int) -> Solution:
     """The plan, its peak that of what is asked before the step where that is higher.
+
+    Args:
+        given: bytes of the inputs that are made anew at each call.
+        limit: bytes that the step may take.
 
     Raises:
         Unsupported: where it is above the limit.
     """
     device = next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device != CPU), CPU)
-    taken = measure_peak(partial(questions.ask, inputs), device).peak
+    taken = given + measure_peak(partial(questions.ask, inputs), device).peak
     peak = plan.problem.resident + taken
     if peak > limit:
         places = ", ".join(dict.fromkeys(questions.places))

@@ -8,7 +8,7 @@ tell what aliases what), tells views from ops, forward from backward, and which 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,16 +19,13 @@ from torch._functorch._aot_autograd.utils import is_with_effects
 from torch._functorch.partitioners import (
     _extract_fwd_bwd_outputs,
     _has_tag_is_backward,
-    _is_backward_state,
-    _is_bwd_seed_offset,
     _is_primal,
-    _is_tangent,
-    _must_be_in_backward,
     is_sym_node,
 )
 
 from checkmate.capture import cudnn
 from checkmate.capture.nodes import (
+    COPIES_OF_STORAGES,
     ancestors,
     getitems,
     is_collective,
@@ -41,7 +38,8 @@ from checkmate.capture.nodes import (
     tensors,
     written,
 )
-from checkmate.capture.numbers import check_sizes, number_placeholders
+from checkmate.capture.numbers import DRAW_BYTES, check_sizes, number_placeholders, refuse_read
+from checkmate.capture.outside import after_tangent, let_go_of_unread, read_at_return
 from checkmate.capture.patches.strides import obeys_layout
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import save_state
@@ -49,16 +47,10 @@ from checkmate.capture.rewrite import prepare
 from checkmate.core.graph import Graph, Op, Phase, Role, Value
 from checkmate.errors import Unsupported
 
+NUMBERS = "handed_in_numbers"  # the op that stands for them
 _OUTSIDE_ITS_RUNNING_STATISTICS = {  # in training mode: what later ops read does not depend on the running statistics
     torch.ops.aten._native_batch_norm_legit_functional.default,
     cudnn.batch_norm,
-}
-_COPIES_OF_STORAGES = {  # given a part of a storage, they copy all of it; a cached fake result has lost the rest
-    torch.ops.aten.copy.default,
-    torch.ops.aten.slice_scatter.default,
-    torch.ops.aten.select_scatter.default,
-    torch.ops.aten.diagonal_scatter.default,
-    torch.ops.aten.as_strided_scatter.default,
 }
 
 
@@ -83,6 +75,11 @@ class Joint:
         """Bytes of the parameters, buffers and inputs, which stay with the caller."""
         return sum(value.size_bytes for value in self.graph.values if value.producer is None)
 
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of the tensors in which Dynamo hands in numbers."""
+        return sum(self.graph.values[v].size_bytes for op in self.graph.ops if op.name == NUMBERS for v in op.outputs)
+
 
 def read_joint(
     module: fx.GraphModule,
@@ -93,6 +90,7 @@ def read_joint(
     block_bytes: int = 1,
     on_cpu: bool = True,
     numbers: Mapping[int, str] = MappingProxyType({}),
+    draws: Collection[int] = (),
 ) -> Joint:
     """Read a joint graph of AOTAutograd.
 
@@ -104,25 +102,18 @@ def read_joint(
         block_bytes: the allocator rounds every size up to a multiple of these.
         on_cpu: the step is planned for the CPU: masks of dropout may be drawn again, convolutions are split.
         numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.capture.numbers`.
+        draws: positions of the inputs that are draws of Python's generator.
 
     Raises:
         NotFree: if a shape depends on such a number.
-        Unsupported: for sizes that depend on data, ops whose outputs alias only in part, and backward ops that read
-            what the forward has overwritten.
+        Unsupported: for sizes that depend on data, ops that read draws of Python's generator, ops whose outputs alias
+            only in part, and backward ops that read what the forward has overwritten.
     """
     prepare(module.graph, on_cpu=on_cpu)
-    _let_go_of_unread(module)
-    reader = _Reader(module, num_fwd_outputs, frozenset(static_inputs), input_names, block_bytes, numbers)
+    let_go_of_unread(module)
+    reader = _Reader(module, num_fwd_outputs, frozenset(static_inputs), input_names, block_bytes, numbers, draws)
     check_sizes(module.graph, numbers, reader.name)
     return reader.read()
-
-
-def _let_go_of_unread(module: fx.GraphModule) -> None:
-    """Hold no constant that was traced and is read by nothing any more: its bytes would be in no plan."""
-    read = {node.target for node in module.graph.find_nodes(op="get_attr")}
-    for name, _ in [*module.named_buffers(recurse=False)]:
-        if name not in read:
-            delattr(module, name)
 
 
 class _Reader:
@@ -136,9 +127,11 @@ class _Reader:
         input_names: Sequence[str],
         block_bytes: int,
         numbers: Mapping[int, str],
+        draws: Collection[int],
     ) -> None:
         self.module = module
         self.numbers = number_placeholders(module.graph, numbers)
+        self.draws = number_placeholders(module.graph, dict.fromkeys(draws, "a draw"))
         self.block_bytes = block_bytes
         self.nodes = list(module.graph.nodes)
         outputs = _extract_fwd_bwd_outputs(module, num_fwd_outputs=num_fwd_outputs)
@@ -154,14 +147,17 @@ class _Reader:
 
     def read(self) -> Joint:
         self.is_view = {n for n in self.nodes if is_view(n)}
-        self.after_tangent = self._after_tangent()
+        self.after_tangent = after_tangent(self.nodes)
         self.overwritten = self._overwritten()
         self._add_external_values()
         forward, backward = self._phases()
-        self.handed_in = self._add_handed_in("numbers", [n for n in self.numbers if tensors(n.meta["val"])])
+        refuse_read(self.draws)
+        numbers = self._add_handed_in(NUMBERS, [n for n in (*self.numbers, *self.draws) if tensors(n.meta["val"])])
         for node in forward:
             self._add_op(node, "forward")
-        self.handed_in += self._add_handed_in("tangents", [n for n in self.placeholders if n in self.after_tangent])
+        self.let_go = self._made_only_by(read_at_return(self.fwd_outputs, self.fwd_descs))
+        self._add_return((*numbers, *self.let_go))
+        self.tangents = self._add_handed_in("tangents", [n for n in self.placeholders if n in self.after_tangent])
         for node in backward:
             self._add_op(node, "backward")
         results = self._results()
@@ -178,15 +174,6 @@ class _Reader:
             forward_descs=self.fwd_descs,
             backward_descs=self.bwd_descs,
         )
-
-    def _after_tangent(self) -> set[fx.Node]:
-        """Nodes that depend on an incoming gradient, or were put into the backward by hand."""
-        found: set[fx.Node] = set()
-        for n in self.nodes:
-            handed_in = n.op == "placeholder" and (_is_tangent(n) or _is_bwd_seed_offset(n) or _is_backward_state(n))
-            if handed_in or _must_be_in_backward(n) or any(a in found for a in n.all_input_nodes):
-                found.add(n)
-        return found
 
     def _overwritten(self) -> dict[int, str]:
         """Storages of inputs that the step overwrites, with their names."""
@@ -266,7 +253,7 @@ class _Reader:
         """Parameters, buffers and inputs, once for each storage."""
         position = 0
         for n in self.nodes:
-            if n in self.numbers:
+            if n in self.numbers or n in self.draws:
                 position += 1
             elif n.op == "placeholder" and n not in self.after_tangent:
                 role: Role = "input"
@@ -299,7 +286,9 @@ class _Reader:
         return tuple(made)
 
     def _storage_bytes(self, node: fx.Node, tensor: torch.Tensor) -> int:
-        if node.target in _COPIES_OF_STORAGES:
+        if node in self.draws:
+            return DRAW_BYTES
+        if node.target in COPIES_OF_STORAGES:
             (part, *_) = leaf_nodes(node.args)
             (v,) = self._values_of(part)
             if tensor.stride() == part.meta["val"].stride():
@@ -358,9 +347,9 @@ class _Reader:
         return None
 
     def _add_handed_in(self, name: str, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
-        """What is made outside of the captured code, within the step, and held to the end.
+        """What is made outside of the captured code, within the step: numbers before the forward, by Dynamo.
 
-        Gradients between forward and backward, by autograd; numbers before the forward: Dynamo puts each in a tensor.
+        And gradients between forward and backward, by autograd, which holds them to the end.
         """
         k = len(self.ops)
         made = [v for n in nodes for v in self._add_values(n, k, "tangent" if name == "tangents" else "intermediate")]
@@ -369,6 +358,18 @@ class _Reader:
             self.op_nodes.append(None)
         return tuple(made)
 
+    def _made_only_by(self, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
+        """Values that these results of the forward show and no others do, and that the step makes."""
+        shown = dict.fromkeys(v for n in nodes for v in self._values_of(n))
+        others = {v for n in leaf_nodes(self.fwd_outputs) if n not in nodes for v in self._values_of(n)}
+        return tuple(v for v in shown if v not in others and self.values[v].producer is not None)
+
+    def _add_return(self, held: Sequence[int]) -> None:
+        """The caller of the forward holds some values until it has returned, but not for the backward."""
+        if held:
+            self.ops.append(Op("return", "autograd", tuple(held), (), "forward", "is done by autograd"))
+            self.op_nodes.append(None)
+
     def _results(self) -> tuple[int, ...]:
         """Values that are held to the end of the step: outputs, tangents, and gradients as autograd stores them.
 
@@ -376,7 +377,8 @@ class _Reader:
         op here, and the gradient is free after it.
         """
         results = dict.fromkeys(v for n in leaf_nodes(self.fwd_outputs) for v in self._values_of(n))
-        results.update(dict.fromkeys(self.handed_in))
+        results = {v: None for v in results if v not in self.let_go}
+        results.update(dict.fromkeys(self.tangents))
         primals = [n for n in self.placeholders if _is_primal(n) and not any(map(is_with_effects, n.users))]
         copied: list[tuple[fx.Node, torch.Tensor]] = []
         for primal, grad in zip(primals, self.bwd_outputs, strict=False):

@@ -15,6 +15,13 @@ from checkmate.capture.patches import strides as layouts
 from checkmate.capture.random_draws import DRAWS, draws
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
+COPIES_OF_STORAGES = {  # given a part of a storage, they copy all of it; a cached fake result has lost the rest
+    torch.ops.aten.copy.default,
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select_scatter.default,
+    torch.ops.aten.diagonal_scatter.default,
+    torch.ops.aten.as_strided_scatter.default,
+}
 
 
 def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:

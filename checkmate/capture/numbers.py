@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.fx as fx
 from torch._dynamo.pgo import auto_dynamic
+from torch._dynamo.source import RandomValueSource
 from torch._dynamo.variables import builder
 from torch._functorch.partitioners import _has_tag_is_backward, _is_primal, is_sym_node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -42,6 +43,7 @@ EXPERTS = (
 _EXPERT = re.compile(r"expert|moe", re.IGNORECASE)
 _ONE_OF = {torch.sym_max, torch.sym_min}
 _READ_ONE = {"to", "type_as"}  # methods that ask any other argument for its type only
+DRAW_BYTES = 8  # Dynamo describes a draw as float32 and hands it in as float64, or as int64
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
@@ -76,6 +78,28 @@ def sources_of(module: fx.GraphModule, numbers: Collection[str]) -> dict[int, st
     placeholders = module.graph.find_nodes(op="placeholder") if numbers else ()
     names: list[Any] = [getattr(getattr(node, "_dynamo_source", None), "name", None) for node in placeholders]
     return {i: name for i, name in enumerate(names) if name in numbers}
+
+
+def draws_of_python(module: fx.GraphModule) -> list[int]:
+    """Positions of the inputs of a captured graph that are drawn by ``random.uniform`` and the like, at each call."""
+    sources = [getattr(node, "_dynamo_source", None) for node in module.graph.find_nodes(op="placeholder")]
+    return [i for i, source in enumerate(sources) if isinstance(source, RandomValueSource)]
+
+
+def refuse_read(draws: Iterable[fx.Node]) -> None:
+    """Refuse ops on such draws: Dynamo makes tensors of them, which take part in other kernels, and other types.
+
+    What a program asks of them, ``if random.uniform(0, 1) < 0.1:``, has been answered before: see
+    `checkmate.capture.questions`.
+
+    Raises:
+        Unsupported: naming the first op.
+    """
+    for user in (user for draw in draws for user in draw.users):
+        raise Unsupported(
+            f"{where(user)}: a number of Python's random generator is computed with. "
+            "Draw with torch, or draw outside and pass the number in as a tensor."
+        )
 
 
 def number_placeholders(graph: fx.Graph, numbers: Mapping[int, str]) -> dict[fx.Node, str]:
@@ -218,7 +242,7 @@ def written_out(
     """
     value: dict[fx.Node, Any] = {}  # of numbers, and the place of all else
     lines: list[Any] = []
-    left_out = {n for n in graph.nodes if is_sym_node(n) or _hands_out_number(n)}  # they are in no other capture
+    left_out = {n for n in graph.nodes if is_sym_node(n) or hands_out_number(n)}  # they are in no other capture
 
     def put_in(arg: Any) -> Any:
         return fx.node.map_arg(arg, value.__getitem__)
@@ -227,7 +251,7 @@ def written_out(
         return fx.node.map_aggregate(put_in(arg), _bits)
 
     for node in graph.nodes:
-        if node.op == "output" or _hands_out_number(node):
+        if node.op == "output" or hands_out_number(node):
             continue
         if node in numbers:
             value[node] = given[numbers[node]]
@@ -244,7 +268,7 @@ class _Place(int):
     """Of an op or an input among the others."""
 
 
-def _hands_out_number(node: fx.Node) -> bool:
+def hands_out_number(node: fx.Node) -> bool:
     """Puts a number in a tensor for Dynamo, which makes a number of it: an attribute that the step has changed."""
     number: Any = node.args[0] if node.target is torch.ops.aten.scalar_tensor.default else None
     if number is None or not is_sym_node(number):

@@ -130,7 +130,7 @@ class _Writer:
         self.copies: Counter[fx.Node] = Counter()  # how often each other node was written in this one
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
-        self.handed_over: dict[fx.Node, fx.Node] = {}  # gradients that autograd copies: free in the plan, yet returned
+        self.handed_over: dict[fx.Node, fx.Node] = {}  # what the caller copies: free in the plan, yet returned
         self.ops = {node for node in joint.nodes if node is not None}
         self.views: dict[int, list[fx.Node]] = {}  # for each value, the views of it in env
         for node in inputs:
@@ -155,9 +155,10 @@ class _Writer:
     def _run(self, op: int) -> None:
         node, outputs = self.joint.nodes[op], self.joint.graph.ops[op].outputs
         if node is None:
-            inputs = set(self.joint.graph.ops[op].inputs)
-            grads = [n for n in self.joint.backward_outputs if isinstance(n, fx.Node)]
-            self.handed_over |= {n: self._at_hand(n) for n in grads if inputs.intersection(self.joint.value_of[n])}
+            joint, inputs = self.joint, set(self.joint.graph.ops[op].inputs)
+            results = joint.forward_outputs if op < joint.graph.forward_length else joint.backward_outputs
+            nodes = [n for n in results if isinstance(n, fx.Node) and inputs.intersection(joint.value_of[n])]
+            self.handed_over |= {n: self._at_hand(n) for n in nodes}
             return
         n = self.times[node]
         self.times[node] += 1
@@ -175,7 +176,8 @@ class _Writer:
 
     def _forget(self, value: int) -> None:
         for node in (*self.joint.faces[value], *self.views.pop(value, ())):
-            self.env.pop(node, None)
+            if node.op != "placeholder":  # numbers may be read from it for the backward; Python lets go of it itself
+                self.env.pop(node, None)
 
     def _at_hand(self, node: fx.Node) -> fx.Node:
         """The copy of a node that is at hand; a view, a getitem or a constant is written where it is first needed."""

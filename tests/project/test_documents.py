@@ -128,4 +128,4 @@ def test_the_pages_can_be_made_and_all_their_links_lead_somewhere(tmp_path: Path
     assert run.returncode == 0, run.stderr
     page = (tmp_path / "api.html").read_text()
     assert 'id="checkmate.compile"' in page
-    assert "checkmate.Solution.explain_peak" in page
+    assert "checkmate.explain_peak" in page

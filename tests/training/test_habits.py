@@ -895,6 +895,11 @@ def _random_numbers_of_python() -> Any:
     return lambda x, y: F.cross_entropy(model(x * 2 if random.random() < 0.5 else x), y)
 
 
+def _computing_with_random_numbers_of_python() -> Any:
+    model = net()
+    return lambda x, y: F.cross_entropy(model(x ** random.randint(2, 3)), y)
+
+
 def _random_numbers_of_numpy() -> Any:
     model = net()
     return lambda x, y: F.cross_entropy(model(x * torch.as_tensor(np.random.rand(16))), y)  # noqa: NPY002
@@ -917,6 +922,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "gradient retained within the step": (_retained_gradient_within, r"tensor\.register_hook"),
     "a generator of one's own": (_own_generator, "global generator"),
     "random numbers of Python": (_random_numbers_of_python, "Draw with torch"),
+    "computing with random numbers of Python": (_computing_with_random_numbers_of_python, "Draw with torch"),
     "random numbers of NumPy": (_random_numbers_of_numpy, "NumPy's global generator .* Draw with torch"),
     "sparse gradients": (_sparse_gradients, "sparse=False"),
     "modules of torch.jit": (_scripted_module, "original eager nn.Module"),
