@@ -34,7 +34,7 @@ Built = tuple[nn.Module, Callable[..., Tensor], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What two steps leave behind, by name; the bytes of the second one, and those of parameters, buffers and batch."""
+    """What two steps leave behind, by name; the bytes of the second one, and those that were there before."""
 
     tensors: dict[str, Tensor]
     peak: int
@@ -63,6 +63,7 @@ def train(module: nn.Module, step: Callable[..., Tensor], batch: dict[str, Tenso
     torch.manual_seed(7)
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
     tensors: dict[str, Tensor] = {}
+    replaced = 0
 
     def forward_backward() -> Tensor:
         loss = step(**batch)
@@ -73,9 +74,12 @@ def train(module: nn.Module, step: Callable[..., Tensor], batch: dict[str, Tenso
         if i == 1:
             loss, peak = forward_backward(), 0
         else:
+            before = kept(module)
             use = measure_peak(forward_backward)
             loss, peak = use.result, use.peak
-            del use
+            now = {tensor.untyped_storage().data_ptr() for tensor in kept(module)}
+            replaced = bytes_of(tensor for tensor in before if tensor.untyped_storage().data_ptr() not in now)
+            del use, before
         tensors[f"loss of step {i}"] = loss.clone()
         grads = {f"gradient of {n} in step {i}": p.grad for n, p in module.named_parameters() if p.grad is not None}
         tensors |= {name: grad.clone() for name, grad in grads.items()}
@@ -85,7 +89,13 @@ def train(module: nn.Module, step: Callable[..., Tensor], batch: dict[str, Tenso
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     tensors |= {name: tensor.detach().clone() for name, tensor in state.items()}
     tensors["random state"] = torch.get_rng_state()
-    return Outcome(tensors, peak, bytes_of([*state.values(), *batch.values()]))
+    return Outcome(tensors, peak, bytes_of([*state.values(), *batch.values()]) + replaced)
+
+
+def kept(module: nn.Module) -> list[Tensor]:
+    """Tensors that modules keep as plain attributes: one that a step replaces was there when its meter began."""
+    attributes = [value for part in module.modules() for value in vars(part).values()]
+    return [value for value in attributes if type(value) is Tensor]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -100,6 +100,23 @@ def test_bits_are_compared_and_nothing_may_be_missing() -> None:
     assert census_study.differing(_outcome(a=zero, b=nan), expected) == {"c": None}
 
 
+def test_what_a_step_replaces_was_there_before_it(one_thread: None) -> None:
+    """A state that a module keeps from step to step: while the meter runs, as many bytes go as come."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.state = nn.Parameter(torch.ones(64)), torch.zeros(64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.state = (self.weight * x).detach()
+            return self.state.sum() + self.weight.sum()
+
+    model, x = Recurrent(), torch.ones(64)
+    found = census_study.train(model, lambda x: model(x), {"x": x})
+    assert found.resident == model.weight.nbytes + x.nbytes + model.state.nbytes
+
+
 def test_errors_are_told_apart() -> None:
     package = str(Path(torch.__file__).parent)
     for error, at, status in (
