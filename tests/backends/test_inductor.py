@@ -23,6 +23,7 @@ from checkmate.core.solution import Solution
 from checkmate.memory import measure_peak
 from checkmate.solvers.solve import solve
 from tests.support.bits import assert_same_bits
+from tests.support.sampling import long
 
 Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]
 
@@ -102,7 +103,7 @@ def _share(problem: Problem, share: float) -> int:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    ("make", "shares"), [(_large_masks, (0.3, 1.0)), (_convolutions, (0.5,)), (_attention, (0.8,))]
+    ("make", "shares"), [(_large_masks, (0.3,)), long(_convolutions, (0.5,)), long(_attention, (0.8,))]
 )
 def test_close_to_plain_pytorch_within_the_budget(make: Callable[[], Made], shares: tuple[float, ...]) -> None:
     """Recomputation survives: the measured peak falls with the budget. Buffers are updated once, draws are the same."""
@@ -126,8 +127,8 @@ def test_close_to_plain_pytorch_within_the_budget(make: Callable[[], Made], shar
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.slow
 def test_gradients_through_pooling_are_those_of_plain_pytorch() -> None:
     """With Inductor's own order of kernels all before a pooling layer were zero, where a plan runs something again."""
 

@@ -38,6 +38,7 @@ def test_the_demo_keeps_its_promises() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_benchmark_appends_a_row_for_each_budget(tmp_path: Path) -> None:
     out = tmp_path / "results" / "step.jsonl"
     for times in (1, 2):
@@ -50,6 +51,7 @@ def test_the_benchmark_appends_a_row_for_each_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_predicted_step_times_are_written_for_each_budget(tmp_path: Path) -> None:
     out = tmp_path / "profile.jsonl"
     printed = _run("benchmarks.profile", "mlp", "--pairs", "2", "--rounds", "3", "--time-limit", "2", "--out", str(out))
@@ -98,6 +100,7 @@ def test_how_true_predictions_are_is_summed_up() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.jsonl"
     printed = _run("benchmarks.gpu", "--device", "cpu", "--quick", "--out", str(out))

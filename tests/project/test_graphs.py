@@ -172,6 +172,7 @@ def test_the_report_has_the_smallest_budgets_where_they_were_looked_for(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_benchmark_appends_rows_from_processes_of_their_own(tmp_path: Path) -> None:
     out = tmp_path / "results" / "solve.jsonl"
     command = [sys.executable, "-m", "benchmarks.solve", "--graphs", "resnet18", "--budgets", "0.6", "--out", str(out)]

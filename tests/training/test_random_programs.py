@@ -33,7 +33,7 @@ from tests.support.programs import Program, Spec, batch, programs
 from tests.support.sampling import few
 
 METHODS = ("auto", "next-use", "next-use", "lp-rounding", "checkpoint-all")
-MANY = int(os.environ.get("CHECKMATE_PROGRAMS", "250"))
+MANY = int(os.environ.get("CHECKMATE_PROGRAMS", "150"))
 PARTS = 5  # so many tests, for several processes
 SEED = int(os.environ.get("CHECKMATE_SEED", "0"))
 NO_CHECKS = list(HealthCheck)  # a program takes a third of a second

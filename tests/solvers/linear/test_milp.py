@@ -326,6 +326,7 @@ def test_the_full_model_of_200_ops_is_built_in_seconds() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_training_step_of_80_ops_is_solved_to_proven_optimality() -> None:
     problem = dags.vgg()
     solution = milp(problem, int(0.7 * problem.keep_all_peak), time_limit=300)
