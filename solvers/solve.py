@@ -43,7 +43,7 @@ def solve(
     """A plan for the problem within the budget, at the least recomputation that the method finds.
 
     Ctrl-C ends it with the best plan so far, which is valid, and a message that says so; a second Ctrl-C, or one before
-    there is a plan, is raised as usual. A solver that fails ends no solve that has a plan.
+    there is a plan, is raised as usual. Where a solver fails after a plan was found, that plan is the answer.
 
     Args:
         budget: bytes, or text such as ``"8 GB"``.

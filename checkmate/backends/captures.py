@@ -1,4 +1,4 @@
-"""A step as it was captured: once for each kind of input, the least recently used forgotten.
+"""Keep one captured graph for each kind of call of a step, and let go of the least recently used.
 
 Dynamo keeps compiled code with a code object, looks through all of it at each call, and gives up at eight
 (`torch._dynamo.config.recompile_limit`). Here each capture is a code object of its own. Which of them may be the one

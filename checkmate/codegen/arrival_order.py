@@ -1,4 +1,4 @@
-"""Whether something else contributes to a gradient before a given node of autograd does, in the backward now running.
+"""Tell, while a backward runs, whether another part of it adds to a gradient before a given node of autograd does.
 
 Autograd runs a backward in the order of descending sequence numbers: what was computed last comes first. So the
 question is whether a node of a higher number leads to the same gradient and is a part of this backward. From a node

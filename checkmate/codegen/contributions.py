@@ -1,4 +1,4 @@
-"""Gradients that a step adds up from several uses, handed over one by one where plain PyTorch adds them so.
+"""Hand over the gradients of a weight that is used several times one by one, in the order of plain PyTorch.
 
 A weight that a step uses twice gets two contributions to its gradient, a and b, and the backward of the step hands
 over their sum. That is what plain PyTorch computes, as long as nothing else has come before: floating-point sums depend

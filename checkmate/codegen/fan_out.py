@@ -1,4 +1,4 @@
-"""Inputs of a compiled step with as many edges in autograd's graph as they have contributions to their gradients.
+"""Give an input of a compiled step several edges in autograd's graph, one for each contribution to its gradient.
 
 The step is one node of that graph, with one edge to each input. A `Fan` between the two has several, so that what the
 step's backward leaves there reaches the input one by one (`checkmate.codegen.contributions` says when, and why).

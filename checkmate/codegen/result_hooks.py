@@ -1,4 +1,4 @@
-"""Results of a step that other results are computed from, and what plain PyTorch tells of them that a step cannot.
+"""Refuse hooks and `retain_grad` on a result that other results are computed from: a step knows a part of its gradient.
 
 A step may return ``loss, logits``. In plain PyTorch the gradient of the loss passes through the logits: hooks on them
 see it, ``logits.retain_grad()`` keeps it. A captured step is one function of autograd, and its results are its ends:

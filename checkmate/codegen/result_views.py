@@ -1,4 +1,4 @@
-"""Results of a step that are views of one value, where plain PyTorch adds their gradients in the midst of others.
+"""Refuse results that are views of one value whose gradients plain PyTorch would add in another order.
 
 A step may return ``features`` and ``features.flatten(1)`` and go on from both. AOTAutograd returns their common base
 and makes the views after the step, so that what comes through them from outside is added before all that comes from

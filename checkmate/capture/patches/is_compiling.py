@@ -1,4 +1,4 @@
-"""What code that asks whether it is compiled is told: no, as in plain PyTorch, so that it computes what it does there.
+"""Have `torch.compiler.is_compiling()` say False to the code of a step, as it does in plain PyTorch.
 
 Dynamo answers yes to `torch.compiler.is_compiling` and its like, and libraries take another algorithm then: Mamba of
 transformers scans its states in another order, whose gradients differ in the last bits. Here the user's code is told
