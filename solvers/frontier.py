@@ -12,13 +12,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
-from checkmate.core.table import data_frame, html_table, text_table
+from checkmate.core.table import Printed, Table
 from checkmate.errors import CheckmateError, SolverError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.certify import certify, contradicts
@@ -26,9 +26,6 @@ from checkmate.solvers.common.process_pool import Processes
 from checkmate.solvers.solve import check_limits, check_method, check_problem, min_budget, solve
 from checkmate.statusline import showing
 from checkmate.units import format_bytes, format_seconds, parse_bytes
-
-if TYPE_CHECKING:
-    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 BUDGETS = 8  # where none are given
 log = logging.getLogger("checkmate.solve")
@@ -67,7 +64,7 @@ class Row:
 
 
 @dataclass(frozen=True, repr=False)
-class Frontier:
+class Frontier(Printed):
     """The rows: by method in the order asked for, then by budget, ascending. Prints as a table."""
 
     rows: tuple[Row, ...]
@@ -86,19 +83,8 @@ class Frontier:
         names = [f.name for f in fields(Row) if f.name != "solution"]
         return [{**{name: getattr(row, name) for name in names}, "status": row.status.label} for row in self.rows]
 
-    def to_pandas(self) -> pandas.DataFrame:
-        """The `records` as a ``pandas.DataFrame``.
-
-        Raises:
-            ImportError: if pandas is not installed.
-        """
-        return data_frame(self.records())
-
-    def __repr__(self) -> str:
-        return text_table(_HEADS, map(_cells, self.rows), _NUMBERS)
-
-    def _repr_html_(self) -> str:
-        return html_table(_HEADS, map(_cells, self.rows))
+    def _tables(self) -> Iterator[Table]:
+        yield Table(_HEADS, [*map(_cells, self.rows)], _NUMBERS)
 
 
 _HEADS = ("method", "budget", "peak", "step", "recomputed", "bound", "gap", "solved in", "status")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from checkmate.core.solution import Solution
-from checkmate.core.table import data_frame, html_table, text_table
+from checkmate.core.table import Printed, Table
 from checkmate.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class SizePoint:
 
 
 @dataclass(frozen=True, repr=False)
-class LargestBatch:
+class LargestBatch(Printed):
     """The largest size that fits, and the curve below it. Prints as a table."""
 
     size: int
@@ -59,6 +56,8 @@ class LargestBatch:
     measured_peak: int | None  # bytes of the plan as it ran
     seconds: float  # spent
     ended: str  # "", "time limit" or "interrupted"
+
+    facts_width: ClassVar[int] = 0  # as wide as they are
 
     def __iter__(self) -> Iterator[SizePoint]:
         return iter(self.points)
@@ -78,14 +77,6 @@ class LargestBatch:
         best = {name: None if point is None else point.record() for name, point in self.baselines.items()}
         about = {name: getattr(self, name) for name in [*names, "ended"]}
         return {**about, "points": self.records(), "fastest": self.fastest.record(), "baselines": best}
-
-    def to_pandas(self) -> pandas.DataFrame:
-        """The `records` as a ``pandas.DataFrame``.
-
-        Raises:
-            ImportError: if pandas is not installed.
-        """
-        return data_frame(self.records())
 
     def _title(self) -> str:
         return f"largest size within {format_bytes(self.budget)}, {_cap(self.max_overhead)}: {self.size}"
@@ -107,14 +98,8 @@ class LargestBatch:
         ended = f", ended by {self.ended}" if self.ended else ""
         yield "found in", f"{format_seconds(self.seconds)}{ended}"
 
-    def __repr__(self) -> str:
-        facts = list(self._facts())
-        width = max(len(name) for name, _ in facts) + 2
-        lines = [self._title(), *(f"  {name:<{width}}{text}" for name, text in facts)]
-        return "\n".join([*lines, "", text_table(_HEADS, map(_cells, self.points), _NUMBERS)])
-
-    def _repr_html_(self) -> str:
-        return html_table((self._title(), ""), self._facts()) + html_table(_HEADS, map(_cells, self.points))
+    def _tables(self) -> Iterator[Table]:
+        yield Table(_HEADS, [*map(_cells, self.points)], _NUMBERS)
 
 
 _HEADS = ("size", "samples/s", "step", "recomputed", "peak", "gap", "figures")

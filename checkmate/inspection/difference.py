@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
-from checkmate.core.table import data_frame, html_table, text_table
+from checkmate.core.table import Printed, Table
 from checkmate.inspection.module_groups import fold
 from checkmate.inspection.timeline import OUTSIDE, place_of
 from checkmate.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class ModuleDifference:
 
 
 @dataclass(frozen=True, repr=False)
-class Difference:
+class Difference(Printed):
     """How the second of two plans differs from the first. Prints as a summary with tables."""
 
     a: Solution
@@ -74,14 +71,6 @@ class Difference:
     def records(self) -> list[dict[str, Any]]:
         """Each op that runs more often in one of the plans as a dict."""
         return [asdict(row) for row in self.ops]
-
-    def to_pandas(self) -> pandas.DataFrame:
-        """The `records` as a ``pandas.DataFrame``.
-
-        Raises:
-            ImportError: if pandas is not installed.
-        """
-        return data_frame(self.records())
 
     def _title(self) -> str:
         a, b = (f"{s.method} within {format_bytes(s.budget)}" for s in (self.a, self.b))
@@ -104,29 +93,21 @@ class Difference:
             size = _signed(sum(row.bytes for row in kept), format_bytes)
             yield word, f"{len(kept)} values {self.kept_at}: {size}" if kept else "no value"
 
-    def _tables(self) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-        """Titles, heads and rows; those without rows are left out."""
+    def _tables(self) -> Iterator[Table]:
+        """Those without rows are left out."""
         if len(self.modules) > 1:
-            yield "by module", _MODULE_HEADS, [_module_cells(row) for row in self.modules]
+            yield Table(_MODULE_HEADS, [*map(_module_cells, self.modules)], _NUMBERS, "by module")
         if self.ops:
             rest = self.ops[self.top :]
             spent = _signed(sum(row.seconds for row in rest), format_seconds)
             more = [(f"... and {len(rest)} more", "", "", spent, "")] if rest else []
-            yield "runs", _OP_HEADS, [*map(_op_cells, self.ops[: self.top]), *more]
+            yield Table(_OP_HEADS, [*map(_op_cells, self.ops[: self.top]), *more], _NUMBERS, "runs")
         if self.values:
             left = self.values[self.top :]
             size = _signed(sum(row.bytes for row in left), format_bytes)
             others = [(f"... and {len(left)} more", "", size, "")] if left else []
-            yield f"kept {self.kept_at}", _VALUE_HEADS, [*map(_value_cells, self.values[: self.top]), *others]
-
-    def __repr__(self) -> str:
-        lines = [self._title(), *(f"  {name:<11}{text}" for name, text in self._facts())]
-        tables = [f"{title}\n{text_table(heads, rows, _NUMBERS)}" for title, heads, rows in self._tables()]
-        return "\n\n".join(["\n".join(lines), *tables])
-
-    def _repr_html_(self) -> str:
-        tables = [f"{html_table((title,), ())}{html_table(heads, rows)}" for title, heads, rows in self._tables()]
-        return html_table((self._title(), ""), self._facts()) + "".join(tables)
+            rows = [*map(_value_cells, self.values[: self.top]), *others]
+            yield Table(_VALUE_HEADS, rows, _NUMBERS, f"kept {self.kept_at}")
 
 
 _OP_HEADS = ("op", "runs in a", "runs in b", "seconds", "where")

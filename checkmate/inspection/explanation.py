@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from checkmate.core.problem import Problem
-from checkmate.core.table import html_table, text_table
+from checkmate.core.table import Notes, Printed, Table
 from checkmate.solvers.search.min_budget import MinBudget
 from checkmate.units import format_bytes
 
@@ -34,7 +35,7 @@ class Break:
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation:
+class Explanation(Printed):
     """What `explain` found. ``problem`` is None where the step cannot be planned; ``reason`` says why."""
 
     pinned: tuple[Pinned, ...]  # most bytes first
@@ -77,20 +78,15 @@ class Explanation:
         left = len(self.pinned) - self.top
         return [*shown, (f"... and {left} more", "", "", "", "", "")] if left > 0 else shown
 
-    def __repr__(self) -> str:
-        lines = [self._title(), *(f"  {name:<11}{text}" for name, text in self._facts())]
-        blocks = ["\n".join(lines)]
-        if self.pinned:
-            blocks.append(text_table(_HEADS, self._rows(), _NUMBERS))
-        if self.breaks:
-            blocks.append("\n".join(["graph breaks", *(f"  {b.where}\n    {b.why}" for b in self.breaks)]))
-        return "\n\n".join(blocks)
+    def records(self) -> list[dict[str, Any]]:
+        """Each op that runs once as a dict."""
+        return [asdict(row) for row in self.pinned]
 
-    def _repr_html_(self) -> str:
-        facts = html_table((self._title(), ""), self._facts())
-        pinned = html_table(_HEADS, self._rows()) if self.pinned else ""
-        breaks = html_table(("graph break", "why"), [(b.where, b.why) for b in self.breaks]) if self.breaks else ""
-        return facts + pinned + breaks
+    def _tables(self) -> Iterator[Table]:
+        if self.pinned:
+            yield Table(_HEADS, self._rows(), _NUMBERS)
+        if self.breaks:
+            yield Notes(("graph break", "why"), [(b.where, b.why) for b in self.breaks], title="graph breaks")
 
 
 _HEADS = ("op", "runs once: it", "phase", "makes", "held", "where")

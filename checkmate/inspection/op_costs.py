@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.core.table import data_frame, html_table, text_table
+from checkmate.core.table import Printed, Table
 from checkmate.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class OpCosts:
 
 
 @dataclass(frozen=True, repr=False)
-class Costs:
+class Costs(Printed):
     """The costs of each op, in order of execution. Prints the most expensive by time, bytes and bytes x lifetime."""
 
     rows: tuple[OpCosts, ...]
@@ -68,31 +65,19 @@ class Costs:
         """Each row as a dict."""
         return [asdict(row) for row in self.rows]
 
-    def to_pandas(self) -> pandas.DataFrame:
-        """The `records` as a ``pandas.DataFrame``.
-
-        Raises:
-            ImportError: if pandas is not installed.
-        """
-        return data_frame(self.records())
-
     def _title(self) -> str:
         return (
             f"{len(self.rows)} ops, {format_seconds(self.seconds)} and at most {format_bytes(self.peak)} a step "
             f"({self.source})"
         )
 
-    def _tables(self) -> dict[str, list[OpCosts]]:
-        tables = {"time": self.by_time(), "bytes": self.by_bytes(), "bytes x lifetime": self.by_lifetime()}
-        return {f"most {name}": rows[: self.top] for name, rows in tables.items()}
-
-    def __repr__(self) -> str:
-        blocks = [f"{name}\n{text_table(_HEADS, map(_cells, rows), _NUMBERS)}" for name, rows in self._tables().items()]
-        return "\n\n".join([self._title(), *blocks])
-
-    def _repr_html_(self) -> str:
-        blocks = [f"<h4>{name}</h4>{html_table(_HEADS, map(_cells, rows))}" for name, rows in self._tables().items()]
-        return html_table((self._title(),), ()) + "".join(blocks)
+    def _tables(self) -> Iterator[Table]:
+        for name, rows in (
+            ("time", self.by_time()),
+            ("bytes", self.by_bytes()),
+            ("bytes x lifetime", self.by_lifetime()),
+        ):
+            yield Table(_HEADS, [*map(_cells, rows[: self.top])], _NUMBERS, f"most {name}")
 
 
 _HEADS = ("op", "time", "share", "outputs", "workspace", "bytes x lifetime", "phase", "cost", "where")

@@ -5,17 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
-from checkmate.core.table import data_frame, html_table, text_table
+from checkmate.core.table import Printed, Table
 from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes, format_seconds, parse_bytes
-
-if TYPE_CHECKING:
-    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 STEP = 100_000_000  # bytes more or less whose price is asked for, at most this share of the peak:
 SHARE = 100  # one hundredth
@@ -54,7 +51,7 @@ class Price:
 
 
 @dataclass(frozen=True, repr=False)
-class PeakExplanation:
+class PeakExplanation(Printed):
     """What `explain_peak` found. Iterates over what is held, the most bytes first; prints as tables."""
 
     held: tuple[Held, ...]
@@ -80,14 +77,6 @@ class PeakExplanation:
         """Each value that is held as a dict."""
         return [asdict(row) for row in self.held]
 
-    def to_pandas(self) -> pandas.DataFrame:
-        """The `records` as a ``pandas.DataFrame``.
-
-        Raises:
-            ImportError: if pandas is not installed.
-        """
-        return data_frame(self.records())
-
     def _title(self) -> str:
         again = f", run for the {_nth(self.moment.time + 1)} time" if self.moment.time else ""
         where = f" ({self.moment.where}{again})" if self.moment.where else again
@@ -110,23 +99,12 @@ class PeakExplanation:
             shown.append((f"... and {len(rest)} more", format_bytes(sum(row.bytes for row in rest)), "", "", "", ""))
         return shown
 
-    def __repr__(self) -> str:
-        lines = [self._title(), *(f"  {name:<11}{text}" for name, text in self._facts())]
-        blocks = ["\n".join(lines), text_table(_HEADS, self._rows(), _NUMBERS)]
+    def _tables(self) -> Iterator[Table]:
+        yield Table(_HEADS, self._rows(), _NUMBERS)
         if self.prices:
-            table = text_table(_PRICE_HEADS, map(_price_cells, self.prices), _PRICE_NUMBERS)
-            blocks.append(f"{self._about_prices()}\n{table}")
+            yield Table(_PRICE_HEADS, [*map(_price_cells, self.prices)], _PRICE_NUMBERS, self._about_prices())
         if self.better is not None:
-            blocks.append(self._about_better(self.better))
-        return "\n\n".join(blocks)
-
-    def _repr_html_(self) -> str:
-        facts = html_table((self._title(), ""), self._facts()) + html_table(_HEADS, self._rows())
-        if not self.prices:
-            return facts
-        prices = html_table(_PRICE_HEADS, map(_price_cells, self.prices))
-        better = "" if self.better is None else html_table((self._about_better(self.better),), ())
-        return f"{facts}{html_table((self._about_prices(),), ())}{prices}{better}"
+            yield Table((self._about_better(self.better),))
 
     def _about_prices(self) -> str:
         return f"What less or more memory would change of this step of {format_seconds(self.seconds)}:"
