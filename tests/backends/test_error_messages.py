@@ -466,7 +466,7 @@ class _Swapping(nn.Module):
             r"costs too much .* before the step\. It is asked of a size.*\n.*in _experts[\s\S]*set_experts_imple",
         ),
         (_Experts(), r"number is read[\s\S]*set_experts_implementation"),
-        (_adapters, r"the size of index depends on data; .*x\[mask\]"),
+        (_adapters, r"the size of \w+ depends on data; .*x\[mask\]"),
         (_token, r"the size of the gradient of what is computed here, index, depends on data"),
         (_size_of_a_selection, r"asked of a size, which depends on data since .*test_error_messages.py:\d+\)?\.\n"),
         (_Locked(), "make that one plainly before compiling"),
