@@ -154,6 +154,7 @@ def test_gradients_through_pooling_are_those_of_plain_pytorch() -> None:
         assert_close(mine, plain, rtol=0, atol=1e-4 * float(plain.abs().max()))
 
 
+@pytest.mark.slow
 def test_each_way_to_call_it() -> None:
     net, _, (x,) = _mlp()
     plain = deepcopy(net)
@@ -302,6 +303,7 @@ def test_what_runs_over_the_budget_is_planned_again(
     assert "80.00 kB of the budget set aside" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_stays_over_the_budget_is_refused_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, run, asides, net = _trial(monkeypatch, [90_000, 150_000, 220_000])
     before, state = deepcopy(net.state_dict()), torch.get_rng_state()

@@ -305,6 +305,7 @@ def test_views_of_inputs_among_the_results_are_refused_where_sums_would_differ(s
         sum(r.sum() for r in compiled(w)).backward()
 
 
+@pytest.mark.slow
 def test_verify_calls_a_step_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, (text,) = Tied(), _texts(1)

@@ -160,6 +160,7 @@ def test_what_one_process_measured_the_next_does_not(monkeypatch: pytest.MonkeyP
     assert again.workspace.tolist() == first.workspace.tolist()
 
 
+@pytest.mark.slow
 def test_ops_are_recorded_a_few_at_a_time_and_keep_their_order(
     monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
@@ -194,6 +195,7 @@ def test_a_bar_shows_progress_on_a_terminal_where_measuring_takes_long(
     assert bool(re.search(r"measuring \d+ of 5 ops", printed.getvalue())) == shown
 
 
+@pytest.mark.slow
 def test_without_the_cache_nothing_is_taken_and_nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(8, 8, requires_grad=True)
     checkmate.trace(lambda x: torch.tanh(x).sum(), x)

@@ -78,6 +78,7 @@ def test_spans() -> None:
     assert before.sum() == 10
 
 
+@pytest.mark.slow
 def test_repeats_to_the_byte() -> None:
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
     x = torch.randn(4, 3, 32, 32)

@@ -125,6 +125,7 @@ def test_saved_and_loaded_it_keeps_its_budget(net: Net, x: Tensor) -> None:
     assert type(saved_and_loaded(net)) is Net  # what was given stays plain
 
 
+@pytest.mark.slow
 def test_in_another_process_it_is_compiled_too(net: Net, tmp_path: Path) -> None:
     torch.save(checkmate.compile(nn.Sequential(net.first, net.last), budget="999 kB"), tmp_path / "model.pt")
     load = f"import torch; model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)"

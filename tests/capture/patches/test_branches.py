@@ -237,6 +237,7 @@ class _Writing(nn.Module):
         return F.dropout(h, 0.5).square().mean()
 
 
+@pytest.mark.slow
 def test_another_answer_comes_before_anything_is_written_or_drawn() -> None:
     some = torch.arange(8) > 5
 

@@ -197,6 +197,7 @@ def test_a_write_in_place_leaves_what_eager_leaves(name: str, base: str) -> None
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
 def test_a_list_of_tensors_is_written_in_place() -> None:
     model = nn.Linear(7, 5)
 
