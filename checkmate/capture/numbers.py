@@ -26,9 +26,9 @@ from torch._functorch.partitioners import _has_tag_is_backward, _is_primal, is_s
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.passes import _tensorify_python_scalars as tensorify
 
+from checkmate.capture.dependencies import needed_by
 from checkmate.capture.nodes import leaf_nodes, tensors, viewed
 from checkmate.capture.provenance import where
-from checkmate.capture.questions import needed_by
 from checkmate.errors import Unsupported
 
 Number = int | float

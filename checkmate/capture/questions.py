@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from checkmate.capture.dependencies import is_write, memory_of, needed_by, up_to, written_by
 from checkmate.capture.earlier_draws import (
     ENTER,
     EXIT,
@@ -48,7 +49,6 @@ from checkmate.errors import Unsupported
 WITHOUT_TENSORS = (torch.equal, torch.allclose, torch.is_nonzero)  # noqa: TID251  # no graph may hold their bools
 _NO_DATA = "it depends on tensors that have no data here, fake or on the meta device"
 _OVERWRITTEN = "it depends on a tensor that the step has overwritten before, in a way that is not followed"
-Reads = Callable[[fx.Node], Iterable[fx.Node]]  # the arguments that a node reads
 _COSTLY = ("batch_norm", "rnn", "lstm", "gru", "attention")  # in the names of ops; batch norm writes as well
 
 
@@ -108,9 +108,9 @@ def program(
         CannotTellError: if it depends on what is no op: a module called as a whole, a checkpointed part; or if it
             cannot be told what is drawn.
     """
-    earlier = [*_until(ends[-1])]
-    needed = set[fx.Node]().union(*(needed_by(end, [*_until(end)]) for end in ends))
-    written = {place for n in needed if _writes(n) for a in _written(n) for place in _memory(a)}
+    earlier = [*up_to(ends[-1])]
+    needed = set[fx.Node]().union(*(needed_by(end, [*up_to(end)]) for end in ends))
+    written = {place for n in needed if is_write(n) for a in written_by(n) for place in memory_of(a)}
     unread = _unread_draws(earlier, needed, attributes, last)
     graph, copies, held = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any](unread)
     regions: list[fx.Node] = []
@@ -129,7 +129,7 @@ def program(
             copies[n] = graph.node_copy(n, copies.__getitem__)
             if n.op == "get_attr" and isinstance(n.target, str):
                 held[n.target] = attributes[n.target]
-            if n.op in ("placeholder", "get_attr") and _memory(n) & written:
+            if n.op in ("placeholder", "get_attr") and memory_of(n) & written:
                 copies[n] = graph.call_function(copied, (copies[n],))
         elif f"{n.name}_draws" in unread:
             graph.call_module(f"{n.name}_draws")
@@ -159,52 +159,6 @@ def _unread_draws(
     return made
 
 
-def _until(node: fx.Node) -> Iterable[fx.Node]:
-    for n in node.graph.nodes:
-        yield n
-        if n is node:
-            return
-
-
-def needed_by(node: fx.Node, earlier: Sequence[fx.Node], reads: Reads = lambda n: n.all_input_nodes) -> set[fx.Node]:
-    """The node, what it is computed from, and what writes to any of that before."""
-    needed, memory = set[fx.Node](), set[int]()
-    writers = [n for n in earlier if _writes(n)]
-    todo = [node]
-    while todo:
-        while todo:
-            n = todo.pop()
-            if n not in needed:
-                needed.add(n)
-                memory.update(_memory(n))
-                todo += reads(n)
-        todo = [n for n in writers if n not in needed and any(_memory(a) & memory for a in _written(n))]
-    return needed
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether the name of a function or method says that it writes. What else writes is found in `answer`."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return (
-        node.target is operator.setitem
-        or (getattr(operator, name, None) is node.target and name.startswith("i"))  # iadd
-        or (name.endswith("_") and not name.endswith("__"))
-        or node.kwargs.get("out") is not None
-        or bool(node.kwargs.get("inplace"))
-    )
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    out = tree_leaves(node.kwargs.get("out"))
-    return [a for a in (*node.args[:1], *out) if isinstance(a, fx.Node)]
-
-
-def _memory(node: fx.Node) -> set[int]:
-    """The memory behind the tensors of a node, by the description that Dynamo keeps of them."""
-    tensors = [t for t in tree_leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
-    return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
-
-
 def answer(
     node: fx.Node, given: Mapping[fx.Node, Any], attributes: Mapping[str, Any], writes: Mapping[fx.Node, int]
 ) -> tuple[Any, tuple[torch.device, ...]]:
@@ -222,7 +176,7 @@ def answer(
     try:
         return _run(node, given, attributes, writes, ()), ()
     except _DrawsError:
-        earlier = [*_until(node)]
+        earlier = [*up_to(node)]
         found, needed = draws_of(earlier, attributes), needed_by(node, earlier)
         generators = tuple(dict.fromkeys(draw.device for n in earlier if n in needed for draw in found.get(n, ())))
         with keeping_generators(generators):
@@ -242,9 +196,9 @@ def _run(
         raise CannotTellError(_NO_DATA)
     statistics = {*_statistics(node, copies)}
     replayed = [n for n in inputs if copies[n].op != "placeholder"]
-    if any((writes[n] and n not in replayed) or _memory(n) & statistics for n in inputs):
+    if any((writes[n] and n not in replayed) or memory_of(n) & statistics for n in inputs):
         raise CannotTellError(_OVERWRITTEN)
-    if any(_memory(n) & _memory(other) for n in replayed for other in inputs if other is not n):
+    if any(memory_of(n) & memory_of(other) for n in replayed for other in inputs if other is not n):
         raise CannotTellError(_OVERWRITTEN)  # a copy of each would not share memory
     values = [given[n] for n in inputs]
     run = fx.Interpreter(module, garbage_collect_values=False)
@@ -255,8 +209,8 @@ def _run(
         raise CannotTellError(_NO_DATA)
     if any(run.env[copies[n]]._version - 1 != writes[n] for n in replayed):  # the first write makes the copy
         raise CannotTellError(_OVERWRITTEN)
-    of_inputs = {place for n in inputs for place in _memory(n)}
-    if any(_versions_differ(n, run.env.get(copied)) for n, copied in copies.items() if not _memory(n) & of_inputs):
+    of_inputs = {place for n in inputs for place in memory_of(n)}
+    if any(_versions_differ(n, run.env.get(copied)) for n, copied in copies.items() if not memory_of(n) & of_inputs):
         raise CannotTellError("it depends on a tensor that the step writes to, in a way that is not followed")
     return found
 
@@ -271,11 +225,11 @@ def _versions_differ(node: fx.Node, value: Any) -> bool:
 
 def _statistics(node: fx.Node, needed: Mapping[fx.Node, Any]) -> Iterable[int]:
     """The memory of what batch norms before a node keep: they write to it without a trace."""
-    for n in _until(node):
+    for n in up_to(node):
         if n not in needed and re.search("batch_norm|instance_norm", getattr(n.target, "__name__", str(n.target))):
             for argument in n.all_input_nodes:
                 if argument not in n.args[:1]:
-                    yield from _memory(argument)
+                    yield from memory_of(argument)
 
 
 class _Watch(TorchDispatchMode):
@@ -358,7 +312,7 @@ def _take(module: fx.GraphModule) -> Questions:
 
 def _may_change(marker: fx.Node) -> bool:
     """Whether the answer is not always the same: it depends on inputs, or on random numbers."""
-    return bool(marker.args[2]) or any(n.op == "placeholder" for n in needed_by(marker, [*_until(marker)]))
+    return bool(marker.args[2]) or any(n.op == "placeholder" for n in needed_by(marker, [*up_to(marker)]))
 
 
 def _asked(module: fx.GraphModule, markers: Sequence[fx.Node]) -> Questions:

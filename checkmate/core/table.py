@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -53,14 +54,14 @@ class Notes(Table):
         return "\n".join([self.title, *(f"  {first}\n    {second}" for first, second in self.rows)])
 
 
-class Printed:
+class Printed(ABC):
     """An answer that prints as a title, facts and tables, in a notebook as HTML; its `records` make a data frame."""
 
     facts_width: ClassVar[int] = 11  # of the names of facts, at least
 
+    @abstractmethod
     def records(self) -> list[dict[str, Any]]:
         """Each row as a dict."""
-        raise NotImplementedError
 
     def to_pandas(self) -> pandas.DataFrame:
         """The `records` as a ``pandas.DataFrame``.

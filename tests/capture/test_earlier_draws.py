@@ -349,3 +349,25 @@ def test_m2m100_drops_layers_as_in_plain_pytorch() -> None:
             outcomes.append([*(p.grad for p in model.parameters()), torch.get_rng_state()])
         _assert_same(*outcomes)
     assert len(compiled.plans) >= 2
+
+
+def test_what_the_step_writes_to_may_be_asked_for_before_a_draw() -> None:
+    """Both are answered in one program: the write on a copy, the draws in their order."""
+    weight = torch.linspace(1, 2, 8).requires_grad_()
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        labels.masked_fill_(labels == 3, -100)
+        y = F.dropout(weight * x, 0.2) * (0.5 if (labels == -100).any() else 1.0)
+        return (y.cos() if torch.rand([]) < 0.5 else y + labels).sum()
+
+    def outcome(step: Step, seed: int, labels: Tensor) -> list[Tensor]:
+        torch.manual_seed(seed)
+        loss = step(X, labels)
+        return [loss.detach(), *torch.autograd.grad(loss, weight), labels, torch.get_rng_state()]
+
+    compiled = checkmate.compile(step, budget="1 MB", time_limit=1, profile="roofline:h100")
+    for seed in range(4):
+        for first in (0, 4):
+            labels = torch.arange(first, first + 8)
+            assert_same_bits(outcome(compiled, seed, labels.clone()), outcome(step, seed, labels.clone()))
+    assert len(compiled.plans) == 4

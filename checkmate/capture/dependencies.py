@@ -1,0 +1,60 @@
+"""What a node of a graph that Dynamo captured depends on: what it reads, and what writes to any of that before."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.fx as fx
+from torch.utils._pytree import tree_leaves
+
+Reads = Callable[[fx.Node], Iterable[fx.Node]]  # the arguments that a node reads
+
+
+def up_to(node: fx.Node) -> Iterable[fx.Node]:
+    """The nodes of its graph in order, it being the last."""
+    for n in node.graph.nodes:
+        yield n
+        if n is node:
+            return
+
+
+def needed_by(node: fx.Node, earlier: Sequence[fx.Node], reads: Reads = lambda n: n.all_input_nodes) -> set[fx.Node]:
+    """The node, what it is computed from, and what writes to any of that before."""
+    needed, memory = set[fx.Node](), set[int]()
+    writers = [n for n in earlier if is_write(n)]
+    todo = [node]
+    while todo:
+        while todo:
+            n = todo.pop()
+            if n not in needed:
+                needed.add(n)
+                memory.update(memory_of(n))
+                todo += reads(n)
+        todo = [n for n in writers if n not in needed and any(memory_of(a) & memory for a in written_by(n))]
+    return needed
+
+
+def is_write(node: fx.Node) -> bool:
+    """Whether the name of a function or method says that it writes. What else writes, `questions.answer` finds."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return (
+        node.target is operator.setitem
+        or (getattr(operator, name, None) is node.target and name.startswith("i"))  # iadd
+        or (name.endswith("_") and not name.endswith("__"))
+        or node.kwargs.get("out") is not None
+        or bool(node.kwargs.get("inplace"))
+    )
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node which `is_write` may write to."""
+    out = tree_leaves(node.kwargs.get("out"))
+    return [a for a in (*node.args[:1], *out) if isinstance(a, fx.Node)]
+
+
+def memory_of(node: fx.Node) -> set[int]:
+    """The memory behind the tensors of a node, by the description that Dynamo keeps of them."""
+    tensors = [t for t in tree_leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
+    return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
