@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,29 @@ def _seeded() -> None:
     """The same random numbers in every test, whichever ran before it. Tests without PyTorch do not load it for this."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _left_as_found() -> Iterator[None]:
+    """What holds for all of PyTorch is after a test as before it: regions of autocast, gradients, types, threads."""
+    torch = sys.modules.get("torch")
+    before = torch and _settings(torch)
+    yield
+    assert torch is None or _settings(torch) == before
+
+
+def _settings(torch: Any) -> tuple[Any, ...]:
+    depth = torch.autocast_increment_nesting()  # a region that nobody leaves keeps weights as they were once converted
+    torch.autocast_decrement_nesting()
+    return (
+        depth,
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+    )
 
 
 @pytest.fixture

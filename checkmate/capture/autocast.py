@@ -8,6 +8,8 @@ adds in the precision of the weight. With ``cache_enabled=False`` plain PyTorch 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,15 +20,39 @@ from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 
 aten = torch.ops.aten
+ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_DEVICES = "cpu", "cuda"
 _BY_HAND = {"to", "bfloat16", "half", "type", "type_as"}  # conversions that the user wrote
 
 
 def keeps_copies(module: fx.GraphModule) -> bool:
     """Whether autocast keeps converted weights, around a captured function or within it."""
-    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) and torch.is_autocast_cache_enabled():
+    if any(map(torch.is_autocast_enabled, _DEVICES)) and torch.is_autocast_cache_enabled():
         return True
-    entered = [n.args for n in module.graph.nodes if n.target is torch.amp.autocast_mode._enter_autocast]
+    entered = [n.args for n in module.graph.nodes if n.target is ENTER]
     return any(enabled and kept is not False for _, _, enabled, kept in entered)
+
+
+@contextmanager
+def autocast_as_found() -> Iterator[None]:
+    """Autocast as it was, whatever was entered and not left within.
+
+    In a region that nobody leaves plain PyTorch would compute on with the weights that it once converted.
+    """
+    kept, depth = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()
+    found = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
+    try:
+        yield
+    finally:
+        left = torch.autocast_decrement_nesting()
+        while left >= depth:
+            left = torch.autocast_decrement_nesting()
+        if left == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(kept)
+        for device, enabled, dtype in found:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
 
 
 def refuse_shared_copies(graph: fx.Graph, num_fwd_outputs: int) -> None:

@@ -11,8 +11,8 @@ random it comes to: dropout inside attention or a recurrent layer is found as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,10 +25,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from checkmate.capture.autocast import ENTER, EXIT, autocast_as_found
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
 
-ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _KNOWN = "earlier_draws"  # in the meta of a node: what it draws, once it was traced
 _BODIES = {"tag_activation_checkpoint": 1, "autograd_function_apply": 1, "wrap": 1}  # that run once, in the forward
 _AS_MANY_WHATEVER_THE_VALUES = {  # without the underscore of those that draw in place
@@ -131,7 +131,8 @@ def draws_of(nodes: Iterable[fx.Node], attributes: Mapping[str, Any]) -> dict[fx
         CannotTellError: if it cannot be told of a node.
     """
     found, fakes = {}, FakeTensorMode(shape_env=ShapeEnv())
-    with keeping_generators(()), _autocast_left() as regions:
+    regions: list[Any] = []
+    with keeping_generators(()), autocast_as_found():
         for node in nodes:
             if node.target is ENTER:
                 regions.append(ENTER(*node.args))
@@ -142,16 +143,6 @@ def draws_of(nodes: Iterable[fx.Node], attributes: Mapping[str, Any]) -> dict[fx
                     node.meta[_KNOWN] = _draws(node, attributes, fakes)
                 found[node] = node.meta[_KNOWN]
     return found
-
-
-@contextmanager
-def _autocast_left() -> Iterator[list[Any]]:
-    regions: list[Any] = []
-    try:
-        yield regions
-    finally:
-        for region in reversed(regions):
-            EXIT(region)
 
 
 def forget_draws(graph: fx.Graph) -> None:

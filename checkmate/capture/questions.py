@@ -30,10 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from checkmate.capture.autocast import ENTER, EXIT, autocast_as_found
 from checkmate.capture.dependencies import is_write, memory_of, needed_by, up_to, written_by
 from checkmate.capture.earlier_draws import (
-    ENTER,
-    EXIT,
     CannotTellError,
     Draws,
     draws_of,
@@ -77,12 +76,10 @@ def decided(value: Any, answer: bool | int, generators: tuple[torch.device, ...]
     """
 
 
-def _compare(value: Any, known: bool | int, place: int, where: str, drawn: bool, regions: tuple[Any, ...]) -> None:
-    """In the program of all questions, in place of `decided`; ``regions`` of autocast are left before it raises."""
+def _compare(value: Any, known: bool | int, place: int, where: str, drawn: bool) -> None:
+    """In the program of all questions, in place of `decided`."""
     now = type(known)(value)
     if now != known:
-        for region in reversed(regions):
-            EXIT(region)
         raise AnotherAnswer(where, known, now, place, drawn)
 
 
@@ -102,7 +99,8 @@ def program(
         last: for each generator that they depend on, the node before which all of its draws are made.
 
     Returns:
-        The module, and its node for each of the graph's: of an input that is written to, its copy.
+        The module, to be run with `autocast_as_found`;
+        and its node for each of the graph's: of an input that is written to, its copy.
 
     Raises:
         CannotTellError: if it depends on what is no op: a module called as a whole, a checkpointed part; or if it
@@ -113,15 +111,13 @@ def program(
     written = {place for n in needed if is_write(n) for a in written_by(n) for place in memory_of(a)}
     unread = _unread_draws(earlier, needed, attributes, last)
     graph, copies, held = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any](unread)
-    regions: list[fx.Node] = []
     for n in earlier:
         if n.target in (ENTER, EXIT):
             copies[n] = graph.node_copy(n, copies.__getitem__)
-            regions = [*regions, copies[n]] if n.target is ENTER else regions[:-1]
         elif n.target is decided and n in needed:
             value, known, generators = cast(tuple[fx.Node, bool | int, tuple[torch.device, ...]], n.args)
             place = sum(end.target is decided for end in ends[: ends.index(n)])
-            args = copies[value], known, place, where(n), bool(generators), tuple(regions)
+            args = copies[value], known, place, where(n), bool(generators)
             copies[n] = graph.call_function(_compare, args)
         elif n in needed:
             if n.op == "call_module" or isinstance(n.target, torch._ops.HigherOrderOperator):
@@ -133,8 +129,6 @@ def program(
                 copies[n] = graph.call_function(copied, (copies[n],))
         elif f"{n.name}_draws" in unread:
             graph.call_module(f"{n.name}_draws")
-    for region in reversed(regions):
-        graph.call_function(EXIT, (region,))
     graph.output(copies[ends[-1]])
     return fx.GraphModule(held, graph), copies
 
@@ -203,7 +197,7 @@ def _run(
     values = [given[n] for n in inputs]
     run = fx.Interpreter(module, garbage_collect_values=False)
     run.extra_traceback = False  # what cannot be told is said in one sentence
-    with torch.no_grad(), _Watch(values, generators):
+    with torch.no_grad(), autocast_as_found(), _Watch(values, generators):
         found = run.run(*values)
     if is_fake(found):
         raise CannotTellError(_NO_DATA)
@@ -285,7 +279,8 @@ class Questions:
         Raises:
             AnotherAnswer: for the first that was answered otherwise when the step was captured.
         """
-        with torch.no_grad(), keeping_generators(self.generators) if self.generators else nullcontext():
+        drawing = keeping_generators(self.generators) if self.generators else nullcontext()
+        with torch.no_grad(), autocast_as_found(), drawing:
             self.module(*[inputs[i] for i in self.inputs])
 
 

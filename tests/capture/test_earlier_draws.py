@@ -225,11 +225,20 @@ def test_another_answer_leaves_autocast() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return x * _number()
 
+    weight = torch.ones(2, 2, requires_grad=True)
+
+    def converted() -> float:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return (torch.ones(2, 2) @ weight).sum().item()
+
     compiled = _captured(step)
     compiled(X)
     with pytest.raises(AnotherAnswer):
         compiled(X)
     assert not torch.is_autocast_enabled("cpu")
+    before = converted()
+    weight.data.mul_(2)
+    assert converted() == 2 * before, "autocast computes with a weight as it was"
 
 
 class LayerDrop(nn.Module):
