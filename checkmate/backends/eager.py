@@ -21,6 +21,7 @@ from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.nodes import storage
 from checkmate.capture.numbers import draws_of_python, refuse_sizes_of_data, sources_of
+from checkmate.capture.outside import drop_gradients_of_writes
 from checkmate.capture.patches import context_variables as _context  # noqa: F401  # Dynamo follows them
 from checkmate.capture.patches import ctc_lengths as _lengths  # noqa: F401  # PyTorch's own describes the kernel
 from checkmate.capture.patches import logging_calls as speaking  # noqa: F401  # Dynamo follows what a step says
@@ -184,6 +185,7 @@ class Backend:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         device = device_of(joint_module.graph)
         counts = [*facts.counts[-1]] if facts.counts else []  # to measure ops may differentiate, too
+        drop_gradients_of_writes(joint_module, facts.known)
         if facts.shares_copies:
             refuse_shared_copies(joint_module.graph, num_fwd_outputs)
         facts.within = added_within(joint_module.graph, num_fwd_outputs)

@@ -17,9 +17,8 @@ import torch.fx as fx
 from torch._functorch.partitioners import _is_tangent
 from torch.utils._pytree import tree_leaves
 
-from checkmate.capture.nodes import is_mutating, is_random
+from checkmate.capture.outside import without
 
-aten = torch.ops.aten
 _DEPTH = 3  # views between a result and what the compiled function returned
 
 
@@ -82,50 +81,3 @@ def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
 def is_compiled(function: Any) -> bool:
     """Whether this is the autograd node of a compiled call."""
     return hasattr(getattr(function, "_forward_cls", None), "_aot_id")
-
-
-def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
-    """A backward as autograd runs it where the gradients in these placeholders are not defined.
-
-    What depends on none but undefined ones is undefined; a sum with one is its other term; any other op that reads both
-    kinds reads zeros, as autograd's own do.
-    """
-    names = set(missing)
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}  # of the nodes that are defined
-    depends: set[fx.Node] = set()  # on a gradient that is handed in
-    for node in module.graph.nodes:
-        given = [n for n in node.all_input_nodes if n in depends]
-        if given or _is_tangent(node):
-            depends.add(node)
-        if node.op == "placeholder":
-            copy = graph.node_copy(node)
-            if node.name not in names:
-                copies[node] = copy
-        elif node.op == "output":
-            graph.output(tuple(copies.get(n) if isinstance(n, fx.Node) else n for n in node.args[0])).meta = node.meta
-        elif given and not any(n in copies for n in given):
-            continue
-        elif (term := _only_term(node, copies)) is not None:
-            copies[node] = copies[term]
-        else:
-            copies[node] = graph.node_copy(node, lambda n: copies[n] if n in copies else _zeros(graph, n))
-    graph.eliminate_dead_code(lambda n: n.is_impure() or is_random(n) or is_mutating(n))
-    graph.lint()
-    return fx.GraphModule(module, graph)
-
-
-def _only_term(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node | None:
-    """What is left of a sum of two gradients, one of which is undefined."""
-    terms = node.all_input_nodes
-    defined = [n for n in terms if n in copies]
-    if node.target is not aten.add.Tensor or node.kwargs or (len(terms), len(defined)) != (2, 1):
-        return None
-    term, total = defined[0].meta["val"], node.meta["val"]
-    return defined[0] if (term.shape, term.dtype) == (total.shape, total.dtype) else None
-
-
-def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    val = like.meta["val"]
-    kind = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
-    return graph.call_function(aten.full.default, (list(val.shape), 0), kind)
