@@ -18,6 +18,7 @@ from torch._functorch.partitioners import _is_tangent
 from torch.utils._pytree import tree_leaves
 
 from checkmate.capture.nodes import is_mutating, is_random
+from checkmate.codegen.boxed import takes_one_list
 
 aten = torch.ops.aten
 _DEPTH = 3  # views between a result and what the compiled function returned
@@ -37,11 +38,11 @@ def with_undefined(
     def without_some(missing: tuple[int, ...]) -> Callable[[list[Any]], Any]:
         return boxed(without(module, [names[i].name for i in missing]))
 
+    @takes_one_list
     def run(inputs: list[Any]) -> Any:
         missing = tuple(i for i in tangents if inputs[i] is None)
         return without_some(missing)(inputs) if missing else whole(inputs)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
