@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from checkmate.backends.overwritten import Needs, explain_writes, needs_of
 from checkmate.backends.state import tensors_within
 from checkmate.capture.autocast import keeps_copies, refuse_shared_copies
-from checkmate.capture.device import BLOCK_BYTES, allocated_on, device_of, held_outside
+from checkmate.capture.device import BLOCK_BYTES, allocated_on, as_allocated, device_of, held_outside
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.nodes import storage
@@ -255,7 +255,7 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
 
     read = storages(known)
     sizes = [size for key, size in storages(tensors_within(reach)).items() if key not in read]
-    return sum(-(-size // block_bytes) * block_bytes for size in sizes)
+    return sum(as_allocated(size, block_bytes) for size in sizes)
 
 
 def _with_questions(plan: Solution, questions: Questions, inputs: list[Any], given: int, limit: int) -> Solution:

@@ -18,6 +18,11 @@ from checkmate.memory import CPU
 BLOCK_BYTES = {"cpu": 1, "cuda": 512}  # what PyTorch's allocator rounds sizes up to (kMinBlockSize on CUDA)
 
 
+def as_allocated(size_bytes: int, block_bytes: int) -> int:
+    """Bytes that the allocator gives for a tensor: whole blocks."""
+    return -(-size_bytes // block_bytes) * block_bytes
+
+
 def device_of(graph: fx.Graph) -> torch.device:
     """The one device of a captured step.
 
