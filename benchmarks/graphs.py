@@ -28,10 +28,11 @@ from transformers import (
 
 import checkmate
 from benchmarks.common.timing import table
-from benchmarks.networks.full_size import VGG16, DenseNet121
+from benchmarks.networks.full_size import DenseNet121
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.resnet import resnet18, resnet50
 from benchmarks.networks.unet import UNet
+from benchmarks.networks.vgg import VGG16
 from benchmarks.networks.vit import ViT
 from checkmate.profiling.roofline import DEVICES
 from checkmate.units import format_bytes, format_seconds

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 import checkmate
 from benchmarks.common.timing import table
-from benchmarks.networks.full_size import FCN8, VGG19, MobileNetV1, SegNet
+from benchmarks.networks.full_size import FCN8, MobileNetV1, SegNet
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.unet import UNet
+from benchmarks.networks.vgg import VGG19
 from benchmarks.step import origin
 from checkmate.profiling.roofline import DEVICES
 from checkmate.units import format_seconds
