@@ -77,7 +77,7 @@ def allocated_on(device: torch.device) -> int | None:
 
 
 def have_libraries_take_workspaces(device: torch.device) -> None:
-    """Multiply once in this thread and, by a backward, once in autograd's.
+    """Have cuBLAS take its workspaces now, in this thread and, by a backward, in autograd's.
 
     On CUDA each thread has a cuBLAS of its own, which takes a workspace at its first product and keeps it. A step whose
     ops were all measured before, by another process, would meet these bytes only once it runs.

@@ -280,7 +280,7 @@ def read_at_return(outputs: Sequence[Any], descs: Sequence[Any]) -> list[fx.Node
 
 
 def let_go_of_unread(module: fx.GraphModule) -> None:
-    """Hold no constant that was traced and is read by nothing any more: its bytes would be in no plan."""
+    """Delete constants of the module that no node reads any more: their bytes would be in no plan."""
     read = {node.target for node in module.graph.find_nodes(op="get_attr")}
     for name, _ in [*module.named_buffers(recurse=False)]:
         if name not in read:

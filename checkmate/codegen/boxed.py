@@ -1,4 +1,4 @@
-"""A module's generated code as the function that runs: each op bound once, the inputs taken in a list and let go."""
+"""Make a function of a generated module: it looks up each op once, takes its inputs in a list, and lets go of them."""
 
 from __future__ import annotations
 
