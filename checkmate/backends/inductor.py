@@ -1,4 +1,4 @@
-"""Inductor as what makes the code of a plan: kernels compiled for the step in place of PyTorch's own.
+"""``backend="inductor"``: PyTorch's Inductor compiles the two modules of a plan, and the peak is measured.
 
 The plan is that of the eager backend, and Inductor compiles its two modules. Its kernels round differently: results are
 close to plain PyTorch, not equal to it. And it fuses ops and moves them, so that the peak is another than the simulated

@@ -1,4 +1,4 @@
-"""What a step can reach of the world, by name, and how all of it is put back as it was: tensors and random states."""
+"""The tensors and random states that a step can change: found, named, compared by bits, put back as they were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step at many sizes (of its batch, its sequence, its images): traced where it must be true, estimated elsewhere.
+"""What a step costs at many sizes of its batch: traced at a few of them, and estimated in between.
 
 Tracing takes seconds, and near the largest size that fits there are many sizes to try. Where traces have the same ops,
 the bytes of every value are taken to lie on the polynomial through those of the traced sizes next to it,

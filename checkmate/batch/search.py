@@ -168,15 +168,15 @@ class _Search:
         self.last = "looking for the largest size"  # what was learnt last, in words
 
     def text(self) -> str:
-        """What a line shows."""
+        """What the status line shows."""
         return f"{self.last}, {time.perf_counter() - self.began:.0f} of {self.time_limit:g} s"
 
     def share(self) -> float:
-        """Of the time, how much is over."""
+        """The part of the time that is over."""
         return (time.perf_counter() - self.began) / self.time_limit
 
     def note(self, attempt: Attempt) -> None:
-        """Say what was learnt of a size."""
+        """Log what came of a size."""
         verdict = "fits" if attempt.fits else "does not fit" if attempt.refuted else "no plan found"
         how = "" if attempt.traced else " (estimated)"
         again = f", {max(0.0, attempt.solution.overhead):.1%} recomputed" if attempt.solution.plan else ""

@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from checkmate.capture.nodes import is_mutating, is_random, is_view, leaf_nodes, storage, tensors
 from checkmate.codegen.arrival_order import verdicts
+from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.fan_out import UNKNOWN, Shared, Sharing, fan_of_this_call
 
 aten = torch.ops.aten
@@ -172,6 +173,7 @@ def with_contributions(module: fx.GraphModule, lower: Callable[[fx.GraphModule],
     def variant(wanted: tuple[int, ...]) -> tuple[Run, int]:
         return lower(handing_over(module, wanted)), len(module.graph.output_node().args[0])  # type: ignore[arg-type]
 
+    @takes_one_list
     def run(inputs: list[Any]) -> Any:
         fan = fan_of_this_call()
         wanted = tuple(gradients[slot] for slot in verdicts(fan)) if fan is not None else ()
@@ -186,7 +188,6 @@ def with_contributions(module: fx.GraphModule, lower: Callable[[fx.GraphModule],
             fan.terms[gradients.index(i)] = terms
         return results[:length]
 
-    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 

@@ -17,7 +17,8 @@ import torch.fx as fx
 from torch._functorch.partitioners import _is_tangent
 from torch.utils._pytree import tree_leaves
 
-from checkmate.capture.outside import without
+from checkmate.capture.rewrite import without
+from checkmate.codegen.boxed import takes_one_list
 
 _DEPTH = 3  # views between a result and what the compiled function returned
 
@@ -36,11 +37,11 @@ def with_undefined(
     def without_some(missing: tuple[int, ...]) -> Callable[[list[Any]], Any]:
         return boxed(without(module, [names[i].name for i in missing]))
 
+    @takes_one_list
     def run(inputs: list[Any]) -> Any:
         missing = tuple(i for i in tangents if inputs[i] is None)
         return without_some(missing)(inputs) if missing else whole(inputs)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 

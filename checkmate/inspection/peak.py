@@ -12,7 +12,7 @@ from checkmate.core.table import Printed, Table
 from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.solve import solve
-from checkmate.units import format_bytes, format_seconds, parse_bytes
+from checkmate.units import format_bytes, format_seconds, parse_bytes, signed
 
 STEP = 100_000_000  # bytes more or less whose price is asked for, at most this share of the peak:
 SHARE = 100  # one hundredth
@@ -131,21 +131,15 @@ def _cells(row: Held) -> tuple[str, ...]:
 
 def _price_cells(price: Price) -> tuple[str, ...]:
     known = price.cost < float("inf")
-    sign = "+" if price.change_bytes > 0 else ""
-    least = "none fits" if price.bound == float("inf") else f"at least {_signed(price.proven_change)}"
+    least = "none fits" if price.bound == float("inf") else f"at least {signed(price.proven_change, format_seconds)}"
     return (
-        f"{sign}{format_bytes(price.change_bytes)}",
+        signed(price.change_bytes, format_bytes),
         format_bytes(price.budget),
         format_seconds(price.cost) if known else "-",
-        _signed(price.found_change) if known else "-",
+        signed(price.found_change, format_seconds) if known else "-",
         least,
         price.status.label,
     )
-
-
-def _signed(seconds: float) -> str:
-    text = format_seconds(abs(seconds))
-    return text if text == format_seconds(0.0) else f"{'+' if seconds > 0 else '-'}{text}"
 
 
 def _nth(n: int) -> str:

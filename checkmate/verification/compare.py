@@ -1,4 +1,4 @@
-"""The certificate: a compiled call against the plain one, on the caller's own batch, compared bit by bit.
+"""Run a step plainly and compiled on the user's own batch, and compare all that it leaves behind, bit by bit.
 
 On CUDA some kernels do not repeat their own numbers: they add in whatever order their threads come, atomically. Bits
 cannot be promised there. If a result differs from plain PyTorch, plain PyTorch is run again, to see by how much its

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, profile
-from benchmarks.common import data
+from benchmarks.common import data, rows
 from benchmarks.common import timing as measuring
 from benchmarks.demo import Row
 from benchmarks.networks import CASES
@@ -180,13 +181,23 @@ def test_the_data_is_there() -> None:
     assert (images.flatten(1).amax(dim=1) > 0.5).all()
 
 
-def test_a_table_lines_up() -> None:
-    assert measuring.table(("name", "n"), [("a", "1"), ("longer", "23")]).splitlines() == [
-        "name     n",
-        "------  --",
-        "a        1",
-        "longer  23",
-    ]
+def test_rows_are_appended_and_read_and_the_last_of_each_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rows.jsonl"
+    assert rows.read(path) == []
+    rows.append(path, {"a": 1, "b": 1}, {"a": 2, "b": 1})
+    rows.append(path, {"a": 1, "b": 2})
+    assert rows.latest(rows.read(path), "a") == [{"a": 1, "b": 2}, {"a": 2, "b": 1}]
+    assert set(rows.origin("numpy")) == {"date", "commit", "numpy", "python", "cpu"}
+
+
+def test_a_network_that_there_is_not_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    rows.add_names(parser, ("one", "two"))
+    assert parser.parse_args([]).names == ["one", "two"]
+    assert parser.parse_args(["two"]).names == ["two"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["three"])
+    assert "there is no 'three'; there are one, two" in capsys.readouterr().err
 
 
 @pytest.mark.slow
