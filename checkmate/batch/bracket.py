@@ -18,7 +18,6 @@ from checkmate.batch.interpolation import Family, Overhead, is_beyond, is_within
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
-from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
 from checkmate.solvers.catalogue import METHODS
 
 AUTO, KEEP_ALL = "auto", "checkpoint-all"
@@ -169,12 +168,10 @@ class Hunt:
 
     def _solve(self, problem: Problem, cap: float, seconds: float, start: Solution | None) -> Solution:
         if self.method in (AUTO, KEEP_ALL) and problem.keep_all_peak <= self.budget:
-            return checkpoint_all(problem, self.budget)
+            return METHODS[KEEP_ALL].solve(problem, self.budget)
         if self.method == AUTO:
             return plan_within(problem, self.budget, cap, time_limit=seconds, start=start)
-        method = METHODS[self.method]
-        options = {"time_limit": seconds} if "time_limit" in method.options else {}
-        return method.run(problem, self.budget, **options)
+        return METHODS[self.method].solve(problem, self.budget, time_limit=seconds)
 
 
 def _differ(family: Family, first: np.ndarray) -> bool:

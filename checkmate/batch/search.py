@@ -34,7 +34,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.profiling.profilers import Choice
-from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import check_limits, check_method, solve
 from checkmate.statusline import showing
@@ -234,7 +234,7 @@ class _Search:
         size = max((n for n, problem in traced.items() if problem.keep_all_peak <= self.budget), default=0)
         if self.kept is not None and size > self.kept.size:
             cap = most_seconds(traced[size], self.max_overhead)
-            self.kept = Attempt(size, checkpoint_all(traced[size], self.budget), cap, traced=True)
+            self.kept = Attempt(size, METHODS[KEEP_ALL].solve(traced[size], self.budget), cap, traced=True)
 
     def _improve(self) -> None:
         """Give the answer the best plan that some more time finds: so far the first under the cap was taken."""
