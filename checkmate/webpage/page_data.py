@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from checkmate.core.solution import Solution
 from checkmate.inspection.timeline import ROLES, Timeline
-from checkmate.plot.draw_plan import ROLE_STYLES
+from checkmate.plot.draw_frontier import by_method, proven_seconds
+from checkmate.plot.style import ROLE_STYLES
 from checkmate.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -156,16 +158,6 @@ def _frontier_table(rows: list[Row]) -> dict[str, Any]:
 
 def _frontier_data(rows: list[Row]) -> dict[str, Any]:
     """Points by method, and for each budget what is proven of it and all smaller ones; None: that no plan fits."""
-    base = rows[0].solution.problem.keep_all_cost
-    by_method: dict[str, list[Row]] = {}
-    for row in rows:
-        by_method.setdefault(row.method, []).append(row)
-    budgets = sorted({row.budget for row in rows})
-    bounds = [max(base, *(row.bound for row in rows if row.budget >= budget)) for budget in budgets]
-    methods = []
-    for name, mine in by_method.items():
-        found = [row for row in mine if row.peak is not None]
-        label = name if len(found) == len(mine) else f"{name} ({len(found)} of {len(mine)} budgets)"
-        methods.append({"name": name, "label": label, "points": sorted({(row.peak, row.cost) for row in found})})
-    shade = [(b, bound if math.isfinite(bound) else None) for b, bound in zip(budgets, bounds, strict=True)]
-    return {"base": base, "methods": methods, "shade": shade}
+    shade = [(budget, bound if math.isfinite(bound) else None) for budget, bound in proven_seconds(rows).items()]
+    methods = [asdict(line) for line in by_method(rows)]
+    return {"base": rows[0].solution.problem.keep_all_cost, "methods": methods, "shade": shade}
