@@ -103,11 +103,11 @@ def _rows_of(frontier: Iterable[Row], problem: Problem) -> list[Row]:
 
 
 def _page(solution: Solution, line: Timeline, peak: PeakExplanation, rows: list[Row] | None) -> str:
-    style = _part("report.css")
+    style = _part("page.css")
     script = "".join(_part(f"{name}.js") for name in SCRIPTS)
     figures = "".join(_tile(*figure) for figure in _figures(solution))
     facts = "".join(f"<div>{_term(name, text)}</div>" for name, text in _facts(solution))
-    return Template(_part("report.html")).substitute(
+    return Template(_part("page.html")).substitute(
         title=f"checkmate: a step within {format_bytes(solution.budget)}",
         version=__version__,
         summary=_html(_summary(solution)),
