@@ -14,22 +14,11 @@ from checkmate.inspection.timeline import ROLES, Timeline
 from checkmate.plot.draw_frontier import by_method, proven_seconds
 from checkmate.plot.style import ROLE_STYLES
 from checkmate.units import format_bytes, format_seconds
+from checkmate.webpage.words import ABOUT_ROLES
 
 if TYPE_CHECKING:
     from checkmate.inspection.peak import PeakExplanation
     from checkmate.solvers.frontier import Row
-
-ABOUT = {  # what a role is, in words
-    "parameters": "there all the time",
-    "buffers": "there all the time",
-    "inputs": "the batch, there all the time",
-    "other resident": "there all the time",
-    "results": "what the step hands out, such as the loss and gradients of parameters",
-    "activations": "first copies of what the forward makes",
-    "made again": "later copies",
-    "gradients": "first copies of what the backward makes",
-    "workspace": "of the op that runs",
-}
 
 Cell = str | tuple[str, float | None]  # text, or text and what it sorts by; None stands last
 NONE = ("-", None)
@@ -50,7 +39,7 @@ def page_data(solution: Solution, line: Timeline, peak: PeakExplanation, rows: l
         "peak": {"bytes": line.peak, "moment": line.peak_moment.index},
         "resident": line.resident,
         "roles": [
-            {"name": role, "fill": fill, "hatch": hatch, "about": ABOUT[role]}
+            {"name": role, "fill": fill, "hatch": hatch, "about": ABOUT_ROLES[role]}
             for role, (fill, hatch) in ((role, ROLE_STYLES[role]) for role in ROLES)
         ],
         "targets": targets,

@@ -42,7 +42,7 @@ HOSTILE = (
     "</script><script>window.hit = 1</script>",
     "<img src=x onerror='window.hit = 1'>",
     '"><svg onload="window.hit = 1">',
-    "${window.hit = 1}$data",
+    "{{ data }}{% raw %}${window.hit = 1}",
     "<!-- <script>",
     "\u202eback\u2028line\x00\ud800",
     "n" * 3000,
@@ -266,7 +266,10 @@ def test_the_page_loads_nothing_and_runs_its_own_script_only(tmp_path: Path) -> 
 
 def test_no_name_is_lost(tmp_path: Path) -> None:
     solution = _hostile()
-    data = _data(checkmate.report(solution, tmp_path / "plan.html"))
+    path = checkmate.report(solution, tmp_path / "plan.html")
+    (written,) = re.findall(r'id="data">(.*)</script>$', path.read_text(), flags=re.MULTILINE)
+    assert not set("<>&'") & set(written)  # nothing that could end the script or begin a comment
+    data = _data(path)
     assert data["ops"]["name"] == [_written(op.name) for op in solution.problem.graph.ops]
     assert data["values"]["name"] == [_written(value.name) for value in solution.problem.graph.values]
 
