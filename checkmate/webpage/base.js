@@ -4,6 +4,17 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement;
+const N = data.moments.op.length; // executions, in order: "moments"
+const T = data.ops.name.length;
+for (const column of [data.values.name, ...["name", "target", "module", "line", "where"].map((name) => data.ops[name])]) {
+  column.forEach((i, k) => {
+    column[k] = data.texts[i];
+  });
+}
+for (const table of data.tables) {
+  table.rows = table.rows.map((row) => row.map((cell) => (Array.isArray(cell) ? [data.texts[cell[0]], cell[1]] : data.texts[cell])));
+}
+const again = data.moments.nth.flatMap((nth, i) => (nth ? [i] : [])); // moments at which an op runs again
 
 /** A text in parts between which a line may end: long names have no spaces, but underscores. */
 function broken(text) {
@@ -35,29 +46,8 @@ function colour(name) {
   return getComputedStyle(root).getPropertyValue("--" + name).trim();
 }
 
-/** With so many decimals, a tie to the even digit: as the library prints numbers. */
-function fixed(x, decimals) {
-  const doubled = x * 2 ** (decimals + 1); // exact; an odd whole number only where x is a tie
-  if (!Number.isInteger(doubled) || doubled % 2 === 0) return x.toFixed(decimals);
-  const below = Math.floor(x * 10 ** decimals);
-  return ((below % 2 === 0 ? below : below + 1) / 10 ** decimals).toFixed(decimals);
-}
-
 function formatBytes(count) {
-  if (Math.abs(count) < 1000) return fixed(count, 0) + " B";
-  const units = ["kB", "MB", "GB"];
-  for (let i = 0; i < units.length; i++) {
-    const scale = 1000 ** (i + 1);
-    if (Math.abs(count) < 999.995 * scale) return fixed(count / scale, 2) + " " + units[i];
-  }
-  return fixed(count / 1e12, 2) + " TB";
-}
-
-function formatSeconds(seconds) {
-  for (const [scale, unit] of [[1, "s"], [1e-3, "ms"]]) {
-    if (Math.abs(seconds) >= scale) return fixed(seconds / scale, 1) + " " + unit;
-  }
-  return fixed(seconds / 1e-6, 1) + " µs";
+  return data.written[count];
 }
 
 /** Round numbers from low to high, about so many. */

@@ -16,18 +16,18 @@ const memory = (() => {
   const values = el("div", { class: "values", role: "region", tabindex: "0", "aria-label": "Values alive" });
 
   const tops = []; // for each role, the bytes up to and with it
-  for (const role of roles) {
+  for (const role of data.roles) {
     const lower = tops[tops.length - 1];
     tops.push(role.bytes.map((b, i) => b + (lower ? lower[i] : 0)));
   }
   const counted = Float64Array.from({ length: N + 1 }, (_, i) => i);
-  const total = step.begin[N];
+  const total = data.moments.begin[N];
   if (!(total > 0)) scale.value = "ops";
-  let xs = total > 0 ? step.begin : counted; // where each moment begins, and the last one ends
+  let xs = total > 0 ? data.moments.begin : counted; // where each moment begins, and the last one ends
   let view = [0, xs[N]];
   let current = data.peak.moment;
   const margin = { left: 74, right: 14, top: 30, bottom: 40 };
-  const ceiling = Math.max(1, data.peak.bytes, data.budget <= 1.5 * data.peak.bytes ? data.budget : 0) * 1.3;
+  const ceiling = Math.max(1, data.peak.bytes, data.budget.bytes <= 1.5 * data.peak.bytes ? data.budget.bytes : 0) * 1.3;
 
   const across = (x, width) => margin.left + (x - view[0]) / (view[1] - view[0]) * (width - margin.left - margin.right);
   const up = (bytes, height) => height - margin.bottom - bytes / ceiling * (height - margin.top - margin.bottom);
@@ -78,7 +78,7 @@ const memory = (() => {
         path.lineTo(back ? a : b, y);
       }
     };
-    roles.forEach((role, r) => {
+    data.roles.forEach((role, r) => {
       const path = new Path2D();
       edge(path, tops[r], false);
       edge(path, tops[r - 1], true);
@@ -112,8 +112,8 @@ const memory = (() => {
       pen.textAlign = "left";
       pen.fillText("backward", border + 6, 6);
     }
-    if (data.budget > ceiling) return;
-    const y = up(data.budget, height);
+    if (data.budget.bytes > ceiling) return;
+    const y = up(data.budget.bytes, height);
     pen.lineWidth = 2;
     pen.setLineDash([9, 4]);
     pen.beginPath();
@@ -125,10 +125,9 @@ const memory = (() => {
 
   function labels(pen, width, height) {
     const room = width - margin.left - margin.right - 12;
-    const budget = "budget " + formatBytes(data.budget);
-    const beyond = data.budget > ceiling;
-    const level = beyond ? margin.top + 36 : up(data.budget, height) - 13;
-    patch(pen, beyond ? budget + ", above this picture" : budget, margin.left + 8, level, room);
+    const beyond = data.budget.bytes > ceiling;
+    const level = beyond ? margin.top + 36 : up(data.budget.bytes, height) - 13;
+    patch(pen, beyond ? data.budget.label + ", above this picture" : data.budget.label, margin.left + 8, level, room);
     const i = data.peak.moment;
     const x = across((xs[i] + xs[i + 1]) / 2, width);
     if (x < margin.left || x > width - margin.right) return;
@@ -143,7 +142,7 @@ const memory = (() => {
     pen.closePath();
     pen.fill();
     pen.stroke();
-    const text = `peak ${formatBytes(data.peak.bytes)} at ${data.ops.name[data.moments.op[i]]}`;
+    const text = data.peak.label;
     const wide = Math.min(pen.measureText(text).width, room);
     const left = x < width / 2 ? Math.min(x + 12, width - margin.right - wide - 4) : Math.max(margin.left + 6, x - 12 - wide);
     patch(pen, text, left, margin.top + 10, room);
@@ -191,7 +190,7 @@ const memory = (() => {
 
   /** The roles from the top area to the lowest one, each with its hatch and its bytes at the op shown. */
   function drawLegend() {
-    if (!legend.children.length) for (const role of [...roles].reverse()) {
+    if (!legend.children.length) for (const role of [...data.roles].reverse()) {
       const swatch = el("canvas", { width: "64", height: "36", "aria-hidden": "true" });
       const pen = swatch.getContext("2d");
       pen.scale(2, 2);
@@ -202,44 +201,42 @@ const memory = (() => {
       legend.append(el("li", { "data-role": role.name }, swatch, el("span", {}, role.name),
         el("span", { class: "number" }), el("span", { class: "about" }, role.about)));
     }
-    for (const role of roles) {
+    for (const role of data.roles) {
       legend.querySelector(`[data-role="${role.name}"] .number`).textContent = formatBytes(role.bytes[current]);
     }
   }
 
   function describe(i) {
     const k = data.moments.op[i];
-    const times = step.time[i] ? `, run for the ${nth(step.time[i] + 1)} time` : "";
+    const times = data.moments.nth[i] ? `, run for the ${data.moments.nth[i]} time` : "";
     return `${data.ops.name[k]}${times}, ${formatBytes(data.moments.bytes[i])} at hand, ${i + 1} of ${N}`;
   }
 
   function fillReadout(i) {
     const k = data.moments.op[i];
-    const here = alive(i);
-    const place = whereOf(k);
-    const [module, kind, line] = place;
+    const here = data.spans.filter(([, , , from, to]) => from <= i && i <= to); // the most bytes first, as all are
     const half = i < data.moments.boundary ? "forward" : "backward";
-    const times = step.time[i] ? `, for the ${nth(step.time[i] + 1)} time` : "";
+    const times = data.moments.nth[i] ? `, for the ${data.moments.nth[i]} time` : "";
     const rows = here.slice(0, 100).map(([value, role, copy, , , uses]) => {
       const next = uses.find((use) => use > i);
       return [
         data.values.name[value] + (copy ? ` (copy ${copy + 1})` : ""),
         formatBytes(data.values.bytes[value]),
-        data.roles[role].name,
+        data.texts[role],
         next === undefined ? "" : data.ops.name[data.moments.op[next]],
       ];
     });
     readout.replaceChildren(
       el("h3", {}, data.ops.name[k] + (i === data.peak.moment ? " (the peak)" : "")),
       facts([
-        ["computes", data.targets[data.ops.target[k]]],
-        ["runs", `${nth(i + 1)} of ${N}, in the ${half}${times}`],
-        ["begins at", formatSeconds(step.begin[i])],
-        ["takes", formatSeconds(data.ops.seconds[k])],
+        ["computes", data.ops.target[k]],
+        ["execution", `${i + 1} of ${N}, in the ${half}${times}`],
+        ["begins at", data.moments.begins[i]],
+        ["takes", data.ops.takes[k]],
         ["at hand", `${formatBytes(data.moments.bytes[i])}, ${here.length} value${here.length === 1 ? "" : "s"}`],
         ["workspace", data.ops.workspace[k] ? formatBytes(data.ops.workspace[k]) : ""],
-        ["module", module && kind ? `${module} (${kind})` : module || kind],
-        ["line", line],
+        ["module", data.ops.module[k]],
+        ["line", data.ops.line[k]],
         ["must run once", data.pinned[k] ?? ""],
       ]),
       values,
@@ -282,7 +279,7 @@ const memory = (() => {
     PageUp: () => show(current + tenth), PageDown: () => show(current - tenth),
     Home: () => show(0), End: () => show(N - 1),
     p: () => show(data.peak.moment),
-    r: () => step.again.length && show(following(step.again, current)),
+    r: () => again.length && show(again.find((i) => i > current) ?? again[0]),
     "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), 0: () => zoom(Infinity),
   };
   area.addEventListener("keydown", (event) => {
@@ -299,7 +296,7 @@ const memory = (() => {
   area.addEventListener("pointermove", point);
   area.addEventListener("pointerdown", point);
   scale.addEventListener("change", () => {
-    xs = scale.value === "time" ? step.begin : counted;
+    xs = scale.value === "time" ? data.moments.begin : counted;
     view = [0, xs[N]];
     draw();
   });
@@ -307,7 +304,7 @@ const memory = (() => {
   document.getElementById("memory-picture").append(
     el("div", { class: "controls" },
       button("Peak", keys.p), button("Previous op", keys.ArrowLeft), button("Next op", keys.ArrowRight),
-      ...(step.again.length ? [button("Next run again", keys.r)] : []),
+      ...(again.length ? [button("Next run again", keys.r)] : []),
       button("Zoom in", keys["+"]), button("Zoom out", keys["-"]), button("Whole step", keys[0]),
       el("label", { for: "memory-scale" }, "Along:"), scale),
     area,

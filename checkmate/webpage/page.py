@@ -34,7 +34,7 @@ from checkmate.webpage.page_data import page_data
 if TYPE_CHECKING:
     from checkmate.solvers.frontier import Row
 
-SCRIPTS = ("base", "step", "tables", "memory", "schedule", "frontier")  # in this order
+SCRIPTS = ("base", "tables", "memory", "schedule", "frontier")  # in this order
 
 
 def report(

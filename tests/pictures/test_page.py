@@ -28,7 +28,7 @@ from benchmarks.networks import dags
 from checkmate import Problem, Schedule, Solution
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Profile
-from checkmate.inspection.timeline import ROLES, timeline
+from checkmate.inspection.timeline import timeline
 from checkmate.solvers.common.certify import certify
 from checkmate.units import format_bytes, format_seconds
 from checkmate.webpage.page_data import _intervals
@@ -92,8 +92,20 @@ def _plan(solution: Solution) -> Schedule:
 
 
 def _data(path: Path) -> dict[str, Any]:
+    """The document in the page, texts in place of their indices."""
     (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(encoding="utf-8"))
-    return json.loads(text)
+    data = json.loads(text)
+    for column in (
+        data["values"]["name"],
+        *(data["ops"][name] for name in ("name", "target", "module", "line", "where")),
+    ):
+        column[:] = [data["texts"][i] for i in column]
+    for table in data["tables"]:
+        assert all(len(row) == len(table["heads"]) for row in table["rows"])
+        rows = [[cell if isinstance(cell, list) else [cell] for cell in row] for row in table["rows"]]
+        named = [[[data["texts"][i], *key] for i, *key in row] for row in rows]
+        table["rows"] = [[cell if len(cell) > 1 else cell[0] for cell in row] for row in named]
+    return data
 
 
 class _Elements(html.parser.HTMLParser):
@@ -120,19 +132,54 @@ def test_the_data_are_those_of_the_timeline(seed: int, tmp_path: Path) -> None:
     problem = oracle.random_problem(seed)
     solution = checkmate.solve(problem, checkmate.min_budget(problem).peak)
     data = _data(checkmate.report(solution, tmp_path / "plan.html"))
-    line = timeline(solution.plan, problem)
-    assert data["moments"]["op"] == [moment.op for moment in line.moments]
-    assert data["moments"]["bytes"] == line.bytes.tolist()
-    assert data["moments"]["boundary"] == line.boundary
-    assert data["peak"] == {"bytes": solution.peak, "moment": line.peak_moment.index}
-    assert data["ops"]["seconds"] == problem.seconds.tolist()
-    sums = {role: np.full(len(line.moments), line.resident.get(role, 0)) for role in ROLES}
-    for value, role, _, first, last, _ in data["spans"]:
-        sums[ROLES[role]][first : last + 1] += data["values"]["bytes"][value]
-    sums["workspace"] += np.array([data["ops"]["workspace"][k] for k in data["moments"]["op"]])
-    assert {r: row.tolist() for r, row in sums.items() if row.any()} == {
-        r: row.tolist() for r, row in line.by_role().items()
+    line, R = timeline(solution.plan, problem), _plan(solution).R
+    moments = data["moments"]
+    assert moments["op"] == [moment.op for moment in line.moments]
+    assert moments["begin"] == [*(moment.begin for moment in line.moments), line.seconds]
+    assert moments["begins"] == [format_seconds(moment.begin) for moment in line.moments]
+    assert [bool(nth) for nth in moments["nth"]] == [moment.time > 0 for moment in line.moments]
+    assert moments["bytes"] == line.bytes.tolist()
+    assert moments["boundary"] == line.boundary
+    assert data["peak"]["bytes"] == solution.peak
+    assert data["peak"]["moment"] == line.peak_moment.index
+    assert data["ops"]["takes"] == [format_seconds(seconds) for seconds in problem.seconds]
+    assert {role["name"]: role["bytes"] for role in data["roles"]} == {
+        role: row.tolist() for role, row in line.by_role().items()
     }
+    for index, moment in enumerate(line.moments):
+        assert R[moments["stage"][index], moment.op]
+        here = [data["values"]["name"][v] for v, _, _, first, last, _ in data["spans"] if first <= index <= last]
+        assert here == [span.name for span in line.alive(index)]
+
+
+def test_every_number_of_bytes_on_the_page_is_written_as_in_the_library(tmp_path: Path) -> None:
+    solution = _resnet()
+    data = _data(checkmate.report(solution, tmp_path / "plan.html"))
+    assert data["written"] == {size: format_bytes(int(size)) for size in data["written"]}
+    rows = [role["bytes"] for role in data["roles"]]
+    for sizes in (*rows, data["moments"]["bytes"], data["values"]["bytes"], data["ops"]["workspace"]):
+        assert {str(size) for size in sizes} <= set(data["written"])
+
+
+def test_the_tables_of_ops_count_what_the_schedule_runs(tmp_path: Path) -> None:
+    solution = _resnet()
+    problem, runs = solution.problem, _plan(solution).R.sum(axis=0)
+    names = [op.name for op in problem.graph.ops]
+    tables = {table["id"]: table for table in _data(checkmate.report(solution, tmp_path / "plan.html"))["tables"]}
+    by_cost = np.argsort(-runs * problem.seconds, kind="stable")
+    rows = tables["table-ops"]["rows"]
+    assert [row[0] for row in rows] == [names[k] for k in by_cost]
+    assert [row[3] for row in rows] == [[str(runs[k]), runs[k]] for k in by_cost]
+    assert [row[5][1] for row in rows] == pytest.approx([runs[k] * problem.seconds[k] for k in by_cost])
+    assert sum(row[5][1] for row in rows) == pytest.approx(solution.cost)
+    assert [row[7][1] for row in rows] == [sum(problem.sizes[v] for v in problem.graph.ops[k].outputs) for k in by_cost]
+    again = tables["table-again"]["rows"]
+    assert {row[0]: row[2][1] for row in again} == {names[k]: n - 1 for k, n in enumerate(runs) if n > 1}
+    assert sum(row[3][1] for row in again) == pytest.approx(solution.cost - problem.keep_all_cost)
+    for row in again:
+        k = names.index(row[0])
+        stages = [t for t in np.flatnonzero(_plan(solution).R[:, k]) if t != k]
+        assert row[5] == [", ".join(names[t] for t in stages), stages[0]]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -149,7 +196,7 @@ def test_the_schedule_is_told_by_intervals(seed: int) -> None:
 def test_the_table_of_the_peak_is_that_of_explain_peak(tmp_path: Path) -> None:
     solution = _again()
     peak = checkmate.explain_peak(solution, prices=False)
-    (table,) = _data(checkmate.report(solution, tmp_path / "plan.html"))["tables"]
+    table = _data(checkmate.report(solution, tmp_path / "plan.html"))["tables"][0]
     assert table["title"] == f"Values at the peak ({len(peak)})"
     assert [row[0] for row in table["rows"]] == [held.name for held in peak]
     assert [row[1] for row in table["rows"]] == [[format_bytes(held.bytes), held.bytes] for held in peak]
@@ -161,7 +208,6 @@ def test_the_table_of_the_peak_is_that_of_explain_peak(tmp_path: Path) -> None:
     assert any(cost[1] is not None for cost in costs)
     line = timeline(solution.plan, solution.problem)
     assert table["go"] == [span.first for span in line.alive(line.peak_moment.index)]
-    assert all(len(row) == len(table["heads"]) for row in table["rows"])
 
 
 def test_prices_are_there_where_asked_for(tmp_path: Path) -> None:
@@ -172,7 +218,6 @@ def test_prices_are_there_where_asked_for(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == [["-1 B", -1], ["+1 B", 1]]
     assert [row[1][1] for row in rows] == [3, 5]
     assert rows[0][3] == ["+19.0 s", 19.0]  # from 26 s within 4 bytes to 45 s within 3
-    assert all(len(row) == len(tables["table-prices"]["heads"]) for row in rows)
     least = checkmate.solve(dags.unit_chain(8), 3)
     tables = {
         table["id"]: table for table in _data(checkmate.report(least, tmp_path / "plan.html", prices=True))["tables"]
@@ -185,9 +230,11 @@ def test_the_frontier_is_that_of_the_rows(tmp_path: Path) -> None:
     page = checkmate.report(_again(), tmp_path / "plan.html", frontier=_rows())
     data = _data(page)
     auto, keep_all = data["frontier"]["methods"]
-    assert auto["points"] == [[3, 45], [4, 26], [6, 21], [10, 17]]  # as known of this chain
+    assert [point[:2] for point in auto["points"]] == [[3, 45], [4, 26], [6, 21], [10, 17]]  # as known of this chain
+    assert auto["points"][0][2] == "auto: peak 3 B, step 45.0 s"
+    assert data["frontier"]["this"] == [4, 26, "this plan: peak 4 B, step 26.0 s"]
     assert auto["label"] == "auto (4 of 5 budgets)"
-    assert keep_all["points"] == [[10, 17]]
+    assert [point[:2] for point in keep_all["points"]] == [[10, 17]]
     assert data["frontier"]["base"] == 17
     budgets, bounds = zip(*data["frontier"]["shade"], strict=True)
     assert budgets == (2, 3, 4, 6, 10)
@@ -493,7 +540,7 @@ def test_the_op_shown_says_where_it_is_from(opened: Open) -> None:
         [e.text for e in driver.find_elements("css selector", f"#memory-readout {tag}")] for tag in ("dt", "dd")
     ), strict=True))  # fmt: skip
     assert facts == {
-        "computes": "mm", "runs": "1st of 4, in the forward", "begins at": "0.0 µs", "takes": "1.0 s",
+        "computes": "mm", "execution": "1 of 4, in the forward", "begins at": "0.0 µs", "takes": "1.0 s",
         "at hand": "25 B, 1 value", "module": "net.0 (Linear)", "line": "net.py:1",
     }  # fmt: skip
 
@@ -761,17 +808,6 @@ def test_hostile_names_do_nothing_but_stand_there(opened: Open) -> None:
     shown = _column(driver, "table-ops", 0)
     for name in (op.name for op in solution.problem.graph.ops[:5]):
         assert _written(name) in shown
-
-
-def test_numbers_are_written_as_in_the_library(opened: Open) -> None:
-    rng = np.random.default_rng(0)
-    sizes = [0, 1, 999, 1000, 1125, 1_125_000_000, 2_675_000, 999_994_999, 999_995_000, 2**53, -5_125_000]
-    sizes += [int(n) for n in 10 ** rng.uniform(0, 15, 300)] + [125 * int(n) for n in rng.integers(1, 10**6, 100)]
-    times = [0.0, 1e-9, 0.00125, 0.0123, 0.25, 2.25, 2.75, 1.05, 75.0, 0.9996, -0.003, 1e-6 * 2.25]
-    times += [float(s) for s in 10 ** rng.uniform(-8, 3, 300)]
-    driver = opened(_again())
-    assert driver.execute_script("return arguments[0].map(formatBytes)", sizes) == list(map(format_bytes, sizes))
-    assert driver.execute_script("return arguments[0].map(formatSeconds)", times) == list(map(format_seconds, times))
 
 
 def test_everything_has_a_name_for_who_does_not_see_it(opened: Open) -> None:
