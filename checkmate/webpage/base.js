@@ -117,12 +117,14 @@ const HATCH_PATHS = { // of a tile of 8 by 8
 };
 HATCH_PATHS.x = [...HATCH_PATHS["/"], ...HATCH_PATHS["\\"]];
 
-/** The hatch of a role as a pattern: what colours tell apart, hatches do too. */
-function hatch(pen, word) {
-  if (!word) return null;
+/** The fill of a role with its hatch as a pattern: what colours tell apart, hatches do too. */
+function hatch(pen, { fill, hatch: word }, sharp) {
   const tile = document.createElement("canvas");
-  tile.width = tile.height = 8;
+  tile.width = tile.height = 8 * sharp;
   const ink = tile.getContext("2d");
+  ink.scale(sharp, sharp);
+  ink.fillStyle = fill;
+  ink.fillRect(0, 0, 8, 8);
   ink.strokeStyle = ink.fillStyle = "rgba(0, 0, 0, 0.75)";
   ink.lineWidth = word.length > 2 ? 1.5 : 0.8;
   const radius = word.length > 2 ? 1.1 : 0.8;

@@ -34,7 +34,7 @@ from checkmate.webpage.page_data import page_data
 if TYPE_CHECKING:
     from checkmate.solvers.frontier import Row
 
-SCRIPTS = ("base", "tables", "memory", "schedule", "frontier")  # in this order
+SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "tables.js", "memory.js", "schedule.js", "frontier.js")  # in order
 
 
 def report(
@@ -102,7 +102,8 @@ def _rows_of(frontier: Iterable[Row], problem: Problem) -> list[Row]:
 
 
 def _page(solution: Solution, line: Timeline, peak: PeakExplanation, rows: list[Row] | None) -> str:
-    style, script = _part("page.css"), "".join(_part(f"{name}.js") for name in SCRIPTS)
+    style = _part("vendor/uPlot.min.css") + _part("page.css")
+    script = f"/*{_part('vendor/uPlot.LICENSE')}*/\n" + "".join(map(_part, SCRIPTS))
     said = {
         "summary": words.summary(solution),
         "figures": list(words.figures(solution)),

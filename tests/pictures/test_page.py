@@ -29,6 +29,7 @@ from checkmate import Problem, Schedule, Solution
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Profile
 from checkmate.inspection.timeline import timeline
+from checkmate.plot.style import ROLE_STYLES
 from checkmate.solvers.common.certify import certify
 from checkmate.units import format_bytes, format_seconds
 from checkmate.webpage.page_data import _intervals
@@ -38,6 +39,7 @@ from tests.support import oracle
 from tests.support.sampling import slow
 
 ROOT = Path(__file__).parents[2]
+VENDOR = ROOT / "checkmate" / "webpage" / "vendor"
 HOSTILE = (
     "</script><script>window.hit = 1</script>",
     "<img src=x onerror='window.hit = 1'>",
@@ -302,7 +304,8 @@ def test_the_page_loads_nothing_and_runs_its_own_script_only(tmp_path: Path) -> 
             assert not any(name.startswith("on") or name == "style" for name in attributes)
             for name in ("src", "href"):
                 assert re.match(r"#|data:,$", attributes.get(name) or "#")
-        assert set(re.findall(r"https?://[^\"]*", text)) <= {"http://www.w3.org/2000/svg"}
+        names = {"http://www.w3.org/2000/svg", "https://github.com/leeoniya/uPlot"}  # of a namespace, in a comment
+        assert set(re.findall(r"https?://[\w./]*", text)) == names
         policy = next(a["content"] for tag, a in elements.found if a.get("http-equiv") == "Content-Security-Policy")
         (script,) = re.findall(r"<script>(.*?)</script>", text, flags=re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -373,10 +376,22 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
 def test_an_installed_package_has_the_parts_of_the_page() -> None:
     (line,) = re.findall(r"^checkmate = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     patterns = re.findall(r'"(.*?)"', line)
-    parts = [path for path in (ROOT / "checkmate" / "webpage").iterdir() if path.suffix in (".js", ".css", ".html")]
+    parts = [path for path in (ROOT / "checkmate" / "webpage").rglob("*") if path.suffix in (".js", ".css", ".html")]
+    parts.append(VENDOR / "uPlot.LICENSE")
     assert len(parts) >= 3
     for part in parts:
         assert any(fnmatch(part.relative_to(ROOT / "checkmate").as_posix(), pattern) for pattern in patterns)
+
+
+def test_what_others_wrote_is_unchanged_and_comes_with_its_licence(tmp_path: Path) -> None:
+    about = (VENDOR / "README.md").read_text()
+    (version,) = re.findall(r"^# uPlot ([\d.]+)$", about, flags=re.MULTILINE)
+    assert f"(v{version})" in (VENDOR / "uPlot.iife.min.js").read_text()[:80]
+    sums = dict(line.split("  ")[::-1] for line in re.findall(r"^[0-9a-f]{64}  .*$", about, flags=re.MULTILINE))
+    files = [path for path in VENDOR.iterdir() if path.suffix in (".js", ".css")]
+    assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files} == sums
+    text = checkmate.report(_again(), tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert (VENDOR / "uPlot.LICENSE").read_text().strip() in text
 
 
 def test_it_needs_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
@@ -480,10 +495,19 @@ def _mouse(driver: Any) -> Any:
 
 def test_all_pictures_are_drawn(opened: Open) -> None:
     driver = opened(_again(), frontier=_rows())
-    inked = """return [...document.querySelectorAll(arguments[0])].map((canvas) =>
-        canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.filter((b) => b > 0).length)"""
-    for css in ("#memory-area canvas", "#schedule-area canvas"):
-        assert min(driver.execute_script(inked, css)) > 100
+    areas, *others = driver.execute_script("""
+        return [...document.querySelectorAll("#memory-area canvas, #schedule-area canvas")].map((canvas) => {
+          const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+          const pixels = {};
+          for (let i = 0; i < data.length; i += 4) if (data[i + 3]) {
+            const colour = "#" + [0, 1, 2].map((n) => data[i + n].toString(16).padStart(2, "0")).join("");
+            pixels[colour] = (pixels[colour] ?? 0) + 1;
+          }
+          return pixels;
+        })""")
+    assert min(sum(pixels.values()) for pixels in others) > 100
+    roles = timeline(_again().plan, _again().problem).by_role()
+    assert min(areas[ROLE_STYLES[role][0].lower()] for role in roles) > 1000
     assert len(driver.find_elements("css selector", "#frontier-picture svg text title")) == 5
     assert len(driver.find_elements("css selector", "#frontier-picture svg circle")) == 1
     assert [e.text for e in driver.find_elements("css selector", ".signs li > span")] == [
@@ -589,6 +613,26 @@ def test_zooming_in_leaves_the_op_shown_in_sight(opened: Open) -> None:
     assert last - first + 1 <= N / 4 + 2
     _press(driver, "#memory-area", "0")
     assert ends() == (0, N - 1)
+
+
+def test_dragging_zooms_in_and_a_double_click_shows_the_whole_step(opened: Open) -> None:
+    driver = opened(certify(_chain(), 200, np.eye(4, dtype=bool), method="by hand"))
+    area = _one(driver, "#memory-area")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", area)
+    left, right = 76 - area.size["width"] // 2, area.size["width"] // 2 - 16
+
+    def at_the_left_end() -> int:
+        _mouse(driver).move_to_element_with_offset(area, left, 0).perform()
+        return _shown(driver)
+
+    assert at_the_left_end() == 0
+    _mouse(driver).move_to_element_with_offset(area, 0, 0).click_and_hold().move_by_offset(right, 0).release().perform()
+    assert at_the_left_end() == 3
+    assert driver.switch_to.active_element == area  # the keys work as well
+    _press(driver, "#memory-area", _keys().ARROW_LEFT)
+    assert _shown(driver) == 2
+    _mouse(driver).double_click(area).perform()
+    assert at_the_left_end() == 0
 
 
 def test_heads_sort_by_click_and_by_keyboard(opened: Open) -> None:
