@@ -121,12 +121,6 @@ def _shade_bound(ax: Axes, rows: list[Row]) -> None:
     room = 0.05 * (right - left) or 0.05 * right
     edges = [left - room, *budgets, right + room]
     heights = np.minimum([bounds[0], *bounds, base], top)
-    look: dict[str, Any] = {
-        "facecolor": "#dddddd",
-        "edgecolor": "#888888",
-        "hatch": "////",
-        "linewidth": 0.8,
-        "zorder": 0,
-    }
-    ax.fill_between(edges, bottom, heights, step="pre", label="proven: no plan is here", **look)
+    look: dict[str, Any] = {"facecolor": "#dddddd", "edgecolor": "#888888", "hatch": "////", "linewidth": 0.8}
+    ax.fill_between(edges, bottom, heights, step="pre", label="proven: no plan is here", zorder=0, **look)
     ax.set(xlim=(edges[0], edges[-1]), ylim=(bottom, top))

@@ -182,7 +182,7 @@ const memory = (() => {
   function show(i) {
     current = Math.max(0, Math.min(N - 1, i));
     const { min, max } = chart.scales.x;
-    if (xs[current + 1] <= min || xs[current] >= (max ?? Infinity)) zoom(1);
+    if (max && (xs[current + 1] <= min || xs[current] >= max)) zoom(1); // no scale before the first picture
     area.setAttribute("aria-valuenow", String(current + 1));
     area.setAttribute("aria-valuetext", describe(current));
     drawLegend();

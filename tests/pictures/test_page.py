@@ -387,7 +387,7 @@ def test_what_others_wrote_is_unchanged_and_comes_with_its_licence(tmp_path: Pat
     about = (VENDOR / "README.md").read_text()
     (version,) = re.findall(r"^# uPlot ([\d.]+)$", about, flags=re.MULTILINE)
     assert f"(v{version})" in (VENDOR / "uPlot.iife.min.js").read_text()[:80]
-    sums = dict(line.split("  ")[::-1] for line in re.findall(r"^[0-9a-f]{64}  .*$", about, flags=re.MULTILINE))
+    sums = dict(line.split("  ")[::-1] for line in re.findall(r"[0-9a-f]{64}  .*", about))
     files = [path for path in VENDOR.iterdir() if path.suffix in (".js", ".css")]
     assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files} == sums
     text = checkmate.report(_again(), tmp_path / "plan.html").read_text(encoding="utf-8")
@@ -920,6 +920,16 @@ def test_a_step_of_no_seconds_and_no_bytes_is_shown(opened: Open) -> None:
     assert _one(driver, "#memory-readout h3").text == "op0 (the peak)"
     _press(driver, "#memory-area", "+", "r", _keys().ARROW_RIGHT)
     assert _shown(driver) == 0
+
+
+def test_a_first_op_of_no_seconds_is_shown_with_the_whole_step(opened: Open) -> None:
+    """It ends where the picture begins: that must not be taken for being out of sight."""
+    driver = opened(checkmate.solve(Problem.from_dag([[], [0], [1]], [0.0, 1.0, 1.0], [1, 0, 0]), 9))
+    assert _one(driver, "#memory-readout h3").text == "op0 (the peak)"
+    area = _one(driver, "#memory-area")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", area)
+    _mouse(driver).move_to_element_with_offset(area, area.size["width"] // 2 - 16, 0).perform()
+    assert _one(driver, "#memory-readout h3").text == "op2"
 
 
 def test_rows_without_any_plan_are_shown(opened: Open) -> None:
