@@ -78,7 +78,7 @@ class PeakExplanation(Printed):
         return [asdict(row) for row in self.held]
 
     def _title(self) -> str:
-        again = f", run for the {_nth(self.moment.time + 1)} time" if self.moment.time else ""
+        again = f", run for the {nth(self.moment.time + 1)} time" if self.moment.time else ""
         where = f" ({self.moment.where}{again})" if self.moment.where else again
         return f"The peak of {format_bytes(self.peak)} is at {self.moment.name}{where}, in the {self.moment.phase}."
 
@@ -142,7 +142,8 @@ def _price_cells(price: Price) -> tuple[str, ...]:
     )
 
 
-def _nth(n: int) -> str:
+def nth(n: int) -> str:
+    """1st, 2nd, 3rd, 4th, ..."""
     ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
     return f"{n}{ending}"
 
