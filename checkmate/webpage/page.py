@@ -24,6 +24,7 @@ from markupsafe import Markup, escape
 from checkmate.core.files import write_bytes
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
+from checkmate.inspection.addresses import Addresses, addresses
 from checkmate.inspection.peak import PeakExplanation, explain_peak
 from checkmate.inspection.timeline import Timeline, timeline
 from checkmate.units import format_bytes
@@ -34,7 +35,10 @@ from checkmate.webpage.page_data import page_data
 if TYPE_CHECKING:
     from checkmate.solvers.frontier import Row
 
-SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "tables.js", "memory.js", "schedule.js", "frontier.js")  # in order
+SCRIPTS = (  # in order
+    "vendor/uPlot.iife.min.js",
+    *("base.js", "tables.js", "memory.js", "schedule.js", "addresses.js", "frontier.js"),
+)
 
 
 def report(
@@ -46,8 +50,8 @@ def report(
 ) -> Path:
     """Write a plan as one HTML page that needs no network, and give its path.
 
-    It has the summary, the memory over the step, the schedule, the tables of what is in memory at the peak, of ops by
-    cost and of what is run again, and the problem's facts. A file that is there is replaced, at once.
+    It has the summary, the memory over the step, the schedule, the addresses, the tables of what is in memory at the
+    peak, of ops by cost and of what is run again, and the problem's facts. A file that is there is replaced, at once.
 
     Args:
         solution: one with a plan.
@@ -77,7 +81,7 @@ def report(
     rows = None if frontier is None else _rows_of(frontier, solution.problem)
     line = timeline(solution.plan, solution.problem)
     peak = explain_peak(solution, prices=prices)
-    write_bytes(path, _page(solution, line, peak, rows).encode())
+    write_bytes(path, _page(solution, line, peak, addresses(solution), rows).encode())
     return path
 
 
@@ -101,7 +105,7 @@ def _rows_of(frontier: Iterable[Row], problem: Problem) -> list[Row]:
     return rows
 
 
-def _page(solution: Solution, line: Timeline, peak: PeakExplanation, rows: list[Row] | None) -> str:
+def _page(solution: Solution, line: Timeline, peak: PeakExplanation, placed: Addresses, rows: list[Row] | None) -> str:
     style = _part("vendor/uPlot.min.css") + _part("page.css")
     script = f"/*{_part('vendor/uPlot.LICENSE')}*/\n" + "".join(map(_part, SCRIPTS))
     said = {
@@ -109,9 +113,10 @@ def _page(solution: Solution, line: Timeline, peak: PeakExplanation, rows: list[
         "figures": list(words.figures(solution)),
         "memory_text": words.memory_text(solution, line),
         "schedule_text": words.schedule_text(solution),
+        "addresses_text": words.addresses_text(placed),
         "frontier_text": "" if rows is None else words.frontier_text(rows),
         "facts": list(words.facts(solution)),
-        "data": page_data(solution, line, peak, rows),
+        "data": page_data(solution, line, peak, placed, rows),
     }
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["breakable"] = _breakable

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from checkmate.core.solution import Solution
+from checkmate.inspection.addresses import Addresses
 from checkmate.inspection.peak import PeakExplanation, nth
 from checkmate.inspection.timeline import Place, Timeline, place_of
 from checkmate.plot.draw_frontier import by_method, proven_seconds
@@ -21,13 +22,16 @@ if TYPE_CHECKING:
     from checkmate.solvers.frontier import Row
 
 
-def page_data(solution: Solution, line: Timeline, peak: PeakExplanation, rows: list[Row] | None) -> dict[str, Any]:
+def page_data(
+    solution: Solution, line: Timeline, peak: PeakExplanation, placed: Addresses, rows: list[Row] | None
+) -> dict[str, Any]:
     """The document that is embedded in the page; the script computes nothing of it again."""
     problem, graph = solution.problem, solution.problem.graph
     assert solution.schedule is not None
     texts = _Texts()
     places = [place_of(op.where) for op in graph.ops]
     roles = line.by_role()
+    names = list(roles)
     sizes, workspace = problem.sizes.tolist(), problem.workspace.tolist()
     shown = {*sizes, *workspace, *line.bytes.tolist(), *(size for row in roles.values() for size in row.tolist())}
     return {
@@ -73,6 +77,14 @@ def page_data(solution: Solution, line: Timeline, peak: PeakExplanation, rows: l
             for span in sorted(line.spans, key=lambda span: -span.bytes)
         ],
         "kept": _intervals(solution.schedule.S),
+        "arena": {
+            "height": placed.height,
+            "boxes": [
+                [names.index(box.role), box.first, box.last, box.offset, box.bytes, texts[box.name]]
+                for box in placed.boxes
+                if box.bytes
+            ],
+        },
         "frontier": None if rows is None else _frontier_data(solution, rows),
         "tables": [
             {**table, "rows": [texts.cells(row) for row in table["rows"]]}

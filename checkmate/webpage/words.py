@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from checkmate.core.solution import Solution, Status
+from checkmate.inspection.addresses import Addresses
 from checkmate.inspection.timeline import Timeline
 from checkmate.units import format_bytes, format_seconds
 from checkmate.version import __version__
@@ -136,6 +137,17 @@ def schedule_text(solution: Solution) -> str:
     return (
         f"A row for each stage, which ends with the first execution of its op; a column for each op. "
         f"{ops:,} of {len(again):,} ops run again, {_counted(times, 'time')} in all.{most}"
+    )
+
+
+def addresses_text(placed: Addresses) -> str:
+    """What the picture of the addresses shows."""
+    alive = format_bytes(placed.bound)
+    low = "no arena is lower" if placed.gap == 0 else f"at most {placed.gap:.2%} of it could be saved"
+    return (
+        f"Each copy of a value that the step makes, and the workspace of each op, has a place in one arena of "
+        f"{format_bytes(placed.height)}, for as long as it is needed. At most {alive} are alive at one moment: {low}. "
+        "What is there all the time lies outside."
     )
 
 

@@ -738,6 +738,27 @@ def test_a_run_in_the_schedule_leads_to_the_memory(opened: Open) -> None:
     assert _shown(driver) == next(moment.index for moment in line.moments if moment.time)
 
 
+def test_the_pointer_finds_each_box_and_a_click_leads_to_its_op(opened: Open) -> None:
+    solution = _resnet()
+    placed = checkmate.addresses(solution)
+    largest = sorted(placed.boxes, key=lambda box: -box.bytes * (box.last + 1 - box.first))[:5]
+    executions = 1 + max(box.last for box in placed.boxes)
+    driver = opened(solution)
+    area = _one(driver, "#addresses-area")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", area)
+    left, right, top, bottom = 74, 14, 8, 38  # around what is drawn
+    wide, high = area.size["width"] - left - right, area.size["height"] - top - bottom
+    for box in largest:
+        x = left + wide * (box.first + box.last + 1) / 2 / executions - area.size["width"] / 2
+        y = top + high * (1 - (box.offset + box.bytes / 2) / placed.height) - area.size["height"] / 2
+        _mouse(driver).move_to_element_with_offset(area, round(x), round(y)).perform()
+        said = _one(driver, "#addresses-readout").text
+        assert said.startswith(f"{box.name} ({box.role}): {format_bytes(box.bytes)} from byte {box.offset} on")
+        assert f"{box.first + 1} to {box.last + 1}" in said
+    _mouse(driver).click().perform()
+    assert _shown(driver) == largest[-1].first
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
 def test_nothing_is_wider_than_the_page(opened: Open, width: int, scheme: str) -> None:
