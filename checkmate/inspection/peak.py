@@ -1,4 +1,4 @@
-"""Why a plan's peak is what it is: what is alive there, what dropping it would cost, what less or more memory would."""
+"""Why a plan's peak is what it is: what is alive there, what dropping it costs, what other budgets would change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schedule as a picture of R and S: which op runs in which stage, and whose values are kept between stages."""
+"""A schedule as a picture: which op runs in which stage (R), and whose values are kept from stage to stage (S)."""
 
 from __future__ import annotations
 

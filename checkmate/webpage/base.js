@@ -1,6 +1,6 @@
 "use strict";
 
-// What all parts of the page use. Text from the plan enters the page as text nodes only, never as HTML.
+// What all pictures and tables of the page use. Text from the plan enters the page as text nodes only, never as HTML.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement;

@@ -1,4 +1,4 @@
-// R and S as a triangle: a row for each stage, a column for each op.
+// The schedule as a triangle, a row for each stage, a column for each op: what runs (R), what is at hand before (S).
 
 const schedule = (() => {
   const area = el("div", {
