@@ -77,8 +77,8 @@ def markdown(rows: Sequence[Row]) -> str:
         f"Made by `python -m benchmarks.solve.stages` at {commits} on {machines}, one thread, within {limits} seconds "
         "each; seconds are those that the process computed, as the machine was busy with other work. Of "
         f"{len(found)} cases, a graph and a budget: in how many the step is dearer than with all stages, and the gap "
-        "wider, by more than 0.01% of the step, and by how much at most; and the medians of the seconds up to the "
-        "first plan and in all, relative to those with all stages. No plan counts as a gap of 100%.",
+        "wider, by more than 0.01% of the step, and by how much at most; and the seconds up to the first plan and in "
+        "all, medians of those divided by those with all stages. No plan counts as a gap of 100%.",
         "",
         *_head(HEADER, 1),
         *("| " + " | ".join(_worth(found, stage)) + " |" for stage in LEFT_OUT[1:]),

@@ -60,7 +60,7 @@ def rotor(task: Task, incumbent: Incumbent) -> Remarks:
         except NotAChain as reason:
             reasons.append(str(reason))
             continue
-        if segments not in chains and (not chains or task.clock.left > task.clock.limit / 2):
+        if segments not in chains and (not chains or task.clock.elapsed < task.clock.limit / 2):
             details = _search(task, incumbent, segments) or details
             chains.append(segments)
     if len(reasons) == 2:

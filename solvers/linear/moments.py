@@ -35,7 +35,7 @@ from checkmate.solvers.linear.model import NONE, Model
 
 log = logging.getLogger("checkmate.solve")
 EXACT = 1e-6  # a smaller gap than this is none
-ENOUGH = 0.98  # of the time: after that no further model is begun
+LAST_MODEL = 0.98  # of the time: later than that no model is begun
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ def moment_bound(task: Task, incumbent: Incumbent, *, moments: Sequence[int] | N
     while True:
         best = _round(task, incumbent, at, best)
         incumbent.prove(best.value)
-        in_time = clock.elapsed < ENOUGH * clock.limit
+        in_time = clock.elapsed < LAST_MODEL * clock.limit
         if best.infeasible or best.schedule is not None or not in_time or best.moments != tuple(at):
             return best
         at = next_moments(problem, task.budget, best)

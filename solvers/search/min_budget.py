@@ -34,10 +34,10 @@ TIME_LIMIT = 10.0  # seconds
 MOST_OPS_EXACT = 24  # up to here the two ends meet
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of the way from the bound to the peak, to look for a plan at
 SHARE = 0.85  # of the time to search in; the rest is for what makes the plan slim
-SHARE_OF_PASSES, SHARE_OF_PROOFS = 0.2, 0.15  # of what is left of that: eviction passes, proofs of one width
+SHARE_OF_EVICTION, SHARE_OF_PROOFS = 0.2, 0.15  # of what is left of that: eviction passes, proofs of one width
 GRAIN = 5e-4  # of the smallest budget: what all values below the grain have together
 CLOSE = 1e-3  # a smaller gap is not worth more time
-ROUGH, FINE = 0.01, 0.1 * CLOSE  # the gaps at which the bisections end: with eviction passes, with proofs
+CLOSE_PASSES, CLOSE_PROOFS = 0.01, 0.1 * CLOSE  # the gaps at which bisections end: by eviction passes, by proofs
 WIDTHS = (
     1,
     4,
@@ -211,8 +211,8 @@ class _Ends:
 
     def _evict(self) -> None:
         """A peak that is easily reached: a bisection with eviction passes."""
-        tables, low, clock = Tables.of(self.problem), self.known.bound, self.clock.share(SHARE_OF_PASSES)
-        while self.known.peak - low > ROUGH * low:
+        tables, low, clock = Tables.of(self.problem), self.known.bound, self.clock.share(SHARE_OF_EVICTION)
+        while self.known.peak - low > CLOSE_PASSES * low:
             middle = (low + self.known.peak) // 2
             stages = run_pass(tables, middle, GRID[0])
             if isinstance(stages, Stuck):
@@ -243,7 +243,7 @@ class _Ends:
                     high = budget
                 else:
                     known.bound, known.op = min(proven, known.peak), t
-                budget = known.bound if high - known.bound <= FINE * high else (known.bound + high) // 2
+                budget = known.bound if high - known.bound <= CLOSE_PROOFS * high else (known.bound + high) // 2
 
     def _descend(self, width: int) -> None:
         """Lower the peak: look for a plan at the bound itself, then from there up to what is known.

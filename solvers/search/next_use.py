@@ -21,7 +21,7 @@ from checkmate.solvers.search.exchange import exchange
 from checkmate.units import format_bytes
 
 METHOD = "next-use"
-SHARE_OF_PASSES = 0.5  # of the time, at most
+PASSES_TAKE = 0.5  # of the time, at most
 MOST_IMPROVED = 3  # plans that local search starts from
 GRID = tuple(Weights(a, b, c) for b, c, a in itertools.product((1.0, 0.5), (0.5, 0.0, 1.0, 2.0), (1.0, 0.5, 2.0)))
 
@@ -47,7 +47,7 @@ def next_use(task: Task, incumbent: Incumbent, *, guide: Guide | None = None) ->
     4.0
     """
     problem, passes = task.problem, Passes(Tables.of(task.problem), task.budget)
-    clock = task.clock.share(SHARE_OF_PASSES)
+    clock = task.clock.share(PASSES_TAKE)
     for weights in variants(guide):
         passes.run(weights)
         if clock.is_over:

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.solve import report as solve_report
+from benchmarks.solve import stages
 from benchmarks.solve.comparison import FILES, PROBLEMS, cases, facts, least, load
 from checkmate import Problem, solve
 from checkmate.core.graph import Graph
+from checkmate.solvers.common.certify import TOLERANCE
 
 ROOT = Path(__file__).parents[2]
 OPS = {
@@ -187,3 +189,31 @@ def test_the_benchmark_appends_rows_from_processes_of_their_own(tmp_path: Path) 
     last = json.loads(out.read_text().splitlines()[-1])
     assert last["status"] == "failed"
     assert last["message"]
+
+
+def test_the_committed_rows_of_stages_are_of_the_code_and_contradict_one_another_nowhere() -> None:
+    rows = [json.loads(line) for line in stages.RESULTS.read_text().splitlines()]
+    found = stages.latest(rows)
+    assert stages.RESULTS.with_suffix(".md").read_text() == stages.markdown(rows)
+    assert {(*case, stage) for case, by_stage in found.items() for stage in by_stage} == {*stages.cases(stages.BUDGETS)}
+    for (graph, share), by_stage in found.items():
+        budget = int(share * load(graph).keep_all_peak)
+        planned = [row for row in by_stage.values() if row["cost_ratio"] is not None]
+        assert {row["budget"] for row in by_stage.values()} == {budget}
+        assert all(row["peak"] <= budget for row in planned)
+        least = min(row["cost_ratio"] for row in planned)  # a plan within the budget, whichever stage was left out
+        assert all(1 <= row["bound_ratio"] <= least * (1 + TOLERANCE) for row in by_stage.values())
+
+
+def test_a_row_of_a_stage_and_what_it_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "LEFT_OUT", ("", "exact at once", "in turn"))
+    rows = [stages.solve_here("chain-8", 0.4, stage, 1.0) for stage in stages.LEFT_OUT]
+    assert [row["cost_ratio"] for row in rows] == [26 / 17] * 3
+    rows[1] |= {"cost_ratio": 2.0, "gap": 0.5, "seconds": 3 * rows[0]["seconds"]}
+    rows[2] |= {"cost_ratio": None, "gap": None, "status": "not found", "first_plan_seconds": None}
+    for row in rows:
+        row |= {"commit": "abc", "cpu": "a processor"}
+    text = stages.markdown(rows)
+    assert re.search(r"^\| exact at once \| 1 \| 47.06% \| 1 \| 50.00% \| [\d.]+ \| 3.00 \|$", text, flags=re.MULTILINE)
+    assert re.search(r"^\| in turn \| 1 \| no plan \| 1 \| 100.00% \|", text, flags=re.MULTILINE)
+    assert re.search(r"^\| chain-8 \| 17 \| 40% \| in turn \| not found \| 100.00% \|", text, flags=re.MULTILINE)
