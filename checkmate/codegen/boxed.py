@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch.fx.graph import CodeGen
 
+from checkmate.capture.nodes import is_mutating, is_random
 from checkmate.capture.provenance import is_users, where
 
 aten = torch.ops.aten
@@ -72,6 +73,13 @@ def takes_one_list(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any
     """Tell AOTAutograd that a function takes its inputs in one list, which it may clear."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def without_dead_code(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A module of this graph, without the ops that nothing reads, and with the tensors of another one."""
+    graph.eliminate_dead_code(lambda n: n.is_impure() or is_random(n) or is_mutating(n))
+    graph.lint()
+    return fx.GraphModule(module, graph)
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

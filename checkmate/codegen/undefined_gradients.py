@@ -17,11 +17,10 @@ import torch.fx as fx
 from torch._functorch.partitioners import _is_tangent
 from torch.utils._pytree import tree_leaves
 
-from checkmate.capture.nodes import is_mutating, is_random
-from checkmate.codegen.boxed import takes_one_list
+from checkmate.codegen.boxed import takes_one_list, without_dead_code
 
 aten = torch.ops.aten
-_DEPTH = 3  # views between a result and what the compiled function returned
+DEPTH = 3  # views between a result and what the compiled function returned
 
 
 def with_undefined(
@@ -74,7 +73,7 @@ def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
     """The autograd node of a compiled call, from its results and what it was called with."""
     front = _functions(results)
     given = {id(arg.grad_fn) for arg in args if isinstance(arg, torch.Tensor)}
-    for _ in range(_DEPTH):
+    for _ in range(DEPTH):
         front = {f for f in front if f is not None and id(f) not in given}
         yield from filter(is_compiled, front)
         front = {following for f in front for following, _ in f.next_functions}
@@ -111,9 +110,7 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
             copies[node] = copies[term]
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n] if n in copies else _zeros(graph, n))
-    graph.eliminate_dead_code(lambda n: n.is_impure() or is_random(n) or is_mutating(n))
-    graph.lint()
-    return fx.GraphModule(module, graph)
+    return without_dead_code(module, graph)
 
 
 def _only_term(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node | None:
