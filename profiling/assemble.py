@@ -13,7 +13,7 @@ from checkmate.capture.joint import Joint
 from checkmate.core.problem import Profile
 from checkmate.errors import Unsupported
 from checkmate.profiling.cost_table import OpCost
-from checkmate.profiling.one_op import device_of
+from checkmate.profiling.one_op import device_of_op
 from checkmate.profiling.roofline import DEVICES, moved_bytes_of, roofline_seconds
 
 LIKE = {"cpu": "laptop", "cuda": "a100"}  # the device that ops are estimated for, by kind of device; then scaled
@@ -37,7 +37,7 @@ def fill(joint: Joint, costs: Sequence[OpCost | None], source: str) -> Profile:
     scale = _scale(nodes, costs) if estimated else 1.0
     for k, node in nodes.items():
         op, cost = graph.ops[k], costs[k]
-        block = BLOCK_BYTES.get(device_of(node).type, 1)
+        block = BLOCK_BYTES.get(device_of_op(node).type, 1)
         outputs = sum(as_allocated(graph.values[v].size_bytes, block) for v in op.outputs)
         if cost is None:
             inputs = sum(graph.values[v].size_bytes for v in op.inputs)
@@ -50,7 +50,7 @@ def fill(joint: Joint, costs: Sequence[OpCost | None], source: str) -> Profile:
 
 
 def _estimate(node: fx.Node) -> float:
-    device = DEVICES[LIKE[device_of(node).type]]
+    device = DEVICES[LIKE[device_of_op(node).type]]
     try:
         return roofline_seconds(node, device)
     except Unsupported:  # a product of a rare type: by its bytes alone

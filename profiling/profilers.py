@@ -13,7 +13,7 @@ from checkmate.errors import Unsupported
 from checkmate.profiling.assemble import fill
 from checkmate.profiling.cost_table import OpTable, read
 from checkmate.profiling.measure import Measure
-from checkmate.profiling.one_op import device_of, key_of, runs_alone
+from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
 from checkmate.profiling.roofline import DEVICES, Device, roofline
 
 Profiler = Callable[[Joint], Profile]
@@ -48,7 +48,7 @@ class Listed:
                 made.
         """
         nodes = {k: node for k, node in enumerate(joint.nodes) if node is not None}
-        kinds = {device_of(node).type for node in nodes.values()}
+        kinds = {device_of_op(node).type for node in nodes.values()}
         kind = self.table.place.device.partition(" ")[0]
         if kind not in kinds:
             raise Unsupported(

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from checkmate.backends.overwritten import Needs, explain_writes, needs_of
 from checkmate.backends.state import tensors_within
 from checkmate.capture.autocast import keeps_copies, refuse_shared_copies
-from checkmate.capture.device import BLOCK_BYTES, allocated_on, as_allocated, device_of, held_outside
+from checkmate.capture.device import BLOCK_BYTES, allocated_on, as_allocated, device_of, held_outside, main_device
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.nodes import storage
@@ -41,15 +41,15 @@ from checkmate.codegen.result_hooks import computed_from, refuse_watching
 from checkmate.codegen.result_views import added_within, refuse_views
 from checkmate.codegen.undefined_gradients import keep_undefined, with_undefined
 from checkmate.core.plan import Plan
-from checkmate.core.problem import Problem, Profile
+from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
-from checkmate.memory import CPU, measure_peak
+from checkmate.memory import measure_peak
 from checkmate.profiling.measure import Measure
+from checkmate.profiling.profilers import Profiler
 from checkmate.statusline import showing
 from checkmate.units import format_bytes
 
-Profiler = Callable[[Joint], Profile]
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
 _BY_CUDNN = (torch.lstm, torch.gru)
@@ -270,7 +270,7 @@ def _with_questions(plan: Solution, questions: Questions, inputs: list[Any], giv
     Raises:
         Unsupported: where it is above the limit.
     """
-    device = next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device != CPU), CPU)
+    device = main_device(inputs)
     taken = given + measure_peak(partial(questions.ask, inputs), device).peak
     peak = plan.problem.resident + taken
     if peak > limit:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from checkmate.batch.interpolation import Family, Overhead, is_beyond, is_within, most_seconds, plan_within
-from checkmate.core.fingerprint import fingerprints
+from checkmate.core.fingerprint import same_ops
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.solvers.catalogue import METHODS
@@ -158,8 +158,10 @@ class Hunt:
         cap = most_seconds(problem, self.max_overhead)
         if start is None and self.low is not None:
             start = self.low.solution
+        if start is not None and (start.plan is None or not same_ops(start.problem, problem)):
+            start = None  # the graph may change with the size
         seconds = min(seconds, max(0.05, self.deadline - time.perf_counter()))
-        solution = self._solve(problem, cap, seconds, start if _is_of(start, problem) else None)
+        solution = self._solve(problem, cap, seconds, start)
         attempt = Attempt(size, solution, cap, traced)
         self.report(attempt)
         if solution.interrupted:
@@ -177,13 +179,6 @@ class Hunt:
 def _differ(family: Family, first: np.ndarray) -> bool:
     """Whether some traced sizes need other bytes than the first."""
     return any(not np.array_equal(problem.live_bytes, first) for problem in family.traced.values())
-
-
-def _is_of(start: Solution | None, problem: Problem) -> bool:
-    """Whether a plan is of a step with these ops: the graph may change with the size."""
-    if start is None or start.plan is None:
-        return False
-    return fingerprints(start.problem).structure == fingerprints(problem).structure
 
 
 def spread_sizes(low: int, kept: int, high: int, count: int) -> list[int]:

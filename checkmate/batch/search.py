@@ -29,7 +29,7 @@ from checkmate.batch.interpolation import (
 )
 from checkmate.batch.result import LargestBatch, SizePoint
 from checkmate.batch.steps import SizedSteps, maker_of, real_tensors
-from checkmate.core.fingerprint import fingerprints
+from checkmate.core.fingerprint import same_ops
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, Unsupported
@@ -325,10 +325,9 @@ class _Search:
         """Plan a size for the curve, beginning with the plan of the next larger one; no point where none fits."""
         problem = self.family.at(size) if problem is None else problem
         start = start or min((p for n, p in self.points.items() if n > size), key=lambda p: p.size).solution
-        same = fingerprints(start.problem).structure == fingerprints(problem).structure
+        known = start if same_ops(start.problem, problem) else None  # the graph may change with the size
         limit = max(0.1, min(self.time_limit / ATTEMPTS, self._until(1.0) - time.perf_counter()))
-        options: dict[str, Any] = {"start": start} if same else {}
-        found = solve(problem, self.budget, time_limit=limit, gap=GAP, progress=False, **options)
+        found = solve(problem, self.budget, time_limit=limit, gap=GAP, progress=False, start=known)
         attempt = Attempt(size, found, most_seconds(problem, self.max_overhead), size in self.family.traced)
         self.note(attempt)
         if attempt.fits:

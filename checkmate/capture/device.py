@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -21,6 +22,11 @@ BLOCK_BYTES = {"cpu": 1, "cuda": 512}  # what PyTorch's allocator rounds sizes u
 def as_allocated(size_bytes: int, block_bytes: int) -> int:
     """Bytes that the allocator gives for a tensor: whole blocks."""
     return -(-size_bytes // block_bytes) * block_bytes
+
+
+def main_device(things: Iterable[Any]) -> torch.device:
+    """The device of the first tensor among these that is not on the CPU; the CPU where there is none."""
+    return next((t.device for t in things if isinstance(t, torch.Tensor) and t.device != CPU), CPU)
 
 
 def device_of(graph: fx.Graph) -> torch.device:

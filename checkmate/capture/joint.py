@@ -88,14 +88,7 @@ def read_joint(
     """
     prepare(module.graph, on_cpu=on_cpu)
     let_go_of_unread(module)
-    step = Traced(
-        module,
-        num_fwd_outputs=num_fwd_outputs,
-        static_inputs=static_inputs,
-        input_names=input_names,
-        numbers=numbers,
-        draws=draws,
-    )
+    step = Traced(module, num_fwd_outputs, static_inputs, input_names, numbers, draws)
     check_sizes(module.graph, numbers, step.name)
     let_other_calls_overwrite_statistics(step.nodes)
     forward, backward = phases(step)

@@ -49,7 +49,6 @@ class Traced:
     def __init__(
         self,
         module: fx.GraphModule,
-        *,
         num_fwd_outputs: int,
         static_inputs: Iterable[int],
         input_names: Sequence[str],

@@ -373,9 +373,7 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
             copies[node] = copies[term]
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n] if n in copies else _zeros(graph, n))
-    graph.eliminate_dead_code(lambda n: n.is_impure() or is_random(n) or is_mutating(n))
-    graph.lint()
-    return fx.GraphModule(module, graph)
+    return without_dead_code(module, graph)
 
 
 def _only_term(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node | None:
@@ -392,3 +390,10 @@ def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
     val = like.meta["val"]
     kind = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
     return graph.call_function(aten.full.default, (list(val.shape), 0), kind)
+
+
+def without_dead_code(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A module of this graph, without the ops that nothing reads, and with the tensors of another one."""
+    graph.eliminate_dead_code(lambda n: n.is_impure() or is_random(n) or is_mutating(n))
+    graph.lint()
+    return fx.GraphModule(module, graph)

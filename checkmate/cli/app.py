@@ -279,10 +279,7 @@ def _frontier(args: argparse.Namespace) -> int:
     methods = [name.strip() for name in args.methods.split(",")]
     limits = {"time_limit": args.time_limit, "gap": args.gap, "jobs": args.jobs}
     rows = frontier(_read(args.problem), args.budget, methods=methods, **limits)
-    if args.json:
-        _out_json(rows.records())
-    else:
-        _out(repr(rows))
+    _show(args, rows.records(), repr(rows))
     return DONE if any(row.peak is not None for row in rows) else _say("no budget fits any plan", REFUSED)
 
 
@@ -314,10 +311,7 @@ def _max_batch(args: argparse.Namespace) -> int:
         largest=args.largest,
         time_limit=args.time_limit,
     )
-    if args.json:
-        _out_json(found.summary())
-    else:
-        _out(repr(found))
+    _show(args, found.summary(), repr(found))
     return INTERRUPTED if found.ended == "interrupted" else DONE
 
 
@@ -325,10 +319,8 @@ def _methods(args: argparse.Namespace) -> int:
     from checkmate.solvers.catalogue import methods
 
     table = methods()
-    if args.json:
-        _out_json({name: {"summary": m.summary, "source": m.source, "options": m.options} for name, m in table.items()})
-    else:
-        _out(repr(table))
+    known = {name: {"summary": m.summary, "source": m.source, "options": m.options} for name, m in table.items()}
+    _show(args, known, repr(table))
     return DONE
 
 
@@ -336,11 +328,9 @@ def _doctor(args: argparse.Namespace) -> int:
     from checkmate.cli.doctor import examine
 
     found = examine()
-    if args.json:
-        _out_json({"ok": not found.wrong, "wrong": found.wrong, **found.facts})
-    else:
-        width = max(map(len, found.facts)) + 2
-        _out("\n".join(f"{name:<{width}}{_shown(fact)}" for name, fact in found.facts.items()))
+    width = max(map(len, found.facts)) + 2
+    lines = [f"{name:<{width}}{_shown(fact)}" for name, fact in found.facts.items()]
+    _show(args, {"ok": not found.wrong, "wrong": found.wrong, **found.facts}, "\n".join(lines))
     for wrong in found.wrong:
         _say(wrong, REFUSED)
     return REFUSED if found.wrong else DONE
@@ -377,6 +367,14 @@ def _profile(args: argparse.Namespace) -> str:
 def _target(args: argparse.Namespace) -> Callable[..., tuple[Any, Any]]:
     """The user's function; where costs are estimated, all that it makes is on the meta device."""
     return maker(args.target, find_function(args.target), on_meta=bool(args.device), debug=args.debug)
+
+
+def _show(args: argparse.Namespace, document: Any, text: str) -> None:
+    """The answer, as it was asked for."""
+    if args.json:
+        _out_json(document)
+    else:
+        _out(text)
 
 
 def _out(text: str) -> None:

@@ -14,8 +14,8 @@ from checkmate.solvers.common.certify import certify
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes, format_seconds, parse_bytes, signed
 
-STEP = 100_000_000  # bytes more or less whose price is asked for, at most this share of the peak:
-SHARE = 100  # one hundredth
+STEP = 100_000_000  # bytes more or less whose price is asked for
+PARTS = 100  # of the peak, of which the step is one at most
 TIME_LIMIT = 5.0  # seconds for each price
 
 
@@ -188,7 +188,7 @@ def explain_peak(
         raise ValueError(f"There is no plan to explain: {solution.message or solution.status.meaning}")
     if isinstance(top, bool) or not isinstance(top, int) or top < 0:
         raise ValueError(f"top is a number of rows, not {top!r}.")
-    size = max(1, min(STEP, solution.peak // SHARE)) if step is None else parse_bytes(step)
+    size = max(1, min(STEP, solution.peak // PARTS)) if step is None else parse_bytes(step)
     line = timeline(solution.plan, solution.problem)
     moment = line.peak_moment
     remake = Remaking(solution, line)
