@@ -50,12 +50,7 @@ log = logging.getLogger("checkmate.solve")
 
 
 def auto(
-    task: Task,
-    incumbent: Incumbent,
-    *,
-    settle: float = 0.0,
-    start: Start | None = None,
-    without: Collection[str] = (),
+    task: Task, incumbent: Incumbent, *, settle: float = 0.0, start: Start | None = None, without: Collection[str] = ()
 ) -> Remarks:
     """The best plan that the methods together find within the time limit, with the best bound.
 

@@ -34,12 +34,14 @@ from checkmate.solvers.search.next_use import next_use
 
 JAIN = "Jain et al., MLSys 2020"
 CHEN = "Chen et al., 2016"
+BELADY = "Belady 1966, offline"
+KIRISAME = "Kirisame et al., ICLR 2021"
 GRIEWANK = "Griewank and Walther, 2000"
 WIDTH = 110  # characters of a line
-
-
 COMMON: dict[str, object] = {"time_limit": 60.0, "gap": 1e-4, "threads": 1, "seed": 0}  # options, with their defaults
-TIMED, SEEDED, SOLVER = ("time_limit",), ("time_limit", "seed"), ("time_limit", "gap", "threads")
+ALL = tuple(COMMON)
+TIMED, SEEDED = ("time_limit",), ("time_limit", "seed")
+SOLVER, RELAXED = ("time_limit", "gap", "threads"), ("time_limit", "threads", "seed")
 
 
 @dataclass(frozen=True)
@@ -85,63 +87,25 @@ class Method:
 
 _TABLE = (
     Method(
-        "auto",
-        "several methods in turn: a plan at once, a bound, then closing the gap between them",
-        JAIN,
-        auto,
-        (*SOLVER, "seed"),
+        "auto", "several methods in turn: a plan at once, a bound, then closing the gap between them", JAIN, auto, ALL
     ),
     Method("checkpoint-all", "keep everything, run nothing twice", "what PyTorch does", checkpoint_all),
     Method("last-node", "keep only what the op before made: the most recomputation", JAIN, last_node),
     Method("chen-sqrt", "on a chain of n ops, a checkpoint at every √n-th", CHEN, chen_sqrt),
     Method(
-        "chen-greedy",
-        "on a chain, a checkpoint wherever the bytes since the last exceed b",
-        CHEN,
-        chen_greedy,
-        TIMED,
+        "chen-greedy", "on a chain, a checkpoint wherever the bytes since the last exceed b", CHEN, chen_greedy, TIMED
     ),
     Method("ap-sqrt", "of n articulation points, a checkpoint at every √n-th", JAIN, ap_sqrt),
     Method("ap-greedy", "the same where the bytes since the last exceed b", JAIN, ap_greedy, TIMED),
     Method("linearized-sqrt", "of n forward ops, a checkpoint at every √n-th", JAIN, linearized_sqrt),
-    Method(
-        "linearized-greedy",
-        "the same where the bytes since the last exceed b",
-        JAIN,
-        linearized_greedy,
-        TIMED,
-    ),
+    Method("linearized-greedy", "the same where the bytes since the last exceed b", JAIN, linearized_greedy, TIMED),
     Method("griewank", "on a chain, binomial checkpoints in as many slots as fit", GRIEWANK, griewank, TIMED),
-    Method(
-        "next-use",
-        "evict what is cheap to bring back and far from its next use",
-        "Belady 1966, offline",
-        next_use,
-        SEEDED,
-    ),
-    Method(
-        "dtr",
-        "evict at run time by one of six scores, and plan what that would run",
-        "Kirisame et al., ICLR 2021",
-        dtr,
-        SEEDED,
-    ),
-    Method(
-        "rotor",
-        "the optimal persistent checkpoints of a chain of segments",
-        "Beaumont et al., 2019",
-        rotor,
-        TIMED,
-    ),
+    Method("next-use", "evict what is cheap to bring back and far from its next use", BELADY, next_use, SEEDED),
+    Method("dtr", "evict at run time by one of six scores, and plan what that would run", KIRISAME, dtr, SEEDED),
+    Method("rotor", "the optimal persistent checkpoints of a chain of segments", "Beaumont et al., 2019", rotor, TIMED),
     Method("min-cut", "save a minimum cut between forward and backward", "He, AOTAutograd, 2022", min_cut, TIMED),
     Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp, SOLVER),
-    Method(
-        "lp-rounding",
-        "its linear relaxation, rounded in two phases",
-        f"{JAIN}, Section 5",
-        lp_rounding,
-        (*TIMED, "threads", "seed"),
-    ),
+    Method("lp-rounding", "its linear relaxation, rounded in two phases", f"{JAIN}, Section 5", lp_rounding, RELAXED),
 )
 METHODS = {method.name: method for method in _TABLE}
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.solve.comparison import HERE, facts, load, origin
-from checkmate.solvers.auto import STAGES
+from checkmate.solvers.auto import MOST_OPS_AT_ONCE, MOST_OPS_EXACT, STAGES
 from checkmate.solvers.solve import solve
 
 RESULTS = HERE / "results" / "stages.jsonl"
@@ -35,7 +35,7 @@ BUDGETS = {  # shares of the peak of keeping everything; the second is close to 
 }
 LEFT_OUT = ("", *(stage.name for stage in STAGES if stage.name != "known"))  # "": none
 WORSE = 1e-4  # of the step: a smaller difference is within the gap that is asked for
-HEADER = ("left out", "dearer", "by", "wider gap", "by", "first plan", "seconds")
+HEADER = ("left out", "dearer", "cheaper", "wider gap", "narrower gap", "first plan", "seconds")
 Row = dict[str, Any]
 Case = tuple[str, float]
 
@@ -76,9 +76,13 @@ def markdown(rows: Sequence[Row]) -> str:
         "",
         f"Made by `python -m benchmarks.solve.stages` at {commits} on {machines}, one thread, within {limits} seconds "
         "each; seconds are those that the process computed, as the machine was busy with other work. Of "
-        f"{len(found)} cases, a graph and a budget: in how many the step is dearer than with all stages, and the gap "
-        "wider, by more than 0.01% of the step, and by how much at most; and the seconds up to the first plan and in "
-        "all, medians of those divided by those with all stages. No plan counts as a gap of 100%.",
+        f"{len(found)} cases, a graph and a budget: in how many the step is dearer or cheaper than with all stages, or "
+        "the gap wider or narrower, by more than 0.01% of the step, and by how much at most; then the seconds up to "
+        "the first plan, and in all: medians, divided by those with all stages. No plan counts as a gap of 100%.",
+        "",
+        f"The stage exact at once looks at graphs of up to {MOST_OPS_AT_ONCE} ops only, exact of up to "
+        f"{MOST_OPS_EXACT}: on larger ones their rows differ from those with all stages by luck alone, of what is done "
+        "last in the time.",
         "",
         *_head(HEADER, 1),
         *("| " + " | ".join(_worth(found, stage)) + " |" for stage in LEFT_OUT[1:]),
@@ -99,17 +103,21 @@ def markdown(rows: Sequence[Row]) -> str:
 def _worth(found: dict[Case, dict[str, Row]], stage: str) -> list[str]:
     """A row of the first table."""
     pairs = [(by_stage[""], by_stage[stage]) for by_stage in found.values()]
-    dearer = [_cost(without) - _cost(with_all) for with_all, without in pairs]
-    wider = [_gap(without) - _gap(with_all) for with_all, without in pairs]
+    costs = [_cost(without) - _cost(with_all) for with_all, without in pairs]
+    gaps = [_gap(without) - _gap(with_all) for with_all, without in pairs]
     first = statistics.median(_first(without) / _first(with_all) for with_all, without in pairs)
     seconds = statistics.median(without["seconds"] / with_all["seconds"] for with_all, without in pairs)
-    return [stage, *_worse(dearer), *_worse(wider), f"{first:.2f}", f"{seconds:.2f}"]
+    counted = [_counted(differences, sign) for differences in (costs, gaps) for sign in (1, -1)]
+    return [stage, *counted, f"{first:.2f}", f"{seconds:.2f}"]
 
 
-def _worse(differences: list[float]) -> tuple[str, str]:
-    worse = [difference for difference in differences if difference > WORSE]
-    most = max(worse, default=0.0)
-    return str(len(worse)), "no plan" if most == float("inf") else f"{most:.2%}" if worse else "–"
+def _counted(differences: list[float], sign: int) -> str:
+    """How many differences of this sign count, and the largest."""
+    counted = [sign * difference for difference in differences if sign * difference > WORSE]
+    if not counted:
+        return "–"
+    most = "no plan" if max(counted) == float("inf") else f"{max(counted):.2%}"
+    return f"{len(counted)} ({most})"
 
 
 def _cost(row: Row) -> float:

@@ -30,12 +30,7 @@ TRIES = 5  # budgets that the runtime is told, for each heuristic
 
 
 def dtr(
-    task: Task,
-    incumbent: Incumbent,
-    *,
-    heuristic: str | None = None,
-    ignore_small: bool = False,
-    sample: bool = False,
+    task: Task, incumbent: Incumbent, *, heuristic: str | None = None, ignore_small: bool = False, sample: bool = False
 ) -> Remarks:
     """What dynamic tensor rematerialization would run, as a plan. No plan where no run fits.
 

@@ -98,6 +98,14 @@ def test_the_figures_of_planning_come_from_the_committed_rows() -> None:
     assert set(shown) <= written
 
 
+def test_the_figures_of_the_stages_come_from_the_committed_table() -> None:
+    idea, table = (ROOT / "docs" / "idea.md").read_text(), (ROOT / "benchmarks/results/stages.md").read_text()
+    said = idea.partition("**What each stage is worth**")[2].partition("**The gap**")[0]
+    figures = re.findall(r"\d+\.\d+", said)
+    assert len(figures) >= 8
+    assert set(figures) <= set(re.findall(r"\d+\.\d+", table))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["idea", "guide"])
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path) -> None:

@@ -214,6 +214,6 @@ def test_a_row_of_a_stage_and_what_it_is_worth(monkeypatch: pytest.MonkeyPatch) 
     for row in rows:
         row |= {"commit": "abc", "cpu": "a processor"}
     text = stages.markdown(rows)
-    assert re.search(r"^\| exact at once \| 1 \| 47.06% \| 1 \| 50.00% \| [\d.]+ \| 3.00 \|$", text, flags=re.MULTILINE)
-    assert re.search(r"^\| in turn \| 1 \| no plan \| 1 \| 100.00% \|", text, flags=re.MULTILINE)
+    worth = [line.split(" | ")[1:5] for line in text.splitlines() if line.startswith(("| exact at once", "| in turn"))]
+    assert worth == [["1 (47.06%)", "–", "1 (50.00%)", "–"], ["1 (no plan)", "–", "1 (100.00%)", "–"]]
     assert re.search(r"^\| chain-8 \| 17 \| 40% \| in turn \| not found \| 100.00% \|", text, flags=re.MULTILINE)
