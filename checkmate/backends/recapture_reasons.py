@@ -95,15 +95,8 @@ def value_now(source: str, own: types.FunctionType, given: dict[str, Any]) -> Co
     """
     try:
         value = eval(source, {"L": given, "G": _entries(own)[0].guard_manager.global_scope})
-    except (
-        AttributeError,
-        LookupError,
-        NameError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # it is gone, or needs a function of Dynamo's
-        return None
+    except (AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError):
+        return None  # it is gone, or needs a function of Dynamo's
     return value if type(value) in (int, float, bool, str) else None
 
 

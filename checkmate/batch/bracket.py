@@ -9,7 +9,7 @@ as the time went; that no larger one fits is as true as memory and cost rise wit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -188,9 +188,5 @@ def spread_sizes(low: int, kept: int, high: int, count: int) -> list[int]:
     [4, 8, 16, 22, 28, 34, 40]
     """
     doubling = {max(low, kept >> power) for power in range(3)} if kept else set()
-    return sorted(doubling | set(_evenly(max(low, kept), high, count)))
-
-
-def _evenly(first: int, last: int, count: int) -> Iterator[int]:
-    for i in range(count + 1):
-        yield first + round((last - first) * i / count)
+    first = max(low, kept)
+    return sorted(doubling | {first + round((high - first) * i / count) for i in range(count + 1)})

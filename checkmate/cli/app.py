@@ -111,8 +111,10 @@ def _parser() -> argparse.ArgumentParser:
 def _command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, about: str = ""
 ) -> argparse.ArgumentParser:
+    description = f"{summary[0].upper()}{summary[1:]}.\n\n{about}".strip()
+    as_written = argparse.RawDescriptionHelpFormatter
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.\n\n{about}".strip(), formatter_class=_Help
+        name, help=summary, description=description, formatter_class=as_written
     )
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="answer as JSON")
@@ -120,10 +122,6 @@ def _command(
     parser.add_argument("--verbose", action="store_true", help="show all that is logged, on standard error")
     parser.add_argument("--debug", action="store_true", help="end errors with a traceback")
     return parser
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Paragraphs as they are written."""
 
 
 def _add_plan(commands: Any) -> None:
