@@ -19,7 +19,7 @@ Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 def arenas(*, cache: bool) -> Callable[[], Arena]:
     """What makes an arena for each step that is captured. What they need is built meanwhile, and kept with ``cache``."""
     build.start(keep=cache)
-    return lambda: Arena(_place, 0)
+    return lambda: Arena(place, 0)
 
 
 def expect(arena: Arena | None, plan: Solution, device: torch.device) -> None:
@@ -35,7 +35,7 @@ def within(arena: Arena | None, phase: Phase, lower: Lower) -> Lower:
     return lambda module, inputs: arena.within(phase, lower(module, inputs))
 
 
-def _place(lives: Lives) -> np.ndarray:
+def place(lives: Lives) -> np.ndarray:
     """An offset for each: the largest first, each as low as it can be beside those that live at the same time."""
     order = np.lexsort((lives.born, -(lives.died - lives.born), -lives.sizes))
     offsets = np.zeros(len(order), dtype=np.int64)
