@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from checkmate.batch.search import max_batch_size
     from checkmate.compiler import compile, verify
     from checkmate.costs import profile
+    from checkmate.inspection.addresses import Addresses, addresses
     from checkmate.inspection.difference import Difference, diff
     from checkmate.inspection.explanation import Explanation
     from checkmate.inspection.op_costs import Costs
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from checkmate.webpage.page import report
 
 __all__ = [
+    "Addresses",
     "BudgetError",
     "Certificate",
     "CheckmateError",
@@ -69,6 +71,7 @@ __all__ = [
     "Unsupported",
     "Value",
     "VerificationError",
+    "addresses",
     "compile",
     "diff",
     "explain",
@@ -86,6 +89,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Addresses": "checkmate.inspection.addresses",
     "Certificate": "checkmate.verification.compare",
     "Costs": "checkmate.inspection.op_costs",
     "Difference": "checkmate.inspection.difference",
@@ -94,6 +98,7 @@ _LAZY = {
     "LargestBatch": "checkmate.batch.result",
     "MinBudget": "checkmate.solvers.search.min_budget",
     "PeakExplanation": "checkmate.inspection.peak",
+    "addresses": "checkmate.inspection.addresses",
     "compile": "checkmate.compiler",
     "diff": "checkmate.inspection.difference",
     "explain": "checkmate.tracing",

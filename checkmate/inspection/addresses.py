@@ -1,0 +1,90 @@
+"""Where a plan's values would lie in one arena, and how much higher it is than the bytes alive at any moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from checkmate.core.solution import Solution
+from checkmate.core.table import Printed, Table
+from checkmate.inspection.timeline import timeline
+from checkmate.solvers.addresses import TIME_LIMIT, Block, place
+from checkmate.units import format_bytes
+
+ALIGNMENT = 64  # bytes; PyTorch's allocator on the CPU gives such addresses
+
+
+@dataclass(frozen=True)
+class Box:
+    """One copy of a value, or the workspace of an op that runs: bytes over time."""
+
+    name: str  # of the value; of the op for workspace
+    role: str  # as in `checkmate.inspection.timeline.ROLES`
+    first: int  # which execution of the plan makes it
+    last: int  # the last one at which it is at hand
+    offset: int  # bytes from the begin of the arena
+    bytes: int  # as the plan counts; addresses are multiples of 64 bytes
+
+
+@dataclass(frozen=True, repr=False)
+class Addresses(Printed):
+    """An address for each copy of a value that a plan makes, and for the workspace of each op.
+
+    What is resident, parameters and the batch, lies outside.
+    """
+
+    boxes: tuple[Box, ...]
+    height: int  # bytes of the arena
+    bound: int  # bytes below which no placement is: the most that is alive at one moment
+
+    @property
+    def gap(self) -> float:
+        """(height - bound) / height: at most this share of the arena could be saved."""
+        return (self.height - self.bound) / self.height if self.height else 0.0
+
+    def records(self) -> list[dict[str, Any]]:
+        """Each box as a dict."""
+        return [asdict(box) for box in self.boxes]
+
+    def _title(self) -> str:
+        return f"{len(self.boxes)} boxes in an arena of {format_bytes(self.height)}"
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        proof = "no placement is lower" if self.height == self.bound else f"gap {self.gap:.2%}"
+        yield "bound", f"{format_bytes(self.bound)} ({proof})"
+
+    def _tables(self) -> Iterator[Table]:
+        largest = sorted(self.boxes, key=lambda box: -box.bytes)[:10]
+        rows = [
+            (box.name, box.role, format_bytes(box.bytes), format_bytes(box.offset), f"{box.first} - {box.last}")
+            for box in largest
+        ]
+        yield Table(("largest", "role", "bytes", "from", "runs"), rows, {"bytes", "from"})
+
+
+def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresses:
+    """Place what a plan makes in one arena: lives are known when a step is planned, so addresses are.
+
+    Args:
+        solution: with a plan.
+        time_limit: seconds to search for a lower arena than the first one found.
+
+    Raises:
+        ValueError: if there is no plan.
+
+    >>> from checkmate import Problem, solve
+    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[128, 256, 256, 64])
+    >>> placed = addresses(solve(problem, "1 kB"))
+    >>> [(box.name, box.offset) for box in placed.boxes], placed.height == placed.bound
+    ([('v0', 512), ('v1', 0), ('v2', 256), ('v3', 0)], True)
+    """
+    if solution.plan is None:
+        raise ValueError(f"There are no addresses without a plan: {solution.status.meaning}.")
+    line = timeline(solution.plan, solution.problem)
+    lives = [(span.name, span.role, span.first, span.last, span.bytes) for span in line.spans]
+    lives += [(m.name, "workspace", m.index, m.index, m.workspace) for m in line.moments if m.workspace]
+    blocks = [Block(first, last + 1, -(-size // ALIGNMENT) * ALIGNMENT) for _, _, first, last, size in lives]
+    placed = place(blocks, time_limit=time_limit)
+    boxes = (Box(*life[:4], offset, life[4]) for offset, life in zip(placed.offsets, lives, strict=True))
+    return Addresses(tuple(boxes), placed.height, placed.bound)

@@ -1,0 +1,59 @@
+"""A picture of where in one arena a plan's values lie, over the time of the step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from checkmate.inspection.addresses import Addresses, Box
+from checkmate.inspection.timeline import ROLES
+from checkmate.plot.draw_plan import ROLE_STYLES
+from checkmate.plot.style import axes_of
+from checkmate.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def addresses(placed: Addresses, *, ax: Axes | None = None) -> Axes:
+    """Bytes over the executions of a plan, each copy of a value as a box, coloured by role.
+
+    Args:
+        placed: of `checkmate.addresses`.
+        ax: where to draw.
+
+    Raises:
+        ValueError: if nothing is placed.
+        ImportError: without Matplotlib.
+
+    >>> import checkmate
+    >>> problem = checkmate.Problem.from_dag([[], [0], [1], [0, 2]], [1] * 4, [128, 256, 256, 64])
+    >>> ax = addresses(checkmate.addresses(checkmate.solve(problem, "1 kB")))
+    >>> ax.get_title(), ax.get_legend_handles_labels()[1]
+    ('An arena of 640 B, as low as can be', ['results', 'activations', 'most alive at one moment'])
+    """
+    if not placed.boxes:
+        raise ValueError("There is nothing to draw: the plan places nothing.")
+    from matplotlib.collections import PolyCollection
+    from matplotlib.ticker import EngFormatter
+
+    ax = axes_of(ax, (10, 5))
+    for role in ROLES:
+        if boxes := [box for box in placed.boxes if box.role == role and box.bytes]:
+            fill, hatch = ROLE_STYLES[role]
+            look: Any = {"facecolor": fill, "hatch": hatch, "edgecolor": "#404040", "linewidth": 0.4}
+            ax.add_collection(PolyCollection([*map(_corners, boxes)], label=role, **look))
+    ax.axhline(placed.bound, color="black", ls=(0, (8, 3)), lw=1.2, label="most alive at one moment")
+    ax.set(xlim=(0, 1 + max(box.last for box in placed.boxes)), ylim=(0, 1.05 * placed.height or 1))
+    ax.yaxis.set_major_formatter(EngFormatter(unit="B"))
+    proof = "as low as can be" if placed.gap == 0 else f"at most {placed.gap:.2%} could be saved"
+    title = f"An arena of {format_bytes(placed.height)}, {proof}"
+    ax.set(xlabel="ops, in the order in which they run", ylabel="address", title=title)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return ax
+
+
+def _corners(box: Box) -> np.ndarray:
+    left, right, bottom, top = box.first, box.last + 1, box.offset, box.offset + box.bytes
+    return np.array([(left, bottom), (right, bottom), (right, top), (left, top)])
