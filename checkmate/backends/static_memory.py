@@ -12,7 +12,10 @@ import torch.fx as fx
 from checkmate.core.solution import Solution
 from checkmate.memory import build
 from checkmate.memory.arena import Arena, Lives, Phase
+from checkmate.solvers import addresses
+from checkmate.solvers.addresses import Block
 
+PLACE_SECONDS = 2.0  # to place what a step allocates: the second step waits for it
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
@@ -36,18 +39,6 @@ def within(arena: Arena | None, phase: Phase, lower: Lower) -> Lower:
 
 
 def place(lives: Lives) -> np.ndarray:
-    """An offset for each: the largest first, each as low as it can be beside those that live at the same time."""
-    order = np.lexsort((lives.born, -(lives.died - lives.born), -lives.sizes))
-    offsets = np.zeros(len(order), dtype=np.int64)
-    placed = np.empty((4, len(order)), dtype=np.int64)  # begin, end, born, died; by begin
-    for count, i in enumerate(order):
-        begin, end, born, died = placed[:, :count]
-        beside = (born < lives.died[i]) & (lives.born[i] < died)
-        tops = np.maximum.accumulate(np.concatenate([[0], end[beside]]))  # of all below
-        fits = np.flatnonzero(begin[beside] - tops[:-1] >= lives.sizes[i])
-        at = tops[fits[0]] if len(fits) else tops[-1]
-        place = np.searchsorted(begin, at)
-        placed[:, place + 1 : count + 1] = placed[:, place:count].copy()
-        placed[:, place] = at, at + lives.sizes[i], lives.born[i], lives.died[i]
-        offsets[i] = at
-    return offsets
+    """An offset for each, by `checkmate.solvers.addresses.place`."""
+    blocks = [Block(*block) for block in zip(*(a.tolist() for a in (lives.born, lives.died, lives.sizes)), strict=True)]
+    return np.array(addresses.place(blocks, time_limit=PLACE_SECONDS).offsets, dtype=np.int64)

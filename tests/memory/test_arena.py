@@ -271,7 +271,7 @@ def test_bits_are_those_of_plain_pytorch(scenario: Callable[[Wrap], Any]) -> Non
 
 
 def test_training_is_served_whole_from_the_second_step_on() -> None:
-    """The peak that the meter sees is the plan's to the byte, as it is with PyTorch's allocator."""
+    """The meter sees the same bytes as with PyTorch's allocator."""
     model = net()
     step = in_arena(loss_of(model), "420 kB")
     found = train(model, step, batches(6))
@@ -282,8 +282,12 @@ def test_training_is_served_whole_from_the_second_step_on() -> None:
     model.zero_grad()
     (batch,) = batches(1)
     use = measure_peak(lambda: step(*batch).backward())
-    assert use.peak == step.plans[0].peak - step.plans[0].problem.resident
-    assert counts(step)[0].bytes <= 1.3 * use.peak
+    model.zero_grad()
+    allocator = checkmate.compile(loss_of(model), budget="420 kB", time_limit=1)
+    allocator(*batch).backward()
+    model.zero_grad()
+    assert use.peak == measure_peak(lambda: allocator(*batch).backward()).peak
+    assert counts(step)[0].bytes <= 1.1 * use.peak
     again = net()
     assert_same_bits(found, train(again, loss_of(again), batches(6)))
 
