@@ -20,7 +20,7 @@ Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 def arenas(*, cache: bool) -> Callable[[], Arena]:
-    """What makes an arena for each step that is captured. What they need is built meanwhile, and kept with ``cache``."""
+    """What makes an arena for each captured step. What they need is built meanwhile, and kept with ``cache``."""
     build.start(keep=cache)
     return lambda: Arena(place, 0)
 

@@ -1,4 +1,4 @@
-"""Files that processes share: where they are, whole or not at all, one writer at a time, and nothing in them can run.
+"""Files that processes share: where they are, whole or not at all, one writer at a time; reading them runs nothing.
 
 They are in the user's cache folder, or in the folder that the environment variable ``CHECKMATE_CACHE_DIR`` names.
 Deleting them costs nothing but time.

@@ -1,13 +1,14 @@
 """An arena for a step on the CPU: one mapping that serves what the step allocates, at addresses that were planned.
 
-PyTorch leaves each allocation to malloc, whose free pieces between live ones no plan knows: the process then holds up to
-twice the bytes that the step counts. Here the first step notes what it allocates and how long each lives, and is served
-from the best gaps of one mapping. From the second step on everything has an address of its own, found for these lives.
+PyTorch leaves each allocation to malloc, which keeps free pieces between live ones: the process then holds up to twice
+the bytes that the step counts. Here the first step notes what it allocates and how long each lives, and is served from
+the best gaps of one mapping. From the second step on everything has an address of its own, found for these lives.
 
 What is not as noted is served by PyTorch's allocator, and counted: another size or order, an address where something
-is still alive (a result that is kept, a second forward before the backward), other threads. What lives on after the
-step keeps its bytes until it is freed. When a step differs lastingly, addresses are planned anew in another mapping; the
-pages of the old one go with the tensors in them. In a forked child arenas serve nothing any more.
+is still alive (a result that is kept, a second forward before the backward). Other threads, and what is below 4 KiB,
+are left to it. What lives on after the step keeps its bytes until it is freed. When a step has changed, addresses are
+planned anew, in another mapping; the pages of the old one go with the tensors in them. When another arena takes over,
+the pages go that hold nothing alive. In a forked child arenas serve nothing any more.
 """
 
 from __future__ import annotations

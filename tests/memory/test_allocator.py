@@ -100,7 +100,8 @@ def run_step(
             if diverge():
                 others.append(blocks.take(8 * rng.randrange(512, 9000)))
             if kind == "take":
-                made.append(None if diverge() else blocks.take(8 * (number // 8 + (rng.randrange(64) if diverge() else 0))))
+                more = rng.randrange(64) if diverge() else 0
+                made.append(None if diverge() else blocks.take(number + 8 * more))
             elif (block := made[number]) is not None:
                 if diverge():
                     others.append(block)
@@ -113,7 +114,7 @@ def run_step(
                 made[number] = None
 
     for phase, events in zip(("forward", "backward"), phases, strict=True):
-        arena.within(phase, lambda _, events=events: run(events))([])  # type: ignore[arg-type, misc]
+        arena.within(phase, lambda _, events=events: run(events))([])
     return [block for block in (*made, *others) if block is not None]
 
 

@@ -1,4 +1,4 @@
-"""Steps that run in an arena: the bits of plain PyTorch whatever is kept, freed late, repeated, broken off or forked."""
+"""Steps in an arena have the bits of plain PyTorch, whatever is kept, freed late, repeated, broken off or forked."""
 
 from __future__ import annotations
 
