@@ -88,7 +88,8 @@ struct World {
 World& world() { static World& it = *new World; return it; }  // never destroyed: tensors may outlive everything
 thread_local Arena* current = nullptr;
 
-// What lies free between addresses, in whole pages: the largest such range around [from, to) for one block's going.
+// Unmap the pages that held nothing alive but a block at [from, to), which is gone. In a retired mapping every page that
+// is left holds something alive: what is around it may be anybody's by now.
 void unmap_around(const World& w, uintptr_t from, uintptr_t to) {
   auto after = w.live.lower_bound(from);
   uintptr_t begin = page_floor(from), end = page_ceil(to);
@@ -141,27 +142,28 @@ void release(void* p) {
   if (!p) return;
   World& w = world();
   const auto address = reinterpret_cast<uintptr_t>(p);
-  {
-    std::lock_guard<std::mutex> hold(w.lock);
-    if (auto it = w.live.find(address); it != w.live.end()) {
-      c10::profiledCPUMemoryReporter().Delete(p);  // before the address may be given out again
-      Block block = std::move(it->second);
-      w.live.erase(it);
-      block.note.died();
-      Mapping* m = block.mapping;
-      --m->count;
-      if (m->retired) {
-        unmap_around(w, address, block.end);
-        if (!m->count) delete m;
-      }
-      return;
+  std::unique_lock<std::mutex> hold(w.lock);
+  const auto it = w.live.find(address);
+  if (it == w.live.end()) {
+    if (auto other = w.elsewhere.find(address); other != w.elsewhere.end()) {
+      other->second.died();
+      w.elsewhere.erase(other);
     }
-    if (auto it = w.elsewhere.find(address); it != w.elsewhere.end()) {
-      it->second.died();
-      w.elsewhere.erase(it);
-    }
+    hold.unlock();
+    w.inner->raw_deleter()(p);
+    return;
   }
-  w.inner->raw_deleter()(p);
+  hold.unlock();
+  c10::profiledCPUMemoryReporter().Delete(p);  // before the address may be given out again, and without our lock
+  hold.lock();
+  Block block = std::move(it->second);
+  w.live.erase(it);
+  block.note.died();
+  Mapping* m = block.mapping;
+  --m->count;
+  if (!m->retired) return;
+  unmap_around(w, address, block.end);
+  if (!m->count) delete m;
 }
 
 // The first of the smallest gaps that hold so many bytes.
@@ -356,8 +358,10 @@ int checkmate_enter(void* arena, int phase) {
     a->counts = Counts{};
     a->counts.steps = steps + 1, a->counts.layouts = layouts;
   } else {
-    if (!a->record) a->record = std::make_shared<Record>();
-    if (a->state != kBetween) a->record->regular = false;
+    if (a->state != kBetween) {  // once more, or of an earlier forward: nothing to plan by
+      a->record = std::make_shared<Record>();
+      a->record->regular = false;
+    }
     a->record->boundary = a->record->entries.size();
     a->state = kInBackward;
   }

@@ -88,15 +88,15 @@ class Arena:
         number = PHASES.index(phase)
 
         def inside(inputs: list[Any]) -> Any:
-            if not self._enter(number):
-                return run(inputs)
-            whole = False
+            entered = whole = False
             try:
+                entered = self._enter(number)
                 result = run(inputs)
                 whole = True
                 return result
             finally:
-                self._library.checkmate_leave(self._handle, whole)
+                if entered:
+                    self._library.checkmate_leave(self._handle, whole)
 
         inside._boxed_call = True  # type: ignore[attr-defined]
         return inside
@@ -126,7 +126,7 @@ class Arena:
             if self._handle is None and library.checkmate_install():
                 self._library = library
                 self._handle = library.checkmate_open(int(ROOM * self.capacity))
-                weakref.finalize(self, library.checkmate_close, self._handle)
+                weakref.finalize(self, library.checkmate_close, self._handle).atexit = False  # a thread may be in it
         return self._handle is not None
 
     def _lay_out(self) -> None:
