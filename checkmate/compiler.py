@@ -22,6 +22,7 @@ from checkmate.backends.static_memory import arenas
 from checkmate.codegen.result_hooks import watch_backward
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
+from checkmate.memory.report import ArenaReport, report
 from checkmate.profiling.profilers import Choice, profiler
 from checkmate.verification.compare import Certificate, compare_with_plain
 
@@ -219,6 +220,10 @@ class CompiledStep(Generic[P, R]):
     def plans(self) -> list[Solution]:
         """The `Solution` of each captured graph that is kept, in the order of capture."""
         return self._backend.plans
+
+    def memory(self) -> ArenaReport:
+        """What the arenas of this step did when it last ran; it prints as a table."""
+        return report(self._backend.arenas)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _compile, (self._fn, self._options)

@@ -288,6 +288,11 @@ def test_training_is_served_whole_from_the_second_step_on() -> None:
     model.zero_grad()
     assert use.peak == measure_peak(lambda: allocator(*batch).backward()).peak
     assert counts(step)[0].bytes <= 1.1 * use.peak
+    (told,) = step.memory().rows
+    assert (told.planned, told.fallbacks) == (step.plans[0].peak - step.plans[0].problem.resident, 0)
+    assert told.counted <= told.arena
+    assert "fallbacks" in str(step.memory())
+    assert str(allocator.memory()) == "No arena has served this step: PyTorch's allocator does."
     again = net()
     assert_same_bits(found, train(again, loss_of(again), batches(6)))
 
