@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import checkmate
+from checkmate.backends import static_memory
 from checkmate.memory import build, measure_peak
-from checkmate.memory.arena import Counts
+from checkmate.memory.arena import Arena, Counts
 from tests.support.bits import assert_same_bits
 
 Wrap = Callable[[Callable[..., Any]], Any]
@@ -295,6 +296,18 @@ def test_training_is_served_whole_from_the_second_step_on() -> None:
     assert str(allocator.memory()) == "No arena has served this step: PyTorch's allocator does."
     again = net()
     assert_same_bits(found, train(again, loss_of(again), batches(6)))
+
+
+def test_by_the_name_that_torch_compile_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Arena] = []
+    monkeypatch.setattr(static_memory, "Arena", lambda *args: made.append(Arena(*args)) or made[-1])
+    model, again = net(), net()
+    options = {"budget": "460 kB", "time_limit": 1, "memory": "arena"}
+    compiled = torch.compile(model, backend="checkmate", options=options, dynamic=False)
+    found = train(model, loss_of(compiled), batches(4))
+    assert [arena.counts.fallbacks for arena in made] == [0]
+    assert made[0].counts.steps == 4
+    assert_same_bits(found, train(again, loss_of(again), batches(4)))
 
 
 def test_what_lives_from_step_to_step_has_addresses_too() -> None:
