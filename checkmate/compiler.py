@@ -17,10 +17,12 @@ from checkmate.backends.captures import Captures, capture
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, refuse_lazy
 from checkmate.backends.inductor import Inductor, lower, require_compiler
-from checkmate.backends.planner import MOST_PLANS, Code, Options, Planner
+from checkmate.backends.planner import MOST_PLANS, Code, Memory, Options, Planner
+from checkmate.backends.static_memory import arenas
 from checkmate.codegen.result_hooks import watch_backward
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
+from checkmate.memory.report import ArenaReport, report
 from checkmate.profiling.profilers import Choice, profiler
 from checkmate.verification.compare import Certificate, compare_with_plain
 
@@ -43,6 +45,7 @@ def compile(  # type: ignore[overload-overlap]  # a module is callable too, and 
     cache: bool = ...,
     backend: Code = ...,
     max_plans: int = ...,
+    memory: Memory = ...,
 ) -> M: ...
 
 
@@ -59,6 +62,7 @@ def compile(
     cache: bool = ...,
     backend: Code = ...,
     max_plans: int = ...,
+    memory: Memory = ...,
 ) -> CompiledStep[P, R]: ...
 
 
@@ -74,6 +78,7 @@ def compile(
     cache: bool = True,
     backend: Code = "eager",
     max_plans: int = MOST_PLANS,
+    memory: Memory = "allocator",
 ) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -104,6 +109,10 @@ def compile(
             measures, and plans again or refuses where the budget does not hold. CPU only; it takes a C++ compiler.
         max_plans: how many captured graphs are kept with their plans and code, one for each kind of input; the least
             recently used goes first.
+        memory: what serves the step's allocations: ``"allocator"``, PyTorch's own, or ``"arena"``, one mapping in which
+            all that the step allocates has a planned address, so that the process takes little more than what the
+            plan counts, where malloc may take twice as much. On the CPU under Linux; it takes a C++ compiler, once.
+            Without these the log says so, and PyTorch's allocator serves.
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
@@ -127,7 +136,7 @@ def compile(
     Status.OPTIMAL
     """
     _refuse_what_is_no_step(fn)
-    options = Options(budget, method, time_limit, reserve, verify, profile, cache, backend, max_plans)
+    options = Options(budget, method, time_limit, reserve, verify, profile, cache, backend, max_plans, memory)
     return _compile(fn, options)
 
 
@@ -189,7 +198,8 @@ def _compile(fn: Any, options: Options) -> Any:
 def _new_backend(options: Options) -> Backend:
     planner, (find_costs, block_bytes) = Planner(options), profiler(options.profile, cache=options.cache)
     if options.backend == "eager":
-        return Backend(planner.plan, profile=find_costs, block_bytes=block_bytes)
+        new_arena = arenas(cache=options.cache) if options.memory == "arena" else lambda: None
+        return Backend(planner.plan, profile=find_costs, block_bytes=block_bytes, new_arena=new_arena)
     require_compiler()
     limit = options.total - options.set_aside
     return Inductor(planner.plan, lower, profile=find_costs, block_bytes=block_bytes, budget=limit)
@@ -210,6 +220,10 @@ class CompiledStep(Generic[P, R]):
     def plans(self) -> list[Solution]:
         """The `Solution` of each captured graph that is kept, in the order of capture."""
         return self._backend.plans
+
+    def memory(self) -> ArenaReport:
+        """What the arenas of this step did when it last ran; it prints as a table."""
+        return report(self._backend.arenas)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _compile, (self._fn, self._options)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.fx as fx
@@ -15,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from checkmate.backends.overwritten import Needs, explain_writes, needs_of
 from checkmate.backends.state import tensors_within
+from checkmate.backends.static_memory import expect, within
 from checkmate.capture.autocast import keeps_copies, refuse_shared_copies
 from checkmate.capture.device import BLOCK_BYTES, allocated_on, as_allocated, device_of, held_outside, main_device
 from checkmate.capture.joint import Joint, read_joint
@@ -45,6 +47,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory import measure_peak
+from checkmate.memory.arena import Arena
 from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Profiler
 from checkmate.statusline import showing
@@ -80,6 +83,7 @@ class _Facts:
     counts: list[list[int]] = field(default_factory=list)  # contributions to gradients
     users: dict[int, tuple[int, ...]] = field(default_factory=dict)  # results that others are computed from
     within: dict[int, list[set[int]]] = field(default_factory=dict)  # what it adds to gradients of results from outside
+    arena: Arena | None = None
     sharing: Sharing = field(default_factory=Sharing)
     needs: Needs = field(default_factory=Needs)
 
@@ -107,6 +111,8 @@ class Backend:
     last: Joint | None = None  # what was planned last
     answers: tuple[bool | int, ...] = ()  # to what the step asks that was planned last, in order
     reach: Any = ()  # the function that is captured and its arguments, while it is called
+    new_arena: Callable[[], Arena | None] = lambda: None  # for a graph that is captured; None: PyTorch's allocator
+    arenas: WeakSet[Arena] = field(default_factory=WeakSet)  # of the graphs whose code is kept
 
     exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
     rounds_in: set[torch.dtype] = field(default_factory=set)  # types of what is rounded, if it is not exact
@@ -145,9 +151,12 @@ class Backend:
         numbers = sources_of(module, self.numbers)
         known = [*inputs, *module.parameters(), *module.buffers()]
         facts = _Facts(input_names(module), known, keeps_copies(module), numbers, draws_of_python(module))
+        facts.arena = self.new_arena()
+        if facts.arena is not None:
+            self.arenas.add(facts.arena)
         compile_graph = aot_autograd(
-            fw_compiler=self.lower,
-            bw_compiler=self.lower,
+            fw_compiler=within(facts.arena, "forward", self.lower),
+            bw_compiler=within(facts.arena, "backward", self.lower),
             inference_compiler=self.lower,
             partition_fn=partial(self._partition, facts),
             keep_inference_input_mutations=True,
@@ -209,6 +218,7 @@ class Backend:
         solution = self.plan(with_what_is_held(problem, allocated, unread=unread))
         modules = solution.modules
         self.plans.append(solution)
+        expect(facts.arena, solution, device)
         self.last = joint
         if self.exact:
             facts.sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)

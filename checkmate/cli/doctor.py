@@ -58,15 +58,17 @@ def _version(name: str) -> str | None:
 
 
 def _devices() -> dict[str, Any]:
-    """What PyTorch runs on."""
+    """What PyTorch runs on, and whether its steps can have an arena."""
     import torch
+
+    from checkmate.memory import build
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [
         f"{torch.cuda.get_device_name(i)}, {format_bytes(torch.cuda.get_device_properties(i).total_memory)}"
         for i in range(count)
     ]
-    return {"threads": torch.get_num_threads(), "cuda": names}
+    return {"threads": torch.get_num_threads(), "cuda": names, "arena": build.state()}
 
 
 def _solver(wrong: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""JSON files on disk that several processes read and write at once: never half written, never run as code.
+"""Files that several processes read and write at once: never half written, never run as code.
 
 They are in the user's cache folder, or in the folder that the environment variable ``CHECKMATE_CACHE_DIR`` names.
 Deleting them costs nothing but time.

@@ -77,6 +77,19 @@ def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
     assert printed.count("mlp ") == 2
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_what_the_machine_gives_is_measured_beside_the_allocator(tmp_path: Path) -> None:
+    out = tmp_path / "arena.jsonl"
+    options = ("--shares", "0.7", "--time-limit", "2", "--rounds", "3", "--out", str(out))
+    run_python("-m", "benchmarks.arena", "mlp", *options)
+    (row,) = read(out)
+    assert row["fallbacks"] == 0
+    assert row["live_peak"] <= row["planned_bytes"]
+    assert row["arena_bytes"] <= 1.02 * row["live_peak"]
+    assert min(row[f"{kind}_seconds"] for kind in ("plain", "allocator", "arena")) > 0
+
+
 def test_how_true_predictions_are_is_summed_up() -> None:
     figures = [([0.9, 0.7], [1.0, 0.7]), ([2.2, 2.2], [2.0, 2.0]), ([3.3, 3.0], [3.0, 3.0])]
     rows = [

@@ -1,0 +1,156 @@
+"""What the machine gives a step, in an arena and by PyTorch's allocator: one row for each network and budget.
+
+    python -m benchmarks.arena [NETWORK ...] [--shares 0.9 0.6] [--threads 1] [--out benchmarks/results/arena.jsonl]
+
+Growth is that of the peak resident set over ten steps, in proportion to what the plan takes beyond what is resident.
+Before these steps no gradient is alive, garbage is collected, and malloc has given back what it keeps; so has the
+arena, as another step has run. Plain PyTorch, the planned step by the allocator and that in the arena
+take turns when they are timed. A share is of the bytes of keeping everything; below the smallest budget it is that.
+Linux only: it reads and resets what /proc says of this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import checkmate
+from benchmarks.common.rows import Row, add_names, append, origin
+from benchmarks.common.timing import step_and_back
+from benchmarks.networks import CASES
+from checkmate.core.table import Table
+from checkmate.memory import build
+
+RESULTS = Path(__file__).parent / "results" / "arena.jsonl"
+STEPS, WARM = 10, 4
+HEADER = (
+    "network", "threads", "share", "planned", "plain", "allocator", "arena", "height", "fallbacks", "time", "of plain",
+)  # fmt: skip
+
+
+def status(name: str) -> int:
+    """Bytes, of this process."""
+    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def growth(module: nn.Module, one: Callable[[], None], let_go: Callable[[], None]) -> int:
+    """Bytes by which the peak resident set grows over some steps."""
+    for _ in range(WARM):
+        one()
+    module.zero_grad()
+    let_go()
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
+    for _ in range(STEPS):
+        one()
+    return status("VmHWM") - before
+
+
+def small_step() -> Callable[[], None]:
+    """A step with an arena of its own: when it runs, that of another gives back its pages."""
+    linear, x = nn.Linear(64, 64), torch.ones(64, 64)
+    step = checkmate.compile(lambda x: linear(x).sum(), budget="10 MB", memory="arena")
+    return lambda: step(x).backward()
+
+
+def row(name: str, threads: int, share: float, time_limit: float, rounds: int) -> Row:
+    """Measure one network at one budget."""
+    torch.set_num_threads(threads)
+    module, plain, batch = CASES[name].make(0)
+    problem = checkmate.trace(plain, *batch)
+    budget = max(checkmate.min_budget(problem).peak, int(share * problem.keep_all_peak))
+    steps: dict[str, Any] = {"plain": plain}
+    for memory in ("allocator", "arena"):
+        steps[memory] = checkmate.compile(plain, budget=budget, time_limit=time_limit, memory=memory)
+    if (failure := build.wait()) is not None:
+        raise SystemExit(f"No arena: {failure}.")
+
+    def run(step: Any) -> Callable[[], None]:
+        return lambda: step_and_back(module, step, batch)
+
+    let_go = small_step()
+    grown = {kind: growth(module, run(step), let_go) for kind, step in steps.items()}
+    seconds: dict[str, list[float]] = {kind: [] for kind in steps}
+    for i in range(rounds):
+        for kind in list(steps)[:: -1 if i % 2 else 1]:
+            module.zero_grad()
+            began = time.perf_counter()
+            run(steps[kind])()
+            seconds[kind].append(time.perf_counter() - began)
+    plan, (use,) = steps["arena"].plans[0], steps["arena"].memory().rows
+    planned = plan.peak - plan.problem.resident
+    return {
+        "model": name,
+        "threads": threads,
+        "share": share,
+        "budget": budget,
+        "planned_bytes": planned,
+        "live_peak": use.counted,
+        "arena_bytes": use.arena,
+        "served": use.served,
+        "fallbacks": use.fallbacks,
+        **{f"{kind}_growth": grown[kind] for kind in steps},
+        **{f"{kind}_seconds": statistics.median(seconds[kind]) for kind in steps},
+        "time_ratio": _ratio(seconds["arena"], seconds["allocator"]),
+        "plain_ratio": _ratio(seconds["arena"], seconds["plain"]),
+        "rounds": rounds,
+    }
+
+
+def _ratio(these: list[float], those: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(these, those, strict=True))
+
+
+def _cells(row: Row) -> list[str]:
+    planned = row["planned_bytes"]
+    return [
+        row["model"],
+        str(row["threads"]),
+        f"{row['share']:g}",
+        f"{planned:_}",
+        *(f"{row[f'{kind}_growth'] / planned:.3f}" for kind in ("plain", "allocator", "arena")),
+        f"{row['arena_bytes'] / row['live_peak']:.4f}",
+        str(row["fallbacks"]),
+        f"{row['time_ratio']:.3f}x",
+        f"{row['plain_ratio']:.3f}x",
+    ]
+
+
+def main() -> None:
+    """Measure what was asked for, append the rows to the file, and print them as a table."""
+    parser = argparse.ArgumentParser(description="Measure what a step takes of the machine.")
+    add_names(parser, CASES)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.9, 0.6])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--time-limit", type=float, default=15.0, help="seconds to plan for one budget")
+    parser.add_argument("--rounds", type=int, default=11, help="of timed steps")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    about, cells = origin(), []
+    for threads in args.threads:
+        for name in args.names:
+            for share in args.shares:
+                torch._dynamo.reset()
+                measured = row(name, threads, share, args.time_limit, args.rounds)
+                append(args.out, {**about, **measured})
+                cells.append(_cells(measured))
+                print("  ".join(cells[-1]), flush=True)
+    print("", Table(HEADER, cells, HEADER[1:]), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The arena of a captured step: where its addresses come from, and its place around forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.fx as fx
+
+from checkmate.codegen.boxed import takes_one_list
+from checkmate.core.solution import Solution
+from checkmate.memory import build
+from checkmate.memory.arena import Arena, Lives, Phase
+from checkmate.solvers import addresses
+from checkmate.solvers.addresses import Block
+
+PLACE_SECONDS = 2.0  # to place what a step allocates: the second step waits for it
+Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+def arenas(*, cache: bool) -> Callable[[], Arena]:
+    """What makes an arena for each captured step. What they need is built meanwhile, and kept with ``cache``."""
+    build.start(keep=cache)
+    return lambda: Arena(place, 0)
+
+
+def expect(arena: Arena | None, plan: Solution, device: torch.device) -> None:
+    """Tell an arena what its step will take; on another device than the CPU it serves nothing."""
+    if arena is not None and device.type == "cpu" and plan.peak is not None:
+        arena.capacity = plan.peak - plan.problem.resident
+
+
+def within(arena: Arena | None, phase: Phase, lower: Lower) -> Lower:
+    """What lowers a module to a function that allocates from the arena; without one as it is."""
+    if arena is None:
+        return lower
+    return lambda module, inputs: takes_one_list(arena.within(phase, lower(module, inputs)))
+
+
+def place(lives: Lives) -> np.ndarray:
+    """An offset for each, by `checkmate.solvers.addresses.place`."""
+    blocks = [Block(*block) for block in zip(*(a.tolist() for a in (lives.born, lives.died, lives.sizes)), strict=True)]
+    return np.array(addresses.place(blocks, time_limit=PLACE_SECONDS).offsets, dtype=np.int64)

@@ -1,0 +1,154 @@
+"""An arena for a step on the CPU: one mapping that serves what the step allocates, at addresses that were planned.
+
+PyTorch leaves each allocation to malloc, which keeps free pieces between live ones: the process then holds up to twice
+the bytes that the step counts. Here the first step notes what it allocates and how long each lives, and is served from
+the best gaps of one mapping. From the second step on everything has an address of its own, found for these lives.
+
+What is not as noted is served by PyTorch's allocator, and counted: another size or order, an address where something
+is still alive (a result that is kept, a second forward before the backward). Other threads, and what is below 4 KiB,
+are left to it. What lives on after the step keeps its bytes until it is freed. When a step has changed, addresses are
+planned anew, in another mapping; the pages of the old one go with the tensors in them. When another arena takes over,
+the pages go that hold nothing alive. In a forked child arenas serve nothing any more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from checkmate.memory import build
+
+ALIGNMENT = 64  # bytes, as of PyTorch's allocator
+ROOM = 1.25  # times the bytes of a plan: of the mapping in which a first step finds its addresses
+Phase = Literal["forward", "backward"]
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+Run = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Lives:
+    """What a step allocates, in order. Time is counted in allocations: the first is made at 0."""
+
+    sizes: np.ndarray  # (N,) int64, bytes, multiples of `ALIGNMENT`
+    born: np.ndarray  # (N,) int64
+    died: np.ndarray  # (N,) int64: an allocation at that time may have the same bytes
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are alive at once: nothing can be placed lower."""
+        changes = np.zeros(int(self.died.max(initial=0)) + 1, dtype=np.int64)
+        np.add.at(changes, self.born, self.sizes)
+        np.add.at(changes, self.died, -self.sizes)
+        return int(np.cumsum(changes).max(initial=0))
+
+
+Place = Callable[[Lives], np.ndarray]  # the offset of each
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What an arena did in the step that ran last, in the order of ``Counts`` in arena.cpp."""
+
+    steps: int = 0  # since it was made
+    layouts: int = 0  # times that addresses were planned
+    bytes: int = 0  # of the mapping
+    served: int = 0  # allocations from it
+    served_bytes: int = 0
+    fallbacks: int = 0  # allocations that PyTorch's allocator served in its place
+    fallback_bytes: int = 0
+    unplanned: int = 0  # of these: of a size that was not due
+    occupied: int = 0  # where something was still alive
+    full: int = 0  # for which the mapping of a first step had no room
+    alive_bytes: int = 0  # of the mapping, now
+
+
+class Arena:
+    """What one captured step allocates from.
+
+    Args:
+        place: finds an offset for each allocation.
+        capacity: bytes that the step is expected to allocate at most, at once.
+    """
+
+    def __init__(self, place: Place, capacity: int) -> None:
+        self._place, self.capacity = place, capacity
+        self.live_peak = 0  # bytes alive at once, in the step for which addresses were planned
+        self._library: Any = None
+        self._handle: int | None = None
+        self._opening = threading.Lock()
+
+    def within(self, phase: Phase, run: Run) -> Run:
+        """A function of one list whose allocations, while it runs on its thread, are the arena's."""
+        number = PHASES.index(phase)
+
+        def inside(inputs: list[Any]) -> Any:
+            entered = whole = False
+            try:
+                entered = self._enter(number)
+                result = run(inputs)
+                whole = True
+                return result
+            finally:
+                if entered:
+                    self._library.checkmate_leave(self._handle, whole)
+
+        return inside
+
+    @property
+    def counts(self) -> Counts:
+        """What it did in the last step."""
+        if self._handle is None:
+            return Counts()
+        numbers = np.zeros(len(Counts.__dataclass_fields__), dtype=np.int64)
+        self._library.checkmate_counts(self._handle, numbers.ctypes.data)
+        return Counts(*numbers.tolist())
+
+    def _enter(self, phase: int) -> bool:
+        if self._handle is None and not self._open():
+            return False
+        if phase == 0 and self._library.checkmate_wants_layout(self._handle):
+            self._lay_out()
+        return bool(self._library.checkmate_enter(self._handle, phase))
+
+    def _open(self) -> bool:
+        """Make the arena, once there is a library. Until then a step runs without."""
+        library = build.library()
+        if library is None or self.capacity <= 0:
+            return False
+        with self._opening:
+            if self._handle is None and library.checkmate_install():
+                self._library = library
+                self._handle = library.checkmate_open(int(ROOM * self.capacity))
+                weakref.finalize(self, library.checkmate_close, self._handle).atexit = False  # a thread may be in it
+        return self._handle is not None
+
+    def _lay_out(self) -> None:
+        """Plan addresses for what the last step allocated."""
+        lives, stays, sizes, boundary = self._record()
+        offsets = np.ascontiguousarray(self._place(lives), dtype=np.int64)
+        height = int((offsets + lives.sizes).max())
+        self.live_peak = lives.peak
+        arrays = (array.ctypes.data for array in (sizes, offsets, stays))
+        self._library.checkmate_lay_out(self._handle, len(sizes), *arrays, boundary, height)
+
+    def _record(self) -> tuple[Lives, np.ndarray, np.ndarray, int]:
+        """The last step's allocations; which are alive now; their sizes as asked for; how many are the forward's.
+
+        What is alive when the next step begins has its address for the whole of it. What died after the last
+        allocation has it to the end.
+        """
+        boundary = ctypes.c_int64()
+        count = self._library.checkmate_record(self._handle, 0, None, None, ctypes.addressof(boundary))
+        sizes, died = np.zeros((2, count), dtype=np.int64)
+        where = (sizes.ctypes.data, died.ctypes.data, ctypes.addressof(boundary))
+        self._library.checkmate_record(self._handle, count, *where)
+        stays = died < 0
+        born = np.where(stays, 0, np.arange(count))
+        rounded = -(-sizes // ALIGNMENT) * ALIGNMENT
+        return Lives(rounded, born, np.where(stays, count, died)), stays.astype(np.uint8), sizes, boundary.value

@@ -1,0 +1,175 @@
+"""The allocator's C++ becomes a library once for each version of PyTorch, in the background, kept in the cache folder.
+
+It is compiled by itself, in some seconds: it needs only the headers of PyTorch's core, no Python and no build tool, and
+is called through `ctypes`. Where it cannot be had, one line of the log says why, and steps run with PyTorch's own
+allocator. (`checkmate.core.files` says where the folder is.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+
+from checkmate.core import files
+
+log = logging.getLogger("checkmate.memory")
+SOURCE = Path(__file__).with_name("arena.cpp")
+FLAGS = ("-O2", "-fPIC", "-shared", "-std=c++20")  # as PyTorch compiles extensions
+COMPILERS = ("g++", "clang++", "c++")  # unless the environment variable CXX names one
+_HERE = Path(torch.__file__).parent
+
+
+class Unbuildable(Exception):
+    """Why there is no library, in words."""
+
+
+class _Library:
+    """The one library of this process, from nothing to loaded, or why it is not."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.loaded: ctypes.PyDLL | None = None
+        self.failure: str | None = None
+
+    def start(self, keep: bool) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._make, args=(keep,), name="checkmate-build", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _make(self, keep: bool) -> None:
+        try:
+            self.loaded = _load(keep)
+        except (Unbuildable, OSError) as error:
+            self.failure = str(error)
+            log.warning("No arena: %s. Steps run with PyTorch's own allocator.", error)
+
+
+_LIBRARY = _Library()
+
+
+def start(*, keep: bool = True) -> None:
+    """Load the library in the background, built where it is not yet; once in a process.
+
+    Args:
+        keep: in the cache folder what was built.
+    """
+    _LIBRARY.start(keep)
+
+
+def library() -> ctypes.PyDLL | None:
+    """The library, once it is loaded; None before, and where it cannot be had."""
+    return _LIBRARY.loaded
+
+
+def wait() -> str | None:
+    """Wait for what `start` has begun. Why there is no library; None where there is one."""
+    _LIBRARY.wait()
+    return _LIBRARY.failure
+
+
+def state() -> str:
+    """Whether there is a library here or could be one, in words.
+
+    >>> state() != ""
+    True
+    """
+    try:
+        if _is_ours(_path()):
+            return "built"
+        return f"built when first used, by {_compiler()}"
+    except Unbuildable as error:
+        return f"cannot be built: {error}"
+
+
+def _path() -> Path:
+    """Where the library is kept: another source, PyTorch or kind of machine has another."""
+    parts = (torch.__version__, torch.version.git_version, platform.machine(), *_flags(), SOURCE.read_text())
+    return files.folder() / "native" / f"arena-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.so"
+
+
+def _flags() -> list[str]:
+    return [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+
+
+def _compiler() -> str:
+    if sys.platform != "linux":
+        raise Unbuildable(f"it is for Linux, not for {sys.platform}")
+    named = os.environ.get("CXX")
+    for name in [named] if named else COMPILERS:
+        if found := shutil.which(name):
+            return found
+    tried = f"CXX={named}" if named else ", ".join(COMPILERS)
+    raise Unbuildable(f"no C++ compiler was found ({tried})")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a library is there that nobody else can have written: what it holds is run."""
+    try:
+        about = path.stat()
+    except OSError:
+        return False
+    return stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+
+
+def _load(keep: bool) -> ctypes.PyDLL:
+    path = _path()
+    if _is_ours(path):
+        with contextlib.suppress(OSError):  # a damaged one is built anew
+            return _declared(ctypes.PyDLL(str(path)))
+    with tempfile.TemporaryDirectory(prefix="checkmate-") as folder:
+        built = Path(folder) / path.name
+        _compile(built)
+        if keep:
+            with contextlib.suppress(OSError):  # of a folder that cannot be written doctor tells
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                files.write_bytes(path, built.read_bytes(), private=True)
+        return _declared(ctypes.PyDLL(str(built)))  # which stays when its file goes
+
+
+def _compile(target: Path) -> None:
+    command = [_compiler(), *_flags(), f"-I{_HERE / 'include'}", str(SOURCE), "-o", str(target)]
+    command += [f"-L{_HERE / 'lib'}", "-lc10"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+        raise Unbuildable(f"{command[0]} fails: {said}")
+
+
+def _declared(library: ctypes.PyDLL) -> ctypes.PyDLL:
+    """The library with the types of what is called in it, as in arena.cpp."""
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for name, result, arguments in (
+        ("install", number, []),
+        ("open", pointer, [size]),
+        ("close", None, [pointer]),
+        ("wants_layout", number, [pointer]),
+        ("record", size, [pointer, size, pointer, pointer, pointer]),
+        ("lay_out", number, [pointer, size, pointer, pointer, pointer, size, size]),
+        ("enter", number, [pointer, number]),
+        ("leave", None, [pointer, number]),
+        ("counts", None, [pointer, pointer]),
+        ("allocate", pointer, [size]),
+        ("free", None, [pointer]),
+    ):
+        function = getattr(library, f"checkmate_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,0 +1,67 @@
+"""What the arenas of a compiled step did when it last ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from checkmate.core.table import Printed, Table
+from checkmate.memory.arena import Arena
+from checkmate.units import format_bytes
+
+
+@dataclass(frozen=True)
+class ArenaUse:
+    """One captured graph's arena, in the step that ran last; all but counts in bytes."""
+
+    planned: int  # what the plan takes beyond what is resident
+    counted: int  # alive at once in the step for which addresses were found; 0 before there is one
+    arena: int  # of the mapping
+    served: int  # allocations
+    served_bytes: int
+    fallbacks: int  # allocations that PyTorch's allocator served in its place
+    fallback_bytes: int
+    unplanned: int  # of the fallbacks: of a size that was not due
+    occupied: int  # whose address something held that was still alive
+    full: int  # for which the mapping of a first step had no room
+    alive: int  # of the mapping, now
+    steps: int
+    layouts: int  # times that addresses were found
+
+
+@dataclass(frozen=True, repr=False)
+class ArenaReport(Printed):
+    """A row for each arena of a step that has served something."""
+
+    rows: tuple[ArenaUse, ...]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Each arena as a dict."""
+        return [asdict(row) for row in self.rows]
+
+    def _title(self) -> str:
+        return "" if self.rows else "No arena has served this step: PyTorch's allocator does."
+
+    def _tables(self) -> Iterable[Table]:
+        if self.rows:
+            heads = ("planned", "counted", "arena", "served", "fallbacks", "alive now", "steps")
+            yield Table(heads, [tuple(_cells(row)) for row in self.rows], heads)
+
+
+def report(arenas: Iterable[Arena]) -> ArenaReport:
+    """What these arenas did, the largest first."""
+    uses = []
+    for arena in arenas:
+        c = arena.counts
+        if c.steps:
+            told = (c.served, c.served_bytes, c.fallbacks, c.fallback_bytes, c.unplanned, c.occupied, c.full)
+            uses.append(ArenaUse(arena.capacity, arena.live_peak, c.bytes, *told, c.alive_bytes, c.steps, c.layouts))
+    return ArenaReport(tuple(sorted(uses, key=lambda use: -use.planned)))
+
+
+def _cells(use: ArenaUse) -> Iterator[str]:
+    yield from map(format_bytes, (use.planned, use.counted, use.arena))
+    yield f"{use.served} ({format_bytes(use.served_bytes)})"
+    yield f"{use.fallbacks} ({format_bytes(use.fallback_bytes)})"
+    yield from (format_bytes(use.alive), str(use.steps))

@@ -1,0 +1,258 @@
+"""The allocator of an arena, asked for blocks by themselves: whatever is asked for when, no two that live overlap."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkmate.backends.static_memory import place
+from checkmate.memory import build, measure_peak
+from checkmate.memory.arena import Arena, Lives
+
+TINY = 4096
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    build.start()
+    assert build.wait() is None
+    found = build.library()
+    assert found is not None
+    assert found.checkmate_install()
+    return found
+
+
+class Blocks:
+    """Blocks of memory, each full of a number of its own from its first to its last byte."""
+
+    def __init__(self, library: Any) -> None:
+        self._library, self._number = library, 0
+        self.live: dict[int, tuple[int, int]] = {}  # address: words, number
+
+    def take(self, size: int) -> int:
+        address = self._library.checkmate_allocate(size)
+        assert address % 64 == 0
+        self._number += 1
+        self.live[address] = size // 8, self._number
+        self._words(address)[:] = self._number
+        return address
+
+    def free(self, address: int) -> None:
+        words, (_, number) = self._words(address), self.live[address]
+        assert (words == number).all(), "somebody wrote into a block that is alive"
+        del self.live[address]
+        self._library.checkmate_free(address)
+
+    def _words(self, address: int) -> np.ndarray:
+        count = self.live[address][0]
+        about = {"data": (address, False), "shape": (count,), "typestr": "<u8", "version": 3}
+        return np.asarray(type("Words", (), {"__array_interface__": about})())
+
+
+def nowhere(lives: Lives) -> np.ndarray:
+    """A plan that puts everything in the same place."""
+    return np.zeros(len(lives.sizes), dtype=np.int64)
+
+
+def mixed(lives: Lives) -> np.ndarray:
+    """A plan of which every second address is wrong."""
+    offsets = place(lives)
+    offsets[::2] = (offsets[::2] // 128) * 64
+    return offsets
+
+
+Event = tuple[str, int]  # take so many bytes, or free the block of that position
+
+
+def draw_steps(rng: random.Random, count: int) -> list[list[Event]]:
+    """A forward and a backward."""
+    events: list[Event] = []
+    alive: list[int] = []
+    made = 0
+    for i in range(count):
+        if i == count // 2:
+            events.append(("boundary", 0))
+        if alive and rng.random() < 0.45:
+            events.append(("free", alive.pop(rng.randrange(len(alive)))))
+        else:
+            size = 8 * rng.choice([512, 513, 800, 1024, 5000, rng.randrange(512, 20_000), 16])
+            events.append(("take", size))
+            alive.append(made)
+            made += 1
+    at = events.index(("boundary", 0))
+    return [events[:at], events[at + 1 :]]
+
+
+def run_step(
+    arena: Arena, blocks: Blocks, phases: list[list[Event]], diverge: Callable[[], bool], rng: random.Random
+) -> list[int]:
+    """Run both phases, now and then differently, and hand back what was not freed."""
+    made: list[int | None] = []
+    others: list[int] = []
+
+    def run(events: list[Event]) -> None:
+        for kind, number in events:
+            if diverge():
+                others.append(blocks.take(8 * rng.randrange(512, 9000)))
+            if kind == "take":
+                more = rng.randrange(64) if diverge() else 0
+                made.append(None if diverge() else blocks.take(number + 8 * more))
+            elif (block := made[number]) is not None:
+                if diverge():
+                    others.append(block)
+                elif diverge():
+                    thread = threading.Thread(target=blocks.free, args=(block,))
+                    thread.start()
+                    thread.join()
+                else:
+                    blocks.free(block)
+                made[number] = None
+
+    for phase, events in zip(("forward", "backward"), phases, strict=True):
+        arena.within(phase, lambda _, events=events: run(events))([])
+    return [block for block in (*made, *others) if block is not None]
+
+
+@pytest.mark.parametrize("plan", [place, nowhere, mixed])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_two_blocks_that_live_overlap(library: Any, seed: int, plan: Any) -> None:
+    """Two arenas that take turns, steps that differ from those noted, blocks that stay for some steps."""
+    rng = random.Random(seed)
+    often = 0.03 if seed % 2 else 0.0
+    blocks = Blocks(library)
+    arenas = [(Arena(plan, 2_000_000), draw_steps(rng, 120)) for _ in range(2)]
+    stay: list[int] = []
+    for step in range(24):
+        arena, phases = arenas[(step // 3) % 2]
+        stay += run_step(arena, blocks, phases, lambda: rng.random() < often, rng)
+        rng.shuffle(stay)
+        keep = rng.randrange(len(stay) + 1) if step % 4 == 1 else 0
+        while len(stay) > keep:
+            blocks.free(stay.pop())
+        if step == 17:
+            arenas[0] = (Arena(plan, 100_000), phases)  # the other is gone, some of its blocks are alive
+    while stay:
+        blocks.free(stay.pop())
+    assert not blocks.live
+
+
+def test_a_step_that_repeats_is_served_whole_from_the_second_time_on(library: Any) -> None:
+    rng = random.Random(7)
+    phases = draw_steps(rng, 200)
+    arena, blocks = Arena(place, 4_000_000), Blocks(library)
+    for step in range(4):
+        for address in run_step(arena, blocks, phases, lambda: False, rng):
+            blocks.free(address)
+        counts = arena.counts
+        assert (counts.steps, counts.layouts) == (step + 1, min(step, 1))
+        assert counts.fallbacks == 0
+    assert counts.served == sum(kind == "take" and size >= TINY for kind, size in phases[0] + phases[1])
+    assert arena.live_peak <= counts.bytes <= 1.3 * arena.live_peak
+    assert counts.alive_bytes == 0
+
+
+def test_a_step_that_changes_for_good_is_planned_anew(library: Any) -> None:
+    rng = random.Random(3)
+    arena, blocks = Arena(place, 4_000_000), Blocks(library)
+    for phases in (draw_steps(rng, 100), draw_steps(rng, 140)):
+        for _ in range(8):
+            for address in run_step(arena, blocks, phases, lambda: False, rng):
+                blocks.free(address)
+        assert arena.counts.fallbacks == 0
+    assert arena.counts.layouts == 2
+
+
+def test_what_is_not_of_the_step_is_not_the_arenas(library: Any) -> None:
+    """Small blocks, those between forward and backward, and those of other threads."""
+    arena, blocks = Arena(place, 1_000_000), Blocks(library)
+
+    def elsewhere() -> None:
+        blocks.free(blocks.take(80_000))
+
+    def forward(_: list[Any]) -> None:
+        blocks.free(blocks.take(TINY - 8))
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    arena.within("forward", forward)([])
+    elsewhere()
+    assert arena.counts.served == arena.counts.fallbacks == 0
+    arena.within("backward", lambda _: elsewhere())([])
+    assert (arena.counts.served, arena.counts.served_bytes) == (1, 80_000)
+
+
+def test_a_step_within_itself_and_in_two_threads_is_served_once(library: Any) -> None:
+    arena, blocks = Arena(place, 1_000_000), Blocks(library)
+
+    def inner(_: list[Any]) -> None:
+        blocks.free(blocks.take(8000))
+
+    def outer(_: list[Any]) -> None:
+        arena.within("forward", inner)([])  # by the arena all the same: it is this thread's
+        thread = threading.Thread(target=arena.within("forward", inner), args=([],))
+        thread.start()
+        thread.join()
+
+    arena.within("forward", outer)([])
+    assert (arena.counts.steps, arena.counts.served) == (1, 1)
+    blocks.free(blocks.take(8000))
+    assert arena.counts.served == 1
+
+
+def test_an_arena_within_another_serves_until_it_is_left(library: Any) -> None:
+    outer, inner, blocks = Arena(place, 1_000_000), Arena(place, 1_000_000), Blocks(library)
+
+    def within(_: list[Any]) -> None:
+        inner.within("forward", lambda _: blocks.free(blocks.take(8000)))([])
+        blocks.free(blocks.take(16_000))
+
+    outer.within("forward", within)([])
+    assert (inner.counts.served_bytes, outer.counts.served_bytes) == (8000, 16_000)
+
+
+def test_the_meter_counts_the_same_bytes(library: Any) -> None:
+    arena = Arena(place, 1_000_000)
+    sizes = (8000, 100, 50_000, 2_000_000)  # the last is more than there is room for
+
+    def run(_: list[Any]) -> None:
+        for address in [library.checkmate_allocate(size) for size in sizes]:
+            library.checkmate_free(address)
+
+    for _ in range(3):
+        use = measure_peak(lambda: arena.within("forward", run)([]))
+        assert (use.peak, use.final) == (sum(sizes), 0)
+
+
+def test_bytes_go_back_when_the_arena_is_gone_or_another_takes_over(library: Any) -> None:
+    """As the machine counts them: all but the page of what is alive."""
+    arena, other, blocks = Arena(place, 64_000_000), Arena(place, 1_000_000), Blocks(library)
+
+    def run(_: list[Any]) -> None:
+        addresses = [blocks.take(8_000_000) for _ in range(6)]
+        stay.append(blocks.take(TINY))
+        for address in addresses:
+            blocks.free(address)
+
+    for leave in (lambda: other.within("forward", lambda _: None)([]), None):
+        stay: list[int] = []
+        before = resident()
+        arena.within("forward", run)([])
+        assert resident() - before > 40_000_000
+        if leave is None:
+            del arena
+        else:
+            leave()
+        assert resident() - before < 4_000_000
+        for address in stay:
+            blocks.free(address)
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:  # noqa: PTH123
+        return int(file.read().split()[1]) * 4096

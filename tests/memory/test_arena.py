@@ -1,0 +1,462 @@
+"""Steps in an arena have the bits of plain PyTorch, whatever is kept, freed late, repeated, broken off or forked."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import checkmate
+from checkmate.backends import static_memory
+from checkmate.memory import build, measure_peak
+from checkmate.memory.arena import Arena, Counts
+from tests.support.bits import assert_same_bits
+
+Wrap = Callable[[Callable[..., Any]], Any]
+WIDTH, ROWS = 96, 64  # so that activations and gradients of weights are above what is left to malloc
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    build.start()
+    assert build.wait() is None
+
+
+@pytest.fixture(autouse=True)
+def _own_code() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH))]
+    return nn.Sequential(*layers, nn.Dropout(0.1), nn.Linear(WIDTH, 32))
+
+
+def batches(count: int, rows: int = ROWS) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(rows, WIDTH), torch.randn(rows, 32)) for _ in range(count)]
+
+
+def loss_of(model: nn.Module) -> Callable[..., Any]:
+    return lambda x, y: F.mse_loss(model(x), y)
+
+
+def with_hidden(model: nn.Sequential) -> Callable[..., Any]:
+    def step(x: Tensor, y: Tensor) -> Any:
+        hidden = model[:9](x)
+        return F.mse_loss(model[9:](hidden), y), hidden
+
+    return step
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def in_arena(step: Callable[..., Any], budget: str = "460 kB") -> Any:
+    return checkmate.compile(step, budget=budget, time_limit=1, memory="arena")
+
+
+def counts(step: Any) -> list[Counts]:
+    return [arena.counts for arena in step._backend.arenas]
+
+
+def train(model: nn.Module, step: Any, data: list[Any], **options: Any) -> Any:
+    optimizer, seen = sgd(model), []
+    for x, y in data:
+        optimizer.zero_grad(**options)
+        loss = step(x, y)
+        loss.backward()
+        seen.append((loss.detach().clone(), [p.grad.clone() for p in model.parameters()]))
+        optimizer.step()
+    return seen, [p.detach().clone() for p in model.parameters()]
+
+
+# What a user does, as a function of what makes a step of a function. It gives all that is to be equal.
+
+
+def two_forwards_before_a_backward(wrap: Wrap) -> Any:
+    model = net()
+    step, optimizer = wrap(loss_of(model)), sgd(model)
+    for one, other in zip(batches(4), batches(8)[4:], strict=True):
+        (step(*one) - 0.5 * step(*other)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def backwards_in_the_order_of_forwards(wrap: Wrap) -> Any:
+    model = net()
+    step = wrap(loss_of(model))
+    for _ in range(3):
+        losses = [step(*batch) for batch in batches(3)]
+        for loss in losses:
+            loss.backward()
+    return losses, [p.grad for p in model.parameters()]
+
+
+def forwards_without_a_backward(wrap: Wrap) -> Any:
+    model = net()
+    step = wrap(loss_of(model))
+    seen = []
+    for i, batch in enumerate(batches(7)):
+        loss = step(*batch)
+        if i % 3:
+            loss.backward()
+        seen.append(loss.detach())
+    return seen, [p.grad for p in model.parameters()]
+
+
+def gradients_that_add_up_in_place(wrap: Wrap) -> Any:
+    model = net()
+    step, optimizer = wrap(loss_of(model)), sgd(model)
+    for i, batch in enumerate(batches(8)):
+        step(*batch).backward()
+        if i % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return list(model.parameters()), [p.grad for p in model.parameters()]
+
+
+def gradients_freed_between_forward_and_backward(wrap: Wrap) -> Any:
+    model = net()
+    step, optimizer = wrap(loss_of(model)), sgd(model)
+    for batch in batches(5):
+        loss = step(*batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+def results_that_are_kept(wrap: Wrap) -> Any:
+    """Some for ever, and some until the next step is over."""
+    model = net()
+    step, optimizer = wrap(with_hidden(model)), sgd(model)
+    kept, then = [], []
+    for i, batch in enumerate(batches(8)):
+        optimizer.zero_grad()
+        loss, hidden = step(*batch)
+        loss.backward()
+        optimizer.step()
+        if i in (0, 3, 4):
+            kept += [loss, hidden, *(p.grad for p in model.parameters())]
+            then += [t.detach().clone() for t in kept[len(then) :]]
+    assert_same_bits([t.detach() for t in kept], then)
+    return then, list(model.parameters())
+
+
+def a_graph_that_is_retained(wrap: Wrap) -> Any:
+    model = net()
+    step = wrap(loss_of(model))
+    for batch in batches(4):
+        loss = step(*batch)
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def hooks_that_clone_and_keep(wrap: Wrap) -> Any:
+    model = net()
+    kept: dict[str, list[Tensor]] = {"cloned": [], "itself": [], "afterwards": []}
+    model[0].weight.register_hook(lambda grad: kept["cloned"].append(grad.clone()) or grad * 2)
+    model[3].weight.register_hook(lambda grad: kept["itself"].append(grad))
+    model[6].weight.register_post_accumulate_grad_hook(lambda p: kept["afterwards"].append(p.grad.clone()))
+    step = wrap(loss_of(model))
+    seen = train(model, step, batches(5))
+    return seen, kept
+
+
+def gradients_used_by_hooks_and_freed(wrap: Wrap) -> Any:
+    """The optimizer's step within the backward."""
+    model = net()
+
+    def update(p: Tensor) -> None:
+        with torch.no_grad():
+            p -= 0.1 * p.grad
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    step = wrap(loss_of(model))
+    for batch in batches(5):
+        step(*batch).backward()
+    return list(model.parameters())
+
+
+def a_smaller_last_batch(wrap: Wrap) -> Any:
+    model = net()
+    step = wrap(loss_of(model))
+    epoch = [*batches(3), *batches(1, rows=40)]
+    return train(model, step, epoch * 3)
+
+
+def two_steps_that_alternate(wrap: Wrap) -> Any:
+    one, other = net(), net(2)
+    steps, optimizers = [wrap(loss_of(model)) for model in (one, other)], [sgd(model) for model in (one, other)]
+    for i, batch in enumerate(batches(10)):
+        loss = steps[i % 2](*batch)
+        loss.backward()  # the gradients of the other model are alive
+        optimizers[i % 2].step()
+        optimizers[(i + 1) % 2].zero_grad()
+    return list(one.parameters()), list(other.parameters())
+
+
+def results_in_other_forms(wrap: Wrap) -> Any:
+    """Views of NumPy and DLPack, memory that moves: the data stays."""
+    model = net()
+    step, seen = wrap(with_hidden(model)), []
+    for batch in batches(4):
+        loss, hidden = step(*batch)
+        loss.backward()
+        out = hidden.detach()
+        forms = [out, torch.from_numpy(out.numpy()), torch.from_dlpack(out), out.clone().share_memory_()]
+        larger = out.clone()
+        larger.untyped_storage().resize_(2 * larger.nbytes)
+        seen += [*forms, larger]
+        out[0] += 1
+        own = step(*batch)[1].detach()
+        seen.append(own.share_memory_())
+    return seen
+
+
+def a_loader_with_workers(wrap: Wrap) -> Any:
+    model = net()
+    step = wrap(loss_of(model))
+    data = TensorDataset(torch.cat([x for x, _ in batches(4)]), torch.cat([y for _, y in batches(4)]))
+    return [train(model, step, list(DataLoader(data, batch_size=ROWS, num_workers=2))) for _ in range(2)]
+
+
+SCENARIOS = (
+    two_forwards_before_a_backward,
+    backwards_in_the_order_of_forwards,
+    forwards_without_a_backward,
+    gradients_that_add_up_in_place,
+    gradients_freed_between_forward_and_backward,
+    results_that_are_kept,
+    a_graph_that_is_retained,
+    hooks_that_clone_and_keep,
+    gradients_used_by_hooks_and_freed,
+    a_smaller_last_batch,
+    two_steps_that_alternate,
+    results_in_other_forms,
+    a_loader_with_workers,
+)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_bits_are_those_of_plain_pytorch(scenario: Callable[[Wrap], Any]) -> None:
+    made: list[Any] = []
+
+    def wrap(step: Callable[..., Any]) -> Any:
+        made.append(in_arena(step))
+        return made[-1]
+
+    assert_same_bits(scenario(wrap), scenario(lambda step: step))
+    found = [count for step in made for count in counts(step)]
+    assert found
+    assert all(count.served > 0 for count in found)
+
+
+def test_training_is_served_whole_from_the_second_step_on() -> None:
+    """The meter sees the same bytes as with PyTorch's allocator."""
+    model = net()
+    step = in_arena(loss_of(model), "420 kB")
+    found = train(model, step, batches(6))
+    (count,) = counts(step)
+    assert (count.steps, count.layouts, count.fallbacks) == (6, 1, 0)
+    assert count.served > 20
+    assert step.plans[0].overhead > 0  # something runs again
+    model.zero_grad()
+    (batch,) = batches(1)
+    use = measure_peak(lambda: step(*batch).backward())
+    model.zero_grad()
+    allocator = checkmate.compile(loss_of(model), budget="420 kB", time_limit=1)
+    allocator(*batch).backward()
+    model.zero_grad()
+    assert use.peak == measure_peak(lambda: allocator(*batch).backward()).peak
+    assert counts(step)[0].bytes <= 1.1 * use.peak
+    (told,) = step.memory().rows
+    assert (told.planned, told.fallbacks) == (step.plans[0].peak - step.plans[0].problem.resident, 0)
+    assert told.counted <= told.arena
+    assert "fallbacks" in str(step.memory())
+    assert str(allocator.memory()) == "No arena has served this step: PyTorch's allocator does."
+    again = net()
+    assert_same_bits(found, train(again, loss_of(again), batches(6)))
+
+
+def test_by_the_name_that_torch_compile_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Arena] = []
+    monkeypatch.setattr(static_memory, "Arena", lambda *args: made.append(Arena(*args)) or made[-1])
+    model, again = net(), net()
+    options = {"budget": "460 kB", "time_limit": 1, "memory": "arena"}
+    compiled = torch.compile(model, backend="checkmate", options=options, dynamic=False)
+    found = train(model, loss_of(compiled), batches(4))
+    assert [arena.counts.fallbacks for arena in made] == [0]
+    assert made[0].counts.steps == 4
+    assert_same_bits(found, train(again, loss_of(again), batches(4)))
+
+
+def test_what_lives_from_step_to_step_has_addresses_too() -> None:
+    model = net()
+    step = in_arena(loss_of(model))
+    train(model, step, batches(8), set_to_none=False)
+    (count,) = counts(step)
+    assert count.fallbacks == 0
+
+
+def test_another_thread_allocates_meanwhile_and_frees_later() -> None:
+    model = net()
+    step, wrong, done = in_arena(with_hidden(model)), [], threading.Event()
+    received: list[tuple[Tensor, Tensor]] = []
+
+    def work() -> None:
+        while not done.is_set() or received:
+            own = [torch.full((ROWS, WIDTH), float(i)) for i in range(8)]
+            wrong.extend(i for i, t in enumerate(own) if not (t == i).all())
+            if received:
+                hidden, copy = received.pop()
+                wrong.extend(["hidden"] if (hidden != copy).any() else [])
+
+    def run(step: Any, model: nn.Module) -> Any:
+        seen = []
+        for batch in batches(12):
+            model.zero_grad()
+            loss, hidden = step(*batch)
+            loss.backward()
+            seen.append([p.grad.clone() for p in model.parameters()])
+            received.append((hidden.detach(), hidden.detach().clone()))
+        return seen
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        found = run(step, model)
+    finally:
+        done.set()
+        thread.join()
+    assert not wrong
+    again = net()
+    assert_same_bits(found, run(with_hidden(again), again))
+    received.clear()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_step_goes_on_after_an_exception_in_the_middle(phase: str) -> None:
+    state = {"fails": False}
+
+    @torch.library.custom_op(f"checkmate_arena::{phase}", mutates_args=())
+    def may_fail(x: Tensor) -> Tensor:
+        if state["fails"]:
+            raise RuntimeError("in the middle")
+        return x * 2
+
+    may_fail.register_fake(torch.empty_like)
+    in_forward = phase == "forward"
+    double = lambda x: x * 2  # noqa: E731
+    may_fail.register_autograd(lambda ctx, grad: double(grad) if in_forward else may_fail(grad))
+    op = may_fail if in_forward else _backward_by(may_fail)
+
+    def run(wrap: Wrap, fails: bool) -> Any:
+        model = net()
+        step = wrap(lambda x, y: F.mse_loss(model[6:](op(model[:6](x))), y))
+        seen = []
+        for i, batch in enumerate(batches(7)):
+            torch.manual_seed(i)
+            state["fails"] = fails and i in (1, 4)
+            if i in (1, 4):
+                if fails:
+                    with pytest.raises(RuntimeError, match="in the middle"):
+                        step(*batch).backward()
+                continue
+            model.zero_grad()
+            step(*batch).backward()
+            seen.append([p.grad.clone() for p in model.parameters()])
+        if fails:
+            (count,) = counts(step)
+            assert (count.steps, count.fallbacks) == (7, 0)
+        return seen
+
+    assert_same_bits(run(in_arena, True), run(lambda step: step, False))
+
+
+def _backward_by(op: Any) -> Callable[[Tensor], Tensor]:
+    """An op whose gradient another one computes."""
+    name = "checkmate_arena::fails_behind"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    double.register_fake(torch.empty_like)
+    double.register_autograd(lambda ctx, grad: op(grad))
+    return double
+
+
+def test_a_result_outlives_its_step() -> None:
+    model = net()
+    step = in_arena(with_hidden(model))
+    for batch in batches(3):
+        loss, hidden = step(*batch)
+        loss.backward()
+    arenas = list(step._backend.arenas)
+    kept = [hidden.detach(), *(p.grad for p in model.parameters())]
+    then = [t.clone() for t in kept]
+    del step, loss, hidden, arenas
+    torch._dynamo.reset()
+    gc.collect()
+    other = in_arena(loss_of(model))
+    for batch in batches(3):
+        other(*batch)
+    assert_same_bits(kept, then)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_child_reads_and_trains() -> None:
+    """It has what was alive, and trains without an arena; the parent goes on as if nothing had been."""
+    model = net()
+    step, data = in_arena(loss_of(model)), batches(8)
+    train(model, step, data[:4])
+    loss = step(*data[4])  # what it saved is in the arena
+    kept = [p.grad for p in model.parameters()]
+    then = [t.clone() for t in kept]
+    random_state = torch.get_rng_state()
+
+    def go_on() -> list[Tensor]:
+        model.zero_grad()
+        loss.backward()
+        first = [p.grad.clone() for p in model.parameters()]
+        torch.set_rng_state(random_state)
+        train(model, step, data[5:])
+        return first + [p.detach().clone() for p in model.parameters()]
+
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:  # nothing of pytest may run here
+        try:
+            same = all(bool((a == b).all()) for a, b in zip(kept, then, strict=True))
+            result = go_on()
+            os.write(write, bytes([same]) + b"".join(t.numpy().tobytes() for t in result)[: 1 << 15])
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    assert_same_bits(kept, then)
+    expected = b"".join(t.numpy().tobytes() for t in go_on())[: 1 << 15]
+    assert said[:1] == b"\1"
+    assert said[1:] == expected
