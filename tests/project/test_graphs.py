@@ -206,13 +206,13 @@ def test_the_committed_rows_of_stages_are_of_the_code_and_contradict_one_another
 
 def test_a_row_of_a_stage_and_what_it_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "LEFT_OUT", ("", "exact at once", "in turn"))
-    rows = [stages.solve_here("chain-8", 0.4, stage, 1.0) for stage in stages.LEFT_OUT]
-    assert [row["cost_ratio"] for row in rows] == [26 / 17] * 3
+    rows = [stages.solve_here("chain-8", 0.6, stage, 1.0) for stage in stages.LEFT_OUT]
+    assert [row["cost_ratio"] for row in rows] == [21 / 17] * 3
     rows[1] |= {"cost_ratio": 2.0, "gap": 0.5, "seconds": 3 * rows[0]["seconds"]}
     rows[2] |= {"cost_ratio": None, "gap": None, "status": "not found", "first_plan_seconds": None}
     for row in rows:
         row |= {"commit": "abc", "cpu": "a processor"}
     text = stages.markdown(rows)
     worth = [line.split(" | ")[1:5] for line in text.splitlines() if line.startswith(("| exact at once", "| in turn"))]
-    assert worth == [["1 (47.06%)", "–", "1 (50.00%)", "–"], ["1 (no plan)", "–", "1 (100.00%)", "–"]]
-    assert re.search(r"^\| chain-8 \| 17 \| 40% \| in turn \| not found \| 100.00% \|", text, flags=re.MULTILINE)
+    assert worth == [["1 (76.47%)", "–", "1 (50.00%)", "–"], ["1 (no plan)", "–", "1 (100.00%)", "–"]]
+    assert re.search(r"^\| chain-8 \| 17 \| 60% \| in turn \| not found \| 100.00% \|", text, flags=re.MULTILINE)
