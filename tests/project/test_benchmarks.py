@@ -246,4 +246,4 @@ def test_what_plans_make_is_placed(tmp_path: Path) -> None:
     assert [row["name"] for row in rows[:7]] == [*"ABCDEF", "vgg16 1"]
     assert all(row["within_capacity"] for row in rows[:6])
     assert all(row["live_peak"] <= row["bound"] <= row["height"] <= row["first_fit"] for row in rows)
-    assert printed.count("\n") == len(rows) + 2
+    assert printed.count("\n") == len(rows) + 1
