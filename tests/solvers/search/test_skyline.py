@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -61,15 +62,15 @@ def test_a_failure_does_not_try_again_what_was_decided_at_another_time() -> None
 
 def test_what_failed_before_is_remembered_when_all_has_failed() -> None:
     """The third decision failed at first because of the first one, which has another option; the second has no part."""
-    arena = SimpleNamespace(undo=lambda mark: None)
+    arena: Any = SimpleNamespace(undo=lambda mark: None)
     path = [skyline._Choice(options=[0, 1], reason=0, mark=0, tried=1) for _ in range(3)]
-    assert skyline._go_back(arena, path, 0b101)  # type: ignore[arg-type]
+    assert skyline._go_back(arena, path, 0b101)
     assert len(path) == 3
     path[2].tried = 2
-    assert skyline._go_back(arena, path, 0b100)  # type: ignore[arg-type]
+    assert skyline._go_back(arena, path, 0b100)
     assert len(path) == 1
     path[0].tried = 2
-    assert not skyline._go_back(arena, path, 0b001)  # type: ignore[arg-type]
+    assert not skyline._go_back(arena, path, 0b001)
     assert path == []
 
 
