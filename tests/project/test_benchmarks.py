@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import addresses, gpu, profile
+from benchmarks import gpu, profile
 from benchmarks.common import data, rows
 from benchmarks.common import timing as measuring
 from benchmarks.demo import Row
@@ -222,28 +222,3 @@ def test_training_within_a_fraction_of_a_device_is_compared_with_plain_training(
     cells = gpu._cells({"network": "gpt2", "precision": "float32", **row})
     assert len(cells) == len(gpu.HEADER)
     assert cells[-2:] == ["PLAIN FITS", "same losses"]
-
-
-def test_a_problem_of_minimalloc_is_a_row(tmp_path: Path) -> None:
-    path = tmp_path / "two.96.csv"
-    path.write_text("id,lower,upper,size\n0,0,2,64\n1,2,3,32\n2,1,3,32\n")
-    row = addresses.file_row(path, time_limit=60)
-    assert row.pop("seconds") >= 0
-    assert row.pop("capacity_seconds") >= 0
-    within = {"name": "two", "capacity": 96, "within_capacity": True}
-    assert row == {**within, "blocks": 3, "live_peak": 96, "height": 96, "bound": 96, "first_fit": 96}
-    assert addresses.cells({**row, "seconds": 1.0}) == ["two", "3", "96", "96", "96", "1.00000", "1.00", "lowest"]
-    assert addresses.capacity_of(Path("two.csv")) is addresses.capacity_of(Path("7.csv")) is None
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_what_plans_make_is_placed(tmp_path: Path) -> None:
-    out = tmp_path / "addresses.jsonl"
-    folder = ROOT / "tests" / "solvers" / "search" / "minimalloc"
-    printed = _run("benchmarks.addresses", str(folder), "--plans", "--graphs", "vgg16", "--out", str(out))
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["name"] for row in rows[:7]] == [*"ABCDEF", "vgg16 1"]
-    assert all(row["within_capacity"] for row in rows[:6])
-    assert all(row["live_peak"] <= row["bound"] <= row["height"] <= row["first_fit"] for row in rows)
-    assert printed.count("\n") == len(rows) + 1
