@@ -7,13 +7,16 @@ proven to be the best.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from checkmate.solvers.search.packing import pack
 
 IntArray = npt.NDArray[np.int64]
 TIME_LIMIT = 5.0  # seconds, for what first fit leaves open
@@ -59,6 +62,7 @@ def place(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT) -> Placeme
     if len(data) and (data[:, 2].min() < 0 or (data[:, 1] < data[:, 0]).any()):
         wrong = next(block for block in blocks if block.size < 0 or block.died < block.born)
         raise ValueError(f"{wrong} dies before it is born, or has fewer bytes than none.")
+    data[data[:, 0] == data[:, 1], 2] = 0  # what never lives needs no bytes
     bound = live_peak(blocks)
     best: Placement | None = None
     for order in _orders(data):
@@ -69,6 +73,25 @@ def place(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT) -> Placeme
         if best.height == bound or time.perf_counter() > until:
             break
     assert best is not None
+    return _lower(data, best, until)
+
+
+def _lower(data: IntArray, best: Placement, until: float) -> Placement:
+    """Search for a lower arena: as low as the bound first, then half way up to the lowest that is known, and so on."""
+    blocks = [(int(born), int(died), int(size)) for born, died, size in data]
+    unit = math.gcd(*(size for _, _, size in blocks))  # the least height is a sum of sizes
+    below = best.bound - unit  # no arena of this height, or none that was found
+    height = best.bound
+    while below + unit < best.height and (left := until - time.perf_counter()) > 0:
+        packing = pack(blocks, height, time_limit=left / 2)
+        if packing.offsets is not None:
+            highest = max(offset + size for offset, (_, _, size) in zip(packing.offsets, blocks, strict=True))
+            best = Placement(packing.offsets, highest, best.bound)
+        else:
+            below = height
+            if packing.impossible:
+                best = replace(best, bound=height + unit)
+        height = below + unit * math.ceil((best.height - below) / (2 * unit))
     return best
 
 
