@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.clock import WALL, count_own_seconds
+from benchmarks.common.own_seconds import WALL, count_own_seconds
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import re
 import statistics
 import time
@@ -27,8 +26,9 @@ from torch import nn
 
 import checkmate
 from benchmarks.common import timing as measuring
+from benchmarks.common.rows import Row, add_names, append, origin
 from benchmarks.networks import CASES
-from benchmarks.step import origin
+from checkmate.core.table import Table
 from checkmate.memory import build
 
 RESULTS = Path(__file__).parent / "results" / "arena.jsonl"
@@ -67,7 +67,7 @@ def small_step() -> Callable[[], None]:
     return lambda: step(x).backward()
 
 
-def row(name: str, threads: int, share: float, time_limit: float, rounds: int) -> dict[str, Any]:
+def row(name: str, threads: int, share: float, time_limit: float, rounds: int) -> Row:
     """Measure one network at one budget."""
     torch.set_num_threads(threads)
     module, plain, batch = CASES[name].make(0)
@@ -115,7 +115,7 @@ def _ratio(these: list[float], those: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(these, those, strict=True))
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: Row) -> list[str]:
     planned = row["planned_bytes"]
     return [
         row["model"],
@@ -133,27 +133,23 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Measure what was asked for, append the rows to the file, and print them as a table."""
     parser = argparse.ArgumentParser(description="Measure what a step takes of the machine.")
-    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(CASES)}; by default all")
+    add_names(parser, CASES)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.9, 0.6])
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--time-limit", type=float, default=15.0, help="seconds to plan for one budget")
     parser.add_argument("--rounds", type=int, default=11, help="of timed steps")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if unknown := set(args.networks) - set(CASES):
-        parser.error(f"unknown networks: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     about, cells = origin(), []
     for threads in args.threads:
-        for name in args.networks or CASES:
+        for name in args.names:
             for share in args.shares:
                 torch._dynamo.reset()
                 measured = row(name, threads, share, args.time_limit, args.rounds)
-                with args.out.open("a") as out:
-                    out.write(json.dumps({**about, **measured}) + "\n")
+                append(args.out, {**about, **measured})
                 cells.append(_cells(measured))
                 print("  ".join(cells[-1]), flush=True)
-    print("\n" + measuring.table(HEADER, cells))
+    print(f"\n{Table(HEADER, cells, HEADER[1:])}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from benchmarks.networks import language_model
 from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.resnet import resnet18
 from checkmate.backends.state import differing
+from checkmate.core.table import Table
 from checkmate.memory import measure_peak
 from checkmate.units import exact_bytes, format_bytes, format_seconds
 
@@ -142,9 +143,9 @@ def run(task: Task) -> list[str]:
         f"of which {exact_bytes(problem.resident)} are parameters and batch; loss {losses[0]:.3f} -> {losses[-1]:.3f} "
         f"in {len(losses)} steps\n"
     )
-    budgets = [lowest + int(share * (keep_all - lowest)) for share in SHARES]
+    budgets = [measuring.budget_at(share, lowest, keep_all) for share in SHARES]
     rows = [_row(task, budget, expected) for budget in budgets]
-    print(measuring.table(HEADER, [row.cells() for row in rows]), flush=True)
+    print(Table(HEADER, [row.cells() for row in rows], HEADER), flush=True)
     return [promise for row in rows for promise in row.broken()]
 
 

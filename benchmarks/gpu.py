@@ -20,16 +20,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +35,7 @@ from torch import Tensor, nn
 
 import checkmate
 from benchmarks.common import timing as measuring
+from benchmarks.common.rows import Row, add_names, append, origin, plan_facts
 from benchmarks.common.timing import Batch, Step
 from benchmarks.networks import language_model
 from benchmarks.networks.gpt2 import GPT2
@@ -46,8 +45,8 @@ from benchmarks.networks.vit import ViT
 from benchmarks.peers import comparison as peers
 from benchmarks.peers import report as peers_report
 from benchmarks.peers.subjects import on_a_gpu
-from benchmarks.step import origin
 from checkmate.backends.state import differing
+from checkmate.core.table import Table
 from checkmate.memory import MemoryUse, measure_peak
 
 RESULTS = Path(__file__).parent / "results" / "gpu.jsonl"
@@ -132,34 +131,17 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
 
 def outcome(module: nn.Module, step: Step, batch: Batch, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Losses, last gradients, parameters and buffers after two steps; copies on the CPU."""
-    torch.manual_seed(1)
-    losses = []
-    for _ in range(2):
-        optimizer.zero_grad(set_to_none=True)
-        loss = step(*batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    grads = [p.grad for p in module.parameters() if p.grad is not None]
-    results = [torch.stack(losses), *grads, *module.state_dict().values()]
-    on_host = [tensor.detach().to("cpu", copy=True) for tensor in results]
-    optimizer.zero_grad(set_to_none=True)
-    return on_host
+    *results, _random_state = measuring.train(module, step, [batch] * 2, seed=1, optimizer=optimizer)
+    return results
 
 
-def distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """The largest difference of two outcomes, in each tensor in proportion to its largest element."""
-    pairs = [(x.double(), y.double()) for x, y in zip(a, b, strict=True)]
-    return max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-30)) for x, y in pairs)
-
-
-def compare(found: list[Tensor], plain: list[list[Tensor]]) -> dict[str, Any]:
+def compare(found: list[Tensor], plain: list[list[Tensor]]) -> Row:
     """Whether plain runs repeat their bits, whether these are the compiled step's, and how far all are apart."""
     return {
         "plain_repeats": all(not differing(plain[0], run) for run in plain[1:]),
         "bitwise": any(not differing(found, run) for run in plain),
-        "difference": min(distance(found, run) for run in plain),
-        "plain_spread": max(distance(a, b) for i, a in enumerate(plain) for b in plain[:i]),
+        "difference": min(measuring.distance(found, run) for run in plain),
+        "plain_spread": max(measuring.distance(a, b) for i, a in enumerate(plain) for b in plain[:i]),
     }
 
 
@@ -168,7 +150,7 @@ def peak_of(use: MemoryUse, resident: int) -> int:
     return use.peak + (resident if use.before is None else use.before)
 
 
-def measured_plain(setting: Setting) -> dict[str, Any]:
+def measured_plain(setting: Setting) -> Row:
     """The plain step: its peak, what tracing finds, and the outcome of a few runs."""
     module, step, batch = setting.make()
     optimizer = adam(module)
@@ -194,10 +176,10 @@ def measured_plain(setting: Setting) -> dict[str, Any]:
     return {"facts": facts, "runs": runs}
 
 
-def row(setting: Setting, plain: dict[str, Any], share: float, pairs: int, time_limit: float) -> dict[str, Any]:
+def row(setting: Setting, plain: Row, share: float, pairs: int, time_limit: float) -> Row:
     """Measure a network within one budget."""
     facts = plain["facts"]
-    budget = facts["min_budget"] + int(share * (facts["keep_all_peak"] - facts["min_budget"]))
+    budget = measuring.budget_at(share, facts["min_budget"], facts["keep_all_peak"])
     module, step, batch = setting.make()
     optimizer = adam(module)
     compiled = checkmate.compile(step, budget=budget, time_limit=time_limit)
@@ -220,21 +202,17 @@ def row(setting: Setting, plain: dict[str, Any], share: float, pairs: int, time_
         "reserved": use.reserved,
         "off": abs(measured - predicted) / predicted,
         "within": measured <= budget,
-        "method": solution.method,
-        "status": solution.status.label,
-        "overhead": solution.overhead,
-        "gap": solution.gap,
+        **plan_facts(solution),
         "plain_seconds": plain_seconds,
         "compiled_seconds": compiled_seconds,
         "time_ratio": ratio,
         "pairs": pairs,
-        "plan_seconds": solution.seconds,
         "first_two_steps_seconds": first_steps,  # capture again, plan, write code, two steps
         **compare(found, plain["runs"]),
     }
 
 
-def limited_row(setting: Setting, plain: dict[str, Any], time_limit: float) -> dict[str, Any]:
+def limited_row(setting: Setting, plain: Row, time_limit: float) -> Row:
     """Train plainly and within a budget where PyTorch may take no more of the device than the budget and a margin."""
     facts, total = plain["facts"], torch.cuda.get_device_properties(setting.device).total_memory
     least, most = facts["min_budget"], facts["plain_peak"]
@@ -269,7 +247,7 @@ def limited_row(setting: Setting, plain: dict[str, Any], time_limit: float) -> d
     }
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: Row) -> list[str]:
     name = [row["network"], row["precision"]]
     if "error" in row:
         return [*name, f"{row.get('share', '')}", *["-"] * 7, "ERROR", row["error"].splitlines()[0][:60]]
@@ -292,9 +270,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def origin_of(device: torch.device) -> dict[str, Any]:
+def origin_of(device: torch.device) -> Row:
     """Where and when a row was made, with the GPU and what drives it."""
-    facts: dict[str, Any] = {**origin(), "device": str(device)}
+    facts: Row = {**origin(), "device": str(device)}
     if device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["gpu_bytes"] = torch.cuda.get_device_properties(device).total_memory
@@ -304,10 +282,10 @@ def origin_of(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def measured_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measured_rows(args: argparse.Namespace) -> Iterator[Row]:
     """All rows that were asked for, as far as the time allows; what fails is a row with the error."""
     deadline, longest = time.monotonic() + 60 * args.minutes, 0.0
-    names = args.networks or [name for name in NETWORKS if NETWORKS[name].make_small or not args.quick]
+    names = [name for name in args.names if NETWORKS[name].make_small or not args.quick]
     # each network once, its precision in turn, before any a second time
     turns = [(name, (i + turn) % 2 == 1) for turn in (0, 1) for i, name in enumerate(names)]
     for name, amp in turns:
@@ -334,7 +312,7 @@ def measured_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield {**about, "error": f"{type(error).__name__}: {error}"}
 
 
-def compared_with_peers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def compared_with_peers(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of `benchmarks.peers` on one GPU: an equal part of the time for each, a fifth of it for steps."""
     networks = on_a_gpu(small=args.quick)
     end = time.monotonic() + 60 * args.minutes
@@ -359,7 +337,7 @@ def compared_with_peers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure, append the rows to the file, print them as a table; fails if a row does."""
     parser = argparse.ArgumentParser(description="Compiled against plain training steps on one GPU.")
-    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(NETWORKS)}; by default all")
+    add_names(parser, NETWORKS)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--quick", action="store_true", help="small versions of two networks, few pairs")
     parser.add_argument("--minutes", type=float, default=8.0, help="no row is begun that may end later")
@@ -368,8 +346,6 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="compare with other ways to save memory instead")
     parser.add_argument("--out", type=Path, help="by default gpu.jsonl, or gpu_peers.jsonl, of benchmarks/results")
     args = parser.parse_args()
-    if unknown := set(args.networks) - set(NETWORKS):
-        parser.error(f"unknown networks: {', '.join(sorted(unknown))}; there are {', '.join(NETWORKS)}")
     if args.device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("There is no CUDA device here. --device cpu --quick runs small versions of the networks on the CPU.")
     if args.device.type == "cuda" and args.device.index is None:
@@ -378,22 +354,17 @@ def main() -> None:
         args.pairs, args.time_limit, args.minutes = 2, 1.0, max(args.minutes, 60.0)
     about, cells, failed = origin_of(args.device), [], 0
     args.out = args.out or (RESULTS.with_name("gpu_peers.jsonl") if args.peers else RESULTS)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.peers:
-        with args.out.open("a") as out:
-            for found in compared_with_peers(args):
-                out.write(json.dumps({**about, **found}) + "\n")
-                out.flush()
+        for found in compared_with_peers(args):
+            append(args.out, {**about, **found})
         print(peers_report.render(args.out))
         return
-    with args.out.open("a") as out:
-        for found in measured_rows(args):
-            out.write(json.dumps({**about, **found}) + "\n")
-            out.flush()
-            failed += "error" in found
-            cells.append(_cells(found))
-            print("  ".join(cells[-1]), flush=True)
-    print(f"\n{about.get('gpu', about['cpu'])}, PyTorch {about['torch']}\n{measuring.table(HEADER, cells)}")
+    for found in measured_rows(args):
+        append(args.out, {**about, **found})
+        failed += "error" in found
+        cells.append(_cells(found))
+        print("  ".join(cells[-1]), flush=True)
+    print(f"\n{about.get('gpu', about['cpu'])}, PyTorch {about['torch']}\n{Table(HEADER, cells, HEADER[1:])}")
     if failed:
         sys.exit(f"{failed} of {len(cells)} rows failed; {args.out} has the errors.")
 

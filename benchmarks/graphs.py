@@ -1,6 +1,6 @@
 """Training steps at the sizes people train, traced without running them, as one problem file each.
 
-    python -m benchmarks.graphs [GRAPH ...] [--device h100] [--out benchmarks/problems]
+    python -m benchmarks.graphs [NETWORK ...] [--device h100] [--out benchmarks/problems]
 
 Nothing is allocated: models and batches are on the meta device. Ops are those that PyTorch runs on the CPU, in float32;
 their costs are the roofline's for the device, and sizes are as its allocator rounds them. The loss is within the step;
@@ -27,12 +27,14 @@ from transformers import (
 )
 
 import checkmate
-from benchmarks.common.timing import table
-from benchmarks.networks.full_size import VGG16, DenseNet121
+from benchmarks.common.rows import add_names
+from benchmarks.networks.full_size import DenseNet121
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.resnet import resnet18, resnet50
 from benchmarks.networks.unet import UNet
+from benchmarks.networks.vgg import VGG16
 from benchmarks.networks.vit import ViT
+from checkmate.core.table import Table
 from checkmate.profiling.roofline import DEVICES
 from checkmate.units import format_bytes, format_seconds
 
@@ -40,6 +42,7 @@ PROBLEMS = Path(__file__).parent / "problems"
 DEVICE = "h100"
 CLASSES = 1000
 BATCH, LENGTH = 8, 512  # of text
+HEADER = ("graph", "ops", "values", "resident", "keep all", "least op", "step", "file", "traced in")
 
 Step = Callable[..., Tensor]
 Make = Callable[[], tuple[Step, tuple[Tensor, ...]]]
@@ -120,15 +123,13 @@ def problem_of(name: str, device: str = DEVICE) -> checkmate.Problem:
 def main() -> None:
     """Trace what was asked for, write the files, and print what is in them."""
     parser = argparse.ArgumentParser(description="Trace training steps at full size and write problem files.")
-    parser.add_argument("graphs", nargs="*", metavar="GRAPH", help=f"of {', '.join(GRAPHS)}; by default all")
+    add_names(parser, GRAPHS)
     parser.add_argument("--device", default=DEVICE, choices=DEVICES)
     parser.add_argument("--out", type=Path, default=PROBLEMS)
     args = parser.parse_args()
-    if unknown := set(args.graphs) - set(GRAPHS):
-        parser.error(f"unknown graphs: {', '.join(sorted(unknown))}; there are {', '.join(GRAPHS)}")
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
-    for name in args.graphs or GRAPHS:
+    for name in args.names:
         began = time.perf_counter()
         problem = problem_of(name, args.device)
         path = args.out / f"{name}.json.gz"
@@ -146,7 +147,7 @@ def main() -> None:
                 format_seconds(time.perf_counter() - began),
             ]
         )
-    print(table(("graph", "ops", "values", "resident", "keep all", "least op", "step", "file", "traced in"), rows))
+    print(Table(HEADER, rows, HEADER[1:]))
 
 
 if __name__ == "__main__":

@@ -11,24 +11,23 @@ proportion to the batch. Compare the ratios to keeping everything, not the sizes
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from benchmarks.common.timing import table
-from benchmarks.networks.full_size import FCN8, VGG19, MobileNetV1, SegNet
+from benchmarks.common.rows import Row, add_names, append, origin
+from benchmarks.networks.full_size import FCN8, MobileNetV1, SegNet
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.unet import UNet
-from benchmarks.step import origin
+from benchmarks.networks.vgg import VGG19
+from checkmate.core.table import Table
 from checkmate.profiling.roofline import DEVICES
 from checkmate.units import format_seconds
 
@@ -60,17 +59,8 @@ NETWORKS = {
     "segnet": Network(lambda: SegNet(12), (416, 608), pixels=True),
 }
 HEADER = (
-    "network",
-    "ours",
-    "one more",
-    "keep all",
-    "ratio",
-    "paper",
-    "best other",
-    "fastest",
-    "recomputed",
-    "found in",
-)
+    "network", "ours", "one more", "keep all", "ratio", "paper", "best other", "fastest", "recomputed", "found in",
+)  # fmt: skip
 
 
 def search(name: str, budget: str, device: str, time_limit: float) -> checkmate.LargestBatch:
@@ -98,7 +88,7 @@ def search(name: str, budget: str, device: str, time_limit: float) -> checkmate.
     )
 
 
-def row_of(name: str, found: checkmate.LargestBatch) -> dict[str, Any]:
+def row_of(name: str, found: checkmate.LargestBatch) -> Row:
     """What a line of the file says, less where it was made."""
     network = NETWORKS[name]
     return {
@@ -112,7 +102,7 @@ def row_of(name: str, found: checkmate.LargestBatch) -> dict[str, Any]:
     }
 
 
-def cells(row: dict[str, Any]) -> list[str]:
+def cells(row: Row) -> list[str]:
     """A row of the table."""
     others = {name: point["size"] for name, point in row["baselines"].items() if point is not None}
     cut = row["cut_short"]
@@ -138,23 +128,20 @@ def cells(row: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Search for what was asked for, append the rows to the file, and print them as a table."""
     parser = argparse.ArgumentParser(description="Find the largest batches that fit.")
-    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(NETWORKS)}; by default all")
+    add_names(parser, NETWORKS)
     parser.add_argument("--budget", default="16 GB")
     parser.add_argument("--device", default="h100", choices=DEVICES)
     parser.add_argument("--time-limit", type=float, default=90.0, help="seconds for each network")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if unknown := set(args.networks) - set(NETWORKS):
-        parser.error(f"unknown networks: {', '.join(sorted(unknown))}; there are {', '.join(NETWORKS)}")
-    about: dict[str, Any] = {**origin(), "device": args.device, "time_limit": args.time_limit}
+    about: Row = {**origin(), "device": args.device, "time_limit": args.time_limit}
     rows = []
-    for name in args.networks or NETWORKS:
+    for name in args.names:
         row = {**about, **row_of(name, search(name, args.budget, args.device, args.time_limit))}
         rows.append(cells(row))
-        with args.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append(args.out, row)
         print(" ".join(rows[-1]), file=sys.stderr, flush=True)
-    print(table(HEADER, rows))
+    print(Table(HEADER, rows, HEADER[1:]))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ measuring itself takes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -31,24 +30,25 @@ import torch.nn.functional as F
 from scipy.stats import spearmanr
 
 import checkmate
-from benchmarks.common import timing as measuring
+from benchmarks.common.rows import Row, add_names, append, origin
+from benchmarks.common.timing import budget_at
 from benchmarks.networks import CASES, Case
 from benchmarks.networks.resnet import resnet50
-from benchmarks.step import origin
 from checkmate.core.files import VARIABLE
 from checkmate.core.simulator import cost
+from checkmate.core.table import Table
 from checkmate.profiling import measure
 
 RESULTS = Path(__file__).parent / "results" / "profile.jsonl"
 HEADER = ("network", "share", "predicted", "measured", "wall", "of measured", "of wall", "other plan")
 
 
-def rows(case: Case, shares: list[float], pairs: int, rounds: int, time_limit: float) -> Iterator[dict[str, Any]]:
+def rows(case: Case, shares: list[float], pairs: int, rounds: int, time_limit: float) -> Iterator[Row]:
     """Plan one network at each share between the smallest budget and keeping everything, and time the plans."""
     _, plain, batch = case.make(0)
     problem = checkmate.trace(plain, *batch, cache=False)
     lowest, keep_all = checkmate.min_budget(problem).peak, problem.keep_all_peak
-    budgets = [lowest + int(share * (keep_all - lowest)) for share in shares]
+    budgets = [budget_at(share, lowest, keep_all) for share in shares]
     made = [case.make(0) for _ in shares]
     compiled = [
         checkmate.compile(step, budget=budget, time_limit=time_limit, profile=problem.profile)
@@ -93,7 +93,7 @@ def _seconds(module: torch.nn.Module, step: Any, data: tuple[Any, ...]) -> tuple
     return time.process_time() - processor, time.perf_counter() - clock
 
 
-def profiling_row(threads: int) -> dict[str, Any]:
+def profiling_row(threads: int) -> Row:
     """Seconds that measuring the ops of ResNet-50 takes, batch 8 at 96 x 96: with nothing known, and all on disk.
 
     Each is a whole trace less one that measures nothing.
@@ -125,7 +125,7 @@ def profiling_row(threads: int) -> dict[str, Any]:
     }
 
 
-def summary(measured: list[dict[str, Any]]) -> str:
+def summary(measured: list[Row]) -> str:
     """The medians over all rows, and of the rank correlations of each network's plans."""
     error = [abs(_ratio(row) - 1) for row in measured]
     spread = [max(row["predicted_seconds"]) / min(row["predicted_seconds"]) - 1 for row in measured]
@@ -149,12 +149,12 @@ def summary(measured: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _ratio(row: dict[str, Any], measured: str = "measured_seconds") -> float:
+def _ratio(row: Row, measured: str = "measured_seconds") -> float:
     """Predicted over measured seconds: the median over the pairs."""
     return statistics.median(p / m for p, m in zip(row["predicted_seconds"], row[measured], strict=True))
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: Row) -> list[str]:
     names = ("predicted_seconds", "measured_seconds", "wall_seconds")
     milliseconds = [f"{statistics.median(row[name]) * 1e3:.2f} ms" for name in names]
     ratios = [f"{_ratio(row):.3f}", f"{_ratio(row, 'wall_seconds'):.3f}"]
@@ -170,7 +170,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Measure what was asked for, append the rows to the file, and print them as a table."""
     parser = argparse.ArgumentParser(description="Compare predicted with measured step times.")
-    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(CASES)}; by default all")
+    add_names(parser, CASES)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.05, 0.1, 0.25, 0.5, 1.0])
     parser.add_argument("--pairs", type=int, default=5, help="profiles, each with its timed steps")
     parser.add_argument("--rounds", type=int, default=8, help="timed steps of each plan in a pair")
@@ -178,24 +178,19 @@ def main() -> None:
     parser.add_argument("--profiling", action="store_true", help="only how long measuring the ops of ResNet-50 takes")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if unknown := set(args.networks) - set(CASES):
-        parser.error(f"unknown networks: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     torch.set_num_threads(1)
     about, measured = origin(), []
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("a") as out:
-        if args.profiling:
-            row = profiling_row(threads=2)
-            out.write(json.dumps({**about, **row}) + "\n")
-            print(f"{row['profiling_cold_seconds']:.1f} s cold, {row['profiling_warm_seconds']:.2f} s warm")
-            return
-        for name in args.networks or CASES:
-            torch._dynamo.reset()
-            for row in rows(CASES[name], args.shares, args.pairs, args.rounds, args.time_limit):
-                out.write(json.dumps({**about, **row}) + "\n")
-                out.flush()
-                measured.append(row)
-    print(measuring.table(HEADER, [_cells(row) for row in measured]) + "\n" + summary(measured))
+    if args.profiling:
+        row = profiling_row(threads=2)
+        append(args.out, {**about, **row})
+        print(f"{row['profiling_cold_seconds']:.1f} s cold, {row['profiling_warm_seconds']:.2f} s warm")
+        return
+    for name in args.names:
+        torch._dynamo.reset()
+        for row in rows(CASES[name], args.shares, args.pairs, args.rounds, args.time_limit):
+            append(args.out, {**about, **row})
+            measured.append(row)
+    print(Table(HEADER, [*map(_cells, measured)], HEADER[1:]), summary(measured), sep="\n")
 
 
 if __name__ == "__main__":

@@ -20,18 +20,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from benchmarks.common import timing as measuring
+from benchmarks.common.rows import Row, add_names, append, origin
+from benchmarks.common.timing import budget_at
 from benchmarks.networks import CASES, CLASSES, Case, Step
 from benchmarks.networks.resnet import resnet50
-from benchmarks.step import origin
 from checkmate.core.files import VARIABLE
+from checkmate.core.table import Table
 
 RESULTS = Path(__file__).parent / "results" / "start.jsonl"
 NETWORKS = ("resnet18", "gpt2-sdpa", "resnet50", "gpt2-4")
@@ -76,7 +76,7 @@ class _Measured(logging.Handler):
             self.seconds += float(str(record.args[1]))
 
 
-def starts(name: str, budget: int, time_limit: float, *, whole: bool = True) -> list[dict[str, Any]]:
+def starts(name: str, budget: int, time_limit: float, *, whole: bool = True) -> list[Row]:
     """Train a step with the whole batch and one with the smaller one; what each took. In a process that just began."""
     _, step, batch = KNOWN[name].make(0)
     batches = [batch] * whole + [tuple(tensor[: int(SMALLER * len(tensor))] for tensor in batch)]
@@ -106,7 +106,7 @@ def starts(name: str, budget: int, time_limit: float, *, whole: bool = True) -> 
     return rows
 
 
-def peer(name: str, backend: str) -> list[dict[str, Any]]:
+def peer(name: str, backend: str) -> list[Row]:
     """Train a step with another backend; what it took. In a process that just began."""
     _, step, batch = KNOWN[name].make(0)
     compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
@@ -135,32 +135,31 @@ def budget_of(name: str, share: float) -> int:
     """The budget at a share of the way from the smallest to keeping everything."""
     _, step, batch = KNOWN[name].make(0)
     problem = checkmate.trace(step, *batch)
-    smallest = checkmate.min_budget(problem).peak
-    return smallest + int(share * (problem.keep_all_peak - smallest))
+    return budget_at(share, checkmate.min_budget(problem).peak, problem.keep_all_peak)
 
 
-def _in_a_process(folder: str, *arguments: object) -> list[dict[str, Any]]:
+def _in_a_process(folder: str, *arguments: object) -> list[Row]:
     """What `once` prints, in a process whose caches are in this folder."""
     command = [sys.executable, "-c", IN_A_PROCESS, *map(str, arguments)]
     environment = {**os.environ, VARIABLE: folder, "TORCHINDUCTOR_CACHE_DIR": folder}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if run.returncode:
         raise SystemExit(run.stderr)
-    found: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
+    found: list[Row] = json.loads(run.stdout.splitlines()[-1])
     return found
 
 
-def _cold_and_warm(*arguments: object) -> dict[str, list[dict[str, Any]]]:
+def _cold_and_warm(*arguments: object) -> dict[str, list[Row]]:
     with tempfile.TemporaryDirectory() as folder:
         return {start: _in_a_process(folder, *arguments) for start in ("cold", "warm")}
 
 
-def row(name: str, threads: int, share: float, time_limit: float, peers: bool) -> dict[str, Any]:
+def row(name: str, threads: int, share: float, time_limit: float, peers: bool) -> Row:
     """All starts of one network."""
     torch.set_num_threads(threads)
     budget = budget_of(name, share)
     ours = ("checkmate", threads, name, budget, time_limit)
-    found: dict[str, Any] = _cold_and_warm(*ours)
+    found: Row = _cold_and_warm(*ours)
     with tempfile.TemporaryDirectory() as folder:
         found["smaller_from_nothing"] = _in_a_process(folder, *ours, "alone")[0]
     if peers:
@@ -168,7 +167,7 @@ def row(name: str, threads: int, share: float, time_limit: float, peers: bool) -
     return {"model": name, "share": share, "budget": budget, "time_limit": time_limit, "threads": threads, **found}
 
 
-def _cells(row: dict[str, Any]) -> list[list[str]]:
+def _cells(row: Row) -> list[list[str]]:
     lines = []
     for first, second, nothing in zip(row["cold"], row["warm"], [None, row["smaller_from_nothing"]], strict=True):
         seconds = [first["step_seconds"], second["step_seconds"], first["measure_seconds"]]
@@ -188,26 +187,20 @@ def _cells(row: dict[str, Any]) -> list[list[str]]:
 def main() -> None:
     """Measure what was asked for, append the rows to the file, and print them as a table."""
     parser = argparse.ArgumentParser(description="Time the first and the second start of a script.")
-    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(KNOWN)}")
+    add_names(parser, KNOWN, NETWORKS)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--share", type=float, default=0.25, help="of the way from the smallest budget to keeping all")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds to plan; that of checkmate.compile")
     parser.add_argument("--peers", action="store_true", help=f"time the starts with {' and '.join(PEERS)}, too")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    names = args.networks or NETWORKS
-    if unknown := set(names) - set(KNOWN):
-        parser.error(f"unknown networks: {', '.join(sorted(unknown))}; there are {', '.join(KNOWN)}")
     about, measured = origin(), []
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("a") as out:
-        for threads in args.threads:
-            for name in names:
-                found = row(name, threads, args.share, args.time_limit, args.peers)
-                out.write(json.dumps({**about, **found}) + "\n")
-                out.flush()
-                measured += _cells(found)
-    print(measuring.table(HEADER, measured))
+    for threads in args.threads:
+        for name in args.names:
+            found = row(name, threads, args.share, args.time_limit, args.peers)
+            append(args.out, {**about, **found})
+            measured += _cells(found)
+    print(Table(HEADER, measured, HEADER[1:]))
 
 
 if __name__ == "__main__":

@@ -10,22 +10,19 @@ parameters, buffers and batch included, gradients too, optimizer state not.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
 import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import checkmate
 from benchmarks.common import timing as measuring
+from benchmarks.common.rows import Row, add_names, append, origin, plan_facts
 from benchmarks.networks import CASES, Case
 from checkmate.backends.state import differing
+from checkmate.core.table import Table
 from checkmate.memory import measure_peak
 
 RESULTS = Path(__file__).parent / "results" / "step.jsonl"
@@ -36,7 +33,7 @@ HEADER = (
 )  # fmt: skip
 
 
-def rows(case: Case, threads: int, shares: list[float], pairs: int, time_limit: float) -> Iterator[dict[str, Any]]:
+def rows(case: Case, threads: int, shares: list[float], pairs: int, time_limit: float) -> Iterator[Row]:
     """Measure one network at each share."""
     torch.set_num_threads(threads)
     module, plain, batch = case.make(0)
@@ -48,7 +45,7 @@ def rows(case: Case, threads: int, shares: list[float], pairs: int, time_limit: 
     expected = measuring.train(*case.make(0)[:2], [batch] * 3)
     for share in shares:
         module, plain, batch = case.make(0)
-        budget = lowest + int(share * (keep_all - lowest))
+        budget = measuring.budget_at(share, lowest, keep_all)
         compiled = checkmate.compile(plain, budget=budget, time_limit=time_limit)
         began = time.perf_counter()
         with measuring.nothing_on_disk():
@@ -69,21 +66,17 @@ def rows(case: Case, threads: int, shares: list[float], pairs: int, time_limit: 
             "predicted_peak": solution.peak,
             "measured_peak": solution.problem.resident + use.peak,
             "resident": problem.resident,
-            "method": solution.method,
-            "status": solution.status.label,
-            "overhead": solution.overhead,
-            "gap": solution.gap,
+            **plan_facts(solution),
             "plain_seconds": plain_seconds,
             "compiled_seconds": compiled_seconds,
             "time_ratio": ratio,
             "pairs": pairs,
-            "plan_seconds": solution.seconds,
             "first_three_steps_seconds": first_steps,
             "bitwise": not differing(found, expected),
         }
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: Row) -> list[str]:
     return [
         row["model"],
         str(row["threads"]),
@@ -99,29 +92,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def origin() -> dict[str, str]:
-    """Where and when a row was made."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
-    )
-    cpu = [line for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": git.stdout.strip() or "unknown",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": cpu[0].partition(":")[2].strip() if cpu else platform.processor(),
-    }
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
-
-
 def main() -> None:
     """Measure what was asked for, append the rows to the file, and print them as a table."""
     parser = argparse.ArgumentParser(description="Time compiled against plain steps.")
-    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(CASES)}; by default all")
+    add_names(parser, CASES)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     parser.add_argument("--pairs", type=int, default=30, help="timed pairs of steps")
@@ -129,23 +103,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three networks, one thread, three budgets, few pairs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if unknown := set(args.networks) - set(CASES):
-        parser.error(f"unknown networks: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     if args.quick:
         args.threads, args.shares, args.pairs, args.time_limit = [1], [0.25, 0.75, 2.0], 6, 5.0
-    names = args.networks or (QUICK if args.quick else CASES)
+    if args.quick and args.names == [*CASES]:
+        args.names = QUICK
     about, measured = origin(), []
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("a") as out:
-        for threads in args.threads:
-            for name in names:
-                torch._dynamo.reset()
-                for row in rows(CASES[name], threads, args.shares, args.pairs, args.time_limit):
-                    out.write(json.dumps({**about, **row}) + "\n")
-                    out.flush()
-                    measured.append(_cells(row))
-                    print("  ".join(measured[-1]), flush=True)
-    print("\n" + measuring.table(HEADER, measured))
+    for threads in args.threads:
+        for name in args.names:
+            torch._dynamo.reset()
+            for row in rows(CASES[name], threads, args.shares, args.pairs, args.time_limit):
+                append(args.out, {**about, **row})
+                measured.append(_cells(row))
+                print("  ".join(measured[-1]), flush=True)
+    print(f"\n{Table(HEADER, measured, HEADER[1:])}")
 
 
 if __name__ == "__main__":

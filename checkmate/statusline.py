@@ -58,7 +58,7 @@ def showing(
 
 
 def at_first(run: Callable[P, R], text: Callable[[], str]) -> Callable[P, R]:
-    """The function, whose first call is shown."""
+    """The function, with a status line during its first call."""
     begun = False
 
     @wraps(run)

@@ -16,6 +16,7 @@ from checkmate.backends.state import tensors_within, unchanged
 from checkmate.capture.meta_tensors import is_fake, meta_as_cpu
 from checkmate.capture.patches.is_compiling import Answer
 from checkmate.capture.provenance import is_users
+from checkmate.codegen.boxed import takes_one_list
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError, Unsupported
@@ -118,10 +119,10 @@ class _Captured(Exception):
 
 
 def _stop(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    @takes_one_list
     def stop(inputs: list[Any]) -> Any:
         raise _Captured
 
-    stop._boxed_call = True  # type: ignore[attr-defined]
     return stop
 
 

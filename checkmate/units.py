@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
+from collections.abc import Callable
 from decimal import Decimal
 
 from checkmate.errors import BudgetError
@@ -105,3 +106,13 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) >= scale:
             return f"{seconds / scale:.1f} {unit}"
     return f"{seconds / 1e-6:.1f} µs"
+
+
+def signed(amount: float, form: Callable[[float], str]) -> str:
+    """Write a change with its sign; without one where it is written like none.
+
+    >>> signed(2e6, format_bytes), signed(-0.5, format_seconds), signed(-1e-9, format_seconds)
+    ('+2.00 MB', '-500.0 ms', '0.0 µs')
+    """
+    text = form(abs(amount))
+    return text if text == form(0) else f"{'+' if amount > 0 else '-'}{text}"

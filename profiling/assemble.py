@@ -8,12 +8,13 @@ from statistics import median
 import numpy as np
 import torch.fx as fx
 
+from checkmate.capture.device import BLOCK_BYTES, as_allocated
 from checkmate.capture.joint import Joint
 from checkmate.core.problem import Profile
 from checkmate.errors import Unsupported
 from checkmate.profiling.cost_table import OpCost
-from checkmate.profiling.one_op import device_of
-from checkmate.profiling.roofline import CUDA_BLOCK_BYTES, DEVICES, moved_bytes_of, roofline_seconds
+from checkmate.profiling.one_op import device_of_op
+from checkmate.profiling.roofline import DEVICES, moved_bytes_of, roofline_seconds
 
 LIKE = {"cpu": "laptop", "cuda": "a100"}  # the device that ops are estimated for, by kind of device; then scaled
 
@@ -36,8 +37,8 @@ def fill(joint: Joint, costs: Sequence[OpCost | None], source: str) -> Profile:
     scale = _scale(nodes, costs) if estimated else 1.0
     for k, node in nodes.items():
         op, cost = graph.ops[k], costs[k]
-        block = CUDA_BLOCK_BYTES if device_of(node).type == "cuda" else 1
-        outputs = sum(-(-graph.values[v].size_bytes // block) * block for v in op.outputs)
+        block = BLOCK_BYTES.get(device_of_op(node).type, 1)
+        outputs = sum(as_allocated(graph.values[v].size_bytes, block) for v in op.outputs)
         if cost is None:
             inputs = sum(graph.values[v].size_bytes for v in op.inputs)
             seconds[k], workspace[k] = scale * _estimate(node), inputs + outputs
@@ -49,7 +50,7 @@ def fill(joint: Joint, costs: Sequence[OpCost | None], source: str) -> Profile:
 
 
 def _estimate(node: fx.Node) -> float:
-    device = DEVICES[LIKE[device_of(node).type]]
+    device = DEVICES[LIKE[device_of_op(node).type]]
     try:
         return roofline_seconds(node, device)
     except Unsupported:  # a product of a rare type: by its bytes alone

@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.profiling.cost_table import OpCost
-from checkmate.profiling.one_op import attempt, call_of, device_of
+from checkmate.profiling.one_op import attempt, call_of, device_of_op
 
 REPEATS = 5  # between two looks at the clock
 MOST_REPEATS = 50
@@ -38,7 +38,7 @@ def measure_ops(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, OpCost | None]]
 
 
 def _measure(node: fx.Node, costs: list[OpCost]) -> None:
-    device = device_of(node)
+    device = device_of_op(node)
     with torch.cuda.device(device):
         run = call_of(node)
         run()  # the first run loads kernels and takes the libraries' workspaces

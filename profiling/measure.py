@@ -26,12 +26,12 @@ from checkmate.errors import Unsupported
 from checkmate.profiling import cpu, cuda
 from checkmate.profiling.assemble import fill
 from checkmate.profiling.cost_table import Costs, OpCost, OpTable, Place, load, store, write
-from checkmate.profiling.one_op import device_of, key_of, runs_alone
+from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
 from checkmate.statusline import showing
 
 log = logging.getLogger("checkmate.profiling")
 
-DEVICES = {"cpu": cpu.measure_ops, "cuda": cuda.measure_ops}
+BY_DEVICE = {"cpu": cpu.measure_ops, "cuda": cuda.measure_ops}
 EXACT = ("none", "ieee")  # float32 as it is
 Key = tuple[Place, str]
 
@@ -64,8 +64,8 @@ def measure(joint: Joint, *, cache: bool = True) -> Profile:
         Unsupported: if a tensor is neither on the CPU nor on a CUDA device.
     """
     _refuse_other_devices(joint)
-    places = {device: place_of(device) for device in {device_of(node) for node in joint.nodes if node is not None}}
-    keys = [None if node is None else (places[device_of(node)], key_of(node)) for node in joint.nodes]
+    places = {device: place_of(device) for device in {device_of_op(node) for node in joint.nodes if node is not None}}
+    keys = [None if node is None else (places[device_of_op(node)], key_of(node)) for node in joint.nodes]
     distinct = {key: node for key, node in zip(keys, joint.nodes, strict=True) if key is not None and node is not None}
     known = _recall(list(places.values())) if cache else {}
     found = _measure_ops({key: node for key, node in distinct.items() if key not in known})
@@ -147,9 +147,9 @@ def _cpu_name() -> str:
 def _refuse_other_devices(joint: Joint) -> None:
     for node in joint.module.graph.nodes:
         for leaf in tensors(node.meta.get("val")):
-            if leaf.device.type not in DEVICES:
+            if leaf.device.type not in BY_DEVICE:
                 raise Unsupported(
-                    f"{node.name} is on {leaf.device}: ops are measured on {' and '.join(DEVICES)} only. "
+                    f"{node.name} is on {leaf.device}: ops are measured on {' and '.join(BY_DEVICE)} only. "
                     'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
                 )
 
@@ -172,7 +172,7 @@ def _measure_ops(new: dict[Key, fx.Node]) -> dict[Key, OpCost | None]:
     if not todo:
         return found
     began = time.perf_counter()
-    cards = sorted({device.index for _, node in todo if (device := device_of(node)).type == "cuda"})
+    cards = sorted({device.index for _, node in todo if (device := device_of_op(node)).type == "cuda"})
     line = showing(lambda: f"measuring {len(done)} of {len(todo)} ops", share=lambda: len(done) / len(todo))
     done: dict[Key, OpCost | None] = {}
     with line, _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=cards):
@@ -183,7 +183,7 @@ def _measure_ops(new: dict[Key, fx.Node]) -> dict[Key, OpCost | None]:
 
 
 def _measure_each(todo: list[tuple[Key, fx.Node]]) -> Iterator[tuple[Key, OpCost | None]]:
-    for kind, measure_ops in DEVICES.items():
-        here = [(key, node) for key, node in todo if device_of(node).type == kind]
+    for kind, measure_ops in BY_DEVICE.items():
+        here = [(key, node) for key, node in todo if device_of_op(node).type == kind]
         if here:
             yield from ((here[i][0], cost) for i, cost in measure_ops([node for _, node in here]))

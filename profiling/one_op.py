@@ -18,6 +18,7 @@ import torch.fx as fx
 from torch._functorch._aot_autograd.utils import is_with_effects
 from torch.utils._pytree import tree_map
 
+from checkmate.capture.device import main_device
 from checkmate.capture.nodes import is_collective, target_name, tensors
 from checkmate.capture.numbers import value_of
 from checkmate.capture.patches.recurrent import lstm_layer
@@ -151,10 +152,9 @@ def _size(node: Any, dim: int) -> int:
     return int(val.shape[dim]) if val.dim() else 1
 
 
-def device_of(node: fx.Node) -> torch.device:
+def device_of_op(node: fx.Node) -> torch.device:
     """The device that an op runs on: that of its tensors, an accelerator before the CPU."""
-    found = {leaf.device for leaf in tensors([n.meta.get("val") for n in (node, *node.all_input_nodes)])}
-    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
+    return main_device(tensors([n.meta.get("val") for n in (node, *node.all_input_nodes)]))
 
 
 def attempt(node: fx.Node, run: Callable[[], None]) -> bool:

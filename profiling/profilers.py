@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from checkmate.capture.joint import Joint
@@ -13,80 +14,55 @@ from checkmate.errors import Unsupported
 from checkmate.profiling.assemble import fill
 from checkmate.profiling.cost_table import OpTable, read
 from checkmate.profiling.measure import Measure
-from checkmate.profiling.one_op import device_of, key_of, runs_alone
-from checkmate.profiling.roofline import DEVICES, Device, roofline
+from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
+from checkmate.profiling.roofline import DEVICES, roofline
 
 Profiler = Callable[[Joint], Profile]
 Choice = str | os.PathLike[str] | Profile | OpTable
 SHOWN = 5  # of the ops that a table lacks
 
 
-@dataclass(frozen=True)
-class Roofline:
-    """Estimates every op for a device."""
+def listed(joint: Joint, table: OpTable, name: str) -> Profile:
+    """The profile of a step by a table of measured ops, of this machine or of another.
 
-    device: Device
-
-    def __call__(self, joint: Joint) -> Profile:
-        """The profile of a step."""
-        return roofline(joint, self.device)
-
-
-@dataclass(frozen=True)
-class Listed:
-    """Takes the cost of every op from a table of measured ops, of this machine or of another."""
-
-    table: OpTable
-    name: str
-
-    def __call__(self, joint: Joint) -> Profile:
-        """The profile of a step.
-
-        Raises:
-            Unsupported: if the table is of another kind of device, or lacks an op that can be measured: an estimate
-                would be no promise about memory. Ops that do not run on their own are estimated, as where the table was
-                made.
-        """
-        nodes = {k: node for k, node in enumerate(joint.nodes) if node is not None}
-        kinds = {device_of(node).type for node in nodes.values()}
-        kind = self.table.place.device.partition(" ")[0]
-        if kind not in kinds:
-            raise Unsupported(
-                f"{self.name} was measured on {kind}, and this step is traced on {' and '.join(sorted(kinds))}, where "
-                "it has other ops. Trace the step on that machine, save it with problem.to_json(...), and plan it here "
-                'with Problem.from_json(...); or estimate all ops with profile="roofline:NAME".'
-            )
-        keys = {k: key_of(node) for k, node in nodes.items()}
-        costs = [self.table.ops.get(keys[k]) if k in keys else None for k in range(len(joint.nodes))]
-        lacking = sorted({keys[k] for k, node in nodes.items() if keys[k] not in self.table.ops and runs_alone(node)})
-        if lacking:
-            more = f", and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
-            raise Unsupported(
-                f"{self.name}, measured on {self.table.place}, lacks ops of this step: "
-                f"{'; '.join(lacking[:SHOWN])}{more}. Trace the step once on that machine, with these shapes, and "
-                'export again (checkmate.profiling.measure.export); or estimate all ops with profile="roofline:NAME".'
-            )
-        return fill(joint, costs, f"{self.name}: measured on {self.table.place}")
+    Raises:
+        Unsupported: if the table is of another kind of device, or lacks an op that can be measured: an estimate would
+            be no promise about memory. Ops that do not run on their own are estimated, as where the table was made.
+    """
+    nodes = {k: node for k, node in enumerate(joint.nodes) if node is not None}
+    kinds = {device_of_op(node).type for node in nodes.values()}
+    kind = table.place.device.partition(" ")[0]
+    if kind not in kinds:
+        raise Unsupported(
+            f"{name} was measured on {kind}, and this step is traced on {' and '.join(sorted(kinds))}, where "
+            "it has other ops. Trace the step on that machine, save it with problem.to_json(...), and plan it here "
+            'with Problem.from_json(...); or estimate all ops with profile="roofline:NAME".'
+        )
+    keys = {k: key_of(node) for k, node in nodes.items()}
+    costs = [table.ops.get(keys[k]) if k in keys else None for k in range(len(joint.nodes))]
+    lacking = sorted({keys[k] for k, node in nodes.items() if keys[k] not in table.ops and runs_alone(node)})
+    if lacking:
+        more = f", and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
+        raise Unsupported(
+            f"{name}, measured on {table.place}, lacks ops of this step: "
+            f"{'; '.join(lacking[:SHOWN])}{more}. Trace the step once on that machine, with these shapes, and "
+            'export again (checkmate.profiling.measure.export); or estimate all ops with profile="roofline:NAME".'
+        )
+    return fill(joint, costs, f"{name}: measured on {table.place}")
 
 
-@dataclass(frozen=True)
-class Given:
-    """Hands out one profile, with the bytes that are resident in this step."""
+def given(joint: Joint, profile: Profile) -> Profile:
+    """A profile of this very step, with the bytes that are resident in it now.
 
-    profile: Profile
-
-    def __call__(self, joint: Joint) -> Profile:
-        """The profile of a step.
-
-        Raises:
-            Unsupported: if the profile is of another step.
-        """
-        if len(self.profile.seconds) != len(joint.nodes):
-            raise Unsupported(
-                f"The profile has the costs of {len(self.profile.seconds)} ops, but this step has {len(joint.nodes)}: "
-                "it is of another step, or of another version of PyTorch."
-            )
-        return replace(self.profile, resident_bytes=joint.resident_bytes)
+    Raises:
+        Unsupported: if the profile is of another step.
+    """
+    if len(profile.seconds) != len(joint.nodes):
+        raise Unsupported(
+            f"The profile has the costs of {len(profile.seconds)} ops, but this step has {len(joint.nodes)}: "
+            "it is of another step, or of another version of PyTorch."
+        )
+    return replace(profile, resident_bytes=joint.resident_bytes)
 
 
 def profiler(profile: Choice, *, cache: bool = True) -> tuple[Profiler, int]:
@@ -103,15 +79,15 @@ def profiler(profile: Choice, *, cache: bool = True) -> tuple[Profiler, int]:
         ValueError: if there is no such profile or device.
     """
     if isinstance(profile, Profile):
-        return Given(profile), 1
+        return partial(given, profile=profile), 1
     if isinstance(profile, OpTable):
-        return Listed(profile, "the table"), 1
+        return partial(listed, table=profile, name="the table"), 1
     if isinstance(profile, os.PathLike) or profile.endswith(".json"):
-        return Listed(read(profile), Path(profile).name), 1
+        return partial(listed, table=read(profile), name=Path(profile).name), 1
     if profile == "measure":
         return Measure(cache), 1
     kind, _, name = profile.partition(":")
     if kind != "roofline" or name not in DEVICES:
         choices = ", ".join(['"measure"', *(f'"roofline:{name}"' for name in DEVICES), 'a file such as "ops.json"'])
         raise ValueError(f"There is no profile {profile!r}; there are {choices}.")
-    return Roofline(DEVICES[name]), DEVICES[name].block_bytes
+    return partial(roofline, device=DEVICES[name]), DEVICES[name].block_bytes

@@ -23,14 +23,13 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
+from checkmate.capture.device import BLOCK_BYTES
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage, tensors
 from checkmate.core.problem import Profile
 from checkmate.errors import Unsupported
 
 aten = torch.ops.aten
-
-CUDA_BLOCK_BYTES = 512  # PyTorch's CUDA allocator rounds every size up to these (kMinBlockSize in CUDACachingAllocator)
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def _gpu(name: str, float64: float, float32: float, tf32: float, half: float, ba
     """A card of NVIDIA: rates in TFLOP/s without sparsity, products in half precision summed in float32, GB/s."""
     teras = {"float64": float64, "float32": float32, "tf32": tf32, "bfloat16": half, "float16": half}
     flops = {dtype: rate * 1e12 for dtype, rate in teras.items()}
-    return Device(name, flops, bandwidth * 1e9, latency=4e-6, block_bytes=CUDA_BLOCK_BYTES)
+    return Device(name, flops, bandwidth * 1e9, latency=4e-6, block_bytes=BLOCK_BYTES["cuda"])
 
 
 DEVICES: dict[str, Device] = {

@@ -7,7 +7,9 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.solvers.auto import auto
 from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
@@ -24,54 +26,86 @@ from checkmate.solvers.baselines.griewank import griewank
 from checkmate.solvers.baselines.last_node import last_node
 from checkmate.solvers.baselines.min_cut import min_cut
 from checkmate.solvers.baselines.rotor import rotor
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.rounding import lp_rounding
 from checkmate.solvers.search.next_use import next_use
 
 JAIN = "Jain et al., MLSys 2020"
 CHEN = "Chen et al., 2016"
+BELADY = "Belady 1966, offline"
+KIRISAME = "Kirisame et al., ICLR 2021"
 GRIEWANK = "Griewank and Walther, 2000"
 WIDTH = 110  # characters of a line
+COMMON: dict[str, object] = {"time_limit": 60.0, "gap": 1e-4, "threads": 1, "seed": 0}  # options, with their defaults
+ALL = tuple(COMMON)
+TIMED, SEEDED = ("time_limit",), ("time_limit", "seed")
+SOLVER, RELAXED = ("time_limit", "gap", "threads"), ("time_limit", "threads", "seed")
 
 
 @dataclass(frozen=True)
 class Method:
     """One way to solve a problem.
 
-    ``run`` is called with the problem, the budget in bytes and the options of the caller, and with ``time_limit`` and
-    ``gap`` where it takes them.
+    ``run`` is called with a task, the incumbent that it offers its plans to, and with the options of its own.
     """
 
     name: str
     summary: str
     source: str
-    run: Callable[..., Solution] = field(repr=False)
+    run: Callable[..., Remarks] = field(repr=False)
+    heeds: tuple[str, ...] = ()  # those of the common options that it goes by
+
+    @property
+    def defaults(self) -> dict[str, object]:
+        """The options that the method takes, with their defaults."""
+        parameters = inspect.signature(self.run).parameters.values()
+        own = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        return {**{name: COMMON[name] for name in self.heeds}, **own}
 
     @property
     def options(self) -> tuple[str, ...]:
         """The names of the options that the method takes."""
-        return tuple(name for name in inspect.signature(self.run).parameters if name not in ("problem", "budget"))
+        return tuple(self.defaults)
+
+    def solve(
+        self,
+        problem: Problem,
+        budget: int,
+        *,
+        time_limit: float = 60.0,
+        gap: float = 0.0,
+        threads: int = 1,
+        seed: int = 0,
+        **options: Any,
+    ) -> Solution:
+        """What the method answers by itself: without a check of what is asked, and without a way out of a refusal."""
+        incumbent = Incumbent(Task(problem, budget, Clock(time_limit), gap, threads, seed))
+        return incumbent.solution(self.name, self.run(incumbent.task, incumbent, **options))
 
 
 _TABLE = (
-    Method("auto", "several methods in turn: a plan at once, a bound, then closing the gap between them", JAIN, auto),
+    Method(
+        "auto", "several methods in turn: a plan at once, a bound, then closing the gap between them", JAIN, auto, ALL
+    ),
     Method("checkpoint-all", "keep everything, run nothing twice", "what PyTorch does", checkpoint_all),
     Method("last-node", "keep only what the op before made: the most recomputation", JAIN, last_node),
     Method("chen-sqrt", "on a chain of n ops, a checkpoint at every √n-th", CHEN, chen_sqrt),
-    Method("chen-greedy", "on a chain, a checkpoint wherever the bytes since the last exceed b", CHEN, chen_greedy),
-    Method("ap-sqrt", "of n articulation points, a checkpoint at every √n-th", JAIN, ap_sqrt),
-    Method("ap-greedy", "the same where the bytes since the last exceed b", JAIN, ap_greedy),
-    Method("linearized-sqrt", "of n forward ops, a checkpoint at every √n-th", JAIN, linearized_sqrt),
-    Method("linearized-greedy", "the same where the bytes since the last exceed b", JAIN, linearized_greedy),
-    Method("griewank", "on a chain, binomial checkpoints in as many slots as fit", GRIEWANK, griewank),
-    Method("next-use", "evict what is cheap to bring back and far from its next use", "Belady 1966, offline", next_use),
     Method(
-        "dtr", "evict at run time by one of six scores, and plan what that would run", "Kirisame et al., ICLR 2021", dtr
+        "chen-greedy", "on a chain, a checkpoint wherever the bytes since the last exceed b", CHEN, chen_greedy, TIMED
     ),
-    Method("rotor", "the optimal persistent checkpoints of a chain of segments", "Beaumont et al., 2019", rotor),
-    Method("min-cut", "save a minimum cut between forward and backward", "He, AOTAutograd, 2022", min_cut),
-    Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp),
-    Method("lp-rounding", "its linear relaxation, rounded in two phases", f"{JAIN}, Section 5", lp_rounding),
+    Method("ap-sqrt", "of n articulation points, a checkpoint at every √n-th", JAIN, ap_sqrt),
+    Method("ap-greedy", "the same where the bytes since the last exceed b", JAIN, ap_greedy, TIMED),
+    Method("linearized-sqrt", "of n forward ops, a checkpoint at every √n-th", JAIN, linearized_sqrt),
+    Method("linearized-greedy", "the same where the bytes since the last exceed b", JAIN, linearized_greedy, TIMED),
+    Method("griewank", "on a chain, binomial checkpoints in as many slots as fit", GRIEWANK, griewank, TIMED),
+    Method("next-use", "evict what is cheap to bring back and far from its next use", BELADY, next_use, SEEDED),
+    Method("dtr", "evict at run time by one of six scores, and plan what that would run", KIRISAME, dtr, SEEDED),
+    Method("rotor", "the optimal persistent checkpoints of a chain of segments", "Beaumont et al., 2019", rotor, TIMED),
+    Method("min-cut", "save a minimum cut between forward and backward", "He, AOTAutograd, 2022", min_cut, TIMED),
+    Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp, SOLVER),
+    Method("lp-rounding", "its linear relaxation, rounded in two phases", f"{JAIN}, Section 5", lp_rounding, RELAXED),
 )
 METHODS = {method.name: method for method in _TABLE}
 
@@ -123,9 +157,7 @@ def methods() -> Catalogue:
 
 def _options(method: Method) -> str:
     """``time_limit=60.0, seed=0``: the options with their defaults."""
-    parameters = inspect.signature(method.run).parameters
-    defaults = ((name, parameters[name].default if name in parameters else None) for name in method.options)
-    return ", ".join(f"{name}={default!r}" for name, default in defaults) or "none"
+    return ", ".join(f"{name}={default!r}" for name, default in method.defaults.items()) or "none"
 
 
 def _wrapped(line: str, indent: int) -> list[str]:

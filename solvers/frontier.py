@@ -223,7 +223,8 @@ def _solve_there(problem: Problem, calls: list[Call], client: Any) -> list[Solut
             try:
                 if interrupted and not future.done():
                     raise SolverError("interrupted before it was solved")
-                solutions.append(_certified(problem, budget, method, future.result()))
+                answer = replace(future.result(), problem=problem, budget=budget)
+                solutions.append(_certified(answer, answer.bound))
                 log.info("frontier: %d of %d solved", len(solutions), len(calls))
             except KeyboardInterrupt:
                 interrupted = True
@@ -242,13 +243,13 @@ def _answer(problem: Problem, method: str, budget: int, options: dict[str, Any])
     return replace(solution, problem=None, plan=None)  # type: ignore[arg-type]
 
 
-def _certified(problem: Problem, budget: int, method: str, answer: Solution) -> Solution:
-    """An answer from elsewhere, verified here, with this problem."""
+def _certified(answer: Solution, bound: float) -> Solution:
+    """The answer with this bound; its plan, where there is one, is verified here."""
     s = answer
     if s.schedule is None:
-        return replace(s, problem=problem)
+        return replace(s, bound=bound)
     about = {"seconds": s.seconds, "message": s.message, "details": s.details, "interrupted": s.interrupted}
-    return certify(problem, budget, s.schedule.R, method=s.method, bound=s.bound, **about)
+    return certify(s.problem, s.budget, s.schedule.R, method=s.method, bound=bound, **about)
 
 
 def _failed(problem: Problem, method: str, budget: int, message: str) -> Solution:
@@ -290,11 +291,7 @@ def _with_bound(row: Row, bound: float) -> Row:
     """The row with a better bound; infinite where it is proven that no plan fits."""
     if bound <= row.bound:
         return row
-    s = row.solution
-    if s.schedule is None:
-        status = Status.INFEASIBLE if bound == float("inf") else s.status
-        return Row.of(row.method, replace(s, bound=bound, status=status))
-    about = {"seconds": s.seconds, "message": s.message, "details": s.details, "interrupted": s.interrupted}
-    return Row.of(
-        row.method, certify(s.problem, s.budget, s.schedule.R, method=s.method, bound=bound, **about), row.from_budget
-    )
+    answer = _certified(row.solution, bound)
+    if bound == float("inf"):
+        answer = replace(answer, status=Status.INFEASIBLE)
+    return Row.of(row.method, answer, row.from_budget)

@@ -1,4 +1,4 @@
-"""Plan a step with what is known: the same step's plan on disk, or that of another batch size, to begin with.
+"""Plan a step from what is known: the same step's plan on disk, or that of another batch size, to begin with.
 
     the same question           -> its plan, if it is as good as asked for, or there was as much time for it
     the same, other costs       -> its plan and a new bound, if that is about as good
@@ -13,7 +13,6 @@ is kept on disk (`checkmate.solvers.common.plan_store`).
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +22,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
 from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.plan_store import Question, Record
+from checkmate.solvers.common.task import Clock
 from checkmate.solvers.solve import solve
 from checkmate.units import format_seconds
 
@@ -58,7 +58,7 @@ def plan(
         What `solve` returns, of any status. ``origin`` says "plan cache" where the plan is as it was on disk;
         "other costs", "less time" or "another size" where it began with a plan that was found for or in these.
     """
-    began = time.perf_counter()
+    clock = Clock()
     if budget >= problem.keep_all_peak and method == "auto":
         return solve(problem, budget, time_limit=time_limit)
     wish = _wish(problem, budget, method, time_limit, earlier)
@@ -69,7 +69,7 @@ def plan(
         if cache and solution.plan is not None:
             spent = min(wish.limit, solution.seconds) if solution.interrupted else wish.limit
             plan_cache.store(Record.of(solution, method, spent))
-    return replace(solution, seconds=time.perf_counter() - began)
+    return replace(solution, seconds=clock.elapsed)
 
 
 @dataclass(frozen=True)

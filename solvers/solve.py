@@ -1,4 +1,4 @@
-"""The front door: choose a method, solve, and say what happened. Every method certifies its own answer."""
+"""The front door: choose a method, let it offer plans and bounds, certify the best of them, and say what happened."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.core.solution import OPTIMAL_GAP, Refusal, Solution, Status
+from checkmate.core.solution import Refusal, Solution, Status
 from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS, Method
-from checkmate.solvers.common.certify import certify, contradicts
-from checkmate.solvers.common.incumbent import Progress
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import cost_of
+from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.adapt import Start, as_schedule
 from checkmate.solvers.search.min_budget import TIME_LIMIT, MinBudget, bottleneck, least_runs, min_budget
+from checkmate.statusline import showing
 from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_bytes
 
 __all__ = ["min_budget", "solve"]
@@ -26,6 +27,7 @@ log = logging.getLogger("checkmate.solve")
 
 PATIENCE = 1.0  # seconds to look for each budget that a refusal names; auto may take longer for the smallest
 SLOW = 0.5  # overhead of the plan of the smallest budget from which on a refusal says so, and names a roomier budget
+SAVES = 0.8  # times the step of the smallest budget: a roomier budget is named where its step takes less than this
 ROOM = 1.1  # times the smallest budget, where a plan is found soon
 
 
@@ -79,17 +81,17 @@ def solve(
     budget = parse_bytes(budget)
     check_limits(time_limit, gap)
     patience = max(PATIENCE, min(TIME_LIMIT, time_limit)) if method == "auto" else PATIENCE
-    with Progress(problem, budget, time_limit, shown=progress) as known:
+    common = {name: options.pop(name) for name in ("threads", "seed") if name in options}
+    incumbent = Incumbent(Task(problem, budget, Clock(time_limit), gap, **common))
+    clock = incumbent.task.clock
+    with showing(incumbent.line, share=lambda: clock.elapsed / time_limit, shown=progress):
         if budget < problem.unavoidable_bytes.max():
             solution = _infeasible(problem, budget, method, patience)
         else:
-            limits = {"time_limit": time_limit, "gap": gap}
-            taken = {name: limit for name, limit in limits.items() if name in chosen.options}
-            solution = _best(_run(chosen, known, {**taken, **options}), known)
-            solution = (
-                _explain(solution, patience, known) if solution.plan is None else _with_trajectory(solution, known)
-            )
-    solution = replace(solution, seconds=known.elapsed)
+            solution = incumbent.solution(method, _remarks(chosen, incumbent, options))
+            if solution.plan is None:
+                solution = _explain(solution, patience, clock)
+    solution = replace(solution, seconds=clock.elapsed)
     log.info("%s", solution)
     return solution
 
@@ -125,43 +127,17 @@ def check_limits(time_limit: float, gap: float) -> None:
         raise ValueError(f"gap is a share between 0 and 1, such as 0.01, not {gap!r}.")
 
 
-def _run(method: Method, known: Progress, options: dict[str, Any]) -> Solution:
-    """What the method answers; where it is interrupted or fails, the best plan that it had reported."""
-    details: dict[str, Any] = {}
-    interrupted = False
+def _remarks(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> Remarks:
+    """Run the method; that it was interrupted or failed loses nothing that it had offered."""
     try:
-        return method.run(known.problem, known.budget, **options)
+        return method.run(incumbent.task, incumbent, **options)
     except KeyboardInterrupt:
-        if known.R is None:
+        if incumbent.R is None:
             raise
-        message, interrupted = f"interrupted after {format_seconds(known.elapsed)}", True
+        return Remarks(f"interrupted after {format_seconds(incumbent.task.clock.elapsed)}", interrupted=True)
     except SolverError as error:
         log.warning("%s failed: %s", method.name, error)
-        message, details = f"{method.name} failed", {"failed": [str(error)]}
-    if known.R is not None:
-        return known.solution(method=method.name, message=message, details=details, interrupted=interrupted)
-    return Solution(
-        Status.NOT_FOUND, known.problem, known.budget, method.name, bound=known.bound, message=message, details=details
-    )
-
-
-def _best(solution: Solution, known: Progress) -> Solution:
-    """The answer, with the plan and the bound that were reported where they are better: a stage may have failed."""
-    better = 1 - OPTIMAL_GAP
-    if known.R is None or (known.cost >= better * solution.cost and solution.bound >= better * known.bound):
-        return solution
-    R = known.R if solution.schedule is None or known.cost < solution.cost else solution.schedule.R
-    bound = known.bound if contradicts(solution.bound, known.cost) else max(known.bound, solution.bound)
-    about: dict[str, Any] = {"method": solution.method, "message": solution.message, "details": solution.details}
-    return certify(solution.problem, solution.budget, R, bound=bound, interrupted=solution.interrupted, **about)
-
-
-def _with_trajectory(solution: Solution, known: Progress) -> Solution:
-    """Add how the plan came about, with its own figures at the end."""
-    low, high = solution.bound, solution.cost  # what differs from them does in the last digit of a sum
-    path = [(seconds, max(cost, high), min(bound, low)) for seconds, cost, bound in known.trajectory]
-    path.append((known.elapsed, solution.cost, solution.bound))
-    return replace(solution, details={**solution.details, "trajectory": path})
+        return Remarks(f"{method.name} failed", {"failed": [str(error)]})
 
 
 def _infeasible(problem: Problem, budget: int, method: str, patience: float) -> Solution:
@@ -173,9 +149,9 @@ def _infeasible(problem: Problem, budget: int, method: str, patience: float) -> 
     return _without_plan(solution, ends, k, reason)
 
 
-def _explain(solution: Solution, patience: float, known: Progress) -> Solution:
+def _explain(solution: Solution, patience: float, clock: Clock) -> Solution:
     """Add to an answer without a plan why, and what would work; and that nothing does, where that is proven."""
-    in_time, spent = known.elapsed < known.time_limit, format_seconds(known.elapsed)
+    in_time, spent = not clock.is_over, format_seconds(clock.elapsed)
     problem, ends = solution.problem, min_budget(solution.problem, time_limit=patience)
     if solution.budget < ends.bound:
         solution = replace(solution, status=Status.INFEASIBLE, bound=float("inf"))
@@ -213,7 +189,7 @@ def _what_it_costs(problem: Problem) -> str:
     if times <= 1 + SLOW:
         return ""
     roomier = solve(problem, min(int(ROOM * smallest), problem.keep_all_peak), time_limit=PATIENCE, progress=False)
-    if roomier.plan is None or roomier.cost > 0.8 * times * problem.keep_all_cost:
+    if roomier.plan is None or roomier.cost > SAVES * times * problem.keep_all_cost:
         return f" There a step takes {times:.1f} times as long."
     return (
         f" There a step takes {times:.1f} times as long; with {format_bytes(roomier.budget)}, "

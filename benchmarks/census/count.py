@@ -33,12 +33,11 @@ from benchmarks.census import images as census_images
 from benchmarks.census import report as census_report
 from benchmarks.census import study as census_study
 from benchmarks.census import text as census_text
-from benchmarks.step import origin
+from benchmarks.common.rows import Row, append, origin
 
 RESULTS = Path(__file__).parents[1] / "results" / "census.jsonl"
 BYTES = 10 << 30  # of address space for one process
 WAIT = 6.0  # times its own seconds is how long a process is waited for, on a busy machine
-Row = dict[str, Any]
 
 
 def listed() -> dict[str, tuple[str, ...]]:
@@ -146,14 +145,11 @@ def main() -> None:
             print(json.dumps(census_study.study(name, print), indent=1))
         return
     if not args.report:
-        names = chosen(args.models, [s for s in args.again.split(",") if s], census_report.latest(args.out))
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open("a") as out:
-            for i, row in enumerate(run(names, args.jobs, args.seconds), 1):
-                out.write(json.dumps(row) + "\n")
-                out.flush()
-                print(f"{i:>3}/{len(names)}  {row['model']}: {census_report.short(row)}", flush=True)
-    rows = census_report.latest(args.out)
+        names = chosen(args.models, [s for s in args.again.split(",") if s], census_report.by_model(args.out))
+        for i, row in enumerate(run(names, args.jobs, args.seconds), 1):
+            append(args.out, row)
+            print(f"{i:>3}/{len(names)}  {row['model']}: {census_report.short(row)}", flush=True)
+    rows = census_report.by_model(args.out)
     print("\n" + census_report.counts(rows))
     if args.report and args.out == RESULTS:
         census_report.write(rows)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.common.rows import Row, latest, read
+from checkmate.core.table import Table
+
 Rows = Mapping[str, Row]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "supported.md"
 HEADING = "## Every architecture of two libraries"
@@ -25,11 +25,9 @@ LIBRARIES = {"transformers": "language models of transformers", "timm": "familie
 LONGEST = 180  # characters of a reason
 
 
-def latest(path: Path) -> dict[str, Row]:
+def by_model(path: Path) -> dict[str, Row]:
     """The last row of each model, in the order of their names."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    last = {row["model"]: row for row in rows}
-    return {name: last[name] for name in sorted(last, key=str.lower)}
+    return {row["model"]: row for row in sorted(latest(read(path), "model"), key=lambda row: row["model"].lower())}
 
 
 def counted(rows: Rows) -> list[Row]:
@@ -56,21 +54,16 @@ def reason(row: Row) -> str:
 
 def counts(rows: Rows) -> str:
     """The counts as a table in Markdown, a row for each library."""
-    header = ["", "run", "counted", *KINDS.values()]
-    lines = ["| " + " | ".join(header) + " |", "|---" + "|--:" * (len(header) - 1) + "|"]
+    heads = ["", "run", "counted", *KINDS.values()]
+    lines = []
     for library, called in LIBRARIES.items():
         own = {name: row for name, row in rows.items() if row["library"] == library}
         if not own:
             continue
         some = counted(own)
-        cells = [
-            called,
-            str(len(own)),
-            str(len(some)),
-            *(str(sum(r["status"] == kind for r in some)) for kind in KINDS),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        kinds = [sum(row["status"] == kind for row in some) for kind in KINDS]
+        lines.append([called, *map(str, (len(own), len(some), *kinds))])
+    return Table(heads, lines, heads[1:]).markdown()
 
 
 def section(rows: Rows) -> str:
@@ -98,8 +91,8 @@ def section(rows: Rows) -> str:
         "These are not right:" if wrong else "All are right.",
     ]
     if wrong:
-        lines += ["", "| model | result | why |", "|---|---|---|"]
-        lines += [f"| `{row['model']}` | {KINDS[row['status']]} | {_cell(reason(row))} |" for row in wrong]
+        cells = [(f"`{row['model']}`", KINDS[row["status"]], reason(row)) for row in wrong]
+        lines += ["", Table(("model", "result", "why"), cells).markdown()]
     aside = [row for row in rows.values() if row["status"] in NOT_COUNTED]
     if aside:
         lines += ["", "Not counted, for what plain PyTorch says, or because they could not be made small:", ""]

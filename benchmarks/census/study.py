@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,6 +18,7 @@ import checkmate
 from benchmarks.census import images as census_images
 from benchmarks.census import text as census_text
 from benchmarks.common import timing as measuring
+from benchmarks.common.rows import Row
 from checkmate.backends.state import same_bits
 from checkmate.core.problem import Problem
 from checkmate.errors import CheckmateError
@@ -27,7 +27,6 @@ from checkmate.memory import measure_peak
 SHARE = 0.3  # of the way from the smallest budget to keeping everything
 ROOT = Path(__file__).parents[2]
 PLANNING = 0.5  # seconds for one plan
-Row = dict[str, Any]
 Tell = Callable[[str], None]
 Built = tuple[nn.Module, Callable[..., Tensor], dict[str, Tensor]]
 
@@ -158,7 +157,7 @@ def _study(name: str, tell: Tell) -> Row:
         problem = trace(step, **batch)
         lowest, keep_all = checkmate.min_budget(problem, time_limit=PLANNING).peak, problem.keep_all_peak
         about |= {"ops": len(problem.graph.ops), "min_budget": lowest, "keep_all_peak": keep_all}
-        about |= {"budget": lowest + int(SHARE * (keep_all - lowest))}
+        about |= {"budget": measuring.budget_at(SHARE, lowest, keep_all)}
         tell("compiled steps")
         earlier = {id(tensor): tensor for tensor in constants()}  # held here, so that no other has its id
         module, step, batch = make(name)

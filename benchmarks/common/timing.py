@@ -1,4 +1,4 @@
-"""What the demo and the benchmarks have in common: train, time in pairs, compare bits, write a table."""
+"""What the demo and the benchmarks have in common: budgets, training, timing in pairs, how far numbers are apart."""
 
 from __future__ import annotations
 
@@ -19,10 +19,24 @@ Step = Callable[..., Tensor]
 Batch = tuple[Tensor, ...]
 
 
-def train(module: nn.Module, step: Step, batches: Sequence[Batch], seed: int = 0) -> list[Tensor]:
-    """Train with Adam, a step for each batch. All there is to compare: losses, gradients, state, random state."""
+def budget_at(share: float, smallest: int, keep_all: int) -> int:
+    """Bytes at a share of the way from the smallest budget to keeping everything."""
+    return smallest + int(share * (keep_all - smallest))
+
+
+def train(
+    module: nn.Module,
+    step: Step,
+    batches: Sequence[Batch],
+    seed: int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[Tensor]:
+    """Train a step for each batch, by default with a new Adam.
+
+    Returns all there is to compare, copied to the CPU: losses, gradients, state, random state.
+    """
     torch.manual_seed(seed)
-    optimizer = torch.optim.Adam(module.parameters(), lr=2e-3)
+    optimizer = optimizer or torch.optim.Adam(module.parameters(), lr=2e-3)
     losses = []
     for batch in batches:
         optimizer.zero_grad(set_to_none=True)
@@ -31,9 +45,18 @@ def train(module: nn.Module, step: Step, batches: Sequence[Batch], seed: int = 0
         optimizer.step()
         losses.append(loss.detach())
     grads = [p.grad for p in module.parameters() if p.grad is not None]
-    state = [tensor.clone() for tensor in module.state_dict().values()]
+    results = [torch.stack(losses), *grads, *module.state_dict().values()]
+    on_host = [tensor.detach().to("cpu", copy=True) for tensor in results]
     module.zero_grad(set_to_none=True)
-    return [torch.stack(losses), *grads, *state, torch.get_rng_state()]
+    return [*on_host, torch.get_rng_state()]
+
+
+def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference, in each tensor in proportion to its largest element; infinite for other shapes."""
+    if [t.shape for t in found] != [t.shape for t in expected]:
+        return float("inf")
+    pairs = [(x.double(), y.double()) for x, y in zip(found, expected, strict=True) if x.numel()]
+    return max((float((x - y).abs().max() / y.abs().max().clamp(min=1e-30)) for x, y in pairs), default=0.0)
 
 
 @contextmanager
@@ -76,13 +99,3 @@ def paired_times(
     (_, *plain_times), (_, *compiled_times) = times.values()  # the first pair warms up
     ratios = [b / a for a, b in zip(plain_times, compiled_times, strict=True)]
     return statistics.median(plain_times), statistics.median(compiled_times), statistics.median(ratios)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as needed, the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in lines
-    )

@@ -8,41 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class VGG16(nn.Module):
-    """Configuration D of Simonyan & Zisserman (2015), for images of 224 x 224: no batch normalization, dropout."""
-
-    convolutions: tuple[int, ...] = (2, 2, 3, 3, 3)  # before each pool
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        channels = 3
-        for width, convolutions in zip((64, 128, 256, 512, 512), self.convolutions, strict=True):
-            for _ in range(convolutions):
-                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
-                channels = width
-            layers.append(nn.MaxPool2d(2))
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Sequential(
-            nn.Linear(channels * 7 * 7, 4096),
-            nn.ReLU(inplace=True),
-            nn.Dropout(0.5),
-            nn.Linear(4096, 4096),
-            nn.ReLU(inplace=True),
-            nn.Dropout(0.5),
-            nn.Linear(4096, classes),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of images."""
-        return self.classifier(self.features(x).flatten(1))
-
-
-class VGG19(VGG16):
-    """Configuration E of the same paper."""
-
-    convolutions = (2, 2, 4, 4, 4)
+from benchmarks.networks.vgg import VGG16
 
 
 def _norm_relu_conv(before: int, after: int, kernel: int) -> nn.Sequential:

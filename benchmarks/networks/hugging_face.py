@@ -30,6 +30,15 @@ _SEEING: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 4,
 }
+_BART: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+}
 _PROBLEM = "single_label_classification"  # else the first call finds it out, writes it down, and is captured again
 
 Batch = dict[str, Tensor]
@@ -101,13 +110,7 @@ def _whisper() -> tuple[torch.nn.Module, Batch]:
     config = transformers.WhisperConfig(
         **_TEXT,
         decoder_start_token_id=1,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
+        **_BART,
         num_mel_bins=8,
         max_source_positions=LENGTH,
         max_target_positions=LENGTH,
@@ -148,13 +151,7 @@ BUILDS: dict[str, Build] = {
     "T5": _translator("T5", d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4),
     "BART": _translator(
         "Bart",
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
+        **_BART,
         max_position_embeddings=2 * LENGTH,
     ),
     "ViT (transformers)": _vit,

@@ -1,4 +1,4 @@
-"""Recurrent networks: what is unrolled in Python is one static graph."""
+"""Recurrent networks: LSTMs as a loop in Python and as modules of PyTorch, and one over a tree."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import json
 import random
 import statistics
 import sys
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +32,7 @@ from torch import Tensor
 
 import checkmate
 from benchmarks.common import timing as measuring
+from benchmarks.common.rows import Row, add_names, append, origin
 from benchmarks.common.timing import Step
 from benchmarks.peers import report as peers_report
 from benchmarks.peers.settings import (
@@ -47,7 +46,6 @@ from benchmarks.peers.settings import (
     peers,
 )
 from benchmarks.peers.subjects import NETWORKS, Network, Subject
-from benchmarks.step import origin
 from checkmate.backends.state import differing
 from checkmate.memory import CPU, measure_peak, record_allocations
 
@@ -83,7 +81,7 @@ class Entry:
 
     setting: Setting
     step: Step
-    facts: dict[str, Any]
+    facts: Row
     timed_with: Entry | None = None  # another one that does the very same, which is timed for both
     ratios: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -93,7 +91,7 @@ class Entry:
         """Whether loss, gradients and buffers are those of the plain step, bit for bit."""
         return peers_report.same_bits(self.facts)
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Row:
         """All that is known, with the quartiles of the ratios."""
         timed = self.timed_with or self
         low, middle, high = np.quantile(timed.ratios, (0.25, 0.5, 0.75))
@@ -129,13 +127,13 @@ class Comparison:
         self.waver = _off(self.expected, self.outcome(self.plain))  # of plain steps among themselves
         self.problem = checkmate.trace(self.plain, *self.subject.batch)
         self.smallest = checkmate.min_budget(self.problem).peak
-        self.failed: list[dict[str, Any]] = []
+        self.failed: list[Row] = []
         eager = self.entry(EAGER)
         assert eager is not None
         self.entries = [eager]
 
     @property
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Row:
         """What all rows of the network have in common."""
         return {
             "model": self.subject.network.name,
@@ -152,7 +150,7 @@ class Comparison:
 
     def budget(self, share: float) -> int:
         """Bytes at a share of the way from the smallest budget to keeping everything."""
-        return self.smallest + int(share * (self.problem.keep_all_peak - self.smallest))
+        return measuring.budget_at(share, self.smallest, self.problem.keep_all_peak)
 
     def add(self, settings: Iterable[Setting]) -> None:
         """Compile and measure them; what fails stays behind as a row with its error."""
@@ -205,7 +203,7 @@ class Comparison:
             }
         return Entry(setting, step, facts)
 
-    def compared(self, found: Outcome, setting: Setting) -> dict[str, Any]:
+    def compared(self, found: Outcome, setting: Setting) -> Row:
         """Whether loss, gradients, buffers and random state are those of the plain step, and how far they are off."""
         off = _off(self.expected, found)
         return {
@@ -218,7 +216,7 @@ class Comparison:
             "exact": setting.exact,
         }
 
-    def measured(self, step: Step) -> dict[str, Any]:
+    def measured(self, step: Step) -> Row:
         """The peak of a step, from no gradients; on the CPU with a fingerprint of its allocations."""
         run = partial(measuring.step_and_back, self.subject.module, step, self.subject.batch)
         run()
@@ -281,7 +279,7 @@ class Comparison:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """A row for each setting, timed, timed with another one, or failed."""
         done = [entry.row() for entry in self.entries]
         return [{**self.about, **facts} for facts in (*done, *self.failed)]
@@ -291,16 +289,9 @@ def _on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
 
-def _off(a: Outcome, b: Outcome) -> float:
-    return max(_distance(a.loss, b.loss), _distance(a.gradients, b.gradients), _distance(a.buffers, b.buffers))
-
-
-def _distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """The largest difference, in each tensor in proportion to its largest element; infinite for other shapes."""
-    if [t.shape for t in a] != [t.shape for t in b]:
-        return float("inf")
-    pairs = [(x.double(), y.double()) for x, y in zip(a, b, strict=True) if x.numel()]
-    return max((float((x - y).abs().max() / x.abs().max().clamp(min=1e-30)) for x, y in pairs), default=0.0)
+def _off(expected: Outcome, found: Outcome) -> float:
+    kinds = [(getattr(found, kind), getattr(expected, kind)) for kind in ("loss", "gradients", "buffers")]
+    return max(measuring.distance(a, b) for a, b in kinds)
 
 
 def plans_worth_running(comparison: Comparison) -> list[Setting]:
@@ -316,7 +307,7 @@ def plans_worth_running(comparison: Comparison) -> list[Setting]:
     return list(found.values())
 
 
-def compare(network: Network, options: Options, report: Callable[[str], None]) -> list[dict[str, Any]]:
+def compare(network: Network, options: Options, report: Callable[[str], None]) -> list[Row]:
     """Every way to train one network: its rows."""
     torch._dynamo.reset()
     comparison = Comparison(network, options, report)
@@ -347,7 +338,7 @@ def compare(network: Network, options: Options, report: Callable[[str], None]) -
 def main() -> None:
     """Compare what was asked for, append the rows to the file, and make the tables and the pictures."""
     parser = argparse.ArgumentParser(description="Ours beside what people use today.")
-    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(NETWORKS)}; by default all")
+    add_names(parser, NETWORKS)
     parser.add_argument("--device", type=torch.device, default=CPU)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=Options.minutes, help="for the timed rounds of a network")
@@ -359,19 +350,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help="only make tables and pictures of the rows in the file")
     args = parser.parse_args()
-    if unknown := set(args.networks) - set(NETWORKS):
-        parser.error(f"unknown networks: {', '.join(sorted(unknown))}; there are {', '.join(NETWORKS)}")
     if not args.report:
         torch.set_num_threads(args.threads)
         about = origin()
         options = Options(args.device, args.only, args.shares, args.time_limit, args.minutes, tuple(args.rounds))
         if args.knobs:
             options = replace(options, takes=lambda setting: setting.knob in args.knobs)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        for name in args.networks or NETWORKS:
+        for name in args.names:
             began = time.monotonic()
             rows = compare(NETWORKS[name], options, partial(print, f"{name}:", file=sys.stderr, flush=True))
-            with args.out.open("a") as out:
-                out.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
+            append(args.out, *({**about, **row} for row in rows))
             print(f"{name}: {len(rows)} rows in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     print(peers_report.render(args.out))

@@ -7,21 +7,21 @@ round by round: one is called slower where Wilcoxon's signed-rank test says so a
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from scipy.stats import wilcoxon
 
+from benchmarks.common.rows import Row, read, shown
 from benchmarks.peers.settings import EAGER, OURS, OURS_INDUCTOR
+from checkmate.core.table import Table
 
-Row = dict[str, Any]
 SIGNIFICANT = 0.05
 HEADER = (
     "way", "knob", "peak", "beyond", "step", "spread", "first step", "planned", "recomputed", "gap", "numbers", "ours",
 )  # fmt: skip
+NUMBERS = {*HEADER} - {"way", "knob", "numbers"}
 PEERS = ("checkpoint", "checkpoint_sequential", "selective", "compile + checkpoint", "compile budget")
 STYLES = {  # marker and colour, from a palette that colour-blind eyes tell apart
     OURS: ("o-", "#0072b2"),
@@ -101,29 +101,30 @@ def short(rows: Sequence[Row]) -> str:
     there = summary(rows)["at least"]
     least = min((row for row in worked if row["family"] == OURS), key=lambda row: row["peak"])
     chosen += [least] if there is None or there[0] is least else [there[0], least]
-    lines = [f"| {chosen[0]['model']} | peak | step / plain | numbers |", "|---|--:|--:|---|"]
+    cells = []
     for row in chosen:
         name = "plain PyTorch" if row["family"] == EAGER.family else f"{row['family']}, {row['knob']}"
         name = f"**{name}**" if row["family"] == OURS else name
-        lines.append(f"| {name} | {_bytes(row['peak'])} | {row['ratio']:.2f} | {numbers(row)} |")
-    return "\n".join(lines)
+        cells.append((name, _bytes(row["peak"]), f"{row['ratio']:.2f}", numbers(row)))
+    heads = (chosen[0]["model"], "peak", "step / plain", "numbers")
+    return Table(heads, cells, {"peak", "step / plain"}).markdown()
 
 
 def render(rows_file: Path) -> str:
     """Write the document and the pictures next to a file of rows; returns the summary as text."""
-    runs = latest([json.loads(line) for line in rows_file.read_text().splitlines()])
+    runs = latest(read(rows_file))
     folder = rows_file.with_suffix("")
     folder.mkdir(exist_ok=True)
     for model, rows in runs.items():
         draw(rows, folder / f"{model}.png")
     rows_file.with_suffix(".md").write_text(document(runs, folder.name))
-    return "\n".join(_overall(runs))
+    return _overall(runs)
 
 
 def document(runs: dict[str, list[Row]], folder: str) -> str:
     """The summary and the table of each network in Markdown; the pictures are in a folder."""
     sections = [line for model, rows in runs.items() for line in _section(model, rows, folder)]
-    return "\n".join([*_head(runs), *_overall(runs), "", *sections])
+    return "\n".join([*_head(runs), _overall(runs), "", *sections])
 
 
 def _head(runs: dict[str, list[Row]]) -> list[str]:
@@ -143,32 +144,33 @@ def _head(runs: dict[str, list[Row]]) -> list[str]:
     ]
 
 
-def _overall(runs: dict[str, list[Row]]) -> list[str]:
-    header = (
+def _overall(runs: dict[str, list[Row]]) -> str:
+    heads = (
         "network", "plain", "least peak, ours", "least peak, peers", "by", "ours there", "peers with other numbers",
         "same bits", "ours faster", "even", "slower", "out of reach", "worst",
     )  # fmt: skip
-    lines = ["| " + " | ".join(header) + " |", "|---|--:|--:|--:|---|" + "--:|" * (len(header) - 5)]
-    for rows in runs.values():
-        s = summary(rows)
-        peer, there = s["peer"], s["at least"]
-        cells = [
-            s["model"],
-            _bytes(s["eager"]),
-            "–" if s["ours"] is None else _bytes(s["ours"]),
-            "–" if peer is None else _bytes(peer["peak"]),
-            "–" if peer is None else f"{peer['family']} {peer['knob']}",
-            "–" if there is None else f"{there[1]:.2f} of its time",
-            *(str(s[key]) for key in ("wrong", "exact", "faster", "even", "slower", "out of reach")),
-            "–" if s["worst"] is None else f"{s['worst']:.2f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    cells = [_overall_cells(summary(rows)) for rows in runs.values()]
+    return Table(heads, cells, {*heads} - {"network", "by"}).markdown()
+
+
+def _overall_cells(s: Row) -> list[str]:
+    peer, there = s["peer"], s["at least"]
+    return [
+        s["model"],
+        _bytes(s["eager"]),
+        "–" if s["ours"] is None else _bytes(s["ours"]),
+        "–" if peer is None else _bytes(peer["peak"]),
+        "–" if peer is None else f"{peer['family']} {peer['knob']}",
+        "–" if there is None else f"{there[1]:.2f} of its time",
+        *(str(s[key]) for key in ("wrong", "exact", "faster", "even", "slower", "out of reach")),
+        shown(s["worst"], ".2f"),
+    ]
 
 
 def _section(model: str, rows: Sequence[Row], folder: str) -> list[str]:
     worked = [row for row in rows if "error" not in row]
     eager = next(row for row in worked if row["family"] == EAGER.family)
+    ordered = sorted(worked, key=lambda row: (row["peak"], row["ratio"]))
     lines = [
         f"## {model}",
         "",
@@ -177,11 +179,8 @@ def _section(model: str, rows: Sequence[Row], folder: str) -> list[str]:
         "",
         f"![{model}: time of a step against its peak]({folder}/{model}.png)",
         "",
-        "| " + " | ".join(HEADER) + " |",
-        "|---|---|" + "--:|" * 8 + "---|--:|",
+        Table(HEADER, [_cells(row, eager, worked) for row in ordered], NUMBERS).markdown(),
     ]
-    ordered = sorted(worked, key=lambda row: (row["peak"], row["ratio"]))
-    lines += ["| " + " | ".join(_cells(row, eager, worked)) + " |" for row in ordered]
     failed = [f"{row['family']} {row['knob']}: {row['error']}" for row in rows if "error" in row]
     return [*lines, "", *(f"- Failed: {text}" for text in failed), *([""] if failed else [])]
 
@@ -189,9 +188,9 @@ def _section(model: str, rows: Sequence[Row], folder: str) -> list[str]:
 def _cells(row: Row, eager: Row, rows: Sequence[Row]) -> list[str]:
     against = compared(row, rows) if row["family"] in PEERS and same_bits(row) else None
     if against is not None:
-        shown = f"{against[1]:.2f} {against[2]}"
+        verdict = f"{against[1]:.2f} {against[2]}"
     else:
-        shown = "out of reach" if row["family"] in PEERS and same_bits(row) else ""
+        verdict = "out of reach" if row["family"] in PEERS and same_bits(row) else ""
     return [
         row["family"],
         row["knob"],
@@ -200,11 +199,11 @@ def _cells(row: Row, eager: Row, rows: Sequence[Row]) -> list[str]:
         f"{row['ratio']:.3f}",
         f"{row['ratio_low']:.3f} – {row['ratio_high']:.3f}",
         f"{row['first_step_seconds']:.1f} s",
-        _text(row.get("plan_seconds"), ".1f", " s"),
-        _text(row.get("overhead"), ".1%"),
-        _text(row.get("gap"), ".1%"),
+        shown(row.get("plan_seconds"), ".1f", " s", missing=""),
+        shown(row.get("overhead"), ".1%", missing=""),
+        shown(row.get("gap"), ".1%", missing=""),
         numbers(row),
-        shown,
+        verdict,
     ]
 
 
@@ -220,10 +219,6 @@ def numbers(row: Row) -> str:
 
 def _bytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
-
-
-def _text(figure: float | None, form: str, unit: str = "") -> str:
-    return "" if figure is None else f"{figure:{form}}{unit}"
 
 
 def _points(rows: Sequence[Row]) -> tuple[list[float], list[float]]:

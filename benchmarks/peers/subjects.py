@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from benchmarks.common.timing import Batch, Step
 from benchmarks.networks import language_model
-from benchmarks.networks.full_size import VGG16
 from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.resnet import resnet18, resnet50
 from benchmarks.networks.unet import UNet
+from benchmarks.networks.vgg import VGG16
 from benchmarks.networks.vit import ViT
 
 CLASSES = 1000

@@ -14,18 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import checkmate
+from benchmarks.common.rows import Row, append, origin
 from benchmarks.networks.dags import unit_chain
 from benchmarks.solve.report import render
 from checkmate.core.problem import Problem
@@ -74,7 +71,7 @@ def _budget(problem: Problem, share: float) -> int:
     return int(share * problem.keep_all_peak)
 
 
-def solve_here(graph: str, share: float | None, method: str, time_limit: float) -> dict[str, Any]:
+def solve_here(graph: str, share: float | None, method: str, time_limit: float) -> Row:
     """Solve in this process, and say what came of it and what memory it took."""
     problem = load(graph)
     loaded = _peak_rss()
@@ -85,7 +82,7 @@ def solve_here(graph: str, share: float | None, method: str, time_limit: float) 
     return {**facts(solution), "loaded_rss": loaded, "peak_rss": _peak_rss()}
 
 
-def least(problem: Problem, time_limit: float) -> dict[str, Any]:
+def least(problem: Problem, time_limit: float) -> Row:
     """The smallest budget: a known plan's peak, and a proven bound."""
     began = time.perf_counter()
     ends = checkmate.min_budget(problem, time_limit=time_limit)
@@ -100,7 +97,7 @@ def least(problem: Problem, time_limit: float) -> dict[str, Any]:
     }
 
 
-def facts(solution: Solution) -> dict[str, Any]:
+def facts(solution: Solution) -> Row:
     """The figures of a solution; costs and bounds are relative to running each op once.
 
     A method that tells its progress does so as ``details["trajectory"]``: seconds, cost and bound, each time that one
@@ -140,7 +137,7 @@ def _peak_rss() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def solve_apart(graph: str, share: float | None, method: str, time_limit: float, memory_limit: int) -> dict[str, Any]:
+def solve_apart(graph: str, share: float | None, method: str, time_limit: float, memory_limit: int) -> Row:
     """Solve in a process of its own; a process that fails or does not end makes a row that says so."""
     wanted = {"graph": graph, "share": share, "method": method, "time_limit": time_limit}
     command = [sys.executable, "-m", "benchmarks.solve", "--one", json.dumps(wanted)]
@@ -161,27 +158,6 @@ def solve_apart(graph: str, share: float | None, method: str, time_limit: float,
         reason = (run.stderr.strip().splitlines() or [f"ended with {run.returncode}"])[-1]
         return {**wanted, "status": "failed", "message": reason}
     return {**wanted, **json.loads(run.stdout)}
-
-
-def origin() -> dict[str, str]:
-    """Where and when a row was made."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=HERE,
-    )
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    cpu = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": git.stdout.strip() or "unknown",
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("numpy", "scipy", "highspy")},
-        "cpu": cpu[0] if cpu else platform.processor(),
-    }
 
 
 def main() -> None:
@@ -208,14 +184,11 @@ def main() -> None:
         return
     if args.quick:
         vars(args).update(QUICK)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    source = origin()
+    source = origin("numpy", "scipy", "highspy")
     wanted: Iterable[tuple[str, float | None, str]] = cases(args.graphs, args.budgets, args.methods)
     if args.least:
         wanted, args.time_limit = [(graph, None, LEAST) for graph in args.graphs], LEAST_SECONDS
-    with args.out.open("a") as out:
-        for graph, share, method in wanted:
-            row = {**source, **solve_apart(graph, share, method, args.time_limit, memory_limit)}
-            out.write(json.dumps(row) + "\n")
-            out.flush()
-            print(graph, share, method, row["status"], row.get("cost_ratio"), row.get("gap"), row.get("seconds"))
+    for graph, share, method in wanted:
+        row = {**source, **solve_apart(graph, share, method, args.time_limit, memory_limit)}
+        append(args.out, row)
+        print(graph, share, method, row["status"], row.get("cost_ratio"), row.get("gap"), row.get("seconds"))

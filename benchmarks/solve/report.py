@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.rows import Row, latest, read, shown
+from checkmate.core.table import Table
+
 HEADER = (
     "graph", "ops", "budget", "method", "cost", "bound", "gap", "to best", "first plan", "seconds", "memory", "status",
 )  # fmt: skip
-LEFT = ("graph", "method", "status")
+NUMBERS = {*HEADER} - {"graph", "method", "status"}
+LEAST_HEADER = ("graph", "ops", "reached", "bound", "gap", "seconds")
 MARKERS = "ovs^D<P>X*dph"
 LEAST_GAP = 1e-6  # what is drawn for less: a logarithm has no zero
-Row = dict[str, Any]
 
 
 def render(rows_file: Path) -> tuple[Path, Path]:
     """Write the table and the picture next to a file of rows, with its name; returns their paths."""
-    every = [json.loads(line) for line in rows_file.read_text().splitlines()]
-    rows = latest([row for row in every if row["share"] is not None])
+    every = read(rows_file)
+    rows = in_order([row for row in every if row["share"] is not None])
     table, picture = rows_file.with_suffix(".md"), rows_file.with_suffix(".png")
     table.write_text(markdown(rows) + least([row for row in every if row["share"] is None]))
     draw(rows, picture)
     return table, picture
 
 
-def latest(rows: Sequence[Row]) -> list[Row]:
+def in_order(rows: Sequence[Row]) -> list[Row]:
     """The last row of each graph, budget, method and time limit; small graphs and large budgets first."""
-    last = {(row["graph"], row["share"], row["method"], row["time_limit"]): row for row in rows}
     ops = {row["graph"]: row["ops"] for row in rows if "ops" in row}
     return sorted(
-        last.values(),
+        latest(rows, "graph", "share", "method", "time_limit"),
         key=lambda row: (ops.get(row["graph"], 0), row["graph"], -row["share"], row["method"], row["time_limit"]),
     )
 
@@ -58,6 +59,7 @@ def markdown(rows: Sequence[Row]) -> str:
     commits = sorted({row["commit"] for row in rows})
     machines = sorted({row["cpu"] for row in rows})
     profiles = sorted({row["profile"] for row in rows if "profile" in row})
+    best = best_bounds(rows)
     lines = [
         "# Solvers on training steps",
         "",
@@ -66,16 +68,15 @@ def markdown(rows: Sequence[Row]) -> str:
         "relative to running each op once. The gap is to the method's own bound, then to the best bound of any method "
         "here; memory is what the process takes beyond the loaded problem.",
         "",
-        "| " + " | ".join(HEADER) + " |",
-        "|" + "|".join("---" if name in LEFT else "--:" for name in HEADER) + "|",
+        Table(HEADER, [_cells(row, best) for row in rows], NUMBERS).markdown(),
+        "",
     ]
-    best = best_bounds(rows)
-    return "\n".join([*lines, *("| " + " | ".join(_cells(row, best)) + " |" for row in rows), ""])
+    return "\n".join(lines)
 
 
 def least(rows: Sequence[Row]) -> str:
     """A table of the smallest budgets, relative to keeping everything; empty without rows."""
-    last = sorted({row["graph"]: row for row in rows if "peak" in row}.values(), key=lambda row: row["ops"])
+    last = sorted(latest([row for row in rows if "peak" in row], "graph"), key=lambda row: row["ops"])
     if not last:
         return ""
     lines = [
@@ -85,14 +86,15 @@ def least(rows: Sequence[Row]) -> str:
         "As shares of the peak of keeping everything: a plan is known that reaches the first, and no schedule at all "
         "reaches less than the second.",
         "",
-        "| graph | ops | reached | bound | gap | seconds |",
-        "|---|--:|--:|--:|--:|--:|",
+        Table(LEAST_HEADER, [_least_cells(row) for row in last], LEAST_HEADER[1:]).markdown(),
+        "",
     ]
-    for row in last:
-        reached, bound = (row[key] / row["keep_all_peak"] for key in ("peak", "peak_bound"))
-        figures = f"{reached:.4f} | {bound:.4f} | {row['gap']:.2%} | {row['seconds']:.1f} s"
-        lines.append(f"| {row['graph']} | {row['ops']} | {figures} |")
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
+
+
+def _least_cells(row: Row) -> list[str]:
+    shares = [f"{row[key] / row['keep_all_peak']:.4f}" for key in ("peak", "peak_bound")]
+    return [row["graph"], str(row["ops"]), *shares, f"{row['gap']:.2%}", f"{row['seconds']:.1f} s"]
 
 
 def _cells(row: Row, best: dict[Instance, float]) -> list[str]:
@@ -101,22 +103,18 @@ def _cells(row: Row, best: dict[Instance, float]) -> list[str]:
     memory = (row["peak_rss"] - row["loaded_rss"]) / 1e6 if "peak_rss" in row else None
     return [
         row["graph"],
-        _text(row.get("ops"), "d"),
+        shown(row.get("ops"), "d"),
         f"{row['share']:.2f}",
         row["method"],
-        _text(row.get("cost_ratio"), ".4f"),
-        _text(row.get("bound_ratio"), ".4f"),
-        _text(row.get("gap"), ".2%"),
-        _text(to_best, ".2%"),
-        _text(row.get("first_plan_seconds"), ".1f", " s"),
-        _text(row.get("seconds"), ".1f", " s"),
-        _text(memory, ".0f", " MB"),
+        shown(row.get("cost_ratio"), ".4f"),
+        shown(row.get("bound_ratio"), ".4f"),
+        shown(row.get("gap"), ".2%"),
+        shown(to_best, ".2%"),
+        shown(row.get("first_plan_seconds"), ".1f", " s"),
+        shown(row.get("seconds"), ".1f", " s"),
+        shown(memory, ".0f", " MB"),
         row["status"],
     ]
-
-
-def _text(figure: float | None, form: str, unit: str = "") -> str:
-    return "–" if figure is None else f"{figure:{form}}{unit}"
 
 
 def _gap(cost: float, bound: float) -> float:

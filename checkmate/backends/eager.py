@@ -18,12 +18,11 @@ from checkmate.backends.overwritten import Needs, explain_writes, needs_of
 from checkmate.backends.state import tensors_within
 from checkmate.backends.static_memory import expect, within
 from checkmate.capture.autocast import keeps_copies, refuse_shared_copies
-from checkmate.capture.device import BLOCK_BYTES, allocated_on, device_of, held_outside
+from checkmate.capture.device import BLOCK_BYTES, allocated_on, as_allocated, device_of, held_outside, main_device
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.nodes import storage
 from checkmate.capture.numbers import draws_of_python, refuse_sizes_of_data, sources_of
-from checkmate.capture.outside import drop_gradients_of_writes
 from checkmate.capture.patches import context_variables as _context  # noqa: F401  # Dynamo follows them
 from checkmate.capture.patches import ctc_lengths as _lengths  # noqa: F401  # PyTorch's own describes the kernel
 from checkmate.capture.patches import logging_calls as speaking  # noqa: F401  # Dynamo follows what a step says
@@ -35,6 +34,7 @@ from checkmate.capture.patches.leaves import refuse_lost_leaves
 from checkmate.capture.patches.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.questions import Questions, asking_first, taken_out
+from checkmate.capture.rewrite import drop_gradients_of_writes
 from checkmate.codegen.boxed import boxed
 from checkmate.codegen.contributions import counted_contributions, sharing_of, with_contributions
 from checkmate.codegen.emit import emit
@@ -43,16 +43,16 @@ from checkmate.codegen.result_hooks import computed_from, refuse_watching
 from checkmate.codegen.result_views import added_within, refuse_views
 from checkmate.codegen.undefined_gradients import keep_undefined, with_undefined
 from checkmate.core.plan import Plan
-from checkmate.core.problem import Problem, Profile
+from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
-from checkmate.memory import CPU, measure_peak
+from checkmate.memory import measure_peak
 from checkmate.memory.arena import Arena
 from checkmate.profiling.measure import Measure
+from checkmate.profiling.profilers import Profiler
 from checkmate.statusline import showing
 from checkmate.units import format_bytes
 
-Profiler = Callable[[Joint], Profile]
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
 _BY_CUDNN = (torch.lstm, torch.gru)
@@ -267,7 +267,7 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
 
     read = storages(known)
     sizes = [size for key, size in storages(tensors_within(reach)).items() if key not in read]
-    return sum(-(-size // block_bytes) * block_bytes for size in sizes)
+    return sum(as_allocated(size, block_bytes) for size in sizes)
 
 
 def _with_questions(plan: Solution, questions: Questions, inputs: list[Any], given: int, limit: int) -> Solution:
@@ -280,7 +280,7 @@ def _with_questions(plan: Solution, questions: Questions, inputs: list[Any], giv
     Raises:
         Unsupported: where it is above the limit.
     """
-    device = next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device != CPU), CPU)
+    device = main_device(inputs)
     taken = given + measure_peak(partial(questions.ask, inputs), device).peak
     peak = plan.problem.resident + taken
     if peak > limit:

@@ -1,4 +1,4 @@
-"""Errors of the machinery below, said again for the person at the keyboard: what, where in their code, what to do."""
+"""Errors that PyTorch raises while it captures a step, reworded for users: what, where in their code, what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inductor as what makes the code of a plan: kernels compiled for the step in place of PyTorch's own.
+"""``backend="inductor"``: PyTorch's Inductor compiles the two modules of a plan, and the peak is measured.
 
 The plan is that of the eager backend, and Inductor compiles its two modules. Its kernels round differently: results are
 close to plain PyTorch, not equal to it. And it fuses ops and moves them, so that the peak is another than the simulated
@@ -30,6 +30,7 @@ from checkmate.backends.eager import Backend, forbid_donation
 from checkmate.backends.state import unchanged
 from checkmate.capture import random_draws as randomness
 from checkmate.capture import rewrite
+from checkmate.capture.device import main_device
 from checkmate.capture.nodes import is_collective, tensors
 from checkmate.capture.patches import recurrent
 from checkmate.capture.patches import strides as layouts
@@ -82,8 +83,8 @@ class Inductor(Backend):
             InfeasibleBudget: if no plan fits, or each that was tried takes more when it runs.
             Unsupported: if the step is not on the CPU, or Inductor cannot compile it.
         """
-        if elsewhere := next((t.device for t in inputs if isinstance(t, torch.Tensor) and t.device != CPU), None):
-            raise Unsupported(f'backend="inductor" is for steps on the CPU so far, not on {elsewhere}. {_INSTEAD}')
+        if (device := main_device(inputs)) != CPU:
+            raise Unsupported(f'backend="inductor" is for steps on the CPU so far, not on {device}. {_INSTEAD}')
         self.rounds_in |= {t.dtype for n in module.graph.nodes for t in tensors(n.meta.get("example_value"))}
         known, self.aside = len(self.plans), 0
         tried: list[tuple[Solution, int]] = []  # with the peak that was measured, in bytes

@@ -1,8 +1,8 @@
-"""Writes between a step and its backward to what the backward needs, found by the version of each tensor.
+"""Refuse a backward that needs a tensor which was written to since the forward, and name it.
 
-Autograd finds them too, when it hands saved tensors to the backward, and says a shape. Here the person is told which
-tensor it was, and which op of their code needs it. What is written through ``.data`` leaves the version as it was, and
-is found by nobody.
+Autograd finds such a tensor too, by its version, when it hands saved tensors to the backward, and says a shape. Here
+the person is told which tensor it was, and which op of their code needs it. What is written through ``.data`` leaves
+the version as it was, and is found by nobody.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why a captured graph is not for a call: what Dynamo's guards say, in the names of the user's code."""
+"""Why a step is captured again: which value in the user's code is another than when it was captured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def constants(own: types.FunctionType) -> dict[str, Constant]:
 
 
 def why_not(own: types.FunctionType, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Reason]:
-    """The values that keep what Dynamo captured of a function from being for a call.
+    """The values that differ between a call and the capture, so that this capture cannot be used.
 
     None, if it is something else, such as a shape or a mode, or if Dynamo does not say.
 
@@ -95,15 +95,8 @@ def value_now(source: str, own: types.FunctionType, given: dict[str, Any]) -> Co
     """
     try:
         value = eval(source, {"L": given, "G": _entries(own)[0].guard_manager.global_scope})
-    except (
-        AttributeError,
-        LookupError,
-        NameError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # it is gone, or needs a function of Dynamo's
-        return None
+    except (AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError):
+        return None  # it is gone, or needs a function of Dynamo's
     return value if type(value) in (int, float, bool, str) else None
 
 
@@ -138,7 +131,7 @@ def read(guard: str) -> tuple[str, Constant, str] | None:
 
 
 def spelled(source: str, fn: Callable[..., Any]) -> str:
-    """A source of Dynamo's as it stands in the user's code.
+    """What Dynamo calls a source, as it is written in the user's code.
 
     >>> class Net:
     ...     def forward(self, x, beta): pass

@@ -1,4 +1,4 @@
-"""What a step can reach of the world, by name, and how all of it is put back as it was: tensors and random states."""
+"""The tensors and random states that a step can change: found, named, compared by bits, put back as they were."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from checkmate.backends.error_messages import contents_of_cells
-from checkmate.capture.device import same_random_state
+from checkmate.capture.device import main_device, same_random_state
 from checkmate.memory import CPU
 
 
-def tensors_within(things: Any) -> Iterator[torch.Tensor]:
+def tensors_within(things: Any) -> list[torch.Tensor]:
     """Parameters, buffers and inputs that a call can reach: in its arguments, and in what a function closes over."""
-    return (tensor for _, tensor in _named_within(things, depth=3))
+    return list({id(tensor): tensor for _, tensor in _named_within(things, depth=3)}.values())
 
 
 def _named_within(things: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -55,8 +55,8 @@ def names_of(state: list[torch.Tensor], things: Any) -> dict[int, str]:
 @contextmanager
 def unchanged(things: Any) -> Iterator[None]:
     """Put all tensors within reach of these things, and the random state, back as they were after the block."""
-    state = list(tensors_within(things))
-    with restored(state, next((t.device for t in state if t.device != CPU), CPU)):
+    state = tensors_within(things)
+    with restored(state, main_device(state)):
         yield
 
 

@@ -9,16 +9,15 @@ as the time went; that no larger one fits is as true as memory and cost rise wit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from checkmate.batch.interpolation import Family, Overhead, is_beyond, is_within, most_seconds, plan_within
-from checkmate.core.fingerprint import fingerprints
+from checkmate.core.fingerprint import same_ops
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
-from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
 from checkmate.solvers.catalogue import METHODS
 
 AUTO, KEEP_ALL = "auto", "checkpoint-all"
@@ -159,8 +158,10 @@ class Hunt:
         cap = most_seconds(problem, self.max_overhead)
         if start is None and self.low is not None:
             start = self.low.solution
+        if start is not None and (start.plan is None or not same_ops(start.problem, problem)):
+            start = None  # the graph may change with the size
         seconds = min(seconds, max(0.05, self.deadline - time.perf_counter()))
-        solution = self._solve(problem, cap, seconds, start if _is_of(start, problem) else None)
+        solution = self._solve(problem, cap, seconds, start)
         attempt = Attempt(size, solution, cap, traced)
         self.report(attempt)
         if solution.interrupted:
@@ -169,24 +170,15 @@ class Hunt:
 
     def _solve(self, problem: Problem, cap: float, seconds: float, start: Solution | None) -> Solution:
         if self.method in (AUTO, KEEP_ALL) and problem.keep_all_peak <= self.budget:
-            return checkpoint_all(problem, self.budget)
+            return METHODS[KEEP_ALL].solve(problem, self.budget)
         if self.method == AUTO:
             return plan_within(problem, self.budget, cap, time_limit=seconds, start=start)
-        method = METHODS[self.method]
-        options = {"time_limit": seconds} if "time_limit" in method.options else {}
-        return method.run(problem, self.budget, **options)
+        return METHODS[self.method].solve(problem, self.budget, time_limit=seconds)
 
 
 def _differ(family: Family, first: np.ndarray) -> bool:
     """Whether some traced sizes need other bytes than the first."""
     return any(not np.array_equal(problem.live_bytes, first) for problem in family.traced.values())
-
-
-def _is_of(start: Solution | None, problem: Problem) -> bool:
-    """Whether a plan is of a step with these ops: the graph may change with the size."""
-    if start is None or start.plan is None:
-        return False
-    return fingerprints(start.problem).structure == fingerprints(problem).structure
 
 
 def spread_sizes(low: int, kept: int, high: int, count: int) -> list[int]:
@@ -196,9 +188,5 @@ def spread_sizes(low: int, kept: int, high: int, count: int) -> list[int]:
     [4, 8, 16, 22, 28, 34, 40]
     """
     doubling = {max(low, kept >> power) for power in range(3)} if kept else set()
-    return sorted(doubling | set(_evenly(max(low, kept), high, count)))
-
-
-def _evenly(first: int, last: int, count: int) -> Iterator[int]:
-    for i in range(count + 1):
-        yield first + round((last - first) * i / count)
+    first = max(low, kept)
+    return sorted(doubling | {first + round((high - first) * i / count) for i in range(count + 1)})

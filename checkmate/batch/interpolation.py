@@ -1,4 +1,4 @@
-"""One step at many sizes (of its batch, its sequence, its images): traced where it must be true, estimated elsewhere.
+"""What a step costs at many sizes of its batch: traced at a few of them, and estimated in between.
 
 Tracing takes seconds, and near the largest size that fits there are many sizes to try. Where traces have the same ops,
 the bytes of every value are taken to lie on the polynomial through those of the traced sizes next to it,
@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from checkmate.core.fingerprint import fingerprints
+from checkmate.core.fingerprint import same_ops
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.solvers.search.adapt import Start
@@ -28,7 +28,7 @@ from checkmate.solvers.solve import solve
 
 ONE_FORWARD = "one-forward"
 Overhead = float | str | None
-ROUNDING = 1e-9  # of a sum of seconds, in another order
+SUM_ROUNDING = 1e-9  # of a sum of seconds, in another order
 TINY = 0.05  # of the time: with less left there is no use in asking again
 
 
@@ -61,10 +61,10 @@ class Family:
         sizes = self._around(size)
         if len(sizes) < 2:
             return None
-        kinds = [fingerprints(self.traced[n]).structure for n in sizes]
-        if kinds[0] != kinds[1]:
+        first, second, *_ = sizes
+        if not same_ops(self.traced[first], self.traced[second]):
             return None
-        sizes = [n for n, kind in zip(sizes, kinds, strict=True) if kind == kinds[0]]
+        sizes = [n for n in sizes if same_ops(self.traced[n], self.traced[first])]
         return _mixed([self.traced[n] for n in sizes], _shares(sizes, size))
 
     def _around(self, size: int) -> list[int]:
@@ -147,7 +147,7 @@ def most_seconds(problem: Problem, max_overhead: Overhead) -> float:
 
 def is_within(solution: Solution, cap: float) -> bool:
     """Whether there is a plan, and it takes no more than so many seconds, but for rounding."""
-    return solution.plan is not None and solution.cost <= cap * (1 + ROUNDING)
+    return solution.plan is not None and solution.cost <= cap * (1 + SUM_ROUNDING)
 
 
 def is_beyond(solution: Solution, cap: float) -> bool:

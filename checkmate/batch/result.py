@@ -1,4 +1,4 @@
-"""What sizes of a batch cost and give: the rows and the answer of `checkmate.max_batch_size`."""
+"""The answer of `checkmate.max_batch_size`: the largest size, its plan, and what smaller sizes cost."""
 
 from __future__ import annotations
 

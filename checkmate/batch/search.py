@@ -29,12 +29,12 @@ from checkmate.batch.interpolation import (
 )
 from checkmate.batch.result import LargestBatch, SizePoint
 from checkmate.batch.steps import SizedSteps, maker_of, real_tensors
-from checkmate.core.fingerprint import fingerprints
+from checkmate.core.fingerprint import same_ops
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.profiling.profilers import Choice
-from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import check_limits, check_method, solve
 from checkmate.statusline import showing
@@ -168,15 +168,15 @@ class _Search:
         self.last = "looking for the largest size"  # what was learnt last, in words
 
     def text(self) -> str:
-        """What a line shows."""
+        """What the status line shows."""
         return f"{self.last}, {time.perf_counter() - self.began:.0f} of {self.time_limit:g} s"
 
     def share(self) -> float:
-        """Of the time, how much is over."""
+        """The part of the time that is over."""
         return (time.perf_counter() - self.began) / self.time_limit
 
     def note(self, attempt: Attempt) -> None:
-        """Say what was learnt of a size."""
+        """Log what came of a size."""
         verdict = "fits" if attempt.fits else "does not fit" if attempt.refuted else "no plan found"
         how = "" if attempt.traced else " (estimated)"
         again = f", {max(0.0, attempt.solution.overhead):.1%} recomputed" if attempt.solution.plan else ""
@@ -234,7 +234,7 @@ class _Search:
         size = max((n for n, problem in traced.items() if problem.keep_all_peak <= self.budget), default=0)
         if self.kept is not None and size > self.kept.size:
             cap = most_seconds(traced[size], self.max_overhead)
-            self.kept = Attempt(size, checkpoint_all(traced[size], self.budget), cap, traced=True)
+            self.kept = Attempt(size, METHODS[KEEP_ALL].solve(traced[size], self.budget), cap, traced=True)
 
     def _improve(self) -> None:
         """Give the answer the best plan that some more time finds: so far the first under the cap was taken."""
@@ -325,10 +325,9 @@ class _Search:
         """Plan a size for the curve, beginning with the plan of the next larger one; no point where none fits."""
         problem = self.family.at(size) if problem is None else problem
         start = start or min((p for n, p in self.points.items() if n > size), key=lambda p: p.size).solution
-        same = fingerprints(start.problem).structure == fingerprints(problem).structure
+        known = start if same_ops(start.problem, problem) else None  # the graph may change with the size
         limit = max(0.1, min(self.time_limit / ATTEMPTS, self._until(1.0) - time.perf_counter()))
-        options: dict[str, Any] = {"start": start} if same else {}
-        found = solve(problem, self.budget, time_limit=limit, gap=GAP, progress=False, **options)
+        found = solve(problem, self.budget, time_limit=limit, gap=GAP, progress=False, start=known)
         attempt = Attempt(size, found, most_seconds(problem, self.max_overhead), size in self.family.traced)
         self.note(attempt)
         if attempt.fits:

@@ -17,14 +17,15 @@ from torch.utils._pytree import tree_leaves
 from checkmate.backends.eager import Backend
 from checkmate.backends.planner import Options
 from checkmate.backends.state import tensors_within, unchanged
+from checkmate.capture.device import main_device
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.compiler import CompiledStep
-from checkmate.core.fingerprint import fingerprints
+from checkmate.core.fingerprint import same_ops
 from checkmate.core.graph import MAX_BYTES
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError, Unsupported
-from checkmate.memory import CPU, measure_peak
+from checkmate.memory import measure_peak
 from checkmate.profiling.profilers import Choice, profiler
 from checkmate.solvers.common.certify import certify
 from checkmate.statusline import showing
@@ -136,7 +137,7 @@ class SizedSteps:
 
         with unchanged((step, args, kwargs)):
             run()  # compiles, which is not to be measured
-            use = measure_peak(run, next((t.device for t in reached if t.device != CPU), CPU))
+            use = measure_peak(run, main_device(reached))
         return (solution.problem.resident if use.before is None else use.before) + use.peak
 
 
@@ -146,7 +147,7 @@ def real_tensors(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     Raises:
         Unsupported: if one of them has no data.
     """
-    reached = list({id(t): t for t in tensors_within((step, args, kwargs))}.values())
+    reached = tensors_within((step, args, kwargs))
     if any(map(is_fake, reached)):
         raise Unsupported("measure=True runs the step: its model and its batch cannot be fake or on the meta device.")
     return reached
@@ -163,6 +164,6 @@ def _said(error: Exception) -> str:
 
 def _again(solution: Solution, problem: Problem) -> Solution:
     """The same plan for the problem as it is captured to be run."""
-    if fingerprints(problem).structure != fingerprints(solution.problem).structure or solution.schedule is None:
+    if solution.schedule is None or not same_ops(problem, solution.problem):
         raise Unsupported("The step has other ops when it runs than when it was traced: nothing can be measured.")
     return certify(problem, MAX_BYTES, solution.schedule.R, method=solution.method)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -16,6 +17,16 @@ from checkmate.errors import Unsupported
 from checkmate.memory import CPU
 
 BLOCK_BYTES = {"cpu": 1, "cuda": 512}  # what PyTorch's allocator rounds sizes up to (kMinBlockSize on CUDA)
+
+
+def as_allocated(size_bytes: int, block_bytes: int) -> int:
+    """Bytes that the allocator gives for a tensor: whole blocks."""
+    return -(-size_bytes // block_bytes) * block_bytes
+
+
+def main_device(things: Iterable[Any]) -> torch.device:
+    """The device of the first tensor among these that is not on the CPU; the CPU where there is none."""
+    return next((t.device for t in things if isinstance(t, torch.Tensor) and t.device != CPU), CPU)
 
 
 def device_of(graph: fx.Graph) -> torch.device:
@@ -72,7 +83,7 @@ def allocated_on(device: torch.device) -> int | None:
 
 
 def have_libraries_take_workspaces(device: torch.device) -> None:
-    """Multiply once in this thread and, by a backward, once in autograd's.
+    """Have cuBLAS take its workspaces now, in this thread and, by a backward, in autograd's.
 
     On CUDA each thread has a cuBLAS of its own, which takes a workspace at its first product and keeps it. A step whose
     ops were all measured before, by another process, would meet these bytes only once it runs.

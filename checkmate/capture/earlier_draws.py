@@ -1,4 +1,4 @@
-"""The random numbers that a step draws before it asks for the value of a draw, made again for nothing but their number.
+"""Make all the random draws that come before one whose value a step asks for, so that this one is what it will be.
 
 A question that depends on draws has its answer beforehand if all draws of the same generator that come before it are
 made first, in the same order, with the same shapes and types, and the generator is put back afterwards: the step then

@@ -7,7 +7,6 @@ tell what aliases what), tells views from ops, forward from backward, and which 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,43 +14,21 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch._aot_autograd.utils import is_with_effects
-from torch._functorch.partitioners import (
-    _extract_fwd_bwd_outputs,
-    _has_tag_is_backward,
-    _is_primal,
-    is_sym_node,
-)
+from torch._functorch.partitioners import _is_primal
 
-from checkmate.capture import cudnn
-from checkmate.capture.nodes import (
-    COPIES_OF_STORAGES,
-    ancestors,
-    getitems,
-    is_collective,
-    is_mutating,
-    is_random,
-    is_view,
-    leaf_nodes,
-    storage,
-    target_name,
-    tensors,
-    written,
-)
-from checkmate.capture.numbers import DRAW_BYTES, check_sizes, number_placeholders, refuse_read
-from checkmate.capture.outside import after_tangent, let_go_of_unread, read_at_return
+from checkmate.capture.device import as_allocated
+from checkmate.capture.nodes import COPIES_OF_STORAGES, getitems, is_mutating, leaf_nodes, storage, target_name, tensors
+from checkmate.capture.numbers import DRAW_BYTES, check_sizes, hands_out_number, refuse_read
 from checkmate.capture.patches.strides import obeys_layout
+from checkmate.capture.phases import Traced, let_other_calls_overwrite_statistics, phases
 from checkmate.capture.provenance import where
-from checkmate.capture.random_draws import save_state
 from checkmate.capture.rewrite import prepare
 from checkmate.core.graph import Graph, Op, Phase, Role, Value
 from checkmate.errors import Unsupported
 
 NUMBERS = "handed_in_numbers"  # the op that stands for them
-_OUTSIDE_ITS_RUNNING_STATISTICS = {  # in training mode: what later ops read does not depend on the running statistics
-    torch.ops.aten._native_batch_norm_legit_functional.default,
-    cudnn.batch_norm,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,153 +88,63 @@ def read_joint(
     """
     prepare(module.graph, on_cpu=on_cpu)
     let_go_of_unread(module)
-    reader = _Reader(module, num_fwd_outputs, frozenset(static_inputs), input_names, block_bytes, numbers, draws)
-    check_sizes(module.graph, numbers, reader.name)
-    return reader.read()
+    step = Traced(module, num_fwd_outputs, static_inputs, input_names, numbers, draws)
+    check_sizes(module.graph, numbers, step.name)
+    let_other_calls_overwrite_statistics(step.nodes)
+    forward, backward = phases(step)
+    refuse_read(step.draws)
+    found = _Contents(step, block_bytes)
+    found.add_inputs()
+    handed_in = found.add_handed_in(NUMBERS, [n for n in (*step.numbers, *step.draws) if tensors(n.meta["val"])])
+    for node in forward:
+        found.add_op(node, "forward")
+    let_go = found.made_for(read_at_return(step.forward_outputs, step.forward_descs))
+    found.add_return((*handed_in, *let_go))
+    tangents = found.add_handed_in("tangents", [n for n in step.placeholders if n in step.after_tangent], "tangent")
+    for node in backward:
+        found.add_op(node, "backward")
+    results = found.results(tangents, let_go)
+    return Joint(
+        module=module,
+        graph=Graph(tuple(found.ops), tuple(found.values), results),
+        nodes=tuple(found.nodes),
+        value_of={n: found.values_of(n) for n in step.nodes if n.op != "output"},
+        faces=tuple(map(tuple, found.faces)),
+        numbers=step.numbers,
+        placeholders=step.placeholders,
+        forward_outputs=step.forward_outputs,
+        backward_outputs=step.backward_outputs,
+        forward_descs=step.forward_descs,
+        backward_descs=step.backward_descs,
+    )
 
 
-class _Reader:
-    """The passes over a joint graph, in order; each fills what the next needs."""
+class _Contents:
+    """The ops and values of a step, added in the order in which they are made."""
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        num_fwd_outputs: int,
-        static_inputs: frozenset[int],
-        input_names: Sequence[str],
-        block_bytes: int,
-        numbers: Mapping[int, str],
-        draws: Collection[int],
-    ) -> None:
-        self.module = module
-        self.numbers = number_placeholders(module.graph, numbers)
-        self.draws = number_placeholders(module.graph, dict.fromkeys(draws, "a draw"))
+    def __init__(self, step: Traced, block_bytes: int) -> None:
+        self.step = step
         self.block_bytes = block_bytes
-        self.nodes = list(module.graph.nodes)
-        outputs = _extract_fwd_bwd_outputs(module, num_fwd_outputs=num_fwd_outputs)
-        self.fwd_outputs, self.bwd_outputs, self.fwd_descs, self.bwd_descs = (tuple(part) for part in outputs)
-        self.placeholders = [n for n in self.nodes if n.op == "placeholder"]
-        self.static_inputs = static_inputs
-        self.input_names = input_names
-        self.value_by_storage: dict[int, int] = {}
-        self.values: list[Value] = []
-        self.faces: list[list[fx.Node]] = []
         self.ops: list[Op] = []
-        self.op_nodes: list[fx.Node | None] = []
+        self.nodes: list[fx.Node | None] = []  # of each op
+        self.values: list[Value] = []
+        self.faces: list[list[fx.Node]] = []  # of each value
+        self.by_storage: dict[int, int] = {}  # its value
 
-    def read(self) -> Joint:
-        self.is_view = {n for n in self.nodes if is_view(n)}
-        self.after_tangent = after_tangent(self.nodes)
-        self.overwritten = self._overwritten()
-        self._add_external_values()
-        forward, backward = self._phases()
-        refuse_read(self.draws)
-        numbers = self._add_handed_in(NUMBERS, [n for n in (*self.numbers, *self.draws) if tensors(n.meta["val"])])
-        for node in forward:
-            self._add_op(node, "forward")
-        self.let_go = self._made_only_by(read_at_return(self.fwd_outputs, self.fwd_descs))
-        self._add_return((*numbers, *self.let_go))
-        self.tangents = self._add_handed_in("tangents", [n for n in self.placeholders if n in self.after_tangent])
-        for node in backward:
-            self._add_op(node, "backward")
-        results = self._results()
-        return Joint(
-            module=self.module,
-            graph=Graph(tuple(self.ops), tuple(self.values), results),
-            nodes=tuple(self.op_nodes),
-            value_of={n: self._values_of(n) for n in self.nodes if n.op != "output"},
-            faces=tuple(map(tuple, self.faces)),
-            numbers=self.numbers,
-            placeholders=tuple(self.placeholders),
-            forward_outputs=self.fwd_outputs,
-            backward_outputs=self.bwd_outputs,
-            forward_descs=self.fwd_descs,
-            backward_descs=self.bwd_descs,
-        )
+    def values_of(self, node: fx.Node) -> tuple[int, ...]:
+        """The values that a node's tensors are, or are views of."""
+        keys = dict.fromkeys(storage(t) for t in tensors(node.meta.get("val")))
+        return tuple(self.by_storage[key] for key in keys if key in self.by_storage)
 
-    def _overwritten(self) -> dict[int, str]:
-        """Storages of inputs that the step overwrites, with their names."""
-        names: dict[int, str] = {}
-        for n in self.nodes:
-            for target in written(n):
-                for tensor in tensors(target.meta.get("val")):
-                    names[storage(tensor)] = self.name(target)
-        return names
-
-    def _reads_overwritten(self, node: fx.Node) -> str | None:
-        """The name of the overwritten input that this op reads and depends on."""
-        if is_mutating(node):
-            return None
-        if node.target in _OUTSIDE_ITS_RUNNING_STATISTICS and node.args[5]:
-            for statistics in leaf_nodes(node.args[3:5]):  # another call may overwrite them before the backward
-                statistics.meta["saved_tensor_with_no_vc_check"] = True
-            return None
-        for a in node.all_input_nodes:
-            for tensor in tensors(a.meta.get("val")):
-                if storage(tensor) in self.overwritten:
-                    return self.overwritten[storage(tensor)]
-        return None
-
-    def _phases(self) -> tuple[list[fx.Node], list[fx.Node]]:
-        """The op nodes of the forward and of the backward, each in the order of first execution.
-
-        What neither depends on a tangent nor is needed for the forward's results runs next to its first user in the
-        backward: in the order of the joint graph it would force everything it reads to be there at once.
-        """
-
-        def is_op(n: fx.Node) -> bool:
-            is_value = n not in self.is_view and n.target is not operator.getitem and not is_sym_node(n)
-            return n.op == "call_function" and is_value
-
-        def must_run_in_forward(n: fx.Node) -> bool:
-            if not is_op(n) or n in self.after_tangent:
-                return False
-            return bool(self._pinned(n)) and not _has_tag_is_backward(n)
-
-        forward = ancestors([*leaf_nodes(self.fwd_outputs), *filter(must_run_in_forward, self.nodes)])
-        if clash := next((n for n in self.nodes if n in forward and n in self.after_tangent), None):
-            raise Unsupported(f"{where(clash)}: {clash.name} of the forward depends on a gradient.")
-
-        backward: dict[fx.Node, None] = {}
-
-        def demand(root: fx.Node) -> None:
-            stack = [root]
-            while stack:
-                n = stack[-1]
-                missing = [a for a in n.all_input_nodes if a not in forward and a not in backward]
-                if missing and n not in backward:
-                    stack += reversed(missing)
-                else:
-                    backward.setdefault(stack.pop())
-
-        needed = ancestors([*leaf_nodes(self.bwd_outputs), *(n for n in self.nodes if self._has_effect_in_backward(n))])
-        for n in self.nodes:
-            if n in needed and n in self.after_tangent:
-                demand(n)
-        for n in leaf_nodes(self.bwd_outputs):
-            demand(n)
-        in_forward = [n for n in self.nodes if n in forward and is_op(n)]
-        in_backward = [n for n in backward if n not in forward and is_op(n)]
-        for n in in_backward:
-            if name := self._reads_overwritten(n):
-                raise Unsupported(
-                    f"{where(n)}: the backward reads {name}, which the forward overwrites in place. "
-                    "Plain PyTorch refuses this too; write to a copy of it instead."
-                )
-        return in_forward, in_backward
-
-    def _has_effect_in_backward(self, n: fx.Node) -> bool:
-        return n.op == "call_function" and n in self.after_tangent and (is_mutating(n) or is_with_effects(n))
-
-    def _add_external_values(self) -> None:
+    def add_inputs(self) -> None:
         """Parameters, buffers and inputs, once for each storage."""
-        position = 0
-        for n in self.nodes:
-            if n in self.numbers or n in self.draws:
+        step, position = self.step, 0
+        for n in step.nodes:
+            if n in step.numbers or n in step.draws:
                 position += 1
-            elif n.op == "placeholder" and n not in self.after_tangent:
+            elif n.op == "placeholder" and n not in step.after_tangent:
                 role: Role = "input"
-                if position in self.static_inputs:
+                if position in step.static_inputs:
                     role = "parameter" if n.meta["val"].requires_grad or self._has_gradient(position) else "buffer"
                 position += _is_primal(n)
                 self._add_values(n, None, role)
@@ -265,55 +152,53 @@ class _Reader:
                 self._add_values(n, None, "buffer")
 
     def _has_gradient(self, position: int) -> bool:
-        return position < len(self.bwd_outputs) and isinstance(self.bwd_outputs[position], fx.Node)
+        gradients = self.step.backward_outputs
+        return position < len(gradients) and isinstance(gradients[position], fx.Node)
 
     def _add_values(self, node: fx.Node, producer: int | None, role: Role) -> tuple[int, ...]:
         """A value for each storage that the node makes; its faces are the node itself or its getitems."""
         made: list[int] = []
+        is_one = isinstance(node.meta.get("val"), torch.Tensor)
         for i, tensor in enumerate(tensors(node.meta.get("val"))):
-            key = storage(tensor)
-            if key not in self.value_by_storage:
-                v = self.value_by_storage[key] = len(self.values)
-                name = self.name(node) if isinstance(node.meta["val"], torch.Tensor) else f"{node.name}[{i}]"
-                self.values.append(Value(name, self._as_allocated(self._storage_bytes(node, tensor)), producer, role))
-                self.faces.append([])
-                made.append(v)
-        faces = [node] if isinstance(node.meta.get("val"), torch.Tensor) else getitems(node)
-        for face in faces:
-            for v in self._values_of(face):
+            if storage(tensor) not in self.by_storage:
+                name = self.step.name(node) if is_one else f"{node.name}[{i}]"
+                size = as_allocated(self._storage_bytes(node, tensor), self.block_bytes)
+                made.append(self._add_value(Value(name, size, producer, role)))
+                self.by_storage[storage(tensor)] = made[-1]
+        for face in [node] if is_one else getitems(node):
+            for v in self.values_of(face):
                 if producer is None or v in made:
                     self.faces[v].append(face)
         return tuple(made)
 
+    def _add_value(self, value: Value) -> int:
+        self.values.append(value)
+        self.faces.append([])
+        return len(self.values) - 1
+
     def _storage_bytes(self, node: fx.Node, tensor: torch.Tensor) -> int:
-        if node in self.draws:
+        if node in self.step.draws:
             return DRAW_BYTES
         if node.target in COPIES_OF_STORAGES:
             (part, *_) = leaf_nodes(node.args)
-            (v,) = self._values_of(part)
+            (v,) = self.values_of(part)
             if tensor.stride() == part.meta["val"].stride():
                 return self.values[v].size_bytes
         return tensor.untyped_storage().nbytes()
 
-    def _as_allocated(self, size_bytes: int) -> int:
-        return -(-size_bytes // self.block_bytes) * self.block_bytes
+    def _add(self, op: Op, node: fx.Node | None = None) -> None:
+        self.ops.append(op)
+        self.nodes.append(node)
 
-    def name(self, node: fx.Node) -> str:
-        """What to call a node's value: an input as the user knows it, else as in the graph."""
-        position = (
-            getattr(node.meta.get("desc"), "idx", None) if node.op == "placeholder" and _is_primal(node) else None
-        )
-        return node.name if position is None or position >= len(self.input_names) else self.input_names[position]
+    def add_op(self, node: fx.Node, phase: Phase) -> None:
+        """What a node runs, and the values that it makes.
 
-    def _values_of(self, node: fx.Node) -> tuple[int, ...]:
-        keys = dict.fromkeys(storage(t) for t in tensors(node.meta.get("val")))
-        return tuple(self.value_by_storage[key] for key in keys if key in self.value_by_storage)
-
-    def _add_op(self, node: fx.Node, phase: Phase) -> None:
-        k = len(self.ops)
-        read = dict.fromkeys(v for a in node.all_input_nodes for v in self._values_of(a))
-        made = () if is_mutating(node) else self._add_values(node, k, "intermediate")
-        aliased = [v for v in self._values_of(node) if v not in made]
+        Raises:
+            Unsupported: if its outputs alias only in part, or it has a side effect within the backward.
+        """
+        read = dict.fromkeys(v for a in node.all_input_nodes for v in self.values_of(a))
+        made = () if is_mutating(node) else self._add_values(node, len(self.ops), "intermediate")
+        aliased = [v for v in self.values_of(node) if v not in made]
         if aliased and not is_mutating(node):
             raise Unsupported(
                 f"{where(node)}: an output of {node.target} shares memory with {self.values[aliased[0]].name}, "
@@ -324,77 +209,72 @@ class _Reader:
                 f"{where(node)}: {node.args[1]} is a side effect within the backward, which is not planned. "
                 "Call this op outside of the step, under torch.no_grad() if it needs no gradient."
             )
-        pinned = self._pinned(node)
-        self.ops.append(Op(node.name, target_name(node), tuple(read), made, phase, pinned, where(node)))
-        self.op_nodes.append(node)
+        pinned = self.step.pinned(node)
+        self._add(Op(node.name, target_name(node), tuple(read), made, phase, pinned, where(node)), node)
 
-    def _pinned(self, node: fx.Node) -> str | None:
-        """Why an op must run exactly once, in words."""
-        if is_mutating(node):
-            return "overwrites " + ", ".join(map(self.name, written(node)))
-        if is_with_effects(node):
-            return "has a side effect"
-        if node.target is save_state:
-            return "saves the random state before a draw"
-        if is_random(node):
-            return "draws random numbers"
-        if is_collective(node):
-            return "exchanges data with other ranks"
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return "runs a subgraph"
-        if name := self._reads_overwritten(node):
-            return f"reads {name}, which the step overwrites"
-        return None
-
-    def _add_handed_in(self, name: str, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
+    def add_handed_in(self, name: str, nodes: Sequence[fx.Node], role: Role = "intermediate") -> tuple[int, ...]:
         """What is made outside of the captured code, within the step: numbers before the forward, by Dynamo.
 
         And gradients between forward and backward, by autograd, which holds them to the end.
         """
-        k = len(self.ops)
-        made = [v for n in nodes for v in self._add_values(n, k, "tangent" if name == "tangents" else "intermediate")]
+        made = tuple(v for n in nodes for v in self._add_values(n, len(self.ops), role))
         if made:
-            self.ops.append(Op(name, "autograd", (), tuple(made), "forward", "is handed in by autograd"))
-            self.op_nodes.append(None)
-        return tuple(made)
+            self._add(Op(name, "autograd", (), made, "forward", "is handed in by autograd"))
+        return made
 
-    def _made_only_by(self, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
+    def made_for(self, results: Sequence[fx.Node]) -> tuple[int, ...]:
         """Values that these results of the forward show and no others do, and that the step makes."""
-        shown = dict.fromkeys(v for n in nodes for v in self._values_of(n))
-        others = {v for n in leaf_nodes(self.fwd_outputs) if n not in nodes for v in self._values_of(n)}
+        shown = dict.fromkeys(v for n in results for v in self.values_of(n))
+        others = {v for n in leaf_nodes(self.step.forward_outputs) if n not in results for v in self.values_of(n)}
         return tuple(v for v in shown if v not in others and self.values[v].producer is not None)
 
-    def _add_return(self, held: Sequence[int]) -> None:
+    def add_return(self, held: tuple[int, ...]) -> None:
         """The caller of the forward holds some values until it has returned, but not for the backward."""
         if held:
-            self.ops.append(Op("return", "autograd", tuple(held), (), "forward", "is done by autograd"))
-            self.op_nodes.append(None)
+            self._add(Op("return", "autograd", held, (), "forward", "is done by autograd"))
 
-    def _results(self) -> tuple[int, ...]:
-        """Values that are held to the end of the step: outputs, tangents, and gradients as autograd stores them.
+    def results(self, tangents: Iterable[int], let_go: Collection[int]) -> tuple[int, ...]:
+        """Values that are held to the end of the step: outputs, tangents, and gradients as autograd stores them."""
+        outputs = (v for n in leaf_nodes(self.step.forward_outputs) for v in self.values_of(n))
+        held = dict.fromkeys((*(v for v in outputs if v not in let_go), *tangents, *self._add_gradients()))
+        return tuple(v for v in held if self.values[v].producer is not None)
 
-        A gradient whose layout autograd does not accept for the parameter (`AccumulateGrad`) is copied; the copy is an
-        op here, and the gradient is free after it.
+    def _add_gradients(self) -> list[int]:
+        """Gradients as autograd stores them.
+
+        One whose layout it does not accept for the parameter (`AccumulateGrad`) is copied; the copy is an op here, and
+        the gradient is free after it.
         """
-        results = dict.fromkeys(v for n in leaf_nodes(self.fwd_outputs) for v in self._values_of(n))
-        results = {v: None for v in results if v not in self.let_go}
-        results.update(dict.fromkeys(self.tangents))
-        primals = [n for n in self.placeholders if _is_primal(n) and not any(map(is_with_effects, n.users))]
-        copied: list[tuple[fx.Node, torch.Tensor]] = []
-        for primal, grad in zip(primals, self.bwd_outputs, strict=False):
-            if not isinstance(grad, fx.Node):
-                continue
-            if obeys_layout(grad.meta["val"], primal.meta["val"]):
-                results.update(dict.fromkeys(self._values_of(grad)))
-            else:
-                copied.append((grad, primal.meta["val"]))
-        for grad, like in copied:
-            k, v = len(self.ops), len(self.values)
-            size = self._as_allocated(like.numel() * like.element_size())
-            self.values.append(Value(f"{grad.name}.grad", size, k))
-            self.faces.append([])
-            copy = f"{grad.name}_accumulate"
-            self.ops.append(Op(copy, "autograd", self._values_of(grad), (v,), "backward", "is done by autograd"))
-            self.op_nodes.append(None)
-            results[v] = None
-        return tuple(v for v in results if self.values[v].producer is not None)
+        primals = [n for n in self.step.placeholders if _is_primal(n) and not any(map(is_with_effects, n.users))]
+        pairs = [(g, p) for p, g in zip(primals, self.step.backward_outputs, strict=False) if isinstance(g, fx.Node)]
+        stored = [v for g, p in pairs if obeys_layout(g.meta["val"], p.meta["val"]) for v in self.values_of(g)]
+        for grad, primal in pairs:
+            like = primal.meta["val"]
+            if not obeys_layout(grad.meta["val"], like):
+                size = as_allocated(like.numel() * like.element_size(), self.block_bytes)
+                v = self._add_value(Value(f"{grad.name}.grad", size, len(self.ops)))
+                name, read = f"{grad.name}_accumulate", self.values_of(grad)
+                self._add(Op(name, "autograd", read, (v,), "backward", "is done by autograd"))
+                stored.append(v)
+        return stored
+
+
+def read_at_return(outputs: Sequence[Any], descs: Sequence[Any]) -> list[fx.Node]:
+    """Results of the forward that its caller reads as soon as it has them, and holds no longer.
+
+    AOTAutograd copies some of them into inputs that it cannot overwrite within the graph, such as a parameter whose
+    ``.data`` is clamped. Dynamo reads numbers from others.
+
+    Args:
+        outputs: nodes, or constants; descs: AOTAutograd's description of each.
+    """
+    pairs = [(n, desc) for n, desc in zip(outputs, descs, strict=True) if isinstance(n, fx.Node)]
+    return [n for n, desc in pairs if isinstance(desc, InputMutationAOTOutput) or hands_out_number(n)]
+
+
+def let_go_of_unread(module: fx.GraphModule) -> None:
+    """Delete constants of the module that no node reads any more: their bytes would be in no plan."""
+    read = {node.target for node in module.graph.find_nodes(op="get_attr")}
+    for name, _ in [*module.named_buffers(recurse=False)]:
+        if name not in read:
+            delattr(module, name)

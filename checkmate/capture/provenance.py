@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')  # in the text of a stack
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _ROOTS = re.compile(
     r"^(?:fn|__closure__\.\d+|cell_contents|__wrapped__|__func__|args\.\d+|__import_\w+|___unnamed_scope_\w+|self)(?:\.|$)"
@@ -30,7 +30,7 @@ def where(node: fx.Node) -> str:
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path, kind = [*stack.values()][-1] if stack else ("", None)
-    frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if is_users(f[0])]
+    frames = [f for f in FRAME.findall(node.meta.get("stack_trace") or "") if is_users(f[0])]
     facts = [getattr(kind, "__name__", str(kind))] if kind is not None else []
     facts += [f"{source_name(file)}:{line}" for file, line in frames[-1:]]
     name = module_path(path)

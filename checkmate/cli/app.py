@@ -111,8 +111,10 @@ def _parser() -> argparse.ArgumentParser:
 def _command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, about: str = ""
 ) -> argparse.ArgumentParser:
+    description = f"{summary[0].upper()}{summary[1:]}.\n\n{about}".strip()
+    as_written = argparse.RawDescriptionHelpFormatter
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.\n\n{about}".strip(), formatter_class=_Help
+        name, help=summary, description=description, formatter_class=as_written
     )
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="answer as JSON")
@@ -120,10 +122,6 @@ def _command(
     parser.add_argument("--verbose", action="store_true", help="show all that is logged, on standard error")
     parser.add_argument("--debug", action="store_true", help="end errors with a traceback")
     return parser
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Paragraphs as they are written."""
 
 
 def _add_plan(commands: Any) -> None:
@@ -279,10 +277,7 @@ def _frontier(args: argparse.Namespace) -> int:
     methods = [name.strip() for name in args.methods.split(",")]
     limits = {"time_limit": args.time_limit, "gap": args.gap, "jobs": args.jobs}
     rows = frontier(_read(args.problem), args.budget, methods=methods, **limits)
-    if args.json:
-        _out_json(rows.records())
-    else:
-        _out(repr(rows))
+    _show(args, rows.records(), repr(rows))
     return DONE if any(row.peak is not None for row in rows) else _say("no budget fits any plan", REFUSED)
 
 
@@ -314,10 +309,7 @@ def _max_batch(args: argparse.Namespace) -> int:
         largest=args.largest,
         time_limit=args.time_limit,
     )
-    if args.json:
-        _out_json(found.summary())
-    else:
-        _out(repr(found))
+    _show(args, found.summary(), repr(found))
     return INTERRUPTED if found.ended == "interrupted" else DONE
 
 
@@ -325,10 +317,8 @@ def _methods(args: argparse.Namespace) -> int:
     from checkmate.solvers.catalogue import methods
 
     table = methods()
-    if args.json:
-        _out_json({name: {"summary": m.summary, "source": m.source, "options": m.options} for name, m in table.items()})
-    else:
-        _out(repr(table))
+    known = {name: {"summary": m.summary, "source": m.source, "options": m.options} for name, m in table.items()}
+    _show(args, known, repr(table))
     return DONE
 
 
@@ -336,11 +326,9 @@ def _doctor(args: argparse.Namespace) -> int:
     from checkmate.cli.doctor import examine
 
     found = examine()
-    if args.json:
-        _out_json({"ok": not found.wrong, "wrong": found.wrong, **found.facts})
-    else:
-        width = max(map(len, found.facts)) + 2
-        _out("\n".join(f"{name:<{width}}{_shown(fact)}" for name, fact in found.facts.items()))
+    width = max(map(len, found.facts)) + 2
+    lines = [f"{name:<{width}}{_shown(fact)}" for name, fact in found.facts.items()]
+    _show(args, {"ok": not found.wrong, "wrong": found.wrong, **found.facts}, "\n".join(lines))
     for wrong in found.wrong:
         _say(wrong, REFUSED)
     return REFUSED if found.wrong else DONE
@@ -377,6 +365,14 @@ def _profile(args: argparse.Namespace) -> str:
 def _target(args: argparse.Namespace) -> Callable[..., tuple[Any, Any]]:
     """The user's function; where costs are estimated, all that it makes is on the meta device."""
     return maker(args.target, find_function(args.target), on_meta=bool(args.device), debug=args.debug)
+
+
+def _show(args: argparse.Namespace, document: Any, text: str) -> None:
+    """The answer, as it was asked for."""
+    if args.json:
+        _out_json(document)
+    else:
+        _out(text)
 
 
 def _out(text: str) -> None:

@@ -15,7 +15,7 @@ from checkmate.core import files
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Status
 from checkmate.errors import SolverError
-from checkmate.solvers.linear.milp import milp
+from checkmate.solvers.catalogue import METHODS
 from checkmate.units import format_bytes
 from checkmate.version import __version__
 
@@ -75,7 +75,7 @@ def _solver(wrong: list[str]) -> str:
     """Solve a problem whose answer is known."""
     chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     try:
-        answer = milp(chain, 3, time_limit=10.0)
+        answer = METHODS["milp"].solve(chain, 3, time_limit=10.0)
     except (ImportError, SolverError) as error:
         wrong.append(f"the solver fails: {error}; pip install --force-reinstall highspy")
         return "fails"

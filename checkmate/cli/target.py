@@ -1,4 +1,4 @@
-"""The function of the user's that a command line names: ``module:function``, from the current folder."""
+"""Find the user's function that a command line names: ``module:function``, from the current folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from checkmate.errors import CheckmateError
 
 
 class UsageError(Exception):
-    """Asked wrongly: nothing of what was asked for is there."""
+    """The command line names something that is not there, or is no such thing."""
 
 
 def maker(

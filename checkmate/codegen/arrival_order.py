@@ -29,7 +29,7 @@ def verdicts(fan: Any) -> tuple[int, ...]:
     if getattr(fan, "verdict", (None,))[0] != task:
         fan.verdict = task, tuple(range(len(fan.counts)))
         for roots in _beginnings():
-            nodes = _reachable(roots)
+            nodes = reachable(node for node, _ in roots)
             if fan in nodes:
                 fans = [node for node in nodes if type(node) is type(fan)]
                 edges = [[f.next_functions[sum(f.counts[:slot])] for slot in range(len(f.counts))] for f in fans]
@@ -43,7 +43,7 @@ def verdicts(fan: Any) -> tuple[int, ...]:
 def contributed_before(node: Any, edges: Sequence[Edge]) -> list[bool]:
     """For each of these edges of a node: whether another node contributes there before it, as far as can be known."""
     for roots in _beginnings():
-        nodes = _reachable(roots)
+        nodes = reachable(node for node, _ in roots)
         if node in nodes:
             return _before(roots, nodes, [node], [edges])[0]
     return [True] * len(edges)
@@ -52,7 +52,7 @@ def contributed_before(node: Any, edges: Sequence[Edge]) -> list[bool]:
 def arrivals(node: Any) -> dict[int, list[int]] | None:
     """The sequence numbers of the nodes of this backward that contribute to each input of a node; None if unknown."""
     for roots in _beginnings():
-        nodes = _reachable(roots)
+        nodes = reachable(node for node, _ in roots)
         if node in nodes:
             found: dict[int, list[int]] = {}
             for other in nodes:
@@ -80,9 +80,9 @@ def _before(
     return [[latest[edge] > node._sequence_nr() for edge in found] for node, found in zip(ours, edges, strict=True)]
 
 
-def _reachable(roots: Iterable[Edge]) -> dict[Any, None]:
-    """The nodes that a backward from there can reach."""
-    stack = [node for node, _ in roots]
+def reachable(roots: Iterable[Any]) -> dict[Any, None]:
+    """The nodes of autograd's graph that a backward from these nodes can reach, with them."""
+    stack = list(roots)
     seen: dict[Any, None] = {}
     while stack:
         node = stack.pop()

@@ -1,4 +1,4 @@
-"""A module's generated code as the function that runs: each op bound once, the inputs taken in a list and let go."""
+"""Make a function of a generated module: it looks up each op once, takes its inputs in a list, and lets go of them."""
 
 from __future__ import annotations
 
@@ -68,6 +68,12 @@ class Boxed(CodeGen):
         return f"def forward(self, inputs){maybe_return_annotation}:{unpack}\n    inputs.clear()"
 
 
+def takes_one_list(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tell AOTAutograd that a function takes its inputs in one list, which it may clear."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The function of a module that takes and clears one list, marked as such for AOTAutograd.
 
@@ -89,6 +95,7 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     exec(compile(_OP_CALL.sub(bind, code.src), file, "exec"), bound)
     forward = bound["forward"]
 
+    @takes_one_list
     def run(inputs: list[Any]) -> Any:
         try:
             return forward(module, inputs)
@@ -96,7 +103,6 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
             _say_where(error, module.graph, file)
             raise
 
-    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 

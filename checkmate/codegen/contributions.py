@@ -23,8 +23,10 @@ import torch
 import torch.fx as fx
 from torch.autograd.graph import get_gradient_edge
 
-from checkmate.capture.nodes import is_mutating, is_random, is_view, leaf_nodes, storage, tensors
-from checkmate.codegen.arrival_order import verdicts
+from checkmate.capture.nodes import is_mutating, is_view, leaf_nodes, storage, tensors
+from checkmate.capture.rewrite import without_dead_code
+from checkmate.codegen.arrival_order import reachable, verdicts
+from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.fan_out import UNKNOWN, Shared, Sharing, fan_of_this_call
 
 aten = torch.ops.aten
@@ -70,17 +72,10 @@ def _watch(roots: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[int], list
     counts = [0] * len(leaves)
     position = {tuple(get_gradient_edge(leaf)[:2]): i for i, leaf in enumerate(leaves)}
     handles: list[Any] = []
-    stack: list[Any] = [get_gradient_edge(root).node for root in roots]
-    seen: set[Any] = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in reachable(get_gradient_edge(root).node for root in roots):
         reached = [(j, position[edge]) for j, edge in enumerate(node.next_functions) if edge in position]
         if reached:
             handles.append(node.register_hook(_counter(counts, reached)))
-        stack += [following for following, _ in node.next_functions]
     return counts, handles
 
 
@@ -172,6 +167,7 @@ def with_contributions(module: fx.GraphModule, lower: Callable[[fx.GraphModule],
     def variant(wanted: tuple[int, ...]) -> tuple[Run, int]:
         return lower(handing_over(module, wanted)), len(module.graph.output_node().args[0])  # type: ignore[arg-type]
 
+    @takes_one_list
     def run(inputs: list[Any]) -> Any:
         fan = fan_of_this_call()
         wanted = tuple(gradients[slot] for slot in verdicts(fan)) if fan is not None else ()
@@ -186,7 +182,6 @@ def with_contributions(module: fx.GraphModule, lower: Callable[[fx.GraphModule],
             fan.terms[gradients.index(i)] = terms
         return results[:length]
 
-    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
@@ -207,6 +202,4 @@ def handing_over(module: fx.GraphModule, gradients: Sequence[int]) -> fx.GraphMo
         rest += terms[1:]
     handed = tuple(copies[n] if isinstance(n, fx.Node) else n for n in (*results, *rest))
     graph.output(handed).meta = output.meta
-    graph.eliminate_dead_code(lambda n: n.is_impure() or is_random(n) or is_mutating(n))
-    graph.lint()
-    return fx.GraphModule(module, graph)
+    return without_dead_code(module, graph)

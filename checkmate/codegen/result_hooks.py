@@ -24,7 +24,7 @@ _NO_GRADIENT = {aten.detach.default, aten.alias.default}
 
 
 def computed_from(graph: fx.Graph, count: int) -> dict[int, tuple[int, ...]]:
-    """For each of a graph's first outputs that others of them are computed from: its position, and theirs.
+    """Which of a graph's first outputs others of them are computed from: its position, with theirs.
 
     Not counted is what passes through ``detach``.
     """
@@ -82,7 +82,7 @@ def _check(result: weakref.ref[torch.Tensor], later: tuple[int, ...]) -> Callabl
 
 
 def watch_backward(result: Any) -> None:
-    """Have a backward that the planned one is none of end in a clear error."""
+    """Have a backward for which there is no plan end in a clear error: a differentiable one, or one under autocast."""
     tensors = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
     functions = {t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None}
     for function in functions:

@@ -19,11 +19,10 @@ from torch._functorch.partitioners import _is_tangent
 
 from checkmate.capture.nodes import ancestors
 from checkmate.codegen.arrival_order import arrivals
-from checkmate.codegen.undefined_gradients import compiled_functions
+from checkmate.codegen.undefined_gradients import DEPTH, compiled_functions
 from checkmate.errors import Unsupported
 
 aten = torch.ops.aten
-_DEPTH = 3  # views between a result and what the compiled function returned
 
 
 def added_within(graph: fx.Graph, count: int) -> dict[int, list[set[int]]]:
@@ -69,7 +68,7 @@ def refuse_views(run: Callable[..., Any], within: Mapping[int, Sequence[set[int]
         views: dict[Any, dict[int, set[int]]] = {}
         for tensor in results:
             node = getattr(tensor, "grad_fn", None)
-            for _ in range(_DEPTH):
+            for _ in range(DEPTH):
                 if node is None or node in functions or not node.next_functions:
                     break
                 following, position = node.next_functions[0]

@@ -17,9 +17,10 @@ import torch.fx as fx
 from torch._functorch.partitioners import _is_tangent
 from torch.utils._pytree import tree_leaves
 
-from checkmate.capture.outside import without
+from checkmate.capture.rewrite import without
+from checkmate.codegen.boxed import takes_one_list
 
-_DEPTH = 3  # views between a result and what the compiled function returned
+DEPTH = 3  # views between a result and what the compiled function returned
 
 
 def with_undefined(
@@ -36,11 +37,11 @@ def with_undefined(
     def without_some(missing: tuple[int, ...]) -> Callable[[list[Any]], Any]:
         return boxed(without(module, [names[i].name for i in missing]))
 
+    @takes_one_list
     def run(inputs: list[Any]) -> Any:
         missing = tuple(i for i in tangents if inputs[i] is None)
         return without_some(missing)(inputs) if missing else whole(inputs)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
@@ -72,7 +73,7 @@ def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
     """The autograd node of a compiled call, from its results and what it was called with."""
     front = _functions(results)
     given = {id(arg.grad_fn) for arg in args if isinstance(arg, torch.Tensor)}
-    for _ in range(_DEPTH):
+    for _ in range(DEPTH):
         front = {f for f in front if f is not None and id(f) not in given}
         yield from filter(is_compiled, front)
         front = {following for f in front for following, _ in f.next_functions}

@@ -1,4 +1,4 @@
-"""Files that processes share: where they are, whole or not at all, one writer at a time; reading them runs nothing.
+"""JSON files on disk that several processes read and write at once: never half written, never run as code.
 
 They are in the user's cache folder, or in the folder that the environment variable ``CHECKMATE_CACHE_DIR`` names.
 Deleting them costs nothing but time.
@@ -50,6 +50,15 @@ def read_json(path: Path, *, format: str, version: int, what: str) -> dict[str, 
         document = json.loads(path.read_bytes(), parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise InvalidProblem(f"{path} is not JSON: {error}") from None
+    return check_header(document, path, format=format, version=version, what=what)
+
+
+def check_header(document: Any, path: Path, *, format: str, version: int, what: str) -> dict[str, Any]:
+    """The document, if it says that it is of this format and version.
+
+    Raises:
+        InvalidProblem: if it is not.
+    """
     if not isinstance(document, dict) or document.get("format") != format:
         raise InvalidProblem(f"{path} is no {what}: its 'format' is not {format!r}.")
     if document.get("version") != version:

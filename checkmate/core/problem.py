@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from checkmate.core.files import check_header
 from checkmate.core.graph import MAX_BYTES, Graph, Op, Value
 from checkmate.core.plan import Plan
 from checkmate.errors import InvalidProblem
@@ -229,10 +230,7 @@ class Problem:
             document = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
         except (ValueError, OSError, EOFError, zlib.error, RecursionError) as error:
             raise InvalidProblem(f"{path} is not JSON: {error}") from None
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise InvalidProblem(f"{path} is not a problem file: its 'format' is not {FORMAT!r}.")
-        if document.get("version") != VERSION:
-            raise InvalidProblem(f"{path} has version {document.get('version')!r}; this checkmate reads {VERSION}.")
+        check_header(document, path, format=FORMAT, version=VERSION, what="problem file")
         try:
             graph = Graph(
                 ops=tuple(

@@ -1,4 +1,4 @@
-"""R and S, the rules they obey, their cost and their memory, straight from the equations.
+"""A schedule as two matrices, R for what runs and S for what is kept: the paper's equations for them, term by term.
 
 Rows are stages: stage t ends with the first execution of op t, and before that may run any earlier op again, in order.
 ``R[t, k]``: op k runs in stage t. ``S[t, v]``: value v, made in an earlier stage, is at hand when stage t begins.

@@ -37,6 +37,19 @@ class Table:
         titles = [self.title] if self.title else []
         return "\n".join(titles + ["  ".join(cells).rstrip() for cells in aligned])
 
+    def markdown(self) -> str:
+        r"""The same in Markdown, less the title; what would end a cell or begin a tag is escaped.
+
+        >>> print(Table(("name", "n"), [("a|b", "1")], {"n"}).markdown())
+        | name | n |
+        |---|--:|
+        | a\|b | 1 |
+        """
+        rule = "|".join("--:" if head in self.numbers else "---" for head in self.heads)
+        escaped = ([cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in self.rows)
+        head, *rows = (f"| {' | '.join(row)} |" for row in (self.heads, *escaped))
+        return "\n".join([head, f"|{rule}|", *rows])
+
     def html(self) -> str:
         """The same in HTML, the text escaped."""
         title = Table((self.title,)).html() if self.title else ""

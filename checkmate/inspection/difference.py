@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from checkmate.core.solution import Solution
 from checkmate.core.table import Printed, Table
 from checkmate.inspection.module_groups import fold
 from checkmate.inspection.timeline import OUTSIDE, place_of
-from checkmate.units import format_bytes, format_seconds
+from checkmate.units import format_bytes, format_seconds, signed
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,18 @@ class Difference(Printed):
     def _facts(self) -> Iterator[tuple[str, str]]:
         a, b = self.a, self.b
         share = f", {(b.cost - a.cost) / a.cost:+.2%}" if a.cost else ""
-        seconds = f"{_signed(b.cost - a.cost, format_seconds)}{share}"
+        seconds = f"{signed(b.cost - a.cost, format_seconds)}{share}"
         yield "step", f"{format_seconds(a.cost)} to {format_seconds(b.cost)} ({seconds})"
         low, high = a.peak or 0, b.peak or 0
-        yield "peak", f"{format_bytes(low)} to {format_bytes(high)} ({_signed(high - low, format_bytes)})"
+        yield "peak", f"{format_bytes(low)} to {format_bytes(high)} ({signed(high - low, format_bytes)})"
         for word, sign in (("runs more", 1), ("runs less", -1)):
             rows = [row for row in self.ops if (row.runs_b - row.runs_a) * sign > 0]
             times = sum(abs(row.runs_b - row.runs_a) for row in rows)
-            spent = _signed(sum(row.seconds for row in rows), format_seconds)
+            spent = signed(sum(row.seconds for row in rows), format_seconds)
             yield word, f"{len(rows)} ops, {times} times in all: {spent}" if rows else "no op"
         for word, sign in (("keeps", 1), ("drops", -1)):
             kept = [row for row in self.values if row.bytes * sign > 0]
-            size = _signed(sum(row.bytes for row in kept), format_bytes)
+            size = signed(sum(row.bytes for row in kept), format_bytes)
             yield word, f"{len(kept)} values {self.kept_at}: {size}" if kept else "no value"
 
     def _tables(self) -> Iterator[Table]:
@@ -99,12 +99,12 @@ class Difference(Printed):
             yield Table(_MODULE_HEADS, [*map(_module_cells, self.modules)], _NUMBERS, "by module")
         if self.ops:
             rest = self.ops[self.top :]
-            spent = _signed(sum(row.seconds for row in rest), format_seconds)
+            spent = signed(sum(row.seconds for row in rest), format_seconds)
             more = [(f"... and {len(rest)} more", "", "", spent, "")] if rest else []
             yield Table(_OP_HEADS, [*map(_op_cells, self.ops[: self.top]), *more], _NUMBERS, "runs")
         if self.values:
             left = self.values[self.top :]
-            size = _signed(sum(row.bytes for row in left), format_bytes)
+            size = signed(sum(row.bytes for row in left), format_bytes)
             others = [(f"... and {len(left)} more", "", size, "")] if left else []
             rows = [*map(_value_cells, self.values[: self.top]), *others]
             yield Table(_VALUE_HEADS, rows, _NUMBERS, f"kept {self.kept_at}")
@@ -117,20 +117,15 @@ _NUMBERS = {"runs in a", "runs in b", "seconds", "bytes", "runs", "bytes kept"}
 
 
 def _op_cells(row: OpDifference) -> tuple[str, ...]:
-    return row.name, str(row.runs_a), str(row.runs_b), _signed(row.seconds, format_seconds), row.where
+    return row.name, str(row.runs_a), str(row.runs_b), signed(row.seconds, format_seconds), row.where
 
 
 def _value_cells(row: ValueDifference) -> tuple[str, ...]:
-    return row.name, "b" if row.bytes > 0 else "a", _signed(row.bytes, format_bytes), row.where
+    return row.name, "b" if row.bytes > 0 else "a", signed(row.bytes, format_bytes), row.where
 
 
 def _module_cells(row: ModuleDifference) -> tuple[str, ...]:
-    return row.module, f"{row.runs:+d}", _signed(row.seconds, format_seconds), _signed(row.bytes, format_bytes)
-
-
-def _signed(amount: float, form: Callable[[float], str]) -> str:
-    text = form(abs(amount))
-    return text if text == form(0) else f"{'+' if amount > 0 else '-'}{text}"
+    return row.module, f"{row.runs:+d}", signed(row.seconds, format_seconds), signed(row.bytes, format_bytes)
 
 
 def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:

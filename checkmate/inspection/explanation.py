@@ -1,4 +1,4 @@
-"""What a plan can and cannot do with a step: the ops that must run once and why, the places where it breaks."""
+"""Why a step cannot be planned, or not as one wishes: where torch.compile cuts its graph, which ops must run once."""
 
 from __future__ import annotations
 

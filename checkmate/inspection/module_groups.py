@@ -1,4 +1,4 @@
-"""A long row of module paths as a few groups of neighbours that people know by name, for pictures and tables."""
+"""The modules of a network, neighbours taken together by their common name until few enough are left to be shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a plan's peak is what it is: what is alive there, what dropping it would cost, what less or more memory would."""
+"""Why a plan's peak is what it is: what is alive there, what dropping it costs, what other budgets would change."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from checkmate.core.table import Printed, Table
 from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.solve import solve
-from checkmate.units import format_bytes, format_seconds, parse_bytes
+from checkmate.units import format_bytes, format_seconds, parse_bytes, signed
 
-STEP = 100_000_000  # bytes more or less whose price is asked for, at most this share of the peak:
-SHARE = 100  # one hundredth
+STEP = 100_000_000  # bytes more or less whose price is asked for
+PARTS = 100  # of the peak, of which the step is one at most
 TIME_LIMIT = 5.0  # seconds for each price
 
 
@@ -78,7 +78,7 @@ class PeakExplanation(Printed):
         return [asdict(row) for row in self.held]
 
     def _title(self) -> str:
-        again = f", run for the {_nth(self.moment.time + 1)} time" if self.moment.time else ""
+        again = f", run for the {nth(self.moment.time + 1)} time" if self.moment.time else ""
         where = f" ({self.moment.where}{again})" if self.moment.where else again
         return f"The peak of {format_bytes(self.peak)} is at {self.moment.name}{where}, in the {self.moment.phase}."
 
@@ -131,24 +131,19 @@ def _cells(row: Held) -> tuple[str, ...]:
 
 def _price_cells(price: Price) -> tuple[str, ...]:
     known = price.cost < float("inf")
-    sign = "+" if price.change_bytes > 0 else ""
-    least = "none fits" if price.bound == float("inf") else f"at least {_signed(price.proven_change)}"
+    least = "none fits" if price.bound == float("inf") else f"at least {signed(price.proven_change, format_seconds)}"
     return (
-        f"{sign}{format_bytes(price.change_bytes)}",
+        signed(price.change_bytes, format_bytes),
         format_bytes(price.budget),
         format_seconds(price.cost) if known else "-",
-        _signed(price.found_change) if known else "-",
+        signed(price.found_change, format_seconds) if known else "-",
         least,
         price.status.label,
     )
 
 
-def _signed(seconds: float) -> str:
-    text = format_seconds(abs(seconds))
-    return text if text == format_seconds(0.0) else f"{'+' if seconds > 0 else '-'}{text}"
-
-
-def _nth(n: int) -> str:
+def nth(n: int) -> str:
+    """1st, 2nd, 3rd, 4th, ..."""
     ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
     return f"{n}{ending}"
 
@@ -193,7 +188,7 @@ def explain_peak(
         raise ValueError(f"There is no plan to explain: {solution.message or solution.status.meaning}")
     if isinstance(top, bool) or not isinstance(top, int) or top < 0:
         raise ValueError(f"top is a number of rows, not {top!r}.")
-    size = max(1, min(STEP, solution.peak // SHARE)) if step is None else parse_bytes(step)
+    size = max(1, min(STEP, solution.peak // PARTS)) if step is None else parse_bytes(step)
     line = timeline(solution.plan, solution.problem)
     moment = line.peak_moment
     remake = Remaking(solution, line)

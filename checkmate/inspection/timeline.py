@@ -7,7 +7,7 @@ Pictures, explanations and reports read a plan through this module. It says the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -161,12 +161,10 @@ class Timeline:
 
     def _sums(self, label: Callable[[Span], str]) -> dict[str, np.ndarray]:
         """(N,) int64 for each label: the bytes of its spans over the step."""
-        changes: dict[str, np.ndarray] = {}
+        spans: dict[str, list[Span]] = {}
         for span in self.spans:
-            row = changes.setdefault(label(span), np.zeros(len(self.moments) + 1, dtype=np.int64))
-            row[span.first] += span.bytes
-            row[span.last + 1] -= span.bytes
-        return {name: row.cumsum()[:-1] for name, row in changes.items()}
+            spans.setdefault(label(span), []).append(span)
+        return {name: _held(group, len(self.moments)) for name, group in spans.items()}
 
 
 def timeline(plan: Plan, problem: Problem) -> Timeline:
@@ -246,14 +244,19 @@ def _span(problem: Problem, copy: list[int], places: list[Place], results: froze
     return Span(v, value.name, size, role, before, k, first, last, tuple(uses), op.where or "", places[k])
 
 
+def _held(spans: Iterable[Span], length: int) -> np.ndarray:
+    """(length,) int64: bytes of these copies while each execution runs."""
+    changes = np.zeros(length + 1, dtype=np.int64)
+    for span in spans:
+        changes[span.first] += span.bytes
+        changes[span.last + 1] -= span.bytes
+    return changes.cumsum()[:-1]
+
+
 def _moments(
     problem: Problem, runs: list[tuple[int, bool]], spans: tuple[Span, ...], places: list[Place]
 ) -> tuple[Moment, ...]:
-    held = np.zeros(len(runs) + 1, dtype=np.int64)
-    for span in spans:
-        held[span.first] += span.bytes
-        held[span.last + 1] -= span.bytes
-    live = problem.resident + held.cumsum()
+    live = problem.resident + _held(spans, len(runs))
     times = [0] * len(problem.graph.ops)
     moments, begin = [], 0.0
     for index, (k, forward) in enumerate(runs):

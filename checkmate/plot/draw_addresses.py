@@ -8,8 +8,7 @@ import numpy as np
 
 from checkmate.inspection.addresses import Addresses, Box
 from checkmate.inspection.timeline import ROLES
-from checkmate.plot.draw_plan import ROLE_STYLES
-from checkmate.plot.style import axes_of
+from checkmate.plot.style import ROLE_STYLES, axes_of
 from checkmate.units import format_bytes
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -131,20 +131,15 @@ def _draw_edges(ax: Axes, problem: Problem, nodes: list[_Node]) -> None:
         else:
             far = min(0.45, 0.9 / max(1.0, abs(end.y - begin.y)))
             points, bend = ((begin.x + side, begin.y), (end.x + side, end.y)), far
-        look: dict[str, Any] = {
-            "lw": 0.4 + 3 * size / most,
-            "color": BLUE if across else "#444444",
-            "alpha": 0.75,
-            "shrinkA": 0,
-            "shrinkB": 0,
-        }
+        width = 0.4 + 3 * size / most
         arrow = FancyArrowPatch(
-            *points, arrowstyle="-|>", mutation_scale=7, connectionstyle=f"arc3,rad={bend}",
-            label=f"{begin.name} -> {end.name}: {format_bytes(size)}", zorder=0.5, **look,
+            *points, arrowstyle="-|>", mutation_scale=7, connectionstyle=f"arc3,rad={bend}", shrinkA=0, shrinkB=0,
+            label=f"{begin.name} -> {end.name}: {format_bytes(size)}", zorder=0.5,
+            lw=width, color=BLUE if across else "#444444", alpha=0.75,
         )  # fmt: skip
         ax.add_patch(arrow)
         if across:
-            crossing.append((size, np.array(points), look["lw"]))
+            crossing.append((size, np.array(points), width))
     crossing.sort(key=lambda arrow: -arrow[0])
     _label(ax, [(format_bytes(size) if size >= 0.02 * most else "", ends, lw) for size, ends, lw in crossing])
 

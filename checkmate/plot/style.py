@@ -1,8 +1,14 @@
-"""What all pictures need: Matplotlib when it is there, colours, numbers with units."""
+"""What all pictures share: colours and hatches, numbers with units, and Matplotlib, imported when the first is drawn.
+
+What colours tell apart, hatches, markers or line styles tell apart too, so that pictures read in black and white.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from checkmate.core.schedule import Schedule
+from checkmate.core.solution import Solution
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -10,6 +16,22 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (  # told apart by colour-blind eyes (Okabe and Ito)
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442",
 )  # fmt: skip
+LIGHT_GREEN, LIGHT_RED = "#7fcfb9", "#ea8a4d"  # on which a hatch can be seen, in grey too
+ROLE_STYLES = {  # of the roles of `checkmate.inspection.timeline`: fill, hatch
+    "parameters": ("#7f7f7f", ""),
+    "buffers": ("#a6a6a6", ".."),
+    "inputs": ("#c8c8c8", "--"),
+    "other resident": ("#e3e3e3", "xx"),
+    "results": (PURPLE, "\\\\"),
+    "activations": (SKY, ""),
+    "made again": (LIGHT_RED, "xxx"),
+    "gradients": (LIGHT_GREEN, "//"),
+    "workspace": (YELLOW, "..."),
+}
+FILLS = (SKY, ORANGE, LIGHT_GREEN, YELLOW, PURPLE, LIGHT_RED, "#bcd9ea", "#f3d9a0", "#a8d5c5", "#e8c4d8")
+HATCHES = ("", "//", "\\\\", "..", "xx", "--", "||", "++", "oo")
+LINES: tuple[Any, ...] = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+MARKERS = "osD^vP*X<>pdh"
 
 
 def pyplot() -> Any:
@@ -40,3 +62,14 @@ def units(ax: Axes, *, x: str, y: str) -> None:
 
     ax.xaxis.set_major_formatter(EngFormatter(unit=x))
     ax.yaxis.set_major_formatter(EngFormatter(unit=y))
+
+
+def with_plan(solution: Solution) -> Schedule:
+    """The solution's schedule.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    if solution.schedule is None:
+        raise ValueError(f"There is no plan to draw: {solution.message or solution.status.meaning}")
+    return solution.schedule

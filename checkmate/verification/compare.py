@@ -1,4 +1,4 @@
-"""The certificate: a compiled call against the plain one, on the caller's own batch, compared bit by bit.
+"""Run a step plainly and compiled on the user's own batch, and compare all that it leaves behind, bit by bit.
 
 On CUDA some kernels do not repeat their own numbers: they add in whatever order their threads come, atomically. Bits
 cannot be promised there. If a result differs from plain PyTorch, plain PyTorch is run again, to see by how much its
@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from checkmate.backends.eager import Backend
 from checkmate.backends.state import differing, names_of, restored, same_bits, tensors_within
-from checkmate.capture.device import random_states
+from checkmate.capture.device import main_device, random_states
+from checkmate.codegen.arrival_order import reachable
 from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError
 from checkmate.memory import CPU, measure_peak
@@ -117,9 +118,9 @@ def compare_with_plain(
     """
     if calls < 1:
         raise ValueError(f"calls is how often the step is called before the backward, 1 or more, not {calls!r}.")
-    state = list({id(t): t for t in tensors_within((plain, args, kwargs))}.values())
+    state = tensors_within((plain, args, kwargs))
     names = names_of(state, (plain, args, kwargs))
-    device = next((t.device for t in state if t.device != CPU), CPU)
+    device = main_device(state)
 
     def run(step: Callable[..., Any], calls: int = calls) -> _Outcome:
         with restored(state, device):
@@ -131,7 +132,7 @@ def compare_with_plain(
         compiled(*args, **kwargs)  # plans, and measures for it: no meter may run yet
     expected, found = run(plain), run(compiled)
     for generator in (_PYTHON, _NUMPY):
-        if not _same_state(expected.random_states[generator], found.random_states[generator]):
+        if differing(expected.random_states[generator], found.random_states[generator]):
             raise VerificationError(
                 f"The plain step draws from {generator}, the compiled one does not, or not as much. Draw with torch, "
                 "or draw outside and pass the numbers in as tensors."
@@ -146,7 +147,7 @@ def compare_with_plain(
             place = _place(capture, backend, once, plain, device)
             raise VerificationError(_differs(different[0], repeats=repeats) + place)
         spread = _compare_with_spread(different, [expected, again, *(run(plain) for _ in range(PLAIN_RUNS - 2))], found)
-    if not _same_state(expected.random_states[_TORCH], found.random_states[_TORCH]):
+    if differing(expected.random_states[_TORCH], found.random_states[_TORCH]):
         place = _place(capture, backend, once, plain, device)
         raise VerificationError(
             f"The compiled step draws other random numbers than plain PyTorch. Please report this.{place}"
@@ -348,19 +349,6 @@ def _all_random_states(device: torch.device) -> dict[str, Any]:
     return {_TORCH: random_states(device), _PYTHON: random.getstate(), _NUMPY: np.random.get_state()}  # noqa: NPY002
 
 
-def _same_state(a: Any, b: Any) -> bool:
-    """Whether two states of a generator are the same: sequences of tensors, arrays, tuples, numbers."""
-    return not differing(a, b)
-
-
 def _leaves(root: torch.Tensor) -> Iterator[torch.Tensor]:
     """The leaf tensors that a result depends on."""
-    seen, stack = set(), [root.grad_fn]
-    while stack:
-        function = stack.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        if hasattr(function, "variable"):
-            yield function.variable
-        stack += [following for following, _ in function.next_functions]
+    return (node.variable for node in reachable([root.grad_fn]) if hasattr(node, "variable"))

@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from checkmate.backends.eager import Backend
-from checkmate.capture.device import random_states
+from checkmate.capture.device import random_states, same_random_state
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import target_name, tensors
 from checkmate.capture.provenance import where
+from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.emit import AGAIN
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution
@@ -79,6 +80,7 @@ class _Notes:
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         is_backward = any(node.meta.get("autograd_backward") for node in module.graph.nodes)
 
+        @takes_one_list
         def run(inputs: list[Any]) -> Any:
             given = dict(zip(names, inputs, strict=True))
             if not is_backward:
@@ -89,11 +91,10 @@ class _Notes:
                 self._run_as_captured(self.joint, {**self.inputs, **_copied(tangents)})
             return _Recorder(module, lambda name, prints: self.as_planned.append((name, prints))).run(*inputs)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
     def _run_as_captured(self, joint: Joint, given: dict[str, Any]) -> None:
-        with torch.random.fork_rng(devices=[self.device.index or 0] if self.device.type == "cuda" else []):
+        with same_random_state(self.device):
             torch.set_rng_state(self.states[0])
             if len(self.states) > 1:
                 torch.cuda.set_rng_state(self.states[1], self.device)

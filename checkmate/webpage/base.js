@@ -1,9 +1,20 @@
 "use strict";
 
-// What all parts of the page use. Text from the plan enters the page as text nodes only, never as HTML.
+// What all pictures and tables of the page use. Text from the plan enters the page as text nodes only, never as HTML.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement;
+const N = data.moments.op.length; // executions, in order: "moments"
+const T = data.ops.name.length;
+for (const column of [data.values.name, ...["name", "target", "module", "line", "where"].map((name) => data.ops[name])]) {
+  column.forEach((i, k) => {
+    column[k] = data.texts[i];
+  });
+}
+for (const table of data.tables) {
+  table.rows = table.rows.map((row) => row.map((cell) => (Array.isArray(cell) ? [data.texts[cell[0]], cell[1]] : data.texts[cell])));
+}
+const again = data.moments.nth.flatMap((nth, i) => (nth ? [i] : [])); // moments at which an op runs again
 
 /** A text in parts between which a line may end: long names have no spaces, but underscores. */
 function broken(text) {
@@ -35,29 +46,8 @@ function colour(name) {
   return getComputedStyle(root).getPropertyValue("--" + name).trim();
 }
 
-/** With so many decimals, a tie to the even digit: as the library prints numbers. */
-function fixed(x, decimals) {
-  const doubled = x * 2 ** (decimals + 1); // exact; an odd whole number only where x is a tie
-  if (!Number.isInteger(doubled) || doubled % 2 === 0) return x.toFixed(decimals);
-  const below = Math.floor(x * 10 ** decimals);
-  return ((below % 2 === 0 ? below : below + 1) / 10 ** decimals).toFixed(decimals);
-}
-
 function formatBytes(count) {
-  if (Math.abs(count) < 1000) return fixed(count, 0) + " B";
-  const units = ["kB", "MB", "GB"];
-  for (let i = 0; i < units.length; i++) {
-    const scale = 1000 ** (i + 1);
-    if (Math.abs(count) < 999.995 * scale) return fixed(count / scale, 2) + " " + units[i];
-  }
-  return fixed(count / 1e12, 2) + " TB";
-}
-
-function formatSeconds(seconds) {
-  for (const [scale, unit] of [[1, "s"], [1e-3, "ms"]]) {
-    if (Math.abs(seconds) >= scale) return fixed(seconds / scale, 1) + " " + unit;
-  }
-  return fixed(seconds / 1e-6, 1) + " µs";
+  return data.written[count];
 }
 
 /** Round numbers from low to high, about so many. */
@@ -127,12 +117,14 @@ const HATCH_PATHS = { // of a tile of 8 by 8
 };
 HATCH_PATHS.x = [...HATCH_PATHS["/"], ...HATCH_PATHS["\\"]];
 
-/** The hatch of a role as a pattern: what colours tell apart, hatches do too. */
-function hatch(pen, word) {
-  if (!word) return null;
+/** The fill of a role with its hatch as a pattern: what colours tell apart, hatches do too. */
+function hatch(pen, { fill, hatch: word }, sharp) {
   const tile = document.createElement("canvas");
-  tile.width = tile.height = 8;
+  tile.width = tile.height = 8 * sharp;
   const ink = tile.getContext("2d");
+  ink.scale(sharp, sharp);
+  ink.fillStyle = fill;
+  ink.fillRect(0, 0, 8, 8);
   ink.strokeStyle = ink.fillStyle = "rgba(0, 0, 0, 0.75)";
   ink.lineWidth = word.length > 2 ? 1.5 : 0.8;
   const radius = word.length > 2 ? 1.1 : 0.8;

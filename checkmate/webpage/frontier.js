@@ -17,7 +17,7 @@ if (data.frontier) {
   const look = (m) => ({ fill: "none", stroke: STROKES[m % STROKES.length], "stroke-dasharray": DASHES[m % DASHES.length] });
 
   const points = methods.flatMap((method) => method.points);
-  points.push([data.peak.bytes, data.cost]);
+  points.push(data.frontier.this);
   const costs = [base, ...points.map(([, cost]) => cost), ...shade.map(([, bound]) => bound).filter((b) => b !== null)];
   const peaks = [...points.map(([peak]) => peak), ...shade.map(([budget]) => budget)];
   const room = 0.08 * (Math.max(...costs) - base) || 0.05 * base || 1;
@@ -55,14 +55,13 @@ if (data.frontier) {
     methods.forEach((method, m) => {
       const line = method.points.map(([peak, cost], i) => `${i ? `H${x(peak)} V` : `M${x(peak)} `}${y(cost)}`).join(" ");
       if (line) picture.append(svg("path", { d: line, "stroke-width": 2, ...look(m) }));
-      for (const [peak, cost] of method.points) {
-        const about = `${method.name}: peak ${formatBytes(peak)}, step ${formatSeconds(cost)}`;
+      for (const [peak, cost, about] of method.points) {
         picture.append(svg("text", { x: x(peak), y: y(cost) + 5, "text-anchor": "middle" },
           svg("title", {}, about), SIGNS[m % SIGNS.length]));
       }
     });
-    const about = `this plan: peak ${formatBytes(data.peak.bytes)}, step ${formatSeconds(data.cost)}`;
-    picture.append(svg("circle", { cx: x(data.peak.bytes), cy: y(data.cost), r: 10, fill: "none", stroke: colour("mark"), "stroke-width": 2 },
+    const [peak, cost, about] = data.frontier.this;
+    picture.append(svg("circle", { cx: x(peak), cy: y(cost), r: 10, fill: "none", stroke: colour("mark"), "stroke-width": 2 },
       svg("title", {}, about)));
     place.replaceChildren(picture);
   }

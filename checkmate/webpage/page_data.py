@@ -1,82 +1,112 @@
-"""What the page of `checkmate.webpage.page` draws, as plain data: columns of numbers, and each repeated text once."""
+"""What the page's script draws, as plain data that becomes JSON: columns of numbers, and each repeated text once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from checkmate.core.solution import Solution
-from checkmate.inspection.timeline import ROLES, Timeline
-from checkmate.plot.draw_plan import ROLE_STYLES
+from checkmate.inspection.addresses import Addresses
+from checkmate.inspection.peak import PeakExplanation, nth
+from checkmate.inspection.timeline import Place, Timeline, place_of
+from checkmate.plot.draw_frontier import by_method, proven_seconds
+from checkmate.plot.style import ROLE_STYLES
 from checkmate.units import format_bytes, format_seconds
+from checkmate.webpage.page_tables import Cell, page_tables, stages_of
+from checkmate.webpage.words import ABOUT_ROLES
 
 if TYPE_CHECKING:
-    from checkmate.inspection.peak import PeakExplanation
     from checkmate.solvers.frontier import Row
 
-ABOUT = {  # what a role is, in words
-    "parameters": "there all the time",
-    "buffers": "there all the time",
-    "inputs": "the batch, there all the time",
-    "other resident": "there all the time",
-    "results": "what the step hands out, such as the loss and gradients of parameters",
-    "activations": "first copies of what the forward makes",
-    "made again": "later copies",
-    "gradients": "first copies of what the backward makes",
-    "workspace": "of the op that runs",
-}
 
-Cell = str | tuple[str, float | None]  # text, or text and what it sorts by; None stands last
-NONE = ("-", None)
-
-
-def page_data(solution: Solution, line: Timeline, peak: PeakExplanation, rows: list[Row] | None) -> dict[str, Any]:
-    """What the page's script draws: columns of numbers, and each repeated text once."""
+def page_data(
+    solution: Solution, line: Timeline, peak: PeakExplanation, placed: Addresses, rows: list[Row] | None
+) -> dict[str, Any]:
+    """The document that is embedded in the page; the script computes nothing of it again."""
     problem, graph = solution.problem, solution.problem.graph
     assert solution.schedule is not None
-    targets = list(dict.fromkeys(op.target for op in graph.ops))
-    place_of = {m.op: (m.place.module, m.place.kind, m.place.line, m.where) for m in line.moments}
-    places = list(dict.fromkeys(place_of[k] for k in range(len(graph.ops))))
-    target_at, place_at = ({text: i for i, text in enumerate(texts)} for texts in (targets, places))
+    texts = _Texts()
+    places = [place_of(op.where) for op in graph.ops]
+    roles = line.by_role()
+    names = list(roles)
+    sizes, workspace = problem.sizes.tolist(), problem.workspace.tolist()
+    shown = {*sizes, *workspace, *line.bytes.tolist(), *(size for row in roles.values() for size in row.tolist())}
     return {
-        "budget": solution.budget,
-        "cost": solution.cost,
+        "budget": {"bytes": solution.budget, "label": f"budget {format_bytes(solution.budget)}"},
+        "peak": {
+            "bytes": line.peak,
+            "moment": line.peak_moment.index,
+            "label": f"peak {format_bytes(line.peak)} at {line.peak_moment.name}",
+        },
         "forward": graph.forward_length,
-        "peak": {"bytes": line.peak, "moment": line.peak_moment.index},
-        "resident": line.resident,
-        "roles": [
-            {"name": role, "fill": fill, "hatch": hatch, "about": ABOUT[role]}
-            for role, (fill, hatch) in ((role, ROLE_STYLES[role]) for role in ROLES)
+        "written": {size: format_bytes(size) for size in sorted(shown)},
+        "roles": [  # in the order in which areas lie upon each other
+            {"name": role, "fill": fill, "hatch": hatch, "about": ABOUT_ROLES[role], "bytes": row.tolist()}
+            for role, row, (fill, hatch) in ((role, row, ROLE_STYLES[role]) for role, row in roles.items())
         ],
-        "targets": targets,
-        "places": places,  # module, class, line, and all in words
         "pinned": {k: op.pinned for k, op in enumerate(graph.ops) if op.pinned},
         "ops": {
-            "name": [op.name for op in graph.ops],
-            "target": [target_at[op.target] for op in graph.ops],
-            "place": [place_at[place_of[k]] for k in range(len(graph.ops))],
-            "seconds": problem.seconds.tolist(),
-            "workspace": problem.workspace.tolist(),
+            "name": [texts[op.name] for op in graph.ops],
+            "target": [texts[op.target] for op in graph.ops],
+            "module": [texts[_module(place)] for place in places],
+            "line": [texts[place.line] for place in places],
+            "where": [texts[op.where or ""] for op in graph.ops],
+            "takes": [format_seconds(seconds) for seconds in problem.seconds],
+            "workspace": workspace,
         },
         "values": {
-            "name": [value.name for value in graph.values],
-            "bytes": problem.sizes.tolist(),
+            "name": [texts[value.name] for value in graph.values],
+            "bytes": sizes,
             "producer": [value.producer for value in graph.values],
         },
         "moments": {
             "op": [moment.op for moment in line.moments],
+            "stage": stages_of(line),
+            "nth": [nth(moment.time + 1) if moment.time else "" for moment in line.moments],
+            "begin": [*(moment.begin for moment in line.moments), line.seconds],
+            "begins": [format_seconds(moment.begin) for moment in line.moments],
             "bytes": line.bytes.tolist(),
             "boundary": line.boundary,
         },
-        # value, role, copies before, first and last moment, moments that read it
-        "spans": [[s.value, ROLES.index(s.role), s.copy, s.first, s.last, s.uses] for s in line.spans],
+        # the most bytes first: value, role, copies before, first and last moment, moments that read it
+        "spans": [
+            [span.value, texts[span.role], span.copy, span.first, span.last, span.uses]
+            for span in sorted(line.spans, key=lambda span: -span.bytes)
+        ],
         "kept": _intervals(solution.schedule.S),
-        "frontier": None if rows is None else _frontier_data(rows),
-        "tables": [*_peak_tables(line, peak), *([] if rows is None else [_frontier_table(rows)])],
+        "arena": {
+            "height": placed.height,
+            "boxes": [
+                [names.index(box.role), box.first, box.last, box.offset, box.bytes, texts[box.name]]
+                for box in placed.boxes
+                if box.bytes
+            ],
+        },
+        "frontier": None if rows is None else _frontier_data(solution, rows),
+        "tables": [
+            {**table, "rows": [texts.cells(row) for row in table["rows"]]}
+            for table in page_tables(line, problem, peak, rows)
+        ],
+        "texts": list(texts),  # at last, when all are known: names and the cells of tables are indices of these
     }
+
+
+class _Texts(dict[str, int]):
+    """The index of each text in the list of all."""
+
+    def __missing__(self, text: str) -> int:
+        self[text] = len(self)
+        return self[text]
+
+    def cells(self, row: Sequence[Cell]) -> list[Any]:
+        return [self[cell] if isinstance(cell, str) else (self[cell[0]], cell[1]) for cell in row]
+
+
+def _module(place: Place) -> str:
+    return f"{place.module} ({place.kind})" if place.module and place.kind else place.module or place.kind
 
 
 def _intervals(S: np.ndarray) -> list[list[int]]:
@@ -86,86 +116,17 @@ def _intervals(S: np.ndarray) -> list[list[int]]:
     return np.stack([values, first, end - 1], axis=1).tolist()
 
 
-def _peak_tables(line: Timeline, peak: PeakExplanation) -> Iterator[dict[str, Any]]:
-    made = {span.value: span.first for span in line.alive(peak.moment.index)}
-    yield {
-        "id": "table-peak",
-        "title": f"Values at the peak ({len(peak)})",
-        "heads": [
-            ("value", False), ("bytes", True), ("role", False), ("needed next by", False), ("in", True),
-            ("dropping costs", True), ("where", False),
-        ],
-        "rows": [
-            (
-                row.name, _bytes(row.bytes), row.role, row.next_op, _seconds(row.next_in),
-                _seconds(row.drop_seconds) if row.drop_seconds is not None else (row.why_not, None), row.where,
-            )
-            for row in peak
-        ],
-        "go": [made[row.value] for row in peak],
-    }  # fmt: skip
-    if peak.prices:
-        yield {
-            "id": "table-prices",
-            "title": "What less or more memory would change",
-            "heads": [
-                ("memory", True), ("budget", True), ("step", True), ("plan found", True),
-                ("any plan, proven", True), ("status", False),
-            ],
-            "rows": [
-                (
-                    _bytes(price.change_bytes, "+"), _bytes(price.budget), _seconds(price.cost),
-                    _seconds(price.found_change, "+"),
-                    ("none fits", None) if math.isinf(price.bound) else _seconds(price.proven_change, "+", "at least "),
-                    price.status.label,
-                )
-                for price in peak.prices
-            ],
-        }  # fmt: skip
-
-
-def _bytes(count: int, plus: str = "") -> Cell:
-    return f"{plus if count > 0 else ''}{format_bytes(count)}", count
-
-
-def _seconds(seconds: float | None, plus: str = "", before: str = "") -> Cell:
-    if seconds is None or not math.isfinite(seconds):
-        return NONE
-    return f"{before}{plus if seconds > 0 else ''}{format_seconds(seconds)}", seconds
-
-
-def _frontier_table(rows: list[Row]) -> dict[str, Any]:
-    return {
-        "id": "table-frontier",
-        "title": f"Budgets and methods ({len(rows)})",
-        "heads": [
-            ("method", False), ("budget", True), ("peak", True), ("step", True), ("recomputed", True),
-            ("bound", True), ("gap", True), ("solved in", True), ("status", False), ("what happened", False),
-        ],
-        "rows": [
-            (
-                row.method, _bytes(row.budget), NONE if row.peak is None else _bytes(row.peak), _seconds(row.cost),
-                NONE if row.peak is None else (f"{row.overhead:.2%}", row.overhead), _seconds(row.bound),
-                NONE if row.peak is None else (f"{row.gap:.2%}", row.gap), _seconds(row.seconds),
-                row.status.label, row.message,
-            )
-            for row in rows
-        ],
-    }  # fmt: skip
-
-
-def _frontier_data(rows: list[Row]) -> dict[str, Any]:
+def _frontier_data(solution: Solution, rows: list[Row]) -> dict[str, Any]:
     """Points by method, and for each budget what is proven of it and all smaller ones; None: that no plan fits."""
-    base = rows[0].solution.problem.keep_all_cost
-    by_method: dict[str, list[Row]] = {}
-    for row in rows:
-        by_method.setdefault(row.method, []).append(row)
-    budgets = sorted({row.budget for row in rows})
-    bounds = [max(base, *(row.bound for row in rows if row.budget >= budget)) for budget in budgets]
-    methods = []
-    for name, mine in by_method.items():
-        found = [row for row in mine if row.peak is not None]
-        label = name if len(found) == len(mine) else f"{name} ({len(found)} of {len(mine)} budgets)"
-        methods.append({"name": name, "label": label, "points": sorted({(row.peak, row.cost) for row in found})})
-    shade = [(b, bound if math.isfinite(bound) else None) for b, bound in zip(budgets, bounds, strict=True)]
-    return {"base": base, "methods": methods, "shade": shade}
+
+    def point(name: str, peak: int, cost: float) -> tuple[int, float, str]:
+        return peak, cost, f"{name}: peak {format_bytes(peak)}, step {format_seconds(cost)}"
+
+    return {
+        "base": rows[0].solution.problem.keep_all_cost,
+        "this": point("this plan", solution.peak or 0, solution.cost),
+        "methods": [
+            {"label": line.label, "points": [point(line.name, *at) for at in line.points]} for line in by_method(rows)
+        ],
+        "shade": [(budget, bound if math.isfinite(bound) else None) for budget, bound in proven_seconds(rows).items()],
+    }

@@ -1,4 +1,4 @@
-// R and S as a triangle: a row for each stage, a column for each op.
+// The schedule as a triangle, a row for each stage, a column for each op: what runs (R), what is at hand before (S).
 
 const schedule = (() => {
   const area = el("div", {
@@ -12,11 +12,11 @@ const schedule = (() => {
   const margin = { left: 64, right: 22, top: 40, bottom: 8 };
 
   const cells = new Map(); // of stage and op, the moment that runs it
-  for (let i = 0; i < N; i++) cells.set(step.stage[i] * T + data.moments.op[i], i);
+  for (let i = 0; i < N; i++) cells.set(data.moments.stage[i] * T + data.moments.op[i], i);
   const keptBy = Array.from({ length: T }, () => []); // by op, [value, first stage, last stage] at whose begin it is there
   for (const span of data.kept) keptBy[data.values.producer[span[0]]].push(span);
-  const again = step.again.map((i) => step.stage[i] * T + data.moments.op[i]); // ascending, as moments are
-  let at = again.length ? [Math.floor(again[0] / T), again[0] % T] : [0, 0];
+  const crosses = again.map((i) => data.moments.stage[i] * T + data.moments.op[i]); // ascending, as moments are
+  let at = crosses.length ? [Math.floor(crosses[0] / T), crosses[0] % T] : [0, 0];
 
   function frame(canvas) {
     const { pen, width, height } = cleared(canvas);
@@ -95,7 +95,7 @@ const schedule = (() => {
     for (const [ink, wide] of [["paper", 3.5], ["again", 1.8]]) {
       pen.strokeStyle = colour(ink);
       pen.lineWidth = cell < 2 && ink === "paper" ? 0.01 : wide;
-      for (const c of again) cross(pen, x(c % T + 0.5), y(Math.floor(c / T) + 0.5), half);
+      for (const c of crosses) cross(pen, x(c % T + 0.5), y(Math.floor(c / T) + 0.5), half);
     }
     halves(box);
     drawCursor();
@@ -126,14 +126,14 @@ const schedule = (() => {
     let runs = "does not run in this stage";
     if (k === t) runs = "runs for the first time and ends the stage";
     else if (k > t) runs = "cannot run yet: its first execution is later";
-    else if (moment !== undefined) runs = `is run again, for the ${nth(step.time[moment] + 1)} time`;
+    else if (moment !== undefined) runs = `is run again, for the ${data.moments.nth[moment]} time`;
     readout.replaceChildren(
       el("h3", {}, `Stage ${t}, op ${k}`),
       facts([
         ["op", `${data.ops.name[k]} ${runs}.`],
         ["at hand", k > t ? "" : names ? `${names}, when the stage begins` : "nothing it made, when the stage begins"],
-        ["where", whereOf(k)[3]],
-        ["stage", `ends with the first execution of ${data.ops.name[t]}, in the ${phaseOf(t)}`],
+        ["where", data.ops.where[k]],
+        ["stage", `ends with the first execution of ${data.ops.name[t]}, in the ${t < data.forward ? "forward" : "backward"}`],
       ]),
       ...(moment === undefined ? [] : [button("Show it in the memory", () => memory.go(moment))]),
     );
@@ -141,9 +141,9 @@ const schedule = (() => {
   }
 
   function toAgain(sign) {
-    if (!again.length) return;
+    if (!crosses.length) return;
     const here = at[0] * T + at[1];
-    const list = sign > 0 ? again : [...again].reverse();
+    const list = sign > 0 ? crosses : [...crosses].reverse();
     const c = list.find((other) => sign * (other - here) > 0) ?? list[0];
     show(Math.floor(c / T), c % T);
   }
@@ -168,7 +168,7 @@ const schedule = (() => {
     const cell = side / T;
     let best = [Math.floor(py / cell), Math.floor(px / cell)];
     let nearest = cell < 6 ? 6 : 0; // small crosses are caught from nearby
-    for (const c of nearest ? again : []) {
+    for (const c of nearest ? crosses : []) {
       const away = Math.hypot((c % T + 0.5) * cell - px, (Math.floor(c / T) + 0.5) * cell - py);
       if (away < nearest) [nearest, best] = [away, [Math.floor(c / T), c % T]];
     }

@@ -1,4 +1,4 @@
-// Tables that sort by their heads. A cell is its text, or its text and the number or text that it sorts by.
+// Tables that sort by their heads. A cell is its text, or its text and the number that it sorts by.
 
 const FEW = 20; // rows shown before one asks for all
 
@@ -79,49 +79,8 @@ function sortableTable({ id, title, heads, rows, go }) {
     el("div", { class: "controls" }, ...controls), status);
 }
 
-/** What each op costs, the most seconds first; and of those that run again, what that takes. */
-function opTables() {
-  const made = new Float64Array(T);
-  data.values.producer.forEach((k, v) => {
-    if (k !== null) made[k] += data.values.bytes[v];
-  });
-  const stages = Array.from({ length: T }, () => []);
-  for (const i of step.again) stages[data.moments.op[i]].push(i);
-  const spent = (k) => step.runs[k] * data.ops.seconds[k];
-  const total = step.begin[N];
-  const byCost = Array.from({ length: T }, (_, k) => k).sort((a, b) => spent(b) - spent(a) || a - b);
-  const name = (k) => [data.ops.name[k], data.ops.name[k]];
-  const seconds = (s) => [formatSeconds(s), s];
-  const place = (k) => whereOf(k)[3];
-  const costs = {
-    id: "table-ops", title: `Ops by cost (${T})`, go: byCost.map((k) => step.first[k]),
-    heads: [["op"], ["computes"], ["of the"], ["runs", true], ["each", true], ["in all", true], ["share", true],
-      ["makes", true], ["workspace", true], ["where"]],
-    rows: byCost.map((k) => [
-      name(k), data.targets[data.ops.target[k]], phaseOf(k), [String(step.runs[k]), step.runs[k]],
-      seconds(data.ops.seconds[k]), seconds(spent(k)),
-      [total > 0 ? fixed(100 * spent(k) / total, 2) + "%" : "", spent(k)],
-      [formatBytes(made[k]), made[k]], [formatBytes(data.ops.workspace[k]), data.ops.workspace[k]], place(k)]),
-  };
-  const twice = byCost.filter((k) => stages[k].length);
-  const extra = (k) => stages[k].length * data.ops.seconds[k];
-  twice.sort((a, b) => extra(b) - extra(a) || a - b);
-  const again = {
-    id: "table-again", title: `What is run again (${twice.length} ops)`, go: twice.map((k) => stages[k][0]),
-    heads: [["op"], ["computes"], ["times more", true], ["costs", true], ["makes", true], ["before"], ["where"]],
-    rows: twice.map((k) => [
-      name(k), data.targets[data.ops.target[k]], [String(stages[k].length), stages[k].length], seconds(extra(k)),
-      [formatBytes(made[k]), made[k]],
-      [stages[k].map((i) => data.ops.name[step.stage[i]]).join(", "), step.stage[stages[k][0]]], place(k)]),
-  };
-  return [costs, again];
-}
-
 {
-  const [costs, again] = opTables();
   const place = document.getElementById("all-tables");
-  const [peak, ...others] = data.tables;
-  place.append(sortableTable(peak));
-  place.append(again.rows.length ? sortableTable(again) : el("p", {}, "No op runs again."));
-  place.append(...others.filter((t) => t.id !== "table-frontier").map(sortableTable), sortableTable(costs));
+  const [peak, ...others] = data.tables.filter((table) => table.id !== "table-frontier");
+  place.append(sortableTable(peak), ...(again.length ? [] : [el("p", {}, "No op runs again.")]), ...others.map(sortableTable));
 }

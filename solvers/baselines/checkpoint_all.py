@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
-
 import numpy as np
 
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, Status
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.task import Task
 from checkmate.units import format_bytes
 
+METHOD = "checkpoint-all"
 
-def checkpoint_all(problem: Problem, budget: int) -> Solution:
-    """Run each op once. NOT_FOUND where that takes more than the budget.
 
+def checkpoint_all(task: Task, incumbent: Incumbent) -> Remarks:
+    """Run each op once, where that fits the budget.
+
+    >>> from checkmate import Problem, solve
     >>> problem = Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[4, 4])
-    >>> checkpoint_all(problem, 8).cost
+    >>> solve(problem, 8, method="checkpoint-all").cost
     2.0
     """
-    began = time.perf_counter()
-    if budget < problem.keep_all_peak:
-        message = f"keeping everything takes {format_bytes(problem.keep_all_peak)}"
-        seconds = time.perf_counter() - began
-        return Solution(Status.NOT_FOUND, problem, budget, "checkpoint-all", message=message, seconds=seconds)
-    R = np.eye(len(problem.graph.ops), dtype=bool)
-    solution = certify(problem, budget, R, method="checkpoint-all")
-    return replace(solution, seconds=time.perf_counter() - began)
+    if incumbent.offer(np.eye(len(task.problem.graph.ops), dtype=bool), METHOD):
+        return Remarks(method=METHOD)
+    return Remarks(f"keeping everything takes {format_bytes(task.problem.keep_all_peak)}")

@@ -21,7 +21,6 @@ Papers: https://arxiv.org/abs/1604.06174 and https://arxiv.org/abs/1910.02653
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import accumulate
 from math import isqrt
@@ -29,49 +28,51 @@ from math import isqrt
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution
 from checkmate.solvers.baselines.checkpoint_places import CANDIDATES, droppable
-from checkmate.solvers.baselines.sweep import answer, cheapest, does_not_apply
+from checkmate.solvers.baselines.sweep import cheapest, does_not_apply
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import kept_by_the_forward
+from checkmate.solvers.common.task import Task
 
 TRIES = 64  # values of b that are simulated
 MOST_SELECTIONS = 4096  # values of b that are thought of
 
 
-def chen_sqrt(problem: Problem, budget: int) -> Solution:
-    """Every ⌊√n⌋-th op of a chain of n is a checkpoint. NOT_FOUND where the forward is no chain or it does not fit.
+def chen_sqrt(task: Task, incumbent: Incumbent) -> Remarks:
+    """Every ⌊√n⌋-th op of a chain of n is a checkpoint. No plan where the forward is no chain or it does not fit.
 
+    >>> from checkmate import solve
     >>> deps = [[], [0], [1], [2], [3], [2, 4], [1, 5], [0, 6]]
     >>> chain = Problem.from_dag(deps, seconds=[1] * 8, sizes=[1] * 8, forward=5)
-    >>> chen_sqrt(chain, budget=4).cost, chen_sqrt(chain, budget=3).status
+    >>> solve(chain, 4, method="chen-sqrt").cost, solve(chain, 3, method="chen-sqrt").status
     (10.0, Status.NOT_FOUND)
     """
-    return _every_kth(problem, budget, "chen", "chain")
+    return _every_kth(task, incumbent, "chen", "chain")
 
 
-def chen_greedy(problem: Problem, budget: int, *, tries: int = TRIES, time_limit: float = 60.0) -> Solution:
-    """A checkpoint wherever the bytes since the last exceed b, on a chain, for the best b. NOT_FOUND as `chen_sqrt`."""
-    return _by_bytes(problem, budget, "chen", "chain", tries, time_limit)
+def chen_greedy(task: Task, incumbent: Incumbent, *, tries: int = TRIES) -> Remarks:
+    """A checkpoint wherever the bytes since the last exceed b, on a chain, for the best b. No plan as `chen_sqrt`."""
+    return _by_bytes(task, incumbent, "chen", "chain", tries)
 
 
-def ap_sqrt(problem: Problem, budget: int) -> Solution:
-    """Every ⌊√n⌋-th of n articulation points of the forward is a checkpoint. NOT_FOUND where that does not fit."""
-    return _every_kth(problem, budget, "ap", "ap")
+def ap_sqrt(task: Task, incumbent: Incumbent) -> Remarks:
+    """Every ⌊√n⌋-th of n articulation points of the forward is a checkpoint. No plan where that does not fit."""
+    return _every_kth(task, incumbent, "ap", "ap")
 
 
-def ap_greedy(problem: Problem, budget: int, *, tries: int = TRIES, time_limit: float = 60.0) -> Solution:
+def ap_greedy(task: Task, incumbent: Incumbent, *, tries: int = TRIES) -> Remarks:
     """An articulation point is a checkpoint where the bytes since the last exceed b, for the best b."""
-    return _by_bytes(problem, budget, "ap", "ap", tries, time_limit)
+    return _by_bytes(task, incumbent, "ap", "ap", tries)
 
 
-def linearized_sqrt(problem: Problem, budget: int) -> Solution:
-    """Every ⌊√n⌋-th of n forward ops is a checkpoint. NOT_FOUND where that does not fit."""
-    return _every_kth(problem, budget, "linearized", "linearized")
+def linearized_sqrt(task: Task, incumbent: Incumbent) -> Remarks:
+    """Every ⌊√n⌋-th of n forward ops is a checkpoint. No plan where that does not fit."""
+    return _every_kth(task, incumbent, "linearized", "linearized")
 
 
-def linearized_greedy(problem: Problem, budget: int, *, tries: int = TRIES, time_limit: float = 60.0) -> Solution:
+def linearized_greedy(task: Task, incumbent: Incumbent, *, tries: int = TRIES) -> Remarks:
     """A forward op is a checkpoint where the bytes since the last exceed b, for the best b."""
-    return _by_bytes(problem, budget, "linearized", "linearized", tries, time_limit)
+    return _by_bytes(task, incumbent, "linearized", "linearized", tries)
 
 
 def every_kth(candidates: Sequence[int]) -> tuple[int, ...]:
@@ -132,36 +133,33 @@ def kept(problem: Problem, checkpoints: Sequence[int]) -> set[int]:
     return outputs - (dropped & droppable(problem))
 
 
-def _every_kth(problem: Problem, budget: int, prefix: str, kind: str) -> Solution:
-    began, method = time.perf_counter(), f"{prefix}-sqrt"
-    if kind == "chain" and (no := does_not_apply(problem, budget, method, began, "ap-sqrt and linearized-sqrt")):
+def _every_kth(task: Task, incumbent: Incumbent, prefix: str, kind: str) -> Remarks:
+    problem, method = task.problem, f"{prefix}-sqrt"
+    if kind == "chain" and (no := does_not_apply(task, "ap-sqrt and linearized-sqrt")):
         return no
     candidates = CANDIDATES[kind](problem)
     checkpoints = every_kth(candidates)
-    sweep = cheapest(problem, budget, 1, lambda _: kept_by_the_forward(problem, kept(problem, checkpoints)), tries=1)
+    runs = kept_by_the_forward(problem, kept(problem, checkpoints))
+    sweep = cheapest(task, incumbent, method, 1, lambda _: runs, tries=1)
     remedy = f", and it has no other schedule; {prefix}-greedy adapts to the budget"
-    details = {"candidates": len(candidates), "checkpoints": len(checkpoints)}
-    return answer(sweep, method, began, remedy=remedy, details=details)
+    return sweep.remarks({"candidates": len(candidates), "checkpoints": len(checkpoints)}, remedy=remedy)
 
 
-def _by_bytes(problem: Problem, budget: int, prefix: str, kind: str, tries: int, time_limit: float) -> Solution:
-    began, method = time.perf_counter(), f"{prefix}-greedy"
-    if kind == "chain" and (no := does_not_apply(problem, budget, method, began, "ap-greedy and linearized-greedy")):
+def _by_bytes(task: Task, incumbent: Incumbent, prefix: str, kind: str, tries: int) -> Remarks:
+    problem, method = task.problem, f"{prefix}-greedy"
+    if kind == "chain" and (no := does_not_apply(task, "ap-greedy and linearized-greedy")):
         return no
     candidates = CANDIDATES[kind](problem)
     choices = [tuple(candidates[i] for i in chosen) for chosen in selections(_filled(problem, candidates))]
-    sweep = cheapest(
-        problem,
-        budget,
-        len(choices),
-        lambda i: kept_by_the_forward(problem, kept(problem, choices[i])),
-        tries=tries,
-        time_limit=time_limit - (time.perf_counter() - began),
-    )
+
+    def runs(i: int) -> np.ndarray:
+        return kept_by_the_forward(problem, kept(problem, choices[i]))
+
+    sweep = cheapest(task, incumbent, method, len(choices), runs, tries=tries)
     details = {"candidates": len(candidates), "selections": len(choices)}
     if sweep.best is not None:
         details["checkpoints"] = len(choices[sweep.best])
-    return answer(sweep, method, began, details=details)
+    return sweep.remarks(details)
 
 
 def _filled(problem: Problem, candidates: Sequence[int]) -> list[int]:

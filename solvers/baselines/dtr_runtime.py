@@ -1,4 +1,4 @@
-"""Dynamic tensor rematerialization (Kirisame et al., ICLR 2021), run on paper over a static graph.
+"""A simulation of the runtime of dynamic tensor rematerialization (Kirisame et al., ICLR 2021) on a static graph.
 
 The runtime meets one op after the other and knows nothing of those to come. Before an op runs, its inputs are locked
 and the missing ones made again, recursively; under pressure the value with the least score goes (`dtr_scores`).
@@ -15,20 +15,15 @@ Paper: https://arxiv.org/abs/2006.09616
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from checkmate.solvers.baselines.dtr_scores import Heuristic
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.eviction import Stuck
 
 MOST_RUNS = 50  # for each op of the graph, on average; beyond it a run goes round in circles
 SMALL = 0.01  # of the mean size: what `ignore_small` leaves alone
-
-
-class OutOfTime(Exception):
-    """The deadline passed, or the run goes round in circles."""
 
 
 class Runtime:
@@ -40,15 +35,15 @@ class Runtime:
         budget: int,
         heuristic: Heuristic,
         *,
-        deadline: float = float("inf"),
+        clock: Clock,
         ignore_small: bool = False,
         rng: np.random.Generator | None = None,
     ) -> None:
         V, T = len(tables.producer), len(tables.inputs)
-        self.tables, self.heuristic, self.deadline, self.rng = tables, heuristic, deadline, rng
+        self.tables, self.heuristic, self.clock, self.rng = tables, heuristic, clock, rng
         self.neighbours = heuristic.neighbours(tables)
         self.room = budget - tables.resident
-        self.clock = 0.0
+        self.now = 0.0  # seconds that the step has taken
         self.runs_left = MOST_RUNS * T
         self.size = np.array(tables.size, dtype=np.float64)
         made = self.size[[p >= 0 for p in tables.producer]]
@@ -68,7 +63,7 @@ class Runtime:
         """For each stage the ops that run, in their order, repeats included; or where nothing was left to evict.
 
         Raises:
-            OutOfTime: at the deadline, or after `MOST_RUNS` for each op.
+            OutOfTime: once the time is over, or after `MOST_RUNS` for each op.
         """
         stages = []
         for t in range(len(self.tables.inputs)):
@@ -95,7 +90,7 @@ class Runtime:
             self._execute(k)
             ran.append(waiting.pop())
             self.runs_left -= 1
-            if self.runs_left < 0 or time.perf_counter() > self.deadline:
+            if self.runs_left < 0 or self.clock.is_over:
                 raise OutOfTime
         for v in tables.inputs[t]:
             self.to_read[v] -= 1
@@ -109,11 +104,11 @@ class Runtime:
     def _execute(self, k: int) -> None:
         """Run op k, whose inputs are at hand and for whose outputs there is room."""
         inputs, outputs = self.tables.inputs[k], self.tables.outputs[k]
-        self.clock += self.tables.seconds[k]
+        self.now += self.tables.seconds[k]
         for v in outputs:
             if not self.at_hand[v]:
                 self._arrive(v)
-        self.last[[*inputs, *outputs]] = self.clock
+        self.last[[*inputs, *outputs]] = self.now
         self.locks[list(inputs)] -= 1
         for v in (*inputs, *outputs):
             self._settle(v)
@@ -149,7 +144,7 @@ class Runtime:
         if self.rng is not None:
             able = np.sort(self.rng.choice(able, int(np.ceil(np.sqrt(len(able)))), replace=False))
         seconds = self.seconds[able] + self.neighbours.seconds(able)
-        scores = self.heuristic.scores(seconds, self.size[able], self.clock - self.last[able])
+        scores = self.heuristic.scores(seconds, self.size[able], self.now - self.last[able])
         return int(able[scores.argmin()])
 
     def _settle(self, v: int) -> None:

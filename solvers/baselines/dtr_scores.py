@@ -1,4 +1,4 @@
-"""What dynamic tensor rematerialization evicts first: the six scores of Kirisame et al., ICLR 2021.
+"""The scores by which dynamic tensor rematerialization decides what to evict: six of Kirisame et al., ICLR 2021.
 
 The value with the least score goes. With c the seconds of the op that makes a value, m its bytes and s the seconds
 since it was last touched:
@@ -39,7 +39,7 @@ class Neighbours(Protocol):
         """For each of these values (N,), all at hand, the seconds (N,) beyond those of its own op."""
 
 
-class Nobody:
+class NoNeighbours:
     """For scores that look at the value alone."""
 
     def __init__(self, tables: Tables) -> None:
@@ -198,7 +198,7 @@ class Classes:
 class Heuristic:
     """A score: seconds, or 1, over bytes and staleness, or one of them."""
 
-    neighbours: Callable[[Tables], Neighbours] = Nobody
+    neighbours: Callable[[Tables], Neighbours] = NoNeighbours
     by_seconds: bool = True
     by_bytes: bool = True
     by_staleness: bool = True

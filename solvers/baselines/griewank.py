@@ -22,7 +22,6 @@ with whatever that takes, and what lies between two articulation points runs aga
 from __future__ import annotations
 
 import itertools
-import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import comb
@@ -30,57 +29,49 @@ from math import comb
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution
 from checkmate.solvers.baselines.checkpoint_places import CANDIDATES, droppable
-from checkmate.solvers.baselines.sweep import answer, cheapest, does_not_apply
+from checkmate.solvers.baselines.sweep import cheapest, does_not_apply
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import on_demand
+from checkmate.solvers.common.task import Task
 
 METHOD = "griewank"
 TRIES = 64  # numbers of slots that are simulated
 
 
-def griewank(
-    problem: Problem, budget: int, *, candidates: str = "chain", tries: int = TRIES, time_limit: float = 60.0
-) -> Solution:
-    """The cheapest binomial schedule that fits. NOT_FOUND where none does, or where the forward is no chain.
+def griewank(task: Task, incumbent: Incumbent, *, candidates: str = "chain", tries: int = TRIES) -> Remarks:
+    """The cheapest binomial schedule that fits. No plan where none does, or where the forward is no chain.
 
     Args:
-        problem: what to schedule.
-        budget: bytes.
         candidates: what to take for the states: "chain" for chains; "ap", articulation points, or "linearized", all
             forward ops in the order in which they run, for any graph.
         tries: how many numbers of slots to simulate.
-        time_limit: seconds.
 
     Raises:
         ValueError: if there are no such candidates.
 
+    >>> from checkmate import solve
     >>> deps = [[], [0], [1], [2], [3], [2, 4], [1, 5], [0, 6]]
     >>> chain = Problem.from_dag(deps, seconds=[1] * 8, sizes=[1] * 8, forward=5)
-    >>> [griewank(chain, budget).cost for budget in (3, 4, 5)]
+    >>> [solve(chain, budget, method="griewank").cost for budget in (3, 4, 5)]
     [11.0, 9.0, 8.0]
     """
-    began = time.perf_counter()
     if candidates not in CANDIDATES:
         raise ValueError(f"There are no candidates {candidates!r}. There are {', '.join(CANDIDATES)}.")
     instead = "candidates='ap' and candidates='linearized'"
-    if candidates == "chain" and (no := does_not_apply(problem, budget, METHOD, began, instead)):
+    if candidates == "chain" and (no := does_not_apply(task, instead)):
         return no
+    problem = task.problem
     line = CANDIDATES[candidates](problem)
     needed = needs(problem, line)
     length = 1 + max(needed.values(), default=0)
     sweep = cheapest(
-        problem,
-        budget,
-        length,
-        lambda i: reversal(problem, line, needed, stored(length, i + 1)),
-        tries=tries,
-        time_limit=time_limit - (time.perf_counter() - began),
+        task, incumbent, METHOD, length, lambda i: reversal(problem, line, needed, stored(length, i + 1)), tries=tries
     )
     details = {"candidates": len(line), "steps": length}
     if sweep.best is not None:
         details |= {"slots": sweep.best + 1, "least steps": least_steps(length, sweep.best + 1)}
-    return answer(sweep, METHOD, began, details=details)
+    return sweep.remarks(details)
 
 
 def beta(s: int, r: int) -> int:

@@ -10,26 +10,24 @@ Solving takes time in proportion to the runs: for a chain of 1,601 ops, with 322
 
 from __future__ import annotations
 
-import time
-
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution
-from checkmate.solvers.baselines.sweep import answer, cheapest
+from checkmate.solvers.baselines.sweep import cheapest
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import on_demand
+from checkmate.solvers.common.task import Task
 
 METHOD = "last-node"
 
 
-def last_node(problem: Problem, budget: int) -> Solution:
-    """After each op keep only its outputs. NOT_FOUND where that exceeds the budget, which it does not adapt to.
+def last_node(task: Task, incumbent: Incumbent) -> Remarks:
+    """After each op keep only its outputs. No plan where that exceeds the budget, which it does not adapt to.
 
     Results of the step and values of pinned ops stay too, as in every method.
 
+    >>> from checkmate import Problem, solve
     >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[1] * 5, forward=3)
-    >>> last_node(chain, budget=3).cost
+    >>> solve(chain, 3, method="last-node").cost
     8.0
     """
-    began = time.perf_counter()
-    last = {t: op.outputs for t, op in enumerate(problem.graph.ops)}
-    sweep = cheapest(problem, budget, 1, lambda _: on_demand(problem, last), tries=1)
-    return answer(sweep, METHOD, began, details={}, remedy=", and it has no other schedule")
+    last = {t: op.outputs for t, op in enumerate(task.problem.graph.ops)}
+    sweep = cheapest(task, incumbent, METHOD, 1, lambda _: on_demand(task.problem, last), tries=1)
+    return sweep.remarks({}, remedy=", and it has no other schedule")

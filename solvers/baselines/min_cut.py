@@ -16,16 +16,15 @@ cut can need as much memory as keeping everything. So the peak does not always f
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Mapping
 
 import networkx as nx
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, Status
-from checkmate.solvers.common.certify import certify
-from checkmate.solvers.common.runs import cost_of, kept_by_the_forward, peak_of
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.runs import kept_by_the_forward
+from checkmate.solvers.common.task import Task
 from checkmate.units import format_bytes
 
 METHOD = "min-cut"
@@ -34,77 +33,67 @@ FINE = 6  # bisections between the largest of them that fits and the next larger
 SLOTS = 4096  # into which the knapsack divides its allowance
 
 
-def min_cut(problem: Problem, budget: int, *, time_limit: float = 10.0) -> Solution:
+def min_cut(task: Task, incumbent: Incumbent) -> Remarks:
     """The cheapest plan within the budget that saves a minimum cut, over the bytes allowed for saving.
 
-    NOT_FOUND where none fits. The plan does not depend on the time limit where it does not bind; it takes a few
-    seconds for a thousand ops.
+    No plan where none fits. The plan does not depend on the time limit where it does not bind; it takes a few seconds
+    for a thousand ops.
 
+    >>> from checkmate import solve
     >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[1] * 5, forward=3)
-    >>> min_cut(chain, 4).cost
+    >>> solve(chain, 4, method="min-cut").cost
     5.0
     """
-    began = time.perf_counter()
-    search = CutSearch(problem, budget)
-    _search(search, began + time_limit)
-    seconds = time.perf_counter() - began
-    if search.R is None:
-        message = f"the cut whose plan has the least peak takes {format_bytes(search.least_peak)}"
-        return Solution(Status.NOT_FOUND, problem, budget, METHOD, seconds=seconds, message=message)
-    details = {"allowance": search.allowance, "saved bytes": search.saved_bytes, "cuts": search.count}
-    return certify(problem, budget, search.R, method=METHOD, seconds=seconds, details=details)
+    cuts = Cuts(task, incumbent)
+    cuts.search()
+    if incumbent.R is not None:
+        return Remarks(details={**cuts.best, "cuts": cuts.count})
+    least = incumbent.least_peak or 0
+    return Remarks(f"the cut whose plan has the least peak takes {format_bytes(least)}")
 
 
-class CutSearch:
-    """The cheapest plan so far that fits, over allowances."""
+class Cuts:
+    """Minimum cuts over the bytes that are allowed for saving."""
 
-    def __init__(self, problem: Problem, budget: int) -> None:
-        self.problem, self.budget = problem, budget
+    def __init__(self, task: Task, incumbent: Incumbent) -> None:
+        self.task, self.incumbent = task, incumbent
+        problem = task.problem
         ops = candidates(problem)
         self.sizes = problem.sizes.copy()
         self.sizes[list(problem.graph.outputs)] = 0  # held anyway
         self.seconds = {k: float(problem.seconds[k]) for k in ops}
         self.weight = {k: self._bytes(problem.graph.ops[k].outputs) for k in ops}
-        self.R: np.ndarray | None = None
-        self.cost = float("inf")
-        self.allowance = 0  # bytes, of the best plan
-        self.saved_bytes = 0  # by its cut
-        self.least_peak = problem.keep_all_peak
+        self.best: dict[str, int] = {}  # of the best plan: the bytes that were allowed, and those that its cut saves
         self.count = 0
 
-    def fits(self, allowance: int) -> bool:
-        """Whether the plan with this allowance fits; the cheapest is kept."""
-        problem = self.problem
-        saved = cut(problem, most_seconds(self.seconds, self.weight, allowance))
-        R = kept_by_the_forward(problem, saved)
-        peak, cost = peak_of(problem, R), cost_of(problem, R)
+    def search(self) -> None:
+        """Allowances from everything to nothing, then bisection above the largest of them that fits."""
+        most, clock = sum(self.weight.values()), self.task.clock
+        above = low = None  # the allowances around the border: the smallest known not to fit, the largest that does
+        for allowance in (most * i // COARSE for i in reversed(range(COARSE + 1))):
+            if low is not None and clock.is_over:
+                return
+            fits = self._fits(allowance)
+            if low is None:
+                above, low = (above, allowance) if fits else (allowance, None)
+        for _ in range(FINE):
+            if low is None or above is None or above - low <= 1 or clock.is_over:
+                return
+            middle = (low + above) // 2
+            above, low = (above, middle) if self._fits(middle) else (middle, low)
+
+    def _fits(self, allowance: int) -> bool:
+        """Whether the plan with this allowance fits; it is offered."""
+        saved = cut(self.task.problem, most_seconds(self.seconds, self.weight, allowance))
+        R = kept_by_the_forward(self.task.problem, saved)
         self.count += 1
-        self.least_peak = min(self.least_peak, peak)
-        if peak > self.budget:
-            return False
-        if cost < self.cost:
-            self.R, self.cost, self.allowance, self.saved_bytes = R, cost, allowance, self._bytes(saved)
-        return True
+        fits = self.incumbent.fits(R)
+        if fits and self.incumbent.offer(R, METHOD):
+            self.best = {"allowance": allowance, "saved bytes": self._bytes(saved)}
+        return fits
 
     def _bytes(self, values: Collection[int]) -> int:
         return int(self.sizes[list(values)].sum())
-
-
-def _search(search: CutSearch, deadline: float) -> None:
-    """Allowances from everything to nothing, then bisection above the largest of them that fits."""
-    most = sum(search.weight.values())
-    above = low = None  # the allowances around the border: the smallest known not to fit, the largest that does
-    for allowance in (most * i // COARSE for i in reversed(range(COARSE + 1))):
-        if low is not None and time.perf_counter() > deadline:
-            return
-        fits = search.fits(allowance)
-        if low is None:
-            above, low = (above, allowance) if fits else (allowance, None)
-    for _ in range(FINE):
-        if low is None or above is None or above - low <= 1 or time.perf_counter() > deadline:
-            return
-        middle = (low + above) // 2
-        above, low = (above, middle) if search.fits(middle) else (middle, low)
 
 
 def candidates(problem: Problem) -> list[int]:

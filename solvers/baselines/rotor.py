@@ -17,7 +17,6 @@ Paper: https://arxiv.org/abs/1911.13214
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,10 +24,10 @@ from typing import NamedTuple
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, Status
 from checkmate.solvers.baselines.rotor_chain import Chain, NotAChain, Segment, measure, segments_of
-from checkmate.solvers.common.certify import certify
-from checkmate.solvers.common.runs import cost_of, peak_of, without_useless
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.runs import without_useless
+from checkmate.solvers.common.task import Task
 from checkmate.units import format_bytes
 
 METHOD = "rotor"
@@ -38,73 +37,58 @@ MOST_TOLD = 1.25  # times the budget: the most memory that the program is told
 Action = tuple[str, int]  # "pass", "keep" or "backward", and the segment
 
 
-def rotor(problem: Problem, budget: int, *, time_limit: float = 20.0) -> Solution:
+def rotor(task: Task, incumbent: Incumbent) -> Remarks:
     """The cheapest persistent schedule of a chain of segments that fits, simulated.
 
-    Cuts are tried where the backward reads what flows across, then everywhere, the latter only if half of the time
-    limit (seconds) is left; each takes a few seconds at most. NOT_FOUND where none fits, or the step is no chain; the
-    message says which.
+    Cuts are tried where the backward reads what flows across, then everywhere, the latter only if half of the time is
+    left; each takes a few seconds at most. No plan where none fits, or the step is no chain; the message says which.
 
+    >>> from checkmate import solve
     >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[1] * 5, forward=3)
-    >>> rotor(chain, 4).cost
+    >>> solve(chain, 4, method="rotor").cost
     5.0
     """
-    began = time.perf_counter()
-    if budget >= problem.keep_all_peak:
-        return certify(problem, budget, np.eye(len(problem.graph.ops), dtype=bool), method=METHOD)
-    search, reasons = ChainSearch(problem, budget), []
-    chains: list[list[Segment]] = []
+    problem = task.problem
+    if task.budget >= problem.keep_all_peak:
+        incumbent.offer(np.eye(len(problem.graph.ops), dtype=bool), METHOD)
+        return Remarks()
+    details: dict[str, int] = {}
+    reasons, chains = [], list[list[Segment]]()
     for fine in (False, True):
         try:
             segments = segments_of(problem, fine=fine)
         except NotAChain as reason:
             reasons.append(str(reason))
             continue
-        if segments not in chains and (not chains or time.perf_counter() - began < time_limit / 2):
-            search.run(segments)
+        if segments not in chains and (not chains or task.clock.elapsed < task.clock.limit / 2):
+            details = _search(task, incumbent, segments) or details
             chains.append(segments)
-    seconds = time.perf_counter() - began
-    if search.R is not None:
-        details = {"segments": search.segments, "told": search.told}
-        return certify(problem, budget, search.R, method=METHOD, seconds=seconds, details=details)
-    message = f"does not apply: {reasons[-1]}" if len(reasons) == 2 else search.message
-    return Solution(Status.NOT_FOUND, problem, budget, METHOD, seconds=seconds, message=message)
+    if len(reasons) == 2:
+        return Remarks(f"does not apply: {reasons[-1]}")
+    least = incumbent.least_peak
+    taken = "" if least is None else f"; that of least memory takes {format_bytes(least)}"
+    return Remarks("" if details else f"no persistent schedule of the chain fits{taken}", details)
 
 
-class ChainSearch:
-    """The cheapest plan so far that fits, over chains and the memory that the program is told."""
+def _search(task: Task, incumbent: Incumbent, segments: list[Segment]) -> dict[str, int]:
+    """Bisect on the memory that the program is told, over the amounts at which its optimum changes.
 
-    def __init__(self, problem: Problem, budget: int) -> None:
-        self.problem, self.budget = problem, budget
-        self.R: np.ndarray | None = None
-        self.cost = math.inf
-        self.segments = 0  # of the best plan's chain
-        self.told = 0  # bytes, for the best plan
-        self.least_peak: int | None = None  # of plans that do not fit
-
-    @property
-    def message(self) -> str:
-        """What was found instead of a plan that fits."""
-        least = f"; that of least memory takes {format_bytes(self.least_peak)}" if self.least_peak is not None else ""
-        return f"no persistent schedule of the chain fits{least}"
-
-    def run(self, segments: list[Segment]) -> None:
-        """Bisect on the memory that is told, over the amounts at which the optimum changes."""
-        table = Table.of(measure(self.problem, segments), -(-int(self.budget * MOST_TOLD) // SLOTS), SLOTS)
-        costs = table.seconds[0, len(segments) - 1]
-        told = [m for m in range(len(costs)) if np.isfinite(costs[m]) and (m == 0 or costs[m] < costs[m - 1])]
-        low, high = 0, len(told) - 1
-        while low <= high:
-            middle = (low + high) // 2
-            R = runs_of(self.problem, segments, table.actions(told[middle]))
-            peak, cost = peak_of(self.problem, R), cost_of(self.problem, R)
-            if peak > self.budget:
-                high = middle - 1
-                self.least_peak = min(peak, self.least_peak or peak)
-                continue
-            low = middle + 1
-            if cost < self.cost:
-                self.R, self.cost, self.segments, self.told = R, cost, len(segments), told[middle] * table.unit
+    What there is to say of the plan that became the best; nothing where none did.
+    """
+    table = Table.of(measure(task.problem, segments), -(-int(task.budget * MOST_TOLD) // SLOTS), SLOTS)
+    costs = table.seconds[0, len(segments) - 1]
+    told = [m for m in range(len(costs)) if np.isfinite(costs[m]) and (m == 0 or costs[m] < costs[m - 1])]
+    low, high, details = 0, len(told) - 1, dict[str, int]()
+    while low <= high:
+        middle = (low + high) // 2
+        R = runs_of(task.problem, segments, table.actions(told[middle]))
+        if not incumbent.fits(R):
+            high = middle - 1
+            continue
+        low = middle + 1
+        if incumbent.offer(R, METHOD):
+            details = {"segments": len(segments), "told": told[middle] * table.unit}
+    return details
 
 
 def runs_of(problem: Problem, segments: list[Segment], actions: list[Action]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The last step of every method: what runs becomes a plan, and nothing leaves that the verifier refuses."""
+"""Make a Solution of the ops that a method chose to run: lowered to a plan, verified and simulated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
 
-ROUNDING = 1e-4  # a bound may exceed a cost by this share of it, from the tolerances of solvers
+TOLERANCE = 1e-4  # a bound may exceed a cost by this share of it, from the tolerances of solvers
 log = logging.getLogger("checkmate.solve")
 
 
@@ -46,9 +46,4 @@ def certify(
 
 def contradicts(bound: float, cost: float) -> bool:
     """Whether a lower bound cannot be true if a schedule has this cost, beyond what solvers round."""
-    return bound > cost * (1 + ROUNDING)
-
-
-def faults(problem: Problem, budget: int, R: np.ndarray) -> list[str]:
-    """All that the verifier has against R (T, T) within the budget, in words; empty when nothing."""
-    return simulator.verify(simulator.lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem, budget)
+    return bound > cost * (1 + TOLERANCE)

@@ -40,3 +40,7 @@ class Tables:
             pinned=[op.pinned is not None for op in graph.ops],
             resident=problem.resident,
         )
+
+    def seconds_of(self, stages: list[list[int]]) -> float:
+        """Seconds of the ops that run in each stage."""
+        return sum(self.seconds[k] for ops in stages for k in ops)

@@ -1,135 +1,144 @@
-"""What a running solve knows so far: the best plan, the best bound, how both came about, and a line that shows it.
+"""The best plan of a task so far, and the best bound: what all methods and stages of a solve have in common.
 
-Methods write here as they go (`found`, `proved`), from however deep inside; whoever solves reads. So a solve that is
-interrupted, or one of whose solvers fails, still has its best plan, and a person at a terminal sees the gap close.
+A method offers each schedule as soon as it has it, and each bound. So a solve that is interrupted, or one of whose
+solvers fails, still has its best plan, and a person at a terminal sees the gap close.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from contextvars import ContextVar
-from types import TracebackType
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution
-from checkmate.solvers.common.certify import certify, contradicts, faults
-from checkmate.solvers.common.runs import cost_of
-from checkmate.statusline import showing
+from checkmate.core import simulator
+from checkmate.core.schedule import Schedule
+from checkmate.core.solution import Solution, Status
+from checkmate.errors import SolverError
+from checkmate.solvers.common.certify import certify, contradicts
+from checkmate.solvers.common.runs import cost_of, peak_of
+from checkmate.solvers.common.task import Task
 from checkmate.units import format_seconds
 
 NOTABLE = 1e-4  # a bound that rises by a smaller share is not worth a line: solvers report hundreds of them
 log = logging.getLogger("checkmate.solve")
-_current: ContextVar[Progress | None] = ContextVar("checkmate_progress", default=None)
 
 
-class Progress:
-    """The best plan and bound of one solve. As a context manager it is the one that `found` and `proved` write to.
+@dataclass(frozen=True)
+class Remarks:
+    """What a method has to say beside the plans and bounds that it offered."""
 
-    Args:
-        problem: what is solved.
-        budget: bytes.
-        time_limit: seconds, for the line.
-        shown: show a line on standard error; None: on a terminal only, after two seconds.
+    message: str = ""  # why there is no plan, or why it ended early
+    details: dict[str, Any] = field(default_factory=dict)  # figures
+    method: str | None = None  # what answered, where that goes by another name
+    stuck: int | None = None  # the op at which nothing was left to evict
+    interrupted: bool = False  # by Ctrl-C
 
-    >>> problem = Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[4, 4])
-    >>> with Progress(problem, budget=8, time_limit=1.0) as progress:
-    ...     found(problem, 8, np.eye(2, dtype=bool), "by hand")
-    >>> progress.cost, progress.bound
-    (2.0, 2.0)
+
+class Incumbent:
+    """The cheapest schedule that is known to fit, and the highest bound that is proven.
+
+    >>> from checkmate.core.problem import Problem
+    >>> incumbent = Incumbent(Task(Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[4, 4]), budget=8))
+    >>> incumbent.offer(np.eye(2, dtype=bool), by="hand"), incumbent.cost, incumbent.bound
+    (True, 2.0, 2.0)
     """
 
-    def __init__(self, problem: Problem, budget: int, time_limit: float, shown: bool | None = None) -> None:
-        self.problem, self.budget, self.time_limit = problem, budget, time_limit
-        self.began = time.perf_counter()
-        self.R: np.ndarray | None = None
-        self.cost = float("inf")
-        self.bound = problem.keep_all_cost
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.R: np.ndarray | None = None  # (T, T) bool
+        self.cost = float("inf")  # seconds, of R
+        self.bound = task.problem.keep_all_cost  # seconds that every schedule within the budget takes
+        self.least_peak: int | None = None  # bytes, of all schedules that were simulated
+        self.found: dict[str, float] = {}  # by whom -> the last cost that was the least so far
         self.trajectory: list[tuple[float, float, float]] = []  # (seconds, cost, bound) at each notable change
         self._lock = threading.Lock()  # solvers report from threads of their own
-        self._line = showing(self._text, share=lambda: self.elapsed / time_limit, shown=shown)
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the solve began."""
-        return time.perf_counter() - self.began
 
     @property
     def gap(self) -> float:
-        """(cost - bound) / cost of what is known so far."""
+        """(cost - bound) / cost."""
         return max(0.0, 1 - self.bound / self.cost) if self.cost else 0.0
 
-    def __enter__(self) -> Progress:
-        self._token = _current.set(self)
-        self._line.__enter__()
-        return self
+    @property
+    def is_infeasible(self) -> bool:
+        """It is proven that no schedule fits the budget."""
+        return self.bound == float("inf")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _current.reset(self._token)
-        self._line.__exit__(kind, error, at)
+    def fits(self, R: np.ndarray) -> bool:
+        """Whether a schedule (T, T) stays within the budget, simulated."""
+        return self._is_within(peak_of(self.task.problem, R))
 
-    def take(self, R: np.ndarray, by: str, verified: bool = False) -> None:
-        """Keep a schedule (T, T) if it is cheaper than the best so far and the verifier has nothing against it."""
-        cost = cost_of(self.problem, R)
-        if cost >= self.cost or (not verified and faults(self.problem, self.budget, R)):
-            return
+    def offer(self, R: np.ndarray, by: str) -> bool:
+        """Keep a schedule (T, T) if it fits the budget and is cheaper than the best so far; whether it is kept.
+
+        Raises:
+            SolverError: if it breaks another rule than the budget; whoever offers it is wrong then, not the problem.
+        """
+        problem, budget = self.task.problem, self.task.budget
+        cost = cost_of(problem, R)
+        if cost >= self.cost:
+            return False
+        plan = simulator.lower(problem.graph, Schedule.from_runs(problem.graph, R))
+        if R.diagonal().all() and not self._is_within(simulator.simulate(plan, problem).peak):
+            return False
+        if wrong := simulator.verify(plan, problem, budget):
+            raise SolverError(f"The schedule of {by} is wrong: {wrong[0]}.")
         with self._lock:
-            if cost < self.cost:
-                if contradicts(self.bound, cost):
-                    self.bound = self.problem.keep_all_cost  # a verified schedule is proof against it
-                self.R, self.cost = R.copy(), cost
-                self._record(by)
+            if cost >= self.cost:
+                return False
+            if contradicts(self.bound, cost):
+                log.warning("a bound of %.6g s was wrong: a verified schedule of %s takes %.6g s", self.bound, by, cost)
+                self.bound = problem.keep_all_cost
+            self.R, self.cost, self.found[by] = R.copy(), cost, cost
+            self._record(by)
+        return True
 
-    def raise_bound(self, bound: float) -> None:
-        """Keep a lower bound in seconds if it is better, and no schedule that is known contradicts it."""
+    def prove(self, bound: float) -> None:
+        """Keep a lower bound in seconds, if it is better and no known schedule contradicts it.
+
+        Infinite: no schedule fits the budget.
+        """
         with self._lock:
-            if bound > self.bound and not contradicts(bound, self.cost):
+            if contradicts(bound, self.cost):
+                log.warning("a bound of %.6g s is wrong: a verified schedule takes %.6g s", bound, self.cost)
+            elif bound > self.bound:  # what is no number is no bound
                 self.bound = bound
                 last = self.trajectory[-1][2] if self.trajectory else 0.0
                 if bound > last * (1 + NOTABLE):
                     self._record("bound")
 
-    def solution(self, **fields: Any) -> Solution:
-        """The best plan so far as a certified Solution."""
-        assert self.R is not None
-        return certify(self.problem, self.budget, self.R, bound=self.bound, **fields)
-
-    def describe(self) -> str:
-        """The incumbent, the bound and the gap, in words."""
-        base = self.problem.keep_all_cost or 1.0
-        bound = f"bound {self.bound / base - 1:+.2%}"
+    def solution(self, method: str, remarks: Remarks) -> Solution:
+        """The best plan, certified, with what there is to say; or that there is none."""
+        task, method, spent = self.task, remarks.method or method, self.task.clock.elapsed
+        about: dict[str, Any] = {"bound": self.bound, "message": remarks.message, "seconds": spent}
         if self.R is None:
-            return f"no plan yet, {bound}"
-        return f"step {self.cost / base - 1:+.2%}, {bound}, gap {self.gap:.2%}"
+            status = Status.INFEASIBLE if self.is_infeasible else Status.NOT_FOUND
+            about |= {"details": remarks.details, "stuck": remarks.stuck}
+            return Solution(status, task.problem, task.budget, method, **about)
+        about["interrupted"] = remarks.interrupted
+        answer = certify(task.problem, task.budget, self.R, method=method, **about)
+        low, high = answer.bound, answer.cost  # what differs from them does in the last digit of a sum
+        path = [(seconds, max(cost, high), min(bound, low)) for seconds, cost, bound in self.trajectory]
+        return replace(answer, details={**remarks.details, "trajectory": [*path, (spent, high, low)]})
 
-    def _text(self) -> str:
-        """What a line has room for."""
-        time_spent = f"{self.elapsed:.0f} of {self.time_limit:g} s"
-        if self.R is None:
-            return f"no plan yet, {time_spent}"
-        return f"step {self.cost / (self.problem.keep_all_cost or 1.0) - 1:+.2%}, gap {self.gap:.2%}, {time_spent}"
+    def line(self) -> str:
+        """What a line has room for: the overhead, the gap and the time."""
+        spent = f"{self.task.clock.elapsed:.0f} of {self.task.clock.limit:g} s"
+        return f"{self._plan()}, {spent}"
+
+    def _is_within(self, peak: int) -> bool:
+        self.least_peak = peak if self.least_peak is None else min(peak, self.least_peak)
+        return peak <= self.task.budget
+
+    def _plan(self) -> str:
+        return "no plan yet" if self.R is None else f"step {self._over(self.cost)}, gap {self.gap:.2%}"
+
+    def _over(self, seconds: float) -> str:
+        return f"{seconds / (self.task.problem.keep_all_cost or 1.0) - 1:+.2%}"
 
     def _record(self, by: str) -> None:
-        self.trajectory.append((self.elapsed, self.cost, min(self.bound, self.cost)))
-        log.info("%s: %s after %s", by, self.describe(), format_seconds(self.elapsed))
-
-
-def found(problem: Problem, budget: int, R: np.ndarray, by: str, *, verified: bool = False) -> None:
-    """Report a schedule (T, T) within a budget; it counts where this problem is solved for this budget or a larger one.
-
-    It is verified, which takes tens of milliseconds for a thousand ops, unless it is said to be so by construction.
-    """
-    progress = _current.get()
-    if progress is not None and progress.problem is problem and budget <= progress.budget:
-        progress.take(R, by, verified)
-
-
-def proved(problem: Problem, budget: int, bound: float) -> None:
-    """Report seconds that every schedule within the budget takes; they bound a smaller budget as well."""
-    progress = _current.get()
-    if progress is not None and progress.problem is problem and budget >= progress.budget:
-        progress.raise_bound(bound)
+        spent = self.task.clock.elapsed
+        self.trajectory.append((spent, self.cost, min(self.bound, self.cost)))
+        log.info("%s: %s, bound %s after %s", by, self._plan(), self._over(self.bound), format_seconds(spent))

@@ -1,4 +1,4 @@
-"""R, the ops that run in each stage: made from what is kept, tidied, and what it costs and takes.
+"""A schedule as a matrix R of the ops that run in each stage: how it is made and tidied, its seconds and its peak.
 
 Checkpointing heuristics choose what to keep; a schedule says what runs. Published code writes S by a formula that holds
 for symmetric chains; here an event simulation fills in the runs, for any graph.

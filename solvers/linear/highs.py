@@ -7,10 +7,8 @@ a run with another number of threads than the scheduler was made for would end a
 
 from __future__ import annotations
 
-import contextvars
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +19,7 @@ import highspy
 import numpy as np
 
 from checkmate.errors import SolverError
+from checkmate.solvers.common.task import Clock
 from checkmate.solvers.linear.model import Model
 
 PATIENCE = 0.7  # seconds that HiGHS has to end once Ctrl-C was pressed; after that it is left to end by itself
@@ -43,7 +42,6 @@ class Result:
     x: np.ndarray | None  # (columns,)
     objective: float  # of x, infinite without one
     bound: float  # no solution has a smaller objective
-    seconds: float
 
 
 _MODEL_STATUS = {
@@ -84,13 +82,13 @@ def run(
         on_incumbent: called with the (columns,) values of each better solution as it is found.
         on_bound: called with each better lower bound of the objective, with integers only.
 
-    The two are called from another thread, with the caller's context variables.
+    The two are called from another thread.
 
     Raises:
         SolverError: if HiGHS refuses the model or ends in a state that says nothing about it.
         KeyboardInterrupt: within a second or so of Ctrl-C, also where HiGHS itself takes longer to notice.
     """
-    began = time.perf_counter()
+    clock = Clock(time_limit)
     solver = highspy.Highs()
     _set(solver, "output_flag", False)
     _set(solver, "threads", threads)
@@ -102,13 +100,13 @@ def run(
     if start is not None and not relax:
         columns, values = start
         _check(solver.setSolution(len(columns), columns.astype(np.int32), values.astype(np.float64)), "take the start")
-    left = max(0.0, float(time_limit) - (time.perf_counter() - began))
+    left = clock.left
     if np.isfinite(left):
         _set(solver, "time_limit", left)
     going = _Run(solver, on_incumbent, on_bound)
     if not going.wait(left + 0.05 + OVERTIME * time_limit):
-        return _unfinished(going, model, time.perf_counter() - began)
-    return _result(solver, model, relax, time.perf_counter() - began)
+        return _unfinished(going, model)
+    return _result(solver, model, relax)
 
 
 class _Run:
@@ -130,9 +128,8 @@ class _Run:
         for asks in (solver.cbSimplexInterrupt, solver.cbIpmInterrupt, solver.cbMipInterrupt):
             asks.subscribe(self._answer)
         solver.cbMipImprovingSolution.subscribe(self._improve)
-        context = contextvars.copy_context()
         # no daemon: a thread that Python ends by force inside HiGHS takes the whole process down
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name="checkmate-highs")
+        self._thread = threading.Thread(target=self._run, name="checkmate-highs")
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
@@ -153,8 +150,8 @@ class _Run:
         return over
 
     def _wait(self, seconds: float) -> bool:
-        until = time.perf_counter() + seconds
-        while (left := until - time.perf_counter()) > 0:  # in turns, for on Windows a long wait hears no Ctrl-C
+        clock = Clock(seconds)
+        while (left := clock.left) > 0:  # in turns, for on Windows a long wait hears no Ctrl-C
             if self._over.wait(min(0.1, left)) or self._error is not None:
                 return True
         return self._over.is_set()
@@ -208,7 +205,7 @@ def export(model: Model, path: str | os.PathLike[str]) -> None:
     _check(solver.writeModel(str(path)), f"write {path}")
 
 
-def _result(solver: highspy.Highs, model: Model, relax: bool, seconds: float) -> Result:
+def _result(solver: highspy.Highs, model: Model, relax: bool) -> Result:
     status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kUnboundedOrInfeasible and np.isfinite(least_objective(model)):
         status = highspy.HighsModelStatus.kInfeasible  # nothing that is bounded is unbounded
@@ -225,14 +222,14 @@ def _result(solver: highspy.Highs, model: Model, relax: bool, seconds: float) ->
         bound = objective if outcome is Outcome.OPTIMAL else least_objective(model)
     else:
         bound = max(float(info.mip_dual_bound), least_objective(model))
-    return Result(outcome, x, objective, min(bound, objective), seconds)
+    return Result(outcome, x, objective, min(bound, objective))
 
 
-def _unfinished(going: _Run, model: Model, seconds: float) -> Result:
+def _unfinished(going: _Run, model: Model) -> Result:
     """What a run had reported that did not end in time."""
     objective = float(model.cost @ going.x) if going.x is not None else float("inf")
     bound = max(going.bound, least_objective(model))
-    return Result(Outcome.STOPPED, going.x, objective, min(bound, objective), seconds)
+    return Result(Outcome.STOPPED, going.x, objective, min(bound, objective))
 
 
 def least_objective(model: Model) -> float:

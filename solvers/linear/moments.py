@@ -1,4 +1,4 @@
-"""A lower bound that scales: what memory forces at a few moments of the step.
+"""A lower bound on the seconds of all schedules, from the memory limit at a few moments of the step only.
 
 A moment is the first execution of an op o_i; o_1 < ... < o_m. X[i, v]: value v is at hand at moment i. R[i, k]: op k
 runs between moments i-1 and i, the last included. Of the rules of a schedule we keep
@@ -17,7 +17,6 @@ and adds one where the plan that the answer suggests breaks the budget.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,8 +25,9 @@ import numpy as np
 from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.solvers.common import incumbent as progress
+from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.runs import on_demand
+from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit, size_unit
 from checkmate.solvers.linear.highs import Outcome
@@ -35,6 +35,7 @@ from checkmate.solvers.linear.model import NONE, Model
 
 log = logging.getLogger("checkmate.solve")
 EXACT = 1e-6  # a smaller gap than this is none
+LAST_MODEL = 0.98  # of the time: later than that no model is begun
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +49,6 @@ class Bound:
     schedule: Schedule | None = None  # of the least cost, where the model's answer fits the budget: it is optimal
     infeasible: bool = False  # proven: no schedule fits the budget
     cut: bool = False  # the last model ran out of time
-    seconds: float = 0.0  # spent
-    rounds: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,90 +60,67 @@ class Relaxed:
     X: np.ndarray
 
 
-def moment_bound(
-    problem: Problem,
-    budget: int,
-    *,
-    moments: Sequence[int] | None = None,
-    start: Schedule | None = None,
-    gap: float = EXACT,
-    time_limit: float = 10.0,
-    threads: int = 1,
-    most: int = 12,
-) -> Bound:
+def moment_bound(task: Task, incumbent: Incumbent, *, moments: Sequence[int] | None = None, most: int = 12) -> Bound:
     """The best bound of models with more and more moments.
 
     Args:
-        problem: what to schedule.
-        budget: bytes.
+        task: each model is solved to its gap; a larger one leaves time for more moments.
+        incumbent: the solver starts from its schedule, where there is one.
         moments: ops to begin with; by default where keeping everything peaks and where most is unavoidable.
-        start: a known schedule within the budget, for the solver to start from.
-        gap: to solve each model to; a larger one leaves time for more moments.
-        time_limit: seconds.
-        threads: of the solver.
         most: moments at most.
 
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> moment_bound(problem, budget=3).value, moment_bound(problem, budget=2).infeasible
-    (4.0, True)
+    >>> tasks = [Task(problem, budget) for budget in (3, 2)]
+    >>> [moment_bound(task, Incumbent(task)).value for task in tasks]
+    [4.0, inf]
     """
-    began = time.perf_counter()
+    problem, clock = task.problem, task.clock
     at = sorted(set(moments)) if moments is not None else default_moments(problem)
     best = Bound(problem.keep_all_cost)
     while True:
-        left = time_limit - (time.perf_counter() - began)
-        best = _round(problem, budget, at, best, start=start, gap=gap, time_limit=left, threads=threads)
-        left = time_limit - (time.perf_counter() - began)
-        if best.infeasible or best.schedule is not None or left <= 0.02 * time_limit or best.moments != tuple(at):
-            break
-        at = next_moments(problem, budget, best)
+        best = _round(task, incumbent, at, best)
+        incumbent.prove(best.value)
+        in_time = clock.elapsed < LAST_MODEL * clock.limit
+        if best.infeasible or best.schedule is not None or not in_time or best.moments != tuple(at):
+            return best
+        at = next_moments(problem, task.budget, best)
         if at == list(best.moments) or len(at) > most:
-            break
-    return replace(best, seconds=time.perf_counter() - began)
+            return best
 
 
-def _round(
-    problem: Problem,
-    budget: int,
-    at: list[int],
-    best: Bound,
-    *,
-    start: Schedule | None,
-    gap: float,
-    time_limit: float,
-    threads: int,
-) -> Bound:
+def _round(task: Task, incumbent: Incumbent, at: list[int], best: Bound) -> Bound:
     """Solve the model of these moments; the better bound of it and what was known, and its answer if it has one."""
+    problem, budget = task.problem, task.budget
     x = build(problem, budget, at)
     unit = cost_unit(problem)
     result = highs.run(
         x.model,
-        gap=gap,
-        time_limit=time_limit,
-        threads=threads,
-        start=_start(x, at, start),
-        on_bound=lambda bound: progress.proved(problem, budget, bound * unit),
+        gap=task.gap,
+        time_limit=task.clock.left,
+        threads=task.threads,
+        start=_start(x, at, incumbent.R),
+        on_bound=lambda bound: incumbent.prove(bound * unit),
     )
     value = max(best.value, result.bound * unit)
     log.info("bound: %.6g s with %d moments, %s", value, len(at), result.outcome.value)
     if result.outcome is Outcome.INFEASIBLE:
-        return replace(best, value=float("inf"), infeasible=True, rounds=best.rounds + 1)
+        return replace(best, value=float("inf"), infeasible=True)
     if result.x is None:
-        return replace(best, value=value, rounds=best.rounds + 1)
+        return replace(best, value=value)
     kept, R = (x.model.value(result.x, family) > 0.5 for family in (x.X, x.R))
-    found = Bound(value, tuple(at), kept, R, cut=result.outcome is Outcome.STOPPED, rounds=best.rounds + 1)
+    found = Bound(value, tuple(at), kept, R, cut=result.outcome is Outcome.STOPPED)
     schedule = lift(problem, found)
     fits = simulator.simulate(simulator.lower(problem.graph, schedule), problem).peak <= budget
     proven = schedule.cost(problem) <= value * (1 + EXACT)
     return replace(found, schedule=schedule if fits and proven else None)
 
 
-def _start(x: Relaxed, moments: list[int], schedule: Schedule | None) -> tuple[np.ndarray, np.ndarray] | None:
+def _start(x: Relaxed, moments: list[int], R: np.ndarray | None) -> tuple[np.ndarray, np.ndarray] | None:
     """The columns R of a schedule; the solver finds X."""
-    if schedule is None:
+    if R is None:
         return None
-    begins = [0, *(o + 1 for o in moments if o + 1 < len(schedule.R))]
-    runs = np.logical_or.reduceat(schedule.R, begins, axis=0)[: len(x.R)]
+    begins = [0, *(o + 1 for o in moments if o + 1 < len(R))]
+    runs = np.logical_or.reduceat(R, begins, axis=0)[: len(x.R)]
     there = x.R[: len(runs)] != NONE
     return x.R[: len(runs)][there], runs[there].astype(np.float64)
 

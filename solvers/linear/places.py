@@ -16,88 +16,71 @@ alone.
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from functools import partial
+import contextlib
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.solvers.common import incumbent as progress
-from checkmate.solvers.common.runs import cost_of, peak_of
+from checkmate.errors import SolverError
+from checkmate.solvers.common.incumbent import Incumbent
+from checkmate.solvers.common.runs import peak_of
+from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit, size_unit
-from checkmate.solvers.linear.highs import Outcome
+from checkmate.solvers.linear.highs import Result
 from checkmate.solvers.linear.model import NONE, Model
 
-
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """What the model of some places found."""
-
-    R: np.ndarray | None  # (T, T) bool, a schedule within the budget; None where none was found
-    cost: float  # seconds, infinite without R
-    bound: float  # seconds, of schedules on these places only
-    outcome: Outcome
-    places: int
-    seconds: float  # spent
+LEAST_SECONDS = 0.1  # for the model on some places, however little is left
 
 
 def restricted(
-    problem: Problem,
-    budget: int,
+    task: Task,
+    incumbent: Incumbent,
     places: np.ndarray,
     *,
-    start: np.ndarray | None = None,
     frozen: np.ndarray | None = None,
-    time_limit: float = 30.0,
-    gap: float = 1e-4,
-    threads: int = 1,
     target: float | None = None,
-) -> Answer:
-    """The cheapest schedule on these places.
+) -> Result:
+    """The cheapest schedule on these places; it is offered, and what is returned is proven for these places only.
 
     Args:
-        problem: what to schedule.
-        budget: bytes.
+        incumbent: its schedule, where there is one, runs on these places only, and is the start.
         places: (P, 2) int, as `choose_places` gives them.
-        start: (T, T) bool, a known schedule within the budget that runs on these places only.
         frozen: (P,) bool, places that stay as in the start.
-        time_limit: seconds.
-        gap: stop once (cost - bound) / cost is at most this.
-        threads: of the solver.
         target: stop at a schedule that takes at most this many seconds.
     """
-    began = time.perf_counter()
+    problem, budget, start = task.problem, task.budget, incumbent.R
+    by = "restricted" if frozen is None else "windows"
     goal = None if target is None else target / cost_unit(problem)
     excess = 0
     for _ in range(2):  # an answer may break the budget by less than the solver's tolerance: ask for more room
         model, r = build(problem, budget - 2 * excess, places, start=start, frozen=frozen)
         known = None if start is None else (r, start[places[:, 0], places[:, 1]].astype(np.float64))
-        left = max(0.1, time_limit - (time.perf_counter() - began))
-        report = partial(_report, problem, budget, places, model, r)
+        left = max(LEAST_SECONDS, task.clock.left)
+
+        def report(x: np.ndarray, model: Model = model, r: np.ndarray = r) -> None:
+            with contextlib.suppress(SolverError):  # the answer at the end decides whether the solver is right
+                incumbent.offer(_runs(problem, places, model.value(x, r)), by)
+
         result = highs.run(
-            model, time_limit=left, gap=gap, threads=threads, start=known, target=goal, on_incumbent=report
+            model, time_limit=left, gap=task.gap, threads=task.threads, start=known, target=goal, on_incumbent=report
         )
-        R = None if result.x is None else _as_runs(problem, places, model.value(result.x, r) > 0.5)
-        excess = 0 if R is None else peak_of(problem, R) - budget
+        if result.x is None:
+            break
+        R = _runs(problem, places, model.value(result.x, r))
+        incumbent.offer(R, by)
+        excess = peak_of(problem, R) - budget
         if excess <= 0:
             break
-    else:
-        R = None
-    cost = float("inf") if R is None else cost_of(problem, R)
-    bound = result.bound * cost_unit(problem)
-    return Answer(R, cost, bound, result.outcome, len(places), time.perf_counter() - began)
+    return replace(result, bound=result.bound * cost_unit(problem))
 
 
-def _report(problem: Problem, budget: int, places: np.ndarray, model: Model, r: np.ndarray, x: np.ndarray) -> None:
-    progress.found(problem, budget, _as_runs(problem, places, model.value(x, r) > 0.5), "restricted")
-
-
-def _as_runs(problem: Problem, places: np.ndarray, runs: np.ndarray) -> np.ndarray:
+def _runs(problem: Problem, places: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """R, (T, T) bool, of what runs (P,) at these places, nearly 0 or 1."""
     T = len(problem.graph.ops)
     R = np.zeros((T, T), dtype=bool)
-    t, k = places[runs].T
+    t, k = places[x > 0.5].T
     R[t, k] = True
     return R
 

@@ -1,4 +1,4 @@
-"""The same model, solved by whatever solver PuLP knows: CBC, which it brings along, Gurobi, CPLEX, SCIP, Xpress, ..."""
+"""Solve a `Model` by any solver that PuLP knows: CBC, which it brings along, Gurobi, CPLEX, SCIP, Xpress, ..."""
 
 from __future__ import annotations
 
@@ -37,27 +37,25 @@ def run(
     Raises:
         SolverError: if PuLP does not know the solver, does not find it on this computer, or it fails.
     """
-    began = time.perf_counter()
     solver = _solver(name, time_limit, gap, threads)
     problem, variables = _to_pulp(model)
-    asked = time.monotonic()
+    asked = time.monotonic()  # on the wall: the solver is another process
     try:
         problem.solve(solver)
     except pulp.PulpSolverError as error:
         raise SolverError(f"{name} failed: {error}") from error
     proven = time.monotonic() - asked < time_limit  # its own clock shows no more: it began later and ended earlier
-    seconds = time.perf_counter() - began
     if problem.status == pulp.LpStatusInfeasible and proven:
-        return Result(Outcome.INFEASIBLE, None, float("inf"), float("inf"), seconds)
+        return Result(Outcome.INFEASIBLE, None, float("inf"), float("inf"))
     x = np.array([variables[column].varValue or 0.0 for column in model.column_names()])
     x[model.integer] = x[model.integer].round()
     solved = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     if not solved or model.broken(x, tolerance=1e-5):  # some leave the relaxation's values when time is up
-        return Result(Outcome.STOPPED, None, float("inf"), highs.least_objective(model), seconds)
+        return Result(Outcome.STOPPED, None, float("inf"), highs.least_objective(model))
     objective = float(model.cost @ x)
     if problem.sol_status == pulp.LpSolutionIntegerFeasible or not proven:
-        return Result(Outcome.STOPPED, x, objective, highs.least_objective(model), seconds)
-    return Result(Outcome.OPTIMAL, x, objective, objective - gap * abs(objective), seconds)
+        return Result(Outcome.STOPPED, x, objective, highs.least_objective(model))
+    return Result(Outcome.OPTIMAL, x, objective, objective - gap * abs(objective))
 
 
 def _to_pulp(model: Model) -> tuple[pulp.LpProblem, dict[str, pulp.LpVariable]]:

@@ -11,110 +11,79 @@ Paper: https://arxiv.org/abs/1910.02653
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from checkmate.core import simulator
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
-from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
-from checkmate.solvers.common.certify import certify
-from checkmate.solvers.common.runs import cost_of, without_useless
-from checkmate.solvers.linear.highs import Outcome
+from checkmate.core.solution import OPTIMAL_GAP
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.runs import cost_of, peak_of, without_useless
+from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear.milp import relax
 
+METHOD = "lp-rounding"
 STEPS = 8  # of the bisection of ε
 TRIES = 24  # thresholds or tosses of the coins at each ε
+WORTH_A_LOOK = 2.0  # times the least cost so far: what is dearer will not be cheaper without needless runs
 
 
-@dataclass
-class Best:
-    """The cheapest schedule so far that fits."""
-
-    problem: Problem
-    budget: int
-    R: np.ndarray | None = None
-    cost: float = float("inf")
-    epsilon: float = 0.0
-
-    def fits(self, R: np.ndarray) -> bool:
-        """Whether a schedule stays within the budget, simulated."""
-        plan = simulator.lower(self.problem.graph, Schedule.from_runs(self.problem.graph, R))
-        return simulator.simulate(plan, self.problem).peak <= self.budget
-
-    def offer(self, R: np.ndarray, epsilon: float, until: float) -> None:
-        """Take R if it fits and, without the runs it can do without, is cheaper."""
-        if self._cost(R) < 2 * self.cost and self.fits(R):
-            R = self._without_needless(R, until)
-            if self._cost(R) < self.cost:
-                self.R, self.cost, self.epsilon = R, self._cost(R), epsilon
-
-    def _cost(self, R: np.ndarray) -> float:
-        return cost_of(self.problem, R)
-
-    def _without_needless(self, R: np.ndarray, until: float) -> np.ndarray:
-        """R without repeated runs, the most expensive first, whose outputs can be kept since the run before instead."""
-        again = np.argwhere(np.tril(R, -1))
-        for t, k in again[np.argsort(-self.problem.seconds[again[:, 1]], kind="stable")]:
-            if R[t, k] and time.perf_counter() < until:
-                fewer = R.copy()
-                fewer[t, k] = False
-                fewer = without_useless(self.problem.graph, fewer)
-                R = fewer if self.fits(fewer) else R
-        return R
-
-
-def lp_rounding(
-    problem: Problem,
-    budget: int,
-    *,
-    randomized: bool = False,
-    seed: int = 0,
-    time_limit: float = 60.0,
-    threads: int = 1,
-) -> Solution:
+def lp_rounding(task: Task, incumbent: Incumbent, *, randomized: bool = False) -> Remarks:
     """The best plan within the budget that rounding the linear relaxation gives, with the relaxation's bound.
 
-    NOT_FOUND where no rounding fits; INFEASIBLE where the relaxation itself does not.
+    No plan where no rounding fits; that none is possible is proven where the relaxation has no solution.
 
+    >>> from checkmate import solve
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1, 1, 1, 1], sizes=[1, 1, 1, 1])
-    >>> lp_rounding(problem, budget=3).cost
+    >>> solve(problem, 3, method="lp-rounding").cost
     4.0
     """
-    began = time.perf_counter()
-    until = began + time_limit
-    method = "lp-rounding (randomized)" if randomized else "lp-rounding"
-    rng = np.random.default_rng(seed) if randomized else None
-    best, bound, solved = Best(problem, budget), 0.0, 0
+    problem, budget, clock = task.problem, task.budget, task.clock
+    rng = np.random.default_rng(task.seed) if randomized else None
+    solved, best = 0, 0.0
     low, high = 0.0, 1.0 - float(problem.unavoidable_bytes.max()) / budget  # beyond it there is no S*
-    epsilon, outcome = 0.0, Outcome.STOPPED
-    while solved <= STEPS and (left := until - time.perf_counter()) > 0:
-        relaxed = relax(problem, int((1 - epsilon) * budget), time_limit=left, threads=threads)
+    epsilon = 0.0
+    while solved <= STEPS and not clock.is_over:
+        relaxed = relax(problem, int((1 - epsilon) * budget), time_limit=clock.left, threads=task.threads)
         solved += 1
         if solved == 1:
-            bound, outcome = relaxed.bound, relaxed.outcome
+            incumbent.prove(relaxed.bound)
         if relaxed.S is not None:
             for R in roundings(problem, relaxed.S, rng):
-                best.offer(R, epsilon, until)
+                if _offer(task, incumbent, R):
+                    best = epsilon
         elif solved == 1:
             break
-        if relaxed.S is None or best.fits(rounded(problem, relaxed.S >= 0.5)):
+        if relaxed.S is None or incumbent.fits(rounded(problem, relaxed.S >= 0.5)):
             high = epsilon
         else:
             low = epsilon
-        if high <= low or best.cost <= bound * (1 + OPTIMAL_GAP):
+        if high <= low or incumbent.cost <= incumbent.bound * (1 + OPTIMAL_GAP):
             break
         epsilon = (low + high) / 2
-    seconds = time.perf_counter() - began
-    details = {"epsilon": best.epsilon, "relaxations": solved}
-    if best.R is not None:
-        return certify(problem, budget, best.R, method=method, bound=bound, seconds=seconds, details=details)
-    status = Status.INFEASIBLE if outcome is Outcome.INFEASIBLE else Status.NOT_FOUND
-    return Solution(status, problem, budget, method, bound=bound, seconds=seconds, details=details)
+    method = f"{METHOD} (randomized)" if randomized else METHOD
+    return Remarks(details={"epsilon": best, "relaxations": solved}, method=method)
+
+
+def _offer(task: Task, incumbent: Incumbent, R: np.ndarray) -> bool:
+    """Offer R without the runs that it can do without, if it fits and may then be cheaper than the best."""
+    if cost_of(task.problem, R) >= WORTH_A_LOOK * incumbent.cost or not incumbent.fits(R):
+        return False
+    return incumbent.offer(_without_needless(task, R), METHOD)
+
+
+def _without_needless(task: Task, R: np.ndarray) -> np.ndarray:
+    """R without repeated runs, the most expensive first, whose outputs can be kept since the run before instead."""
+    problem = task.problem
+    again = np.argwhere(np.tril(R, -1))
+    for t, k in again[np.argsort(-problem.seconds[again[:, 1]], kind="stable")]:
+        if R[t, k] and not task.clock.is_over:
+            fewer = R.copy()
+            fewer[t, k] = False
+            fewer = without_useless(problem.graph, fewer)
+            R = fewer if peak_of(problem, fewer) <= task.budget else R
+    return R
 
 
 def roundings(problem: Problem, S: np.ndarray, rng: np.random.Generator | None) -> Iterator[np.ndarray]:

@@ -7,8 +7,6 @@ again. And passes of eviction let go first of what the known plan does not keep:
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from checkmate.core import simulator
@@ -18,6 +16,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import as_matrix, cost_of, peak_of
+from checkmate.solvers.common.task import Task
 from checkmate.solvers.search.drop_runs import slim
 from checkmate.solvers.search.eviction import Stuck
 from checkmate.solvers.search.exchange import exchange
@@ -55,35 +54,30 @@ def proven_by(problem: Problem, budget: int, start: Start) -> float:
     return start.bound if budget - problem.resident <= start.budget - start.problem.resident else 0.0
 
 
-def adapt(problem: Problem, budget: int, R: np.ndarray, *, deadline: float, seed: int = 0) -> np.ndarray | None:
+def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
     """The best schedule (T, T) within the budget that is made quickly of a known one; None if none is.
 
-    Args:
-        deadline: of `time.perf_counter`. One pass is made even after it.
+    One pass is made even without time.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> adapt(chain, 3, np.tril(np.ones((4, 4), dtype=bool)), deadline=0.0).sum()
+    >>> adapt(Task(chain, 3), np.tril(np.ones((4, 4), dtype=bool))).sum()
     np.int64(4)
     """
-    tables = Tables.of(problem)
-    found = _passes(problem, tables, budget, R, deadline)
-    if (not found or time.perf_counter() < deadline) and peak_of(problem, R) <= budget:
-        found.append(slim(problem, budget, R, deadline=deadline))
-    if not found:
-        return None
-    best = min(found, key=lambda runs: cost_of(problem, runs))
-    return exchange(problem, tables, budget, best, deadline=deadline, seed=seed)
+    found = _passes(task, R)
+    if (not found or not task.clock.is_over) and peak_of(task.problem, R) <= task.budget:
+        found.append(slim(task.problem, task.budget, R, task.clock))
+    return exchange(task, min(found, key=lambda runs: cost_of(task.problem, runs))) if found else None
 
 
-def _passes(problem: Problem, tables: Tables, budget: int, R: np.ndarray, deadline: float) -> list[np.ndarray]:
+def _passes(task: Task, R: np.ndarray) -> list[np.ndarray]:
     """Passes that let go first of what the schedule does not keep for the next stage; those that fit."""
-    kept = Schedule.from_runs(problem.graph, R).S
+    kept = Schedule.from_runs(task.problem.graph, R).S
     guide = Guide(tuple((t, kept[t + 1]) for t in range(len(kept) - 1)))
-    passes, found = Passes(tables, budget), []
+    passes, found = Passes(Tables.of(task.problem), task.budget), []
     for weights, _ in zip(variants(guide), range(PASSES), strict=False):
         stages = passes.run(weights)
         if not isinstance(stages, Stuck):
             found.append(as_matrix(stages))
-        if time.perf_counter() > deadline:
+        if task.clock.is_over:
             break
     return found

@@ -14,22 +14,18 @@ Cost does not count here. Where everything that is missing can be made again fro
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.value_sets import Needs
 
 Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and the runs in it: of op k, or -1 - a set
 States = dict[int, Trail | None]  # what must be at hand -> what runs afterwards
 SCRATCH = -1
 FAR = 60  # stages: a gradient that has been let go for so long would take the whole backward to make again
-
-
-class OutOfTime(Exception):
-    """The deadline has passed."""
 
 
 class TooWide(Exception):
@@ -50,7 +46,7 @@ class BackwardSearch:
     needs: Needs
     budget: int
     width: int
-    deadline: float
+    clock: Clock
     exact: bool = False  # pursue also what seems worse
     far: int = 2**31  # ops of the backward run again no more than so many stages later
     loose: bool = False  # ask only for what a proof needs: pinned values that come in on the way are left to `owed`
@@ -63,7 +59,7 @@ class BackwardSearch:
         needs = self.needs
         begun: States = {}
         self.reached = t
-        if time.perf_counter() > self.deadline:
+        if self.clock.is_over:
             raise OutOfTime
         for needed, trail in states.items():
             if self._fits(t, t, needed):
@@ -101,7 +97,7 @@ class BackwardSearch:
                     count += wait(state, path, k)
             if count > 2 * self.width:
                 waiting, count = self._thin_waiting(waiting)
-            if time.perf_counter() > self.deadline:
+            if self.clock.is_over:
                 raise OutOfTime
         return self._thin(done)
 
@@ -186,14 +182,14 @@ class BackwardSearch:
 
 
 def find_plan(
-    needs: Needs, budget: int, *, width: int, deadline: float, exact: bool = False
+    needs: Needs, budget: int, *, width: int, clock: Clock, exact: bool = False
 ) -> tuple[np.ndarray | None, BackwardSearch]:
     """The runs R (T, T) of a schedule within the budget, or None; the search says whether that is proven.
 
     Raises:
-        OutOfTime: where the deadline passes first.
+        OutOfTime: where the clock runs out first.
     """
-    search = BackwardSearch(needs, budget, width, deadline, exact, far=2**31 if exact else FAR if width > 1 else 0)
+    search = BackwardSearch(needs, budget, width, clock, exact, far=2**31 if exact else FAR if width > 1 else 0)
     states: States = {0: None}
     for t in reversed(range(needs.T)):
         states = search.stage(t, states)
@@ -202,7 +198,7 @@ def find_plan(
     return _runs(needs, next(iter(states.values()))), search
 
 
-def refute(needs: Needs, budget: int, t: int, *, width: int, deadline: float) -> int | None:
+def refute(needs: Needs, budget: int, t: int, *, width: int, clock: Clock) -> int | None:
     """A proof that no schedule fits the budget, from what op t and the ops before it need; None where there is none.
 
     Nothing is asked for at the end of stage t but what is owed in any case, so that what follows is needed in every
@@ -210,9 +206,9 @@ def refute(needs: Needs, budget: int, t: int, *, width: int, deadline: float) ->
     below which the same search finds nothing: more than the budget.
 
     Raises:
-        OutOfTime: where the deadline passes first.
+        OutOfTime: where the clock runs out first.
     """
-    search = BackwardSearch(needs, budget, width, deadline, loose=True, far=FAR)
+    search = BackwardSearch(needs, budget, width, clock, loose=True, far=FAR)
     states: States = {0: None}
     try:
         for stage in range(t, -1, -1):

@@ -1,4 +1,4 @@
-"""Fewer runs within a budget: what a plan makes again although it could have stayed.
+"""Shorten a schedule within its budget: drop the runs that make again what could have stayed in memory.
 
 The plans of the smallest peaks (`checkmate.solvers.search.backward_search`) make everything again in each stage. Here
 the stages are gone through once more, in order. What the plan needs when a stage begins is always at hand; whatever
@@ -8,7 +8,6 @@ stage lets go of what the plan does not need and runs as planned, which fits. So
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -17,20 +16,22 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import cost_of, without_useless
+from checkmate.solvers.common.task import Clock
 
 Worth = Callable[[int, int], float]  # of a value in a stage: the higher, the sooner it stays
 ROUNDS = 4  # at most: what is slim already asks for less
+WORTH_A_ROUND = 1e-3  # of the cost: after a smaller gain none follows
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of what is there beside the plan's needs, to try to run a stage with
 
 
-def slim(problem: Problem, budget: int, R: np.ndarray, *, deadline: float = float("inf")) -> np.ndarray:
+def slim(problem: Problem, budget: int, R: np.ndarray, clock: Clock) -> np.ndarray:
     """A schedule (T, T) within the budget that runs less than R, which is within the budget too.
 
     Args:
-        deadline: of `time.perf_counter`, after which nothing more is tried; one way through the stages always is.
+        clock: once it is over nothing more is tried; one way through the stages always is.
 
     >>> chain = Problem.from_dag([[], [0], [1], [2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> slim(chain, 2, np.tril(np.ones((4, 4), dtype=bool))).sum()
+    >>> slim(chain, 2, np.tril(np.ones((4, 4), dtype=bool)), Clock()).sum()
     np.int64(4)
     """
     best, cost = R, cost_of(problem, R)
@@ -41,9 +42,9 @@ def slim(problem: Problem, budget: int, R: np.ndarray, *, deadline: float = floa
             taken = cost_of(problem, found)
             if taken < cost:
                 best, cost = found, taken
-            if time.perf_counter() > deadline:
+            if clock.is_over:
                 return best
-        if cost >= before * (1 - 1e-3):
+        if cost >= before * (1 - WORTH_A_ROUND):
             break
     return best
 

@@ -8,7 +8,6 @@ and the bytes at hand along them: microseconds, where a simulation takes millise
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,30 +15,29 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import choose_places
+from checkmate.solvers.common.task import Clock, Task
 
 DEPTH = 6  # runs added at most in exchange for one
+LESS = 1 - 1e-12  # times a cost: what is not below may be the same sum in another order
 TRIES = 5  # values tried at most for each of these
 
 
-def exchange(
-    problem: Problem, tables: Tables, budget: int, R: np.ndarray, *, deadline: float, seed: int = 0, quiet: int = 5
-) -> np.ndarray:
+def exchange(task: Task, R: np.ndarray, *, quiet: int = 5) -> np.ndarray:
     """A schedule (T, T) no worse than R, which fits the budget.
 
     Args:
-        deadline: of `time.perf_counter`.
         quiet: end after so many new starts, from the best with random changes, that came to nothing.
     """
-    line = Line(problem, tables, budget, R)
-    rng = np.random.default_rng(seed)
+    line = Line(task.problem, task.budget, R)
+    rng = np.random.default_rng(task.seed)
     best, best_cost = line.on.copy(), line.cost
     starts = 0
-    while starts <= quiet and time.perf_counter() < deadline:
+    while starts <= quiet and not task.clock.is_over:
         before = line.cost
-        _sweep(line, deadline)
-        if line.cost < best_cost * (1 - 1e-12):
+        _sweep(line, task.clock)
+        if line.cost < best_cost * LESS:
             best, best_cost, starts = line.on.copy(), line.cost, 0
-        if line.cost >= before * (1 - 1e-12):
+        if line.cost >= before * LESS:
             starts += 1
             line.become(best)
             _perturb(line, rng, 2 + starts)
@@ -47,13 +45,13 @@ def exchange(
     return line.runs()
 
 
-def _sweep(line: Line, deadline: float) -> None:
+def _sweep(line: Line, clock: Clock) -> None:
     """Try to save each run that could be, the dearest first."""
     again = np.flatnonzero(line.on & ~line.fixed)
     for p in again[np.argsort(-line.seconds[again], kind="stable")].tolist():
         if line.on[p]:
             _save(line, p)
-        if time.perf_counter() > deadline:
+        if clock.is_over:
             return
 
 
@@ -62,7 +60,7 @@ def _save(line: Line, p: int, limit: float | None = None) -> bool:
 
     The cost must end below the limit, by default what it is.
     """
-    limit, undo = line.cost * (1 - 1e-12) if limit is None else limit, [p]
+    limit, undo = line.cost * LESS if limit is None else limit, [p]
     line.flip(p)
     undo += _drop_useless(line, p)
     for _ in range(DEPTH):
@@ -118,8 +116,8 @@ def _perturb(line: Line, rng: np.random.Generator, count: int) -> None:
 class Line:
     """Places in the order in which they run, which of them are on, and the bytes at hand at each."""
 
-    def __init__(self, problem: Problem, tables: Tables, budget: int, R: np.ndarray) -> None:
-        T = len(tables.inputs)
+    def __init__(self, problem: Problem, budget: int, R: np.ndarray) -> None:
+        tables, T = Tables.of(problem), len(R)
         self.tables, self.T, self.room = tables, T, budget - tables.resident
         places = choose_places(problem, range(T), also=R, most=8 * T)
         self.stage, self.op = places.T

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -21,7 +20,8 @@ from checkmate.core.fingerprint import fingerprints
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import as_matrix, peak_of
-from checkmate.solvers.search.backward_search import OutOfTime, find_plan, refute
+from checkmate.solvers.common.task import Clock, OutOfTime
+from checkmate.solvers.search.backward_search import find_plan, refute
 from checkmate.solvers.search.drop_runs import slim
 from checkmate.solvers.search.eviction import Stuck, run_pass
 from checkmate.solvers.search.next_use import GRID
@@ -34,8 +34,10 @@ TIME_LIMIT = 10.0  # seconds
 MOST_OPS_EXACT = 24  # up to here the two ends meet
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of the way from the bound to the peak, to look for a plan at
 SHARE = 0.85  # of the time to search in; the rest is for what makes the plan slim
+SHARE_OF_EVICTION, SHARE_OF_PROOFS = 0.2, 0.15  # of what is left of that: eviction passes, proofs of one width
 GRAIN = 5e-4  # of the smallest budget: what all values below the grain have together
 CLOSE = 1e-3  # a smaller gap is not worth more time
+CLOSE_PASSES, CLOSE_PROOFS = 0.01, 0.1 * CLOSE  # the gaps at which bisections end: by eviction passes, by proofs
 WIDTHS = (
     1,
     4,
@@ -138,12 +140,12 @@ def _find(problem: Problem, time_limit: float) -> _Known:
     done = known.peak == known.bound if exact else known.is_close
     if not done and time_limit > known.time_limit:
         known.time_limit = time_limit
-        began = time.perf_counter()
-        ends = _Ends(problem, known, began + SHARE * time_limit, exact=exact)
+        clock = Clock(time_limit)
+        ends = _Ends(problem, known, clock.share(SHARE), exact=exact)
         with contextlib.suppress(OutOfTime):
             ends.close()
-        ends.slim(began + time_limit)
-        log.info("smallest budget: %s, after %.1f s", MinBudget(known.peak, known.bound), time.perf_counter() - began)
+        ends.slim(clock)
+        log.info("smallest budget: %s, after %.1f s", MinBudget(known.peak, known.bound), clock.elapsed)
     return known
 
 
@@ -156,8 +158,8 @@ def _mark(problem: Problem) -> Mark:
 class _Ends:
     """The two ends, drawn together until they meet or time runs out."""
 
-    def __init__(self, problem: Problem, known: _Known, deadline: float, *, exact: bool) -> None:
-        self.problem, self.known, self.deadline, self.exact = problem, known, deadline, exact
+    def __init__(self, problem: Problem, known: _Known, clock: Clock, *, exact: bool) -> None:
+        self.problem, self.known, self.clock, self.exact = problem, known, clock, exact
         grain = -1 if exact else _grain(problem, int(GRAIN * known.bound))
         self.needs = Needs(problem, grain=max(0, grain))
         self.small = int(problem.sizes[problem.sizes <= grain].sum())
@@ -187,7 +189,7 @@ class _Ends:
 
     def _plan(self, budget: int, width: int) -> bool:
         """Look for a plan within a budget, small values aside; True if there is more to look for."""
-        R, search = find_plan(self.needs, budget, width=width, deadline=self.deadline, exact=self.exact)
+        R, search = find_plan(self.needs, budget, width=width, clock=self.clock, exact=self.exact)
         if R is None:
             self.stuck.add(search.reached)
             if search.complete and search.least > self.known.bound:
@@ -201,16 +203,16 @@ class _Ends:
         if budget < self.known.peak:
             self.known.R, self.known.peak, self.fat = R, max(budget, self.known.bound), True
 
-    def slim(self, deadline: float) -> None:
+    def slim(self, clock: Clock) -> None:
         """Drop what the plan need not run again, and see what its peak is."""
         if self.fat:
-            self.known.R = slim(self.problem, self.known.peak, self.known.R, deadline=deadline)
+            self.known.R = slim(self.problem, self.known.peak, self.known.R, clock)
             self.known.peak = peak_of(self.problem, self.known.R)
 
     def _evict(self) -> None:
         """A peak that is easily reached: a bisection with eviction passes."""
-        tables, low, started = Tables.of(self.problem), self.known.bound, time.perf_counter()
-        while self.known.peak - low > 0.01 * low:
+        tables, low, clock = Tables.of(self.problem), self.known.bound, self.clock.share(SHARE_OF_EVICTION)
+        while self.known.peak - low > CLOSE_PASSES * low:
             middle = (low + self.known.peak) // 2
             stages = run_pass(tables, middle, GRID[0])
             if isinstance(stages, Stuck):
@@ -218,13 +220,13 @@ class _Ends:
             else:
                 self.known.R = as_matrix(stages)
                 self.known.peak = max(peak_of(self.problem, self.known.R), self.known.bound)
-            if time.perf_counter() - started > 0.2 * (self.deadline - started):
+            if clock.is_over:
                 return
 
     def _refute(self, width: int) -> None:
         """Raise the bound, stage by stage, those first in which most is needed."""
         needs, known = self.needs, self.known
-        share = time.perf_counter() + 0.15 * (self.deadline - time.perf_counter())
+        clock = self.clock.share(SHARE_OF_PROOFS)
         near = dict.fromkeys(t + i for i in range(NEAR) for t in sorted(self.stuck) if t + i < needs.T)
         for t in dict.fromkeys([*near, *sorted(range(needs.T), key=lambda t: -needs.at(t, t, 0))]):
             high = known.peak
@@ -232,7 +234,7 @@ class _Ends:
             while budget < high and self._is_open:
                 try:
                     wide = min(WIDE_ENOUGH // 2, NEAR_WIDER * width) if t in near else width
-                    proven = refute(needs, budget, t, width=wide, deadline=share)
+                    proven = refute(needs, budget, t, width=wide, clock=clock)
                 except OutOfTime:
                     return
                 if proven is None and budget == known.bound:
@@ -241,7 +243,7 @@ class _Ends:
                     high = budget
                 else:
                     known.bound, known.op = min(proven, known.peak), t
-                budget = known.bound if high - known.bound <= 0.1 * CLOSE * high else (known.bound + high) // 2
+                budget = known.bound if high - known.bound <= CLOSE_PROOFS * high else (known.bound + high) // 2
 
     def _descend(self, width: int) -> None:
         """Lower the peak: look for a plan at the bound itself, then from there up to what is known.

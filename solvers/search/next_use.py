@@ -1,4 +1,4 @@
-"""Next use: evict what is cheap to bring back and far from its next use, over many weights, then improve the best.
+"""Many passes that evict what is cheap to bring back and far from its next use, then local search from the best.
 
 An upper bound that scales: one pass (`checkmate.solvers.search.eviction`) takes milliseconds, and a step of a thousand
 operations has its first plan in a fraction of a second.
@@ -7,24 +7,21 @@ operations has its first plan in a fraction of a second.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
-from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, Status
-from checkmate.solvers.common import incumbent as progress
-from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.runs import as_matrix
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.runs import as_matrix, cost_of
+from checkmate.solvers.common.task import Task
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.exchange import exchange
 from checkmate.units import format_bytes
 
 METHOD = "next-use"
+PASSES_TAKE = 0.5  # of the time, at most
 MOST_IMPROVED = 3  # plans that local search starts from
 GRID = tuple(Weights(a, b, c) for b, c, a in itertools.product((1.0, 0.5), (0.5, 0.0, 1.0, 2.0), (1.0, 0.5, 2.0)))
 
@@ -36,66 +33,48 @@ class Guide:
     kept: tuple[tuple[int, np.ndarray], ...]  # (stage, (V,) bool), ascending
 
 
-def next_use(
-    problem: Problem, budget: int, *, time_limit: float = 10.0, seed: int = 0, guide: Guide | None = None
-) -> Solution:
-    """The best plan of many passes, improved by local search. NOT_FOUND where no pass fits.
+def next_use(task: Task, incumbent: Incumbent, *, guide: Guide | None = None) -> Remarks:
+    """The best plan of many passes, improved by local search. No plan where no pass fits.
 
     Args:
-        problem: what to schedule.
-        budget: bytes.
-        time_limit: seconds, half of them at most for passes.
-        seed: of the local search.
         guide: what to keep up to some stages.
 
-    The same seed gives the same plan where the time limit does not bind.
+    Passes take half of the time at most. The same seed gives the same plan where the time limit does not bind.
 
+    >>> from checkmate import Problem, solve
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> next_use(problem, budget=2).status
-    Status.NOT_FOUND
+    >>> solve(problem, 3, method="next-use").cost
+    4.0
     """
-    began = time.perf_counter()
-    tables = Tables.of(problem)
-    plans = Passes(tables, budget)
+    problem, passes = task.problem, Passes(Tables.of(task.problem), task.budget)
+    clock = task.clock.share(PASSES_TAKE)
     for weights in variants(guide):
-        plans.run(weights)
-        if time.perf_counter() - began > 0.5 * time_limit:
+        passes.run(weights)
+        if clock.is_over:
             break
-    seconds = time.perf_counter() - began
-    if not plans.best:
-        assert plans.stuck is not None
-        op = problem.graph.ops[plans.stuck.op].name
-        message = f"every pass was stuck; the last at {op}, {format_bytes(plans.stuck.missing_bytes)} short"
-        about: dict[str, Any] = {"seconds": seconds, "message": message, "stuck": plans.stuck.op}
-        return Solution(Status.NOT_FOUND, problem, budget, METHOD, **about)
-    R = _improve(problem, plans, began + time_limit, seed)
-    details: dict[str, float] = {"passes": plans.count, "best pass": plans.best[0][0]}
-    return replace(certify(problem, budget, R, method=METHOD, details=details), seconds=time.perf_counter() - began)
+    if not passes.best:
+        assert passes.stuck is not None
+        op, short = problem.graph.ops[passes.stuck.op].name, format_bytes(passes.stuck.missing_bytes)
+        return Remarks(f"every pass was stuck; the last at {op}, {short} short", stuck=passes.stuck.op)
+    _improve(task, incumbent, passes, METHOD if guide is None else f"{METHOD}, guided")
+    return Remarks(details={"passes": passes.count, "best pass": passes.best[0][0]})
 
 
-def _improve(problem: Problem, passes: Passes, deadline: float, seed: int) -> np.ndarray:
-    """The best of the best passes after local search, searched once more."""
+def _improve(task: Task, incumbent: Incumbent, passes: Passes, by: str) -> None:
+    """Local search from the best passes, and once more from the best that comes of it."""
+    problem = task.problem
     cost, stages = passes.best[0]
     R = as_matrix(stages)
-    progress.found(problem, passes.budget, R, METHOD, verified=True)
+    incumbent.offer(R, by)
     if cost <= problem.keep_all_cost * (1 + 1e-12):
-        return R
-    for patience, start in [(4, as_matrix(stages)) for _, stages in passes.best] + [(20, None)]:
-        if time.perf_counter() > deadline:
+        return
+    for quiet, start in [(4, as_matrix(stages)) for _, stages in passes.best] + [(20, None)]:
+        if task.clock.is_over:
             break
-        found = exchange(
-            problem,
-            passes.tables,
-            passes.budget,
-            R if start is None else start,
-            deadline=deadline,
-            seed=seed,
-            quiet=patience,
-        )
-        if (found.sum(axis=0) - R.sum(axis=0)) @ problem.seconds < 0:
+        found = exchange(task, R if start is None else start, quiet=quiet)
+        if cost_of(problem, found) < cost_of(problem, R):
             R = found
-            progress.found(problem, passes.budget, R, METHOD, verified=True)
-    return R
+            incumbent.offer(R, by)
 
 
 @dataclass
@@ -115,7 +94,7 @@ class Passes:
         if isinstance(stages, Stuck):
             self.stuck = stages
             return stages
-        cost = sum(self.tables.seconds[k] for ops in stages for k in ops)
+        cost = self.tables.seconds_of(stages)
         if all(abs(cost - known) > 1e-9 * known for known, _ in self.best):
             self.best = sorted([*self.best, (cost, stages)], key=lambda plan: plan[0])[:MOST_IMPROVED]
         return stages

@@ -1,4 +1,4 @@
-"""Search over tilts: each value's worth in the eviction pass times a factor of its own, changed at random.
+"""Random search over passes of eviction: each value's worth in the pass is multiplied by a factor of its own, its tilt.
 
 Close to the smallest budget the order of evictions decides, and no formula for it is right everywhere. A change counts
 if the pass it gives is no dearer; large values are tried more often, since they decide what fits. A few plans are
@@ -7,13 +7,13 @@ improved side by side, and from time to time the worst of them starts over from 
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import as_matrix
+from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.next_use import Guide, variants
 
@@ -36,42 +36,39 @@ class Tilts:
     """The plans so far; `search` can be called again and goes on from them.
 
     Args:
-        tables: of the problem.
-        budget: bytes.
-        seed: of the changes. The same seed gives the same plans where no deadline binds.
+        task: its seed is that of the changes. The same seed gives the same plans where no clock binds.
         guide: what a bound's answer keeps; half of the first passes follow it.
 
     >>> from checkmate.core.problem import Problem
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> Tilts(Tables.of(problem), 3).search(deadline=time.perf_counter() + 1).sum(axis=0)
+    >>> Tilts(Task(problem, 3)).search(Clock(1.0)).sum(axis=0)
     array([1, 1, 1, 1])
     """
 
-    def __init__(self, tables: Tables, budget: int, *, seed: int = 0, guide: Guide | None = None) -> None:
-        self.tables, self.budget = tables, budget
-        self.rng = np.random.default_rng(seed)
-        self.chances = _chances(tables)
+    def __init__(self, task: Task, guide: Guide | None = None) -> None:
+        self.tables, self.budget = Tables.of(task.problem), task.budget
+        self.rng = np.random.default_rng(task.seed)
+        self.chances = _chances(self.tables)
         self.first = [*variants(None), *(variants(guide) if guide else ())]  # weights still to be tried as they are
         self.pool: list[_Plan] = []  # the cheapest first
         self.quiet = 0  # rounds without progress
 
-    def search(self, deadline: float) -> np.ndarray | None:
+    def search(self, clock: Clock) -> np.ndarray | None:
         """R (T, T) bool, the runs of the cheapest pass that was found, or None where none fits the budget.
 
-        Args:
-            deadline: of `time.perf_counter`; ends earlier after rounds without progress.
+        It ends before the clock is over after rounds without progress.
         """
-        while self.first and time.perf_counter() < deadline:
+        while self.first and not clock.is_over:
             self.pool += _plan(self.tables, self.budget, self.first.pop(0), np.zeros(len(self.tables.producer)))
         self.pool = sorted(self.pool, key=lambda plan: plan.cost)[:POOL]
         if not self.pool:
             return None
         self.quiet = 0
-        while self.chances.any() and self.quiet < QUIET and time.perf_counter() < deadline:
+        while self.chances.any() and self.quiet < QUIET and not clock.is_over:
             best = self.pool[0].cost
             for _ in range(ROUND):
                 self._change(int(self.rng.integers(len(self.pool))))
-                if time.perf_counter() > deadline:
+                if clock.is_over:
                     break
             self.pool.sort(key=lambda plan: plan.cost)
             self.quiet = 0 if self.pool[0].cost < best * (1 - 1e-9) else self.quiet + 1
@@ -94,7 +91,7 @@ def _plan(tables: Tables, budget: int, weights: Weights, tilt: np.ndarray) -> li
     stages = run_pass(tables, budget, replace(weights, tilt=np.exp(tilt)))
     if isinstance(stages, Stuck):
         return []
-    return [_Plan(sum(tables.seconds[k] for ops in stages for k in ops), weights, tilt, stages)]
+    return [_Plan(tables.seconds_of(stages), weights, tilt, stages)]
 
 
 def _chances(tables: Tables) -> np.ndarray:

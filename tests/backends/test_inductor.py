@@ -18,6 +18,7 @@ import checkmate
 from checkmate.backends import inductor as module_under_test
 from checkmate.backends.eager import run_generated_code
 from checkmate.backends.inductor import TRIES, Inductor, _decomposed, lower, require_compiler
+from checkmate.codegen.boxed import takes_one_list
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.memory import measure_peak
@@ -220,10 +221,10 @@ def test_verify_allows_rounding_and_no_more(monkeypatch: pytest.MonkeyPatch) -> 
 def _spoiled(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     run = run_generated_code(module, [])
 
+    @takes_one_list
     def spoiled(inputs: list[Any]) -> Any:
         return tuple(r * 1.001 if r is not None and r.is_floating_point() else r for r in run(inputs))
 
-    spoiled._boxed_call = True
     return spoiled
 
 

@@ -1,4 +1,4 @@
-"""What a step can reach is found and named, and comes back as it was."""
+"""The tensors and random states that a step can change are found and named, and come back as they were."""
 
 from __future__ import annotations
 

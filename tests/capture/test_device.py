@@ -22,7 +22,6 @@ from checkmate.capture.device import (
 )
 from checkmate.capture.joint import read_joint
 from checkmate.memory import measure_peak
-from checkmate.profiling.roofline import CUDA_BLOCK_BYTES
 from tests.support.bits import assert_same_bits
 
 aten = torch.ops.aten
@@ -129,10 +128,6 @@ def test_random_state_comes_back() -> None:
         torch.rand(3)
     (after,) = random_states(CPU)
     assert_same_bits(before[0], after)
-
-
-def test_blocks_are_those_of_the_allocator() -> None:
-    assert BLOCK_BYTES["cuda"] == CUDA_BLOCK_BYTES
 
 
 def test_a_step_on_cuda_is_counted_in_blocks() -> None:

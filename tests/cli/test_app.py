@@ -19,6 +19,7 @@ import checkmate
 from benchmarks.networks.dags import unit_chain
 from checkmate import Problem, statusline
 from checkmate.cli.app import main
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 STEP = """
@@ -259,9 +260,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_module_runs_and_what_needs_no_pytorch_loads_none(folder: Path) -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "checkmate", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    shown = run_python("-m", "checkmate", "--help")
     for command in ("plan", "solve", "frontier", "max-batch", "methods", "doctor"):
         assert command in shown.stdout
     code = f"""
@@ -272,7 +271,7 @@ commands = [["methods"], ["solve", path, "--budget", "6"], ["frontier", path, "-
 codes = [main(command) for command in commands]
 sys.stderr.write(str(codes) + str("torch" in sys.modules))
 """
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = run_python("-c", code)
     assert run.stderr == "[0, 0, 0]False"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_solver_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object, **options: object) -> None:
         raise SolverError("no license")
 
-    monkeypatch.setattr(doctor, "milp", fails)
+    monkeypatch.setitem(doctor.METHODS, "milp", replace(doctor.METHODS["milp"], run=fails))
     assert "no license" in doctor.examine().wrong[0]
 
 

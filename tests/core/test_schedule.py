@@ -1,4 +1,4 @@
-"""R and S: what breaks which equation, and that their memory is the simulator's."""
+"""Schedules as matrices R and S: what breaks which equation, and that their memory is the simulator's."""
 
 from __future__ import annotations
 

@@ -12,9 +12,11 @@ import pytest
 import checkmate
 from benchmarks.networks import dags
 from checkmate import Problem
-from checkmate.solvers.search.next_use import next_use
+from checkmate.solvers.catalogue import METHODS
 from tests.inspection.test_peak import _by_hand
 from tests.inspection.test_timeline import _chain
+
+next_use = METHODS["next-use"].solve
 
 
 def test_by_hand() -> None:

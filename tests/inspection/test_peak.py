@@ -19,10 +19,12 @@ from checkmate.core.problem import Profile
 from checkmate.inspection import peak as peaks
 from checkmate.inspection.peak import Remaking, explain_peak
 from checkmate.inspection.timeline import timeline
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.certify import certify
-from checkmate.solvers.search.next_use import next_use
 from tests.inspection.test_timeline import _chain
 from tests.support import oracle
+
+next_use = METHODS["next-use"].solve
 
 
 def _by_hand(problem: Problem, *again: tuple[int, int], budget: int = 10**6) -> Any:

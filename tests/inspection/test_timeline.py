@@ -15,8 +15,10 @@ from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Profile
 from checkmate.inspection.timeline import ROLES, Place, Timeline, place_of, timeline
-from checkmate.solvers.search.next_use import next_use
+from checkmate.solvers.catalogue import METHODS
 from tests.support import oracle
+
+next_use = METHODS["next-use"].solve
 
 
 def _chain() -> Problem:

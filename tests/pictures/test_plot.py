@@ -16,9 +16,9 @@ from benchmarks.networks import dags
 from checkmate import Problem
 from checkmate.core import simulator
 from checkmate.inspection.timeline import timeline
-from checkmate.plot import draw_plan
+from checkmate.plot import draw_memory, draw_schedule
 from checkmate.plot.draw_graph import _nodes
-from checkmate.plot.style import BLUE
+from checkmate.plot.style import BLUE, ROLE_STYLES
 from checkmate.solvers.common.certify import certify
 from checkmate.units import format_bytes
 from tests.inspection.test_timeline import _chain
@@ -78,7 +78,7 @@ def test_the_schedule_shows_r_and_s() -> None:
 def test_the_legend_of_a_small_schedule_is_as_small_as_its_words() -> None:
     """Its first mark once was as large as a cell, and covered the words."""
     marks = plot.schedule(_again()).get_legend().legend_handles[:2]
-    assert [mark.get_sizes().tolist() for mark in marks] == [[draw_plan.LEGEND_SIZE], [draw_plan.LEGEND_SIZE]]
+    assert [mark.get_sizes().tolist() for mark in marks] == [[draw_schedule.LEGEND_SIZE], [draw_schedule.LEGEND_SIZE]]
 
 
 def test_lines_divide_forward_from_backward() -> None:
@@ -99,7 +99,7 @@ def test_an_op_is_shaded_where_any_of_its_values_is_at_hand() -> None:
 
 
 def test_many_cells_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_plan, "MOST_CELLS", 2)
+    monkeypatch.setattr(draw_schedule, "MOST_CELLS", 2)
     cells = plot.schedule(_again()).images[0].get_array()
     S = _again().schedule.S
     assert cells.shape == (2, 2)
@@ -129,12 +129,12 @@ def test_the_areas_add_up_to_the_bytes_that_the_simulator_sees() -> None:
 def test_areas_differ_without_colour() -> None:
     line = timeline(_keep_all(dags.gpt(2)).plan, dags.gpt(2))
     for rows, styles in (
-        (line.by_role(), draw_plan.ROLE_STYLES),
-        (line.by_module(), draw_plan._styles(line.by_module())),
+        (line.by_role(), ROLE_STYLES),
+        (line.by_module(), draw_memory._styles(line.by_module())),
     ):
         looks = [styles[name] for name in rows]
         assert len(set(looks)) == len(looks)
-    hatches = [hatch for fill, hatch in draw_plan.ROLE_STYLES.values() if fill.strip("#").isalnum() and hatch]
+    hatches = [hatch for fill, hatch in ROLE_STYLES.values() if fill.strip("#").isalnum() and hatch]
     assert len(set(hatches)) == len(hatches)
 
 

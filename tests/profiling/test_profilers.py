@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from checkmate.profiling import cpu
 from checkmate.profiling.cost_table import OpTable, read, write
 from checkmate.profiling.measure import _settings as place_of_kind
 from checkmate.profiling.measure import export, place_of
+from tests.support.processes import run_python
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +162,6 @@ layer, x = torch.nn.Linear(8, 4), torch.ones(2, 8)
 print(checkmate.trace(layer, x).profile.source)
 print(checkmate.trace(layer, x, profile="roofline:h100").profile.source)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = run_python("-c", code)
     assert run.stdout.splitlines()[0].startswith("measured on cpu")
     assert "in tf32" in run.stdout.splitlines()[0]

@@ -14,7 +14,7 @@ import checkmate
 from benchmarks.networks import CASES
 from checkmate import Problem
 from checkmate.capture import rewrite
-from checkmate.profiling.roofline import CUDA_BLOCK_BYTES, DEVICES, Device
+from checkmate.profiling.roofline import DEVICES, Device
 from tests.support.sampling import slow
 
 PLAIN = Device(  # 1 FLOP a second and 1 byte a second, to read FLOP or bytes off the estimate
@@ -145,7 +145,7 @@ def test_the_graph_is_that_of_the_measured_trace(name: str, monkeypatch: pytest.
     rounded = checkmate.trace(step, *batch, profile="roofline:h100")
     assert rounded.graph.ops == measured.graph.ops
     sizes = np.array([value.size_bytes for value in measured.graph.values])
-    blocks = -(-sizes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
+    blocks = -(-sizes // 512) * 512
     assert [value.size_bytes for value in rounded.graph.values] == blocks.tolist()
     resident = [value.producer is None for value in measured.graph.values]
     assert rounded.resident == blocks[resident].sum() > measured.resident

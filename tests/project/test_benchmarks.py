@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,24 +15,20 @@ import torch
 from benchmarks import gpu, profile
 from benchmarks.common import data
 from benchmarks.common import timing as measuring
+from benchmarks.common.rows import add_names, append, latest, origin, read
 from benchmarks.demo import Row
 from benchmarks.networks import CASES
 from checkmate.backends.state import differing
 from tests.support.bits import assert_same_bits
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 KEPT = Row(budget=100, predicted=90, measured=90, overhead=0.1, gap=0.05, seconds=1.0, ratio=1.1, bitwise=True)
 
 
-def _run(*arguments: str) -> str:
-    run = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
-
-
 @pytest.mark.slow
 def test_the_demo_keeps_its_promises() -> None:
-    printed = _run("benchmarks.demo", "--steps", "2")
+    printed = run_python("-m", "benchmarks.demo", "--steps", "2").stdout
     assert printed.count("  bitwise\n") == 6
     assert "every number is plain PyTorch's" in printed
 
@@ -42,8 +38,8 @@ def test_the_demo_keeps_its_promises() -> None:
 def test_the_benchmark_appends_a_row_for_each_budget(tmp_path: Path) -> None:
     out = tmp_path / "results" / "step.jsonl"
     for times in (1, 2):
-        _run("benchmarks.step", "mlp", "--quick", "--out", str(out))
-        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        run_python("-m", "benchmarks.step", "mlp", "--quick", "--out", str(out))
+        rows = read(out)
         assert len(rows) == 3 * times
     assert all(row["bitwise"] for row in rows)
     assert all(row["measured_peak"] == row["predicted_peak"] <= row["budget"] for row in rows)
@@ -54,8 +50,10 @@ def test_the_benchmark_appends_a_row_for_each_budget(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_predicted_step_times_are_written_for_each_budget(tmp_path: Path) -> None:
     out = tmp_path / "profile.jsonl"
-    printed = _run("benchmarks.profile", "mlp", "--pairs", "2", "--rounds", "3", "--time-limit", "2", "--out", str(out))
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    printed = run_python(
+        "-m", "benchmarks.profile", "mlp", "--pairs", "2", "--rounds", "3", "--time-limit", "2", "--out", str(out)
+    ).stdout
+    rows = read(out)
     assert [row["share"] for row in rows] == [0.0, 0.05, 0.1, 0.25, 0.5, 1.0]
     assert rows[0]["plan_seconds"] > rows[-1]["plan_seconds"] > 0
     assert all(
@@ -68,8 +66,8 @@ def test_predicted_step_times_are_written_for_each_budget(tmp_path: Path) -> Non
 @pytest.mark.long
 def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
     out = tmp_path / "start.jsonl"
-    printed = _run("benchmarks.start", "mlp", "--time-limit", "1", "--out", str(out))
-    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
+    printed = run_python("-m", "benchmarks.start", "mlp", "--time-limit", "1", "--out", str(out)).stdout
+    (row,) = read(out)
     assert [start["from"] for start in row["cold"]] == [None, "another size"]
     assert [start["from"] for start in row["warm"]] == ["plan cache"] * 2
     assert [start["gap"] for start in row["warm"]] == [start["gap"] for start in row["cold"]]
@@ -83,8 +81,10 @@ def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_what_the_machine_gives_is_measured_beside_the_allocator(tmp_path: Path) -> None:
     out = tmp_path / "arena.jsonl"
-    _run("benchmarks.arena", "mlp", "--shares", "0.7", "--time-limit", "2", "--rounds", "3", "--out", str(out))
-    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
+    run_python(
+        "-m", "benchmarks.arena", "mlp", "--shares", "0.7", "--time-limit", "2", "--rounds", "3", "--out", str(out)
+    )
+    (row,) = read(out)
     assert row["fallbacks"] == 0
     assert row["live_peak"] <= row["planned_bytes"]
     assert row["arena_bytes"] <= 1.02 * row["live_peak"]
@@ -115,8 +115,8 @@ def test_how_true_predictions_are_is_summed_up() -> None:
 @pytest.mark.long
 def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.jsonl"
-    printed = _run("benchmarks.gpu", "--device", "cpu", "--quick", "--out", str(out))
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    printed = run_python("-m", "benchmarks.gpu", "--device", "cpu", "--quick", "--out", str(out)).stdout
+    rows = read(out)
     assert len(rows) == 2 * 2 * 3
     assert {(row["network"], row["precision"]) for row in rows} == {
         (name, precision) for name in ("gpt2", "unet") for precision in ("float32", "bfloat16")
@@ -131,8 +131,8 @@ def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_comparison_on_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu_peers.jsonl"
-    printed = _run("benchmarks.gpu", "--device", "cpu", "--quick", "--peers", "--out", str(out))
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    printed = run_python("-m", "benchmarks.gpu", "--device", "cpu", "--quick", "--peers", "--out", str(out)).stdout
+    rows = read(out)
     ours = [row for row in rows if row["family"] == "checkmate"]
     assert {row["model"] for row in ours} == {"gpt2-medium", "resnet50-256", "unet-32"}
     assert all(row["peak"] <= row["budget"] and row["same_gradients"] for row in ours)
@@ -192,13 +192,23 @@ def test_the_data_is_there() -> None:
     assert (images.flatten(1).amax(dim=1) > 0.5).all()
 
 
-def test_a_table_lines_up() -> None:
-    assert measuring.table(("name", "n"), [("a", "1"), ("longer", "23")]).splitlines() == [
-        "name     n",
-        "------  --",
-        "a        1",
-        "longer  23",
-    ]
+def test_rows_are_appended_and_read_and_the_last_of_each_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rows.jsonl"
+    assert read(path) == []
+    append(path, {"a": 1, "b": 1}, {"a": 2, "b": 1})
+    append(path, {"a": 1, "b": 2})
+    assert latest(read(path), "a") == [{"a": 1, "b": 2}, {"a": 2, "b": 1}]
+    assert set(origin("numpy")) == {"date", "commit", "numpy", "python", "cpu"}
+
+
+def test_a_network_that_there_is_not_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_names(parser, ("one", "two"))
+    assert parser.parse_args([]).names == ["one", "two"]
+    assert parser.parse_args(["two"]).names == ["two"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["three"])
+    assert "there is no 'three'; there are one, two" in capsys.readouterr().err
 
 
 @pytest.mark.slow

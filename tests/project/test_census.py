@@ -20,7 +20,7 @@ from benchmarks.census import text as census_text
 from checkmate.errors import Unsupported
 
 BERT = "BertForMaskedLM"
-ROWS = census_report.latest(census.RESULTS)
+ROWS = census_report.by_model(census.RESULTS)
 
 
 class Small(nn.Module):
@@ -133,10 +133,10 @@ def test_errors_are_told_apart() -> None:
 def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     out = tmp_path / "census.jsonl"
     first, second, *_ = names = list(census.listed())
-    assert census.chosen([], [], census_report.latest(out)) == names
+    assert census.chosen([], [], census_report.by_model(out)) == names
     rows = [{"model": first, "status": "refused"}, {"model": second, "status": "wrong"}]
     out.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "status": "right"}]))
-    rows_now = census_report.latest(out)
+    rows_now = census_report.by_model(out)
     assert census.chosen([], [], rows_now) == names[2:]
     assert census.chosen([], ["refused", "wrong"], rows_now) == [second]
     assert census.chosen([], ["all"], rows_now) == [first, second]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import pytest
 
 import checkmate
 from checkmate.cli.app import main
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -25,7 +23,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 def test_the_first_example_runs_and_prints_what_the_readme_shows() -> None:
     """Times, and what follows from them, differ from machine to machine; the lines and the counts do not."""
     code, shown = re.findall(r"```(?:python)?\n(.*?)```", README, flags=re.DOTALL)[:2]
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = run_python("-c", code)
     printed = run.stdout.strip()
     assert [line[:13] for line in printed.splitlines()[1:]] == [line[:13] for line in shown.strip().splitlines()[1:]]
     for what in (r"budget .*", r"of \d+ ops"):
@@ -37,7 +35,7 @@ def test_the_example_of_the_largest_batch_runs() -> None:
     """To the letter, but for the seconds that it took; a busy machine may not come to the end in time."""
     blocks = re.findall(r"```(?:python)?\n(.*?)```", README, flags=re.DOTALL)
     code, shown = next(pair for pair in pairwise(blocks) if "found =" in pair[0])
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = run_python("-c", code)
     took = r"found in .*"
     assert re.sub(took, "", run.stdout) == re.sub(took, "", shown) or "ended by time limit" in run.stdout
     assert float(re.findall(r"so (.*) times as large", run.stdout)[0]) > 1.5
@@ -98,6 +96,14 @@ def test_the_figures_of_planning_come_from_the_committed_rows() -> None:
     assert set(shown) <= written
 
 
+def test_the_figures_of_the_stages_come_from_the_committed_table() -> None:
+    idea, table = (ROOT / "docs" / "idea.md").read_text(), (ROOT / "benchmarks/results/stages.md").read_text()
+    said = idea.partition("**What each stage is worth**")[2].partition("**The gap**")[0]
+    figures = re.findall(r"\d+\.\d+", said)
+    assert len(figures) >= 8
+    assert set(figures) <= set(re.findall(r"\d+\.\d+", table))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["idea", "guide"])
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path) -> None:
@@ -105,9 +111,7 @@ def test_the_examples_of_a_page_run(page: str, tmp_path: Path) -> None:
     assert examples
     script = tmp_path / "page.py"
     script.write_text("\n".join(examples))
-    environment = {**os.environ, "CHECKMATE_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    run_python(str(script), CHECKMATE_CACHE_DIR=str(tmp_path), PYTHONPATH=str(ROOT))
 
 
 def test_every_public_name_is_on_the_page_of_the_api() -> None:
@@ -123,9 +127,7 @@ def test_every_public_name_is_on_the_page_of_the_api() -> None:
 
 @pytest.mark.slow
 def test_the_pages_can_be_made_and_all_their_links_lead_somewhere(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    run_python("-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path))
     page = (tmp_path / "api.html").read_text()
     assert 'id="checkmate.compile"' in page
     assert "checkmate.explain_peak" in page

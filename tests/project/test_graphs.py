@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.common.rows import read
 from benchmarks.solve import report as solve_report
+from benchmarks.solve import stages
 from benchmarks.solve.comparison import FILES, PROBLEMS, cases, facts, least, load
 from checkmate import Problem, solve
 from checkmate.core.graph import Graph
+from checkmate.solvers.common.certify import TOLERANCE
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 OPS = {
@@ -85,8 +87,7 @@ def test_a_file_is_what_is_traced_now(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_command_writes_a_file(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.graphs", "vgg16", "--device", "laptop", "--out", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    run = run_python("-m", "benchmarks.graphs", "vgg16", "--device", "laptop", "--out", str(tmp_path))
     assert "vgg16  105" in run.stdout
     assert Problem.from_json(tmp_path / "vgg16.json.gz").profile.source == "roofline estimate for laptop CPU"
 
@@ -175,15 +176,43 @@ def test_the_report_has_the_smallest_budgets_where_they_were_looked_for(tmp_path
 @pytest.mark.long
 def test_the_benchmark_appends_rows_from_processes_of_their_own(tmp_path: Path) -> None:
     out = tmp_path / "results" / "solve.jsonl"
-    command = [sys.executable, "-m", "benchmarks.solve", "--graphs", "resnet18", "--budgets", "0.6", "--out", str(out)]
-    subprocess.run([*command, "--methods", "next-use", "auto", "--time-limit", "3"], cwd=ROOT, check=True)
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    command = ["-m", "benchmarks.solve", "--graphs", "resnet18", "--budgets", "0.6", "--out", str(out)]
+    run_python(*command, "--methods", "next-use", "auto", "--time-limit", "3")
+    rows = read(out)
     assert [row["method"] for row in rows] == ["next-use", "auto"]
     for row in rows:
         assert row["peak"] <= row["budget"]
         assert 1 < row["bound_ratio"] <= row["cost_ratio"] < 1.2 or row["method"] == "next-use"
         assert 20e6 < row["loaded_rss"] <= row["peak_rss"] < 1e9
-    subprocess.run([*command, "--methods", "auto", "--memory-limit", "1 MB"], cwd=ROOT, check=True)
-    last = json.loads(out.read_text().splitlines()[-1])
+    run_python(*command, "--methods", "auto", "--memory-limit", "1 MB")
+    last = read(out)[-1]
     assert last["status"] == "failed"
     assert last["message"]
+
+
+def test_the_committed_rows_of_stages_are_of_the_code_and_contradict_one_another_nowhere() -> None:
+    rows = read(stages.RESULTS)
+    found = stages.latest(rows)
+    assert stages.RESULTS.with_suffix(".md").read_text() == stages.markdown(rows)
+    assert {(*case, stage) for case, by_stage in found.items() for stage in by_stage} == {*stages.cases(stages.BUDGETS)}
+    for (graph, share), by_stage in found.items():
+        budget = int(share * load(graph).keep_all_peak)
+        planned = [row for row in by_stage.values() if row["cost_ratio"] is not None]
+        assert {row["budget"] for row in by_stage.values()} == {budget}
+        assert all(row["peak"] <= budget for row in planned)
+        least = min(row["cost_ratio"] for row in planned)  # a plan within the budget, whichever stage was left out
+        assert all(1 <= row["bound_ratio"] <= least * (1 + TOLERANCE) for row in by_stage.values())
+
+
+def test_a_row_of_a_stage_and_what_it_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "LEFT_OUT", ("", "exact at once", "in turn"))
+    rows = [stages.solve_here("chain-8", 0.4, stage, 1.0) for stage in stages.LEFT_OUT]
+    assert [row["cost_ratio"] for row in rows] == [26 / 17] * 3
+    rows[1] |= {"cost_ratio": 2.0, "gap": 0.5, "seconds": 3 * rows[0]["seconds"]}
+    rows[2] |= {"cost_ratio": None, "gap": None, "status": "not found", "first_plan_seconds": None}
+    for row in rows:
+        row |= {"commit": "abc", "cpu": "a processor"}
+    text = stages.markdown(rows)
+    worth = [line.split(" | ")[1:5] for line in text.splitlines() if line.startswith(("| exact at once", "| in turn"))]
+    assert worth == [["1 (47.06%)", "–", "1 (50.00%)", "–"], ["1 (no plan)", "–", "1 (100.00%)", "–"]]
+    assert re.search(r"^\| chain-8 \| 17 \| 40% \| in turn \| not found \| 100.00% \|", text, flags=re.MULTILINE)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import checkmate
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,9 +22,7 @@ sys.meta_path.insert(0, NoTorch())
 
 
 def _python(code: str) -> str:
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
+    return run_python("-c", code).stdout.strip()
 
 
 def test_every_solver_imports_without_torch() -> None:

@@ -6,7 +6,10 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.solution import Status
-from checkmate.solvers.auto import STAGES, auto
+from checkmate.solvers.auto import STAGES
+from checkmate.solvers.catalogue import METHODS
+
+auto = METHODS["auto"].solve
 
 CHAIN = dags.unit_chain(8)
 

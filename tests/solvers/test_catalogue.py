@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 
 import checkmate
 from checkmate.solvers.catalogue import METHODS, WIDTH, Catalogue, Method, methods
+from checkmate.solvers.common.incumbent import Remarks
 
 
 @pytest.mark.parametrize("shown", [repr(methods()), methods()._repr_html_()], ids=["text", "html"])
@@ -17,8 +16,7 @@ def test_every_method_is_there_with_its_line_its_source_and_its_options(shown: s
         assert name in flat
         assert method.summary in flat
         assert method.source in flat
-        for option in method.options:
-            default = inspect.signature(method.run).parameters[option].default
+        for option, default in method.defaults.items():
             assert f"{option}={default!r}" in flat
 
 
@@ -36,7 +34,7 @@ def test_lines_fit_and_names_stand_in_a_column() -> None:
 
 
 def test_text_is_escaped_and_a_method_without_options_says_so() -> None:
-    table = Catalogue({"x": Method("x", "a < b & c", "<b>", lambda problem, budget: None)})
+    table = Catalogue({"x": Method("x", "a < b & c", "<b>", lambda task, incumbent: Remarks())})
     assert "a &lt; b &amp; c" in table._repr_html_()
     assert "<b>" not in table._repr_html_()
     assert "options: none" in repr(table)

@@ -23,11 +23,13 @@ from checkmate.core.solution import Solution, Status
 from checkmate.errors import BudgetError, SolverError
 from checkmate.solvers import frontier as module
 from checkmate.solvers.catalogue import METHODS, Method
-from checkmate.solvers.common.certify import certify, faults
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.task import Task
 from checkmate.solvers.frontier import BUDGETS, Frontier, frontier
-from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.solve import min_budget, solve
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+
+milp = METHODS["milp"].solve
 
 CHAIN = dags.unit_chain(8)  # 17 ops; the optimum at 3, 4, 5, 6, 8 bytes takes 45, 26, 22, 21, 19 s
 GOLDEN = {3: 45, 4: 26, 5: 22, 6: 21, 8: 19}
@@ -45,7 +47,7 @@ def check(found: Frontier, problem: Problem) -> None:
             solution.gap,
         )
         if solution.schedule is not None:
-            assert faults(problem, row.budget, solution.schedule.R) == []
+            assert solution.schedule.violations(problem, row.budget) == []
             assert row.bound <= row.cost
 
 
@@ -54,22 +56,17 @@ def optimal(budget: int) -> Solution:
     return milp(CHAIN, budget)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _solved() -> None:
-    """Solved before any method of a test asks, which then reports no bounds on the way."""
-    for budget in GOLDEN:
-        optimal(budget)
-
-
 def add_method(
     monkeypatch: pytest.MonkeyPatch, plan_of: dict[int, int], bounds: dict[int, float] | None = None
 ) -> None:
     """A method "fake" that answers each budget with the optimal plan for another, smaller one."""
 
-    def fake(problem: Problem, budget: int) -> Solution:
-        schedule = optimal(plan_of[budget]).schedule
+    def fake(task: Task, incumbent: Incumbent) -> Remarks:
+        schedule = optimal(plan_of[task.budget]).schedule
         assert schedule is not None
-        return certify(problem, budget, schedule.R, method="fake", bound=(bounds or {}).get(budget, 0.0))
+        incumbent.offer(schedule.R, "fake")
+        incumbent.prove((bounds or {}).get(task.budget, 0.0))
+        return Remarks()
 
     monkeypatch.setitem(METHODS, "fake", Method("fake", "of tests", "here", fake))
 
@@ -125,12 +122,14 @@ def test_a_bound_does_not_hold_for_larger_budgets(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_claim_that_a_plan_contradicts_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(problem: Problem, budget: int) -> Solution:
-        if budget == 6:
-            return Solution(Status.INFEASIBLE, problem, budget, "wrong", bound=math.inf)
-        schedule = optimal(budget).schedule
+    def wrong(task: Task, incumbent: Incumbent) -> Remarks:
+        if task.budget == 6:
+            incumbent.prove(math.inf)
+            return Remarks()
+        schedule = optimal(task.budget).schedule
         assert schedule is not None
-        return certify(problem, budget, schedule.R, method="wrong")
+        incumbent.offer(schedule.R, "wrong")
+        return Remarks()
 
     monkeypatch.setitem(METHODS, "wrong", Method("wrong", "of tests", "here", wrong))
     found = frontier(CHAIN, [5, 6], methods=["wrong"], jobs=1)
@@ -289,9 +288,9 @@ def test_the_table_says_why_a_method_found_nothing() -> None:
 
 @pytest.mark.wall_clock
 def test_time_that_was_over_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(problem: Problem, budget: int, **options: Any) -> Solution:
+    def slow(task: Task, incumbent: Incumbent) -> Remarks:
         time.sleep(0.02)
-        return Solution(Status.NOT_FOUND, problem, budget, "milp")
+        return Remarks()
 
     method = replace(METHODS["milp"], run=slow)
     monkeypatch.setitem(METHODS, "milp", method)

@@ -18,7 +18,9 @@ from checkmate.core.solution import Solution, Status
 from checkmate.solvers import recall as planning
 from checkmate.solvers.auto import Portfolio
 from checkmate.solvers.common import plan_store as plan_cache
+from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.plan_store import Question, Record, lookup, store
+from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.recall import plan
 from checkmate.solvers.solve import min_budget, solve
 
@@ -81,12 +83,13 @@ def test_a_small_gap_is_worth_little_of_the_time(solves: list[dict]) -> None:
     budget = _between(problem)
     plan(problem, budget, time_limit=5)
     assert [options["settle"] for options in solves] == [planning.WAVER]
-    search = Portfolio(problem, budget, 100.0, 1e-4, 1, 0, settle=0.01)
+    best = Incumbent(Task(problem, budget, Clock(100.0)))
+    search = Portfolio(best.task, best, settle=0.01, known=None)
     assert search.worth == 1.0  # there is no plan yet
-    search.R, search.cost = np.eye(1, dtype=bool), 1.0
+    best.R, best.cost = np.eye(1, dtype=bool), 1.0
     shares = []
     for bound in (0.9, 0.99, 0.995, 0.999):
-        search.bound = bound
+        best.bound = bound
         shares.append(search.worth)
     assert shares == pytest.approx([1.0, 1.0, 0.5, 0.1])
     assert search.left < 10.0

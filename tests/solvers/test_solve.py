@@ -20,7 +20,6 @@ from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Refusal, Solution, Status
 from checkmate.errors import BudgetError, SolverError
-from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.highs import Outcome, Result
@@ -30,6 +29,8 @@ from checkmate.solvers.solve import min_budget, solve
 from checkmate.units import exact_bytes
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.support.sampling import every, slow
+
+checkpoint_all = METHODS["checkpoint-all"].solve
 
 STEPS = {"vgg": dags.vgg(8), "resnet": dags.resnet((1, 1, 1, 1)), "unet": dags.unet(2), "gpt": dags.gpt(2)}
 
@@ -267,7 +268,7 @@ def _fails(model: Model, **options: Any) -> Result:
 
 
 def _runs_out_of_time(model: Model, **options: Any) -> Result:
-    return Result(Outcome.STOPPED, None, math.inf, highs.least_objective(model), 0.0)
+    return Result(Outcome.STOPPED, None, math.inf, highs.least_objective(model))
 
 
 def _answers(value: float | None, outcome: Outcome, bound: float) -> Callable[..., Result]:
@@ -275,7 +276,7 @@ def _answers(value: float | None, outcome: Outcome, bound: float) -> Callable[..
 
     def run(model: Model, **options: Any) -> Result:
         x = np.random.default_rng(0).random(model.columns) if value is None else np.full(model.columns, value)
-        return Result(outcome, x, 0.0, bound, 0.0)
+        return Result(outcome, x, 0.0, bound)
 
     return run
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import checkmate
 import checkmate.compiler
-from tests.support.clock import count_own_seconds
+from benchmarks.common.own_seconds import count_own_seconds
 
 LAYERS, CHANNELS, BATCH, SIZE = 24, 16, 20, 128
 STEPS = 2

@@ -1,4 +1,4 @@
-"""Programs that nobody wrote: chains, branches, joins, views, writes in place, random ops, integers, dead code.
+"""Random PyTorch programs: chains, branches, joins, views, writes in place, random ops, integers, dead code.
 
 A program is a list of ops over pools of tensors: numbers, integers, masks. Each op takes what two positions of the
 pools name and adds what it makes. `programs()` draws one with hypothesis, which also makes a failing one small.

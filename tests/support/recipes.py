@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import checkmate
+from benchmarks.common.own_seconds import count_own_seconds
 from tests.support.bits import assert_same_bits
-from tests.support.clock import count_own_seconds
 
 TEXT = (Path(__file__).parents[2] / "docs" / "ecosystem.md").read_text()
 RECIPES = dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```", TEXT, flags=re.DOTALL | re.MULTILINE))

@@ -18,11 +18,11 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
+from benchmarks.common.own_seconds import count_own_seconds
 from checkmate.core.solution import Solution
 from checkmate.dynamo import backend
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
-from tests.support.clock import count_own_seconds
 
 RANKS, WIDTH, BATCH = 2, 256, 1024
 BUDGET = 12_000_000

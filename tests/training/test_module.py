@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 
 import checkmate
 from tests.support.bits import assert_same_bits
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,8 +129,7 @@ def test_in_another_process_it_is_compiled_too(net: Net, tmp_path: Path) -> None
     torch.save(checkmate.compile(nn.Sequential(net.first, net.last), budget="999 kB"), tmp_path / "model.pt")
     load = f"import torch; model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)"
     use = "model(torch.ones(8, 16)).sum().backward(); print(model.plans[0].budget)"
-    run = [sys.executable, "-c", f"{load}; {use}"]
-    assert subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT).stdout == "999000\n"
+    assert run_python("-c", f"{load}; {use}").stdout == "999000\n"
 
 
 class Forgetful(Net):

@@ -1,4 +1,4 @@
-"""Programs that nobody wrote: the same numbers as plain PyTorch at any budget that can be met.
+"""Random PyTorch programs: the same numbers as plain PyTorch at any budget that can be met.
 
 ``CHECKMATE_PROGRAMS=20000`` runs so many in place of 500, of which 100 are in the suite and 400 with ``-m long``;
 ``CHECKMATE_SEED=1`` draws others.

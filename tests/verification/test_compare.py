@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import checkmate
 from checkmate.capture import rewrite
 from checkmate.codegen import boxed as runtime
+from checkmate.codegen.boxed import takes_one_list
 from checkmate.verification import compare as verification
 from checkmate.verification.compare import _distance
 from tests.support.bits import assert_same_bits
@@ -75,10 +76,10 @@ def _run_instead(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) ->
         run = boxed(module)
         is_backward = any(node.meta.get("autograd_backward") for node in module.graph.nodes)
 
+        @takes_one_list
         def instead(inputs: list[Any]) -> Any:
             return change(run, inputs, is_backward)
 
-        instead._boxed_call = True
         return instead
 
     monkeypatch.setattr("checkmate.backends.eager.boxed", changed)

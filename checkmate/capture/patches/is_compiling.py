@@ -12,7 +12,6 @@ by its name cannot try again: there the error says who asked.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -26,7 +25,7 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map, manual_torch_name_
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from checkmate.capture.provenance import is_users
+from checkmate.capture.provenance import FRAME, is_users
 
 log = logging.getLogger("checkmate.capture.patches.is_compiling")
 _QUESTIONS = (
@@ -40,7 +39,6 @@ _COMPUTE_NOTHING = {  # functions that need a yes to be captured, and have nothi
     "transformers.modeling_utils.warn_if_padding_and_no_attention_mask",
 }
 _said: set[str] = set()  # places that the user was told of
-_FRAME = re.compile(r'File "[^"]+", line \d+')
 
 
 @dataclass(eq=False)
@@ -79,7 +77,7 @@ def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., 
                             raise first from None
                         raise
                     log.debug("cannot be captured as plain PyTorch runs it", exc_info=True)
-                    frames = _FRAME.findall(str(error))
+                    frames = FRAME.findall(str(error))
                     answer.compiled.update(told_no if frames == failed_at else told_no[-1:])
                     failed_at = frames
         finally:

@@ -1,4 +1,4 @@
-"""What a step says while it is captured, said for real: log records, prints and warnings, and exceptions it raises.
+"""Let a step log, print, warn and raise errors while it is captured, where Dynamo would end the capture.
 
 A log record, a print or a warning within a step does not end its capture: it is given out when the step is captured,
 once for each place and text, and not by the compiled step. Values that depend on tensors are described in it, not

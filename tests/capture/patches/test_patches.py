@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 import checkmate
 import checkmate.capture.patches as room
 from checkmate.capture.patches import OURS, PATCHES, PROCESS, WITHIN
+from tests.support.processes import run_python
 
 MODULES = {file.stem for file in Path(room.__file__).parent.glob("*.py")} - {"__init__"}
 
@@ -24,8 +23,7 @@ def test_every_module_is_on_the_list() -> None:
 
 def test_importing_checkmate_changes_nothing() -> None:
     code = "import checkmate, sys; print(*[name for name in sys.modules if name.split('.')[0] == 'torch'])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == ""
+    assert run_python("-c", code).stdout.strip() == ""
 
 
 def _changed() -> Any:

@@ -13,30 +13,15 @@ from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers.baselines.checkpoint_places import articulation_points, linearized
-from checkmate.solvers.baselines.chen import (
-    ap_greedy,
-    ap_sqrt,
-    by_bytes,
-    chen_greedy,
-    chen_sqrt,
-    every_kth,
-    kept,
-    linearized_greedy,
-    linearized_sqrt,
-    selections,
-)
+from checkmate.solvers.baselines.chen import by_bytes, every_kth, kept, selections
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import kept_by_the_forward, peak_of
-from checkmate.solvers.linear.milp import milp
 from tests.support.oracle import random_problem
 
-METHODS = {
-    "chen-sqrt": chen_sqrt,
-    "chen-greedy": chen_greedy,
-    "ap-sqrt": ap_sqrt,
-    "ap-greedy": ap_greedy,
-    "linearized-sqrt": linearized_sqrt,
-    "linearized-greedy": linearized_greedy,
-}
+NAMES = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "linearized-sqrt", "linearized-greedy")
+SOLVERS = {name: METHODS[name].solve for name in NAMES}
+chen_sqrt, chen_greedy, ap_sqrt, ap_greedy, linearized_sqrt, linearized_greedy = SOLVERS.values()
+milp = METHODS["milp"].solve
 STEPS = {"resnet": dags.resnet(), "unet": dags.unet(), "gpt": dags.gpt(4)}
 
 
@@ -71,7 +56,7 @@ def test_unit_chains_against_the_optimum(layers: int) -> None:
     problem = dags.unit_chain(layers)
     for budget in range(3, problem.keep_all_peak + 1):
         best = milp(problem, budget, gap=0.0).cost
-        for name, method in METHODS.items():
+        for name, method in SOLVERS.items():
             assert method(problem, budget).cost >= best - 1e-9, name
     assert chen_greedy(problem, problem.keep_all_peak).status is Status.OPTIMAL
 
@@ -82,7 +67,7 @@ def test_chains_against_the_optimum(seed: int) -> None:
     low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak
     for budget in np.linspace(low, high, 4).astype(int).tolist():
         best = milp(problem, budget, gap=0.0).cost
-        for name, method in METHODS.items():
+        for name, method in SOLVERS.items():
             solution = method(problem, budget)
             assert solution.method == name
             assert solution.cost >= best * (1 - 1e-9)
@@ -161,23 +146,23 @@ def test_what_is_kept_is_what_reaches_the_backward(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", SOLVERS)
 def test_any_graph_has_an_answer(seed: int, name: str) -> None:
     problem = random_problem(seed, most_ops=14)
     for budget in (problem.keep_all_peak, (int(problem.unavoidable_bytes.max()) + problem.keep_all_peak) // 2):
-        solution = METHODS[name](problem, budget)
+        solution = SOLVERS[name](problem, budget)
         assert solution.method == name
         if solution.plan is not None:
             check(solution)
         else:
             assert (solution.status, bool(solution.message)) == (Status.NOT_FOUND, True)
     if name.endswith("-greedy") and "chains" not in solution.message:
-        assert METHODS[name](problem, problem.keep_all_peak).cost == pytest.approx(problem.keep_all_cost)
+        assert SOLVERS[name](problem, problem.keep_all_peak).cost == pytest.approx(problem.keep_all_cost)
 
 
 def test_without_a_backward_all_is_kept() -> None:
     problem = Problem.from_dag([[k - 1] if k else [] for k in range(9)], [1] * 9, [1] * 9)
-    for method in METHODS.values():
+    for method in SOLVERS.values():
         assert method(problem, 2).status is Status.OPTIMAL
         assert method(problem, 1).details["peak"] == 2
 

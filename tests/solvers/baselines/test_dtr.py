@@ -13,14 +13,17 @@ from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution, Status
-from checkmate.solvers.baselines.dtr import dtr
-from checkmate.solvers.baselines.dtr_runtime import OutOfTime, Runtime
+from checkmate.solvers.baselines.dtr_runtime import Runtime
 from checkmate.solvers.baselines.dtr_scores import HEURISTICS
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.linear.milp import milp
+from checkmate.solvers.common.task import Clock, OutOfTime
 from tests.solvers.search.test_next_use import masked
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.support.sampling import every
+
+dtr = METHODS["dtr"].solve
+milp = METHODS["milp"].solve
 
 
 def check(solution: Solution) -> None:
@@ -140,7 +143,7 @@ def test_a_chain_longer_than_pythons_stack_comes_back() -> None:
     deps = [[k - 1] if k else [] for k in range(n)] + [[], [n - 1, n]]
     deps[n - 1] = [n - 2]
     problem = Problem.from_dag(deps, seconds=[1] * (n + 2), sizes=[1] * n + [2, 1], outputs=[n + 1])
-    runtime = Runtime(Tables.of(problem), 4, HEURISTICS["LRU"])
+    runtime = Runtime(Tables.of(problem), 4, HEURISTICS["LRU"], clock=Clock())
     stages = runtime.run()
     assert isinstance(stages, list)
 
@@ -165,7 +168,9 @@ def test_the_time_limit_is_named() -> None:
 
 def test_a_run_that_goes_round_in_circles_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("checkmate.solvers.baselines.dtr_runtime.MOST_RUNS", 2)
-    runtime = Runtime(Tables.of(dags.unit_chain(8)), 3, HEURISTICS["LRU"])  # 45 runs of 17 ops, at the least
+    runtime = Runtime(
+        Tables.of(dags.unit_chain(8)), 3, HEURISTICS["LRU"], clock=Clock()
+    )  # 45 runs of 17 ops, at the least
     with pytest.raises(OutOfTime):
         runtime.run()
 
@@ -174,7 +179,7 @@ def test_a_run_that_goes_round_in_circles_ends(monkeypatch: pytest.MonkeyPatch) 
 def test_a_thousand_ops_take_seconds() -> None:
     problem = dags.gpt(24)
     began = time.perf_counter()
-    solution = dtr(problem, problem.keep_all_peak // 2)
+    solution = dtr(problem, problem.keep_all_peak // 2, time_limit=10.0)
     assert time.perf_counter() - began < 12
     check(solution)
     assert solution.overhead < 0.2

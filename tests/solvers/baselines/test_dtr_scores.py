@@ -12,6 +12,7 @@ from checkmate.core.problem import Problem, Profile
 from checkmate.solvers.baselines.dtr_runtime import Runtime
 from checkmate.solvers.baselines.dtr_scores import HEURISTICS, Ancestors, Classes, Neighbourhood
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.task import Clock
 from tests.support.oracle import random_problem
 
 
@@ -102,7 +103,7 @@ def first_out(heuristic: str, made: list[tuple[list[int], float, int]], last: li
     ops = [*made, ([], 1000.0, 0), ([], 1.0, 50), (last, 1.0, 1)]
     deps, seconds, sizes = (list(column) for column in zip(*ops, strict=True))
     problem = Problem.from_dag(deps, seconds, sizes, outputs=[n + 2])
-    runtime = Watched(Tables.of(problem), sum(sizes[v] for v in last) + 50 - 1, HEURISTICS[heuristic])
+    runtime = Watched(Tables.of(problem), sum(sizes[v] for v in last) + 50 - 1, HEURISTICS[heuristic], clock=Clock())
     assert isinstance(runtime.run(), list)
     return runtime.chosen[0]
 
@@ -155,7 +156,7 @@ def test_the_runtime_counts_its_room_and_can_bring_back_what_it_let_go(heuristic
     for problem in (random_problem(seed, most_ops=16), dags.gpt(1)):
         tables = Tables.of(problem)
         budget = (int(problem.unavoidable_bytes.max()) + problem.keep_all_peak) // 2
-        runtime = Runtime(tables, budget, HEURISTICS[heuristic])
+        runtime = Runtime(tables, budget, HEURISTICS[heuristic], clock=Clock())
         for t in range(len(tables.inputs)):
             if not isinstance(runtime._stage(t), list):
                 break

@@ -12,11 +12,14 @@ from checkmate.core import simulator
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, Status
 from checkmate.solvers.baselines.checkpoint_places import linearized
-from checkmate.solvers.baselines.griewank import griewank, least_steps, needs, reversal, stored
+from checkmate.solvers.baselines.griewank import least_steps, needs, reversal, stored
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import peak_of
-from checkmate.solvers.linear.milp import milp
 from tests.solvers.baselines.test_chen import random_chain
 from tests.support.oracle import random_problem
+
+griewank = METHODS["griewank"].solve
+milp = METHODS["milp"].solve
 
 GOLDEN = {8: {3: 45, 4: 26, 5: 22, 6: 21, 8: 19}, 16: {8: 43, 10: 41, 12: 39}}  # integer optima of unit chains
 STEPS = {"resnet": dags.resnet(), "unet": dags.unet(), "gpt": dags.gpt(4)}

@@ -9,10 +9,12 @@ from benchmarks.networks import dags
 from checkmate.core import simulator
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
-from checkmate.solvers.baselines.last_node import last_node
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import on_demand
 from checkmate.units import exact_bytes
 from tests.support.oracle import random_problem
+
+last_node = METHODS["last-node"].solve
 
 
 @pytest.mark.parametrize("layers", [1, 2, 8, 30])

@@ -12,9 +12,12 @@ from benchmarks.networks import dags
 from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status
-from checkmate.solvers.baselines.min_cut import SLOTS, candidates, cut, min_cut, most_seconds
+from checkmate.solvers.baselines.min_cut import SLOTS, candidates, cut, most_seconds
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import kept_by_the_forward
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+
+min_cut = METHODS["min-cut"].solve
 
 STEPS = {"vgg": dags.vgg(16), "resnet": dags.resnet(), "unet": dags.unet(), "gpt": dags.gpt(4)}
 

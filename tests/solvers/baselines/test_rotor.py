@@ -12,11 +12,14 @@ from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution, Status
-from checkmate.solvers.baselines.rotor import Table, rotor, runs_of
+from checkmate.solvers.baselines.rotor import Table, runs_of
 from checkmate.solvers.baselines.rotor_chain import Chain, measure, segments_of
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import peak_of
-from checkmate.solvers.linear.milp import milp
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+
+rotor = METHODS["rotor"].solve
+milp = METHODS["milp"].solve
 
 STEPS = {"vgg": dags.vgg(16), "resnet": dags.resnet(), "mobilenet": dags.mobilenet(6), "gpt": dags.gpt(4)}
 

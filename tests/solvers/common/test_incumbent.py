@@ -1,4 +1,4 @@
-"""What a running solve knows: only what is verified, and shown only where somebody looks."""
+"""The best plan and bound of a solve: only what is verified counts, and it is shown only where somebody looks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate import statusline
-from checkmate.core.problem import Problem
 from checkmate.core.solution import Status
-from checkmate.solvers.common.incumbent import Progress, found, proved
+from checkmate.errors import SolverError
+from checkmate.solvers.catalogue import METHODS, Method
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import build
 from checkmate.solvers.linear.model import Model
@@ -34,71 +36,82 @@ AGAIN = ONCE.copy()
 AGAIN[3, 0] = True
 
 
-def test_the_best_of_what_is_found_and_proved() -> None:
-    with Progress(CHAIN, 10, 1.0) as known:
-        found(CHAIN, 10, AGAIN, "dear")
-        proved(CHAIN, 10, 5.5)
-        found(CHAIN, 10, AGAIN, "no better")
-        proved(CHAIN, 10, 5.2)
-    assert (known.cost, known.bound) == (6.0, 5.5)
+def begun(budget: int = 10, seconds: float = 1.0) -> Incumbent:
+    return Incumbent(Task(CHAIN, budget, Clock(seconds)))
+
+
+def test_the_best_of_what_is_offered_and_proven() -> None:
+    known = begun()
+    assert known.offer(AGAIN, "dear")
+    known.prove(5.5)
+    assert not known.offer(AGAIN, "no better")
+    known.prove(5.2)
+    assert (known.cost, known.bound, known.found) == (6.0, 5.5, {"dear": 6.0})
     assert [point[1:] for point in known.trajectory] == [(6.0, 5.0), (6.0, 5.5)]
-    assert known.solution(method="test").gap == pytest.approx(0.5 / 6)
+    solution = known.solution("test", Remarks(details={"a": 1}))
+    assert solution.gap == pytest.approx(0.5 / 6)
+    assert (solution.method, solution.details["a"]) == ("test", 1)
 
 
-def test_a_schedule_that_breaks_a_rule_or_the_budget_is_not_taken() -> None:
-    none = np.zeros((5, 5), dtype=bool)
-    budget = CHAIN.keep_all_peak - 1
-    with Progress(CHAIN, budget, 1.0) as known:
-        found(CHAIN, budget, ONCE, "too large")
-        found(CHAIN, budget, none, "nothing runs")
-        found(CHAIN, budget, np.tril(np.ones((5, 5), dtype=bool), -1), "ops are left out")
-    assert known.R is None
-    assert known.trajectory == []
+def test_a_schedule_that_breaks_the_budget_is_not_taken_and_its_peak_is_noted() -> None:
+    known = begun(CHAIN.keep_all_peak - 1)
+    assert known.least_peak is None
+    assert not known.offer(ONCE, "too large")
+    assert (known.R, known.trajectory, known.least_peak) == (None, [], CHAIN.keep_all_peak)
+    assert not known.fits(ONCE)
+    solution = known.solution("test", Remarks("it is too large"))
+    assert (solution.status, solution.message, solution.bound) == (Status.NOT_FOUND, "it is too large", 5.0)
 
 
-def test_only_what_is_about_this_problem_and_holds_for_this_budget_counts() -> None:
-    other = dags.unit_chain(2)
-    with Progress(CHAIN, 3, 1.0) as known:
-        found(other, 3, ONCE, "another problem")
-        found(CHAIN, 4, ONCE, "a larger budget", verified=True)
-        proved(other, 3, 5.5)
-        proved(CHAIN, 2, 5.5)  # a smaller budget may take more
-        assert known.bound == 5.0
-        proved(CHAIN, 4, 5.5)  # a larger one takes no more
-        assert known.bound == 5.5
+@pytest.mark.parametrize("R", [np.zeros((5, 5), dtype=bool), np.tril(np.ones((5, 5), dtype=bool), -1)])
+def test_a_schedule_that_breaks_a_rule_is_an_error_of_whom_offers_it(R: np.ndarray) -> None:
+    known = begun()
+    with pytest.raises(SolverError, match="The schedule of rubbish is wrong: "):
+        known.offer(R, "rubbish")
     assert known.R is None
 
 
-def test_outside_a_solve_reports_go_nowhere() -> None:
-    with Progress(CHAIN, 10, 1.0) as known:
-        pass
-    found(CHAIN, 10, ONCE, "late")
-    proved(CHAIN, 10, 5.5)
-    assert known.trajectory == []
+def test_what_is_kept_does_not_change_with_what_was_offered() -> None:
+    known, R = begun(), AGAIN.copy()
+    known.offer(R, "test")
+    R[:] = False
+    assert np.array_equal(known.R, AGAIN)
 
 
-def test_a_bound_that_a_schedule_contradicts_is_none() -> None:
-    with Progress(CHAIN, 10, 1.0) as known:
-        proved(CHAIN, 10, 7.0)  # wrong, but who knows
-        found(CHAIN, 10, AGAIN, "cheaper than the bound")
-        assert known.bound == 5.0
-        proved(CHAIN, 10, 6.5)
-        proved(CHAIN, 10, float("inf"))
-        proved(CHAIN, 10, float("nan"))
-        assert known.bound == 5.0
+def test_a_bound_that_a_schedule_contradicts_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    known = begun()
+    known.prove(7.0)  # wrong, but who knows
+    known.offer(AGAIN, "cheaper than the bound")
+    assert known.bound == 5.0
+    for bound in (6.5, float("inf"), float("nan")):
+        known.prove(bound)
+    assert known.bound == 5.0
+    assert [record.getMessage().split(" s ")[0] for record in caplog.records] == [
+        "a bound of 7",
+        "a bound of 6.5",
+        "a bound of inf",
+    ]
 
 
-def test_reports_from_the_thread_of_a_solver_arrive() -> None:
+def test_an_infinite_bound_proves_that_nothing_fits() -> None:
+    known = begun()
+    assert not known.is_infeasible
+    known.prove(float("inf"))
+    assert known.is_infeasible
+    assert known.solution("test", Remarks()).status is Status.INFEASIBLE
+
+
+def test_offers_from_the_thread_of_a_solver_arrive() -> None:
     chain = dags.unit_chain(8)
     model, x = build(chain, 5)
+    known = Incumbent(Task(chain, 5))
     threads = set()
 
     def on_incumbent(values: np.ndarray) -> None:
         threads.add(threading.current_thread())
-        found(chain, 5, model.value(values, x.R) > 0.5, "milp")
+        known.offer(model.value(values, x.R) > 0.5, "milp")
 
-    with Progress(chain, 5, 10.0) as known:
-        highs.run(model, on_incumbent=on_incumbent)
+    highs.run(model, on_incumbent=on_incumbent)
     assert known.cost == 22.0
     assert threading.main_thread() not in threads
 
@@ -124,14 +137,19 @@ class Terminal(io.StringIO):
         return True
 
 
-def _slow(problem: Problem, budget: int, *, screen: io.StringIO | None = None, **options: Any) -> None:
+def _slow(monkeypatch: pytest.MonkeyPatch, *, screen: io.StringIO | None = None, **options: Any) -> None:
     """A solve that lasts until the screen shows something, or half a second."""
-    with Progress(problem, budget, 10.0, **options):
-        found(problem, budget, AGAIN, "test")
+
+    def method(task: Task, incumbent: Incumbent) -> Remarks:
+        incumbent.offer(AGAIN, "test")
         if screen is None:
             time.sleep(0.5)
         while screen is not None and not screen.getvalue().strip():
             time.sleep(0.01)
+        return Remarks()
+
+    monkeypatch.setitem(METHODS, "slow", Method("slow", "of tests", "here", method))
+    solve(CHAIN, 10, method="slow", time_limit=10.0, **options)
 
 
 @pytest.mark.wall_clock
@@ -139,7 +157,7 @@ def test_on_a_terminal_a_slow_solve_shows_what_it_knows(monkeypatch: pytest.Monk
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(statusline, "QUIET_SECONDS", 0.1)
-    _slow(CHAIN, 10, screen=screen)
+    _slow(monkeypatch, screen=screen)
     assert re.search(r"\| step \+20.00%, gap 16.67%, \d of 10 s", screen.getvalue())
 
 
@@ -147,7 +165,7 @@ def test_on_a_terminal_a_quick_solve_shows_nothing(monkeypatch: pytest.MonkeyPat
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(statusline, "QUIET_SECONDS", 600.0)
-    _slow(CHAIN, 10)
+    _slow(monkeypatch)
     assert screen.getvalue() == ""
 
 
@@ -159,13 +177,15 @@ def test_the_line_can_be_asked_for_and_refused(
     screen = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(statusline, "QUIET_SECONDS", 0.0)
-    _slow(CHAIN, 10, screen=screen if expected else None, shown=shown)
+    _slow(monkeypatch, screen=screen if expected else None, progress=shown)
     assert ("gap" in screen.getvalue()) is expected
 
 
-def test_elsewhere_progress_is_logged(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+def test_elsewhere_progress_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     with caplog.at_level(logging.INFO, logger="checkmate.solve"):
-        _slow(CHAIN, 10)
+        _slow(monkeypatch)
     assert any("test: step +20.00%" in record.getMessage() for record in caplog.records)
     assert capfd.readouterr() == ("", "")
 

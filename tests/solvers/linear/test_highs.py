@@ -13,11 +13,13 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate.errors import SolverError
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import build
 from checkmate.solvers.linear.highs import Outcome
-from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.model import NONE, Model
+
+milp = METHODS["milp"].solve
 
 
 def knapsack(seed: int = 0, n: int = 12) -> Model:

@@ -17,15 +17,18 @@ from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
 from checkmate.errors import SolverError
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import without_useless
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import FORMULATIONS, build
 from checkmate.solvers.linear.highs import Outcome, Result
-from checkmate.solvers.linear.milp import export, milp, relax
+from checkmate.solvers.linear.milp import export, relax
 from checkmate.solvers.linear.model import NONE, Model
 from tests.support import oracle
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.support.sampling import every, slow
+
+milp = METHODS["milp"].solve
 
 GOLDEN = {3: 45, 4: 26, 5: 22, 6: 21, 8: 19}  # budget -> cost of the chain of 8 layers, unit costs and sizes
 GOLDEN_16 = {8: 43, 10: 41, 12: 39}
@@ -358,7 +361,7 @@ def test_a_solver_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def lie(model: Model, **options: object) -> Result:
         x = model.lower.copy()
         x[0] = 0  # the first op does not run
-        return Result(Outcome.OPTIMAL, x, 0.0, 0.0, 0.0)
+        return Result(Outcome.OPTIMAL, x, 0.0, 0.0)
 
     monkeypatch.setattr(highs, "run", lie)
     with pytest.raises(SolverError, match="milp"):
@@ -368,7 +371,7 @@ def test_a_solver_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_proof_that_a_known_schedule_contradicts_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = dags.unit_chain(8)
     start = milp(chain, 5).schedule
-    false = Result(Outcome.INFEASIBLE, None, float("inf"), float("inf"), 0.0)
+    false = Result(Outcome.INFEASIBLE, None, float("inf"), float("inf"))
     monkeypatch.setattr(highs, "run", lambda model, **options: false)
     solution = milp(chain, 5, start=start)
     assert (solution.status, solution.cost, solution.bound) == (Status.FEASIBLE, 22, 17)

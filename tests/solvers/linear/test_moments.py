@@ -5,15 +5,34 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from typing import Any
 
 import pytest
 
 from benchmarks.networks import dags
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.solvers.catalogue import METHODS
+from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.runs import peak_of
-from checkmate.solvers.linear.moments import Bound, default_moments, lift, moment_bound
-from checkmate.solvers.search.next_use import next_use
+from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.linear.moments import EXACT, Bound, default_moments, lift
+from checkmate.solvers.linear.moments import moment_bound as bound_of
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.support.sampling import every
+
+next_use = METHODS["next-use"].solve
+
+
+def moment_bound(
+    problem: Problem, budget: int, *, start: Schedule | None = None, seconds: float = 10.0, **options: Any
+) -> Bound:
+    task = Task(problem, budget, Clock(seconds), gap=EXACT)
+    incumbent = Incumbent(task)
+    assert start is None or incumbent.offer(start.R, "start")
+    bound = bound_of(task, incumbent, **options)
+    assert incumbent.bound >= bound.value * (1 - EXACT)  # it was told
+    return bound
 
 
 @pytest.mark.parametrize("block", every(5, range(10)))
@@ -94,7 +113,7 @@ def test_says_that_nothing_fits() -> None:
 def test_holds_its_time_limit_and_proves_something_within_it() -> None:
     problem = dags.resnet((3, 4, 6, 3))
     began = time.perf_counter()
-    bound = moment_bound(problem, int(0.6 * problem.keep_all_peak), time_limit=1.5)
+    bound = moment_bound(problem, int(0.6 * problem.keep_all_peak), seconds=1.5)
     assert time.perf_counter() - began < 2.5
     assert bound.value >= problem.keep_all_cost
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
+from checkmate.solvers.catalogue import METHODS
+from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.runs import choose_places, peak_of
+from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.highs import Outcome
 from checkmate.solvers.linear.places import restricted
-from checkmate.solvers.search.next_use import next_use
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.support.sampling import every
+
+next_use = METHODS["next-use"].solve
+
+
+def begun(problem: Problem, budget: int, start: np.ndarray | None = None, **options: Any) -> Incumbent:
+    """The incumbent of a task, with a known schedule where one is given."""
+    incumbent = Incumbent(Task(problem, budget, **options))
+    assert start is None or incumbent.offer(start, "start")
+    return incumbent
 
 
 def all_places(problem: Problem) -> np.ndarray:
@@ -29,20 +42,23 @@ def test_with_all_places_it_is_exact(block: int) -> None:
         known = outcomes(problem)
         for budget in interesting_budgets(known):
             best = optimum(known, budget)
-            answer = restricted(problem, budget, all_places(problem), gap=0.0)
+            found = begun(problem, budget)
+            answer = restricted(found.task, found, all_places(problem))
             if np.isinf(best):
-                assert answer.R is None
+                assert found.R is None
                 assert answer.outcome is Outcome.INFEASIBLE
             else:
-                assert answer.R is not None
-                assert answer.cost == pytest.approx(best) == pytest.approx(answer.bound)
-                assert Schedule.from_runs(problem.graph, answer.R).violations(problem, budget) == []
+                assert found.R is not None
+                assert found.cost == pytest.approx(best) == pytest.approx(answer.bound)
+                assert Schedule.from_runs(problem.graph, found.R).violations(problem, budget) == []
 
 
 @pytest.mark.parametrize(("budget", "cost"), [(3, 45), (4, 26), (5, 22), (6, 21), (8, 19)])
 def test_golden_optima_of_the_chain(budget: int, cost: int) -> None:
     problem = dags.unit_chain(8)
-    assert restricted(problem, budget, all_places(problem), gap=0.0).cost == pytest.approx(cost)
+    found = begun(problem, budget)
+    restricted(found.task, found, all_places(problem))
+    assert found.cost == pytest.approx(cost)
 
 
 @pytest.mark.parametrize("name", ["vgg", "unet", "gpt"])
@@ -54,11 +70,12 @@ def test_never_worse_than_its_start_and_within_the_budget(name: str) -> None:
     assert start.schedule is not None
     candidates = np.flatnonzero(start.schedule.recomputed).tolist()
     places = choose_places(problem, candidates, also=start.schedule.R)
-    answer = restricted(problem, budget, places, start=start.schedule.R, time_limit=3)
-    assert answer.R is not None
-    assert answer.cost <= start.cost * (1 + 1e-9)
-    assert peak_of(problem, answer.R) <= budget
-    assert set(np.flatnonzero(answer.R.sum(axis=0) > 1)) <= set(candidates)
+    found = begun(problem, budget, start.schedule.R, clock=Clock(3.0), gap=1e-4)
+    restricted(found.task, found, places)
+    assert found.R is not None
+    assert found.cost <= start.cost * (1 + 1e-9)
+    assert peak_of(problem, found.R) <= budget
+    assert set(np.flatnonzero(found.R.sum(axis=0) > 1)) <= set(candidates)
 
 
 def test_frozen_places_stay_as_they_are() -> None:
@@ -67,20 +84,20 @@ def test_frozen_places_stay_as_they_are() -> None:
     assert start.schedule is not None
     R = start.schedule.R
     places = choose_places(problem, range(13), also=R)
-    answer = restricted(problem, 4, places, start=R, frozen=np.ones(len(places), dtype=bool))
-    assert answer.R is not None
-    assert np.array_equal(answer.R, R)
-    half = places[:, 0] < 7
-    answer = restricted(problem, 4, places, start=R, frozen=half)
-    assert answer.R is not None
-    assert np.array_equal(answer.R[:7], R[:7])
+    found = begun(problem, 4, R)
+    answer = restricted(found.task, found, places, frozen=np.ones(len(places), dtype=bool))
+    assert (answer.outcome, answer.bound) == (Outcome.OPTIMAL, pytest.approx(found.cost))  # there is no other
+    assert np.array_equal(found.R, R)
+    restricted(found.task, found, places, frozen=places[:, 0] < 7)
+    assert found.R is not None
+    assert np.array_equal(found.R[:7], R[:7])
 
 
 def test_a_target_ends_the_search() -> None:
     problem = dags.unit_chain(8)
-    answer = restricted(problem, 4, all_places(problem), target=30.0)
-    assert answer.R is not None
-    assert answer.cost <= 30.0
+    found = begun(problem, 4)
+    restricted(found.task, found, all_places(problem), target=30.0)
+    assert found.cost <= 30.0
 
 
 def test_places_are_of_use_and_in_order() -> None:

@@ -12,12 +12,14 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core.solution import Status
 from checkmate.errors import SolverError
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.linear import pulp_engine
 from checkmate.solvers.linear.equations import FORMULATIONS, build
 from checkmate.solvers.linear.highs import Outcome
-from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.model import Model
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+
+milp = METHODS["milp"].solve
 
 has_cbc = bool({"COIN_CMD", "PULP_CBC_CMD"} & set(pulp.listSolvers(onlyAvailable=True)))
 pytestmark = [

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.runs import peak_of
+from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.drop_runs import slim
 from checkmate.solvers.search.value_sets import Needs
@@ -22,23 +23,23 @@ def test_any_valid_schedule_becomes_no_dearer_and_fits_what_it_fitted(seed: int)
         if (schedule.recomputed[pinned] > 0).any() or schedule.violations(problem):
             continue
         peak = peak_of(problem, schedule.R)
-        slimmer = certify(problem, peak, slim(problem, peak, schedule.R), method="slim")
+        slimmer = certify(problem, peak, slim(problem, peak, schedule.R, Clock()), method="slim")
         assert slimmer.cost <= schedule.cost(problem) + 1e-9
 
 
 def test_with_room_nothing_runs_twice() -> None:
     problem = dags.unet(2)
-    R, _ = find_plan(Needs(problem), int(1.1 * problem.unavoidable_bytes.max()), width=4, deadline=float("inf"))
+    R, _ = find_plan(Needs(problem), int(1.1 * problem.unavoidable_bytes.max()), width=4, clock=Clock())
     assert R is not None
     assert R.sum() > 2 * len(R)
-    assert np.array_equal(slim(problem, 2 * problem.keep_all_peak, R), np.eye(len(R), dtype=bool))
+    assert np.array_equal(slim(problem, 2 * problem.keep_all_peak, R, Clock()), np.eye(len(R), dtype=bool))
 
 
 def test_more_room_makes_it_cheaper_on_a_training_step() -> None:
     problem = dags.gpt(2)
     budget = int(1.3 * problem.unavoidable_bytes.max())
-    R, _ = find_plan(Needs(problem), budget, width=4, deadline=float("inf"))
+    R, _ = find_plan(Needs(problem), budget, width=4, clock=Clock())
     assert R is not None
-    tight = certify(problem, budget, slim(problem, budget, R), method="slim")
-    wide = certify(problem, 2 * budget, slim(problem, 2 * budget, R), method="slim")
+    tight = certify(problem, budget, slim(problem, budget, R, Clock()), method="slim")
+    wide = certify(problem, 2 * budget, slim(problem, 2 * budget, R, Clock()), method="slim")
     assert wide.cost <= tight.cost < float(R.sum(axis=0) @ problem.seconds)

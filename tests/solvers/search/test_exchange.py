@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -13,6 +11,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import as_matrix, peak_of
+from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.exchange import Line, exchange
 from tests.support.oracle import random_problem
@@ -27,7 +26,7 @@ def bytes_at_runs(problem: Problem, R: np.ndarray) -> tuple[int, ...]:
 def test_bytes_are_the_simulators_whatever_runs(seed: int) -> None:
     problem = random_problem(2000 + seed, most_ops=12)
     T = len(problem.graph.ops)
-    line = Line(problem, Tables.of(problem), problem.keep_all_peak, np.eye(T, dtype=bool))
+    line = Line(problem, problem.keep_all_peak, np.eye(T, dtype=bool))
     rng = np.random.default_rng(seed)
     for _ in range(10):
         off = np.flatnonzero(~line.fixed)
@@ -42,12 +41,11 @@ def test_bytes_are_the_simulators_whatever_runs(seed: int) -> None:
 @pytest.mark.parametrize("name", ["vgg", "unet", "gpt"])
 def test_never_worse_and_within_the_budget(name: str) -> None:
     problem = {"vgg": dags.vgg(10), "unet": dags.unet(3), "gpt": dags.gpt(2)}[name]
-    tables = Tables.of(problem)
     budget = (int(problem.unavoidable_bytes.max()) + problem.keep_all_peak) // 2
-    stages = run_pass(tables, budget, Weights(0.5, 0.5, 2.0))
+    stages = run_pass(Tables.of(problem), budget, Weights(0.5, 0.5, 2.0))
     assert not isinstance(stages, Stuck)
     start = as_matrix(stages)
-    found = exchange(problem, tables, budget, start, deadline=time.perf_counter() + 5)
+    found = exchange(Task(problem, budget, Clock(5.0)), start)
     assert found.sum(axis=0) @ problem.seconds <= start.sum(axis=0) @ problem.seconds
     assert peak_of(problem, found) <= budget
     assert not Schedule.from_runs(problem.graph, found).violations(problem, budget)
@@ -57,7 +55,7 @@ def test_drops_what_need_not_run_again() -> None:
     problem = dags.unit_chain(6)
     again = np.eye(13, dtype=bool)
     again[9:, 2] = again[8:, 1] = True
-    found = exchange(problem, Tables.of(problem), problem.keep_all_peak, again, deadline=time.perf_counter() + 5)
+    found = exchange(Task(problem, problem.keep_all_peak, Clock(5.0)), again)
     assert np.array_equal(found, np.eye(13, dtype=bool))
 
 
@@ -67,5 +65,5 @@ def test_runs_a_cheap_op_again_to_save_a_dear_one() -> None:
     )
     dear = np.eye(4, dtype=bool)
     dear[3, 0] = True
-    found = exchange(problem, Tables.of(problem), 6, dear, deadline=time.perf_counter() + 5)
+    found = exchange(Task(problem, 6, Clock(5.0)), dear)
     assert found.sum(axis=0).tolist() == [1, 2, 1, 1]

@@ -13,13 +13,16 @@ from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, Status
+from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import as_matrix, peak_of
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.min_budget import least_runs, min_budget
-from checkmate.solvers.search.next_use import GRID, Guide, next_use
+from checkmate.solvers.search.next_use import GRID, Guide
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.support.sampling import every
+
+next_use = METHODS["next-use"].solve
 
 STEPS = {
     "vgg": dags.vgg(10),

@@ -15,6 +15,7 @@ from checkmate.core.plan import Free, Run
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.runs import peak_of
+from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_search import refute
 from checkmate.solvers.search.value_sets import Needs
 from tests.support.oracle import all_schedules, outcomes, random_problem
@@ -99,7 +100,7 @@ def test_refutations_are_true_where_half_of_the_ops_are_pinned(block: int) -> No
         truth = min(peak for _, peak in outcomes(problem))
         needs = Needs(problem)
         for budget in range(truth - 4, truth + 3):
-            proofs = [refute(needs, budget, t, width=100, deadline=float("inf")) for t in range(needs.T)]
+            proofs = [refute(needs, budget, t, width=100, clock=Clock()) for t in range(needs.T)]
             assert all(proof is None or budget < proof <= truth for proof in proofs)
             refuted += any(proof is not None for proof in proofs)
     assert refuted > 20

@@ -1,8 +1,10 @@
-"""The clock of the tests: seconds that a process computes, whatever a busy machine does beside it."""
+"""Seconds that a process computes, whatever a busy machine does beside it: the clock of tests, and of some figures."""
 
 from __future__ import annotations
 
 import time
+
+import highspy
 
 WALL = time.perf_counter
 PATIENCE = 40.0  # times as long as asked for may HiGHS take on the wall: it is stopped once the seconds below are over
@@ -21,7 +23,7 @@ def count_own_seconds() -> None:
     time.perf_counter = time.process_time
     set_option = highs._set
 
-    def patient(solver: object, option: str, value: bool | int | float | str) -> None:
+    def patient(solver: highspy.Highs, option: str, value: bool | int | float | str) -> None:
         set_option(solver, option, PATIENCE * float(value) if option == "time_limit" else value)
 
     highs._set = patient

@@ -1,0 +1,83 @@
+"""The rows that benchmarks write, one JSON object a line: where they come from, how they are kept and shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from checkmate.core.solution import Solution
+
+Row = dict[str, Any]
+
+
+def origin(*packages: str) -> dict[str, str]:
+    """Where and when a row was made, with the versions of packages; by default of PyTorch."""
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    cpu = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": git.stdout.strip() or "unknown",
+        **{package: version(package) for package in packages or ("torch",)},
+        "python": platform.python_version(),
+        "cpu": cpu[0] if cpu else platform.processor(),
+    }
+
+
+def append(path: Path, *rows: Row) -> None:
+    """Add rows to a file, whose folder is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def read(path: Path) -> list[Row]:
+    """All rows of a file; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def latest(rows: Iterable[Row], *keys: str) -> list[Row]:
+    """Of the rows that have the same values under some keys, the last."""
+    return list({tuple(row[key] for key in keys): row for row in rows}.values())
+
+
+def plan_facts(solution: Solution) -> Row:
+    """What rows say of a plan."""
+    return {
+        "method": solution.method,
+        "status": solution.status.label,
+        "overhead": solution.overhead,
+        "gap": solution.gap,
+        "plan_seconds": solution.seconds,
+    }
+
+
+def shown(figure: float | None, form: str, unit: str = "", missing: str = "–") -> str:
+    """A figure as text, or what stands for one that there is not."""
+    return missing if figure is None else f"{figure:{form}}{unit}"
+
+
+def add_names(parser: argparse.ArgumentParser, known: Collection[str], default: Sequence[str] = ()) -> None:
+    """The argument ``NETWORK ...`` of a script: ``names``, of those that are known; by default some, or all."""
+
+    def name(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"there is no {text!r}; there are {', '.join(known)}")
+        return text
+
+    told = f"of {', '.join(known)}; by default {', '.join(default) or 'all'}"
+    parser.add_argument("names", nargs="*", type=name, metavar="NETWORK", help=told, default=[*(default or known)])

@@ -1,0 +1,165 @@
+"""What each stage of `auto` is worth: each is left out in turn, on six graphs, at a roomy and at a tight budget.
+
+    python -m benchmarks.solve.stages [--graphs NAME ...] [--time-limit 10]
+    python -m benchmarks.solve.stages --report     # from the rows: results/stages.md
+
+Each solve is a process of its own, on one thread, on Linux. Seconds, those of the limit too, are the ones that it
+computes, so that other work on the machine does not count. The stage "known" is not among them: it does something only
+where a plan is given to begin with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.own_seconds import count_own_seconds
+from benchmarks.solve.comparison import HERE, facts, load, origin
+from checkmate.solvers.auto import MOST_OPS_AT_ONCE, MOST_OPS_EXACT, STAGES
+from checkmate.solvers.solve import solve
+
+RESULTS = HERE / "results" / "stages.jsonl"
+TIME_LIMIT = 5.0  # seconds for each solve
+BUDGETS = {  # shares of the peak of keeping everything; the second is close to the smallest budget
+    "chain-16": (6 / 18, 4 / 18),
+    "vgg16": (0.7, 0.63),
+    "unet": (0.5, 0.3),
+    "mobilenetv2": (0.5, 0.3),
+    "vit-b16": (0.5, 0.3),
+    "gpt2-12": (0.5, 0.32),
+}
+LEFT_OUT = ("", *(stage.name for stage in STAGES if stage.name != "known"))  # "": none
+WORSE = 1e-4  # of the step: a smaller difference is within the gap that is asked for
+HEADER = ("left out", "dearer", "cheaper", "wider gap", "narrower gap", "first plan", "seconds")
+Row = dict[str, Any]
+Case = tuple[str, float]
+
+
+def cases(graphs: Sequence[str]) -> Iterator[tuple[str, float, str]]:
+    """What is to be solved: graph, share and the stage that is left out."""
+    for graph in graphs:
+        for share in BUDGETS[graph]:
+            for stage in LEFT_OUT:
+                yield graph, share, stage
+
+
+def solve_here(graph: str, share: float, stage: str, time_limit: float) -> Row:
+    """Solve in this process, in seconds that it computes."""
+    count_own_seconds()
+    problem, without = load(graph), [stage] if stage else []
+    budget = int(share * problem.keep_all_peak)
+    solution = solve(problem, budget, time_limit=time_limit, without=without, progress=False)
+    row = {"graph": graph, "share": share, "without": stage, "time_limit": time_limit, **facts(solution)}
+    return {name: value for name, value in row.items() if name != "trajectory"}
+
+
+def latest(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
+    """For each graph and share the last row of each stage that was left out."""
+    found: dict[Case, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault((row["graph"], row["share"]), {})[row["without"]] = row
+    return found
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table of the stages, one of all cases, and a line that says where the rows are from."""
+    found = latest(rows)
+    commits, machines = (", ".join(sorted({row[key] for row in rows})) for key in ("commit", "cpu"))
+    limits = ", ".join(sorted({f"{row['time_limit']:g}" for row in rows}))
+    lines = [
+        "# What each stage of auto is worth",
+        "",
+        f"Made by `python -m benchmarks.solve.stages` at {commits} on {machines}, one thread, within {limits} seconds "
+        "each; seconds are those that the process computed, as the machine was busy with other work. Of "
+        f"{len(found)} cases, a graph and a budget: in how many the step is dearer or cheaper than with all stages, or "
+        "the gap wider or narrower, by more than 0.01% of the step, and by how much at most; then the seconds up to "
+        "the first plan, and in all: medians, divided by those with all stages. No plan counts as a gap of 100%.",
+        "",
+        f"The stage exact at once looks at graphs of up to {MOST_OPS_AT_ONCE} ops only, exact of up to "
+        f"{MOST_OPS_EXACT}: on larger ones their rows differ from those with all stages by luck alone, of what is done "
+        "last in the time.",
+        "",
+        *_head(HEADER, 1),
+        *("| " + " | ".join(_worth(found, stage)) + " |" for stage in LEFT_OUT[1:]),
+        "",
+        "All cases: the budget is a share of the peak of keeping everything.",
+        "",
+        *_head(("graph", "ops", "budget", "left out", "recomputed", "gap", "first plan", "seconds"), 1),
+    ]
+    for (graph, share), by_stage in found.items():
+        for stage in LEFT_OUT:
+            row = by_stage[stage]
+            name = stage or "none"
+            figures = f"{_recomputed(row)} | {_gap(row):.2%} | {_first(row):.2f} s | {row['seconds']:.1f} s"
+            lines.append(f"| {graph} | {row['ops']} | {share:.0%} | {name} | {figures} |")
+    return "\n".join([*lines, ""])
+
+
+def _worth(found: dict[Case, dict[str, Row]], stage: str) -> list[str]:
+    """A row of the first table."""
+    pairs = [(by_stage[""], by_stage[stage]) for by_stage in found.values()]
+    costs = [_cost(without) - _cost(with_all) for with_all, without in pairs]
+    gaps = [_gap(without) - _gap(with_all) for with_all, without in pairs]
+    first = statistics.median(_first(without) / _first(with_all) for with_all, without in pairs)
+    seconds = statistics.median(without["seconds"] / with_all["seconds"] for with_all, without in pairs)
+    counted = [_counted(differences, sign) for differences in (costs, gaps) for sign in (1, -1)]
+    return [stage, *counted, f"{first:.2f}", f"{seconds:.2f}"]
+
+
+def _counted(differences: list[float], sign: int) -> str:
+    """How many differences of this sign count, and the largest."""
+    counted = [sign * difference for difference in differences if sign * difference > WORSE]
+    if not counted:
+        return "–"
+    most = "no plan" if max(counted) == float("inf") else f"{max(counted):.2%}"
+    return f"{len(counted)} ({most})"
+
+
+def _cost(row: Row) -> float:
+    return float("inf") if row["cost_ratio"] is None else float(row["cost_ratio"])
+
+
+def _first(row: Row) -> float:
+    """Seconds up to the first plan; all of them where there is none."""
+    return float(row["first_plan_seconds"] or row["seconds"])
+
+
+def _gap(row: Row) -> float:
+    return 1.0 if row["gap"] is None else float(row["gap"])
+
+
+def _recomputed(row: Row) -> str:
+    return row["status"] if row["cost_ratio"] is None else f"{row['cost_ratio'] - 1:.2%}"
+
+
+def _head(names: Sequence[str], left: int) -> tuple[str, str]:
+    marks = ["---" if i < left else "--:" for i in range(len(names))]
+    return "| " + " | ".join(names) + " |", "|" + "|".join(marks) + "|"
+
+
+def main() -> None:
+    """Solve what was asked for and append the rows to the file, and make the report of the rows."""
+    parser = argparse.ArgumentParser(description="auto with each of its stages left out in turn.")
+    parser.add_argument("--graphs", nargs="+", choices=BUDGETS, default=BUDGETS, metavar="NAME")
+    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT, help="seconds for each solve")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help="solve nothing, write the table of the rows")
+    args = parser.parse_args()
+    source = origin()
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as apart:
+        for case in () if args.report else cases(args.graphs):
+            row = apart.apply(solve_here, (*case, args.time_limit))
+            with args.out.open("a") as out:
+                out.write(json.dumps({**source, **row}) + "\n")
+            print(*case, row["status"], row["cost_ratio"], row["gap"], row["seconds"], flush=True)
+    rows = [json.loads(line) for line in args.out.read_text().splitlines()]
+    args.out.with_suffix(".md").write_text(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Which ops of a traced training step run in its forward and which in its backward, in what order, which only once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._functorch._aot_autograd.utils import is_with_effects
+from torch._functorch.partitioners import (
+    _extract_fwd_bwd_outputs,
+    _has_tag_is_backward,
+    _is_backward_state,
+    _is_bwd_seed_offset,
+    _is_primal,
+    _is_tangent,
+    _must_be_in_backward,
+    is_sym_node,
+)
+
+from checkmate.capture import cudnn
+from checkmate.capture.nodes import (
+    ancestors,
+    is_collective,
+    is_mutating,
+    is_random,
+    is_view,
+    leaf_nodes,
+    storage,
+    tensors,
+    written,
+)
+from checkmate.capture.numbers import number_placeholders
+from checkmate.capture.provenance import where
+from checkmate.capture.random_draws import save_state
+from checkmate.errors import Unsupported
+
+_BATCH_NORMS = {  # in training mode what later ops read does not depend on the running statistics
+    torch.ops.aten._native_batch_norm_legit_functional.default,
+    cudnn.batch_norm,
+}
+
+
+class Traced:
+    """A joint graph as AOTAutograd hands it over, with what the caller says of its inputs."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        num_fwd_outputs: int,
+        static_inputs: Iterable[int],
+        input_names: Sequence[str],
+        numbers: Mapping[int, str],
+        draws: Iterable[int],
+    ) -> None:
+        outputs = _extract_fwd_bwd_outputs(module, num_fwd_outputs=num_fwd_outputs)
+        parts: list[tuple[Any, ...]] = [tuple(part) for part in outputs]
+        self.forward_outputs, self.backward_outputs, self.forward_descs, self.backward_descs = parts
+        self.nodes: list[fx.Node] = list(module.graph.nodes)
+        self.placeholders = tuple(n for n in self.nodes if n.op == "placeholder")
+        self.numbers = number_placeholders(module.graph, numbers)
+        self.draws = number_placeholders(module.graph, dict.fromkeys(draws, "a draw"))
+        self.static_inputs = frozenset(static_inputs)
+        self.input_names = input_names
+        self.after_tangent = after_tangent(self.nodes)
+        self.overwritten = {  # storages of inputs that the step overwrites, with their names
+            storage(tensor): self.name(target)
+            for n in self.nodes
+            for target in written(n)
+            for tensor in tensors(target.meta.get("val"))
+        }
+
+    def name(self, node: fx.Node) -> str:
+        """What to call a node's value: an input as the user knows it, else as in the graph."""
+        is_input = node.op == "placeholder" and _is_primal(node)
+        position = getattr(node.meta.get("desc"), "idx", None) if is_input else None
+        return node.name if position is None or position >= len(self.input_names) else self.input_names[position]
+
+    def reads_overwritten(self, node: fx.Node) -> str | None:
+        """The name of the overwritten input that this op reads and depends on."""
+        if is_mutating(node) or _is_outside_its_running_statistics(node):
+            return None
+        storages = (storage(tensor) for a in node.all_input_nodes for tensor in tensors(a.meta.get("val")))
+        return next((self.overwritten[key] for key in storages if key in self.overwritten), None)
+
+    def pinned(self, node: fx.Node) -> str | None:
+        """Why an op must run exactly once, in words."""
+        if is_mutating(node):
+            return "overwrites " + ", ".join(map(self.name, written(node)))
+        if is_with_effects(node):
+            return "has a side effect"
+        if node.target is save_state:
+            return "saves the random state before a draw"
+        if is_random(node):
+            return "draws random numbers"
+        if is_collective(node):
+            return "exchanges data with other ranks"
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return "runs a subgraph"
+        if name := self.reads_overwritten(node):
+            return f"reads {name}, which the step overwrites"
+        return None
+
+
+def after_tangent(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes that depend on an incoming gradient, or were put into the backward by hand."""
+    found: set[fx.Node] = set()
+    for n in nodes:
+        handed_in = n.op == "placeholder" and (_is_tangent(n) or _is_bwd_seed_offset(n) or _is_backward_state(n))
+        if handed_in or _must_be_in_backward(n) or any(a in found for a in n.all_input_nodes):
+            found.add(n)
+    return found
+
+
+def _is_outside_its_running_statistics(node: fx.Node) -> bool:
+    """Whether what an op computes does not depend on the running statistics that it is given: it is training."""
+    return node.target in _BATCH_NORMS and bool(node.args[5])
+
+
+def let_other_calls_overwrite_statistics(nodes: Iterable[fx.Node]) -> None:
+    """Have autograd accept that running statistics are overwritten by another call before the backward."""
+    for node in filter(_is_outside_its_running_statistics, nodes):
+        for statistics in leaf_nodes(node.args[3:5]):
+            statistics.meta["saved_tensor_with_no_vc_check"] = True
+
+
+def _is_op(node: fx.Node) -> bool:
+    is_value = node.target is not operator.getitem and not is_sym_node(node) and not is_view(node)
+    return node.op == "call_function" and is_value
+
+
+def phases(step: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The op nodes of the forward and of the backward, each in the order of first execution."""
+    ops = {n for n in step.nodes if _is_op(n)}
+    forward = _needed_in_forward(step, ops)
+    in_backward = [n for n in _by_demand(step, forward) if n in ops]
+    for n in in_backward:
+        if name := step.reads_overwritten(n):
+            raise Unsupported(
+                f"{where(n)}: the backward reads {name}, which the forward overwrites in place. "
+                "Plain PyTorch refuses this too; write to a copy of it instead."
+            )
+    return [n for n in step.nodes if n in forward and n in ops], in_backward
+
+
+def _needed_in_forward(step: Traced, ops: Collection[fx.Node]) -> set[fx.Node]:
+    """What the forward's results depend on, and what must run once before any gradient is there."""
+
+    def must_run(n: fx.Node) -> bool:
+        return n in ops and n not in step.after_tangent and bool(step.pinned(n)) and not _has_tag_is_backward(n)
+
+    forward = ancestors([*leaf_nodes(step.forward_outputs), *filter(must_run, step.nodes)])
+    if clash := next((n for n in step.nodes if n in forward and n in step.after_tangent), None):
+        raise Unsupported(f"{where(clash)}: {clash.name} of the forward depends on a gradient.")
+    return forward
+
+
+def _by_demand(step: Traced, forward: Collection[fx.Node]) -> list[fx.Node]:
+    """The nodes of the backward.
+
+    What neither depends on a tangent nor is needed for the forward's results runs next to its first user in the
+    backward: in the order of the joint graph it would force everything it reads to be there at once.
+    """
+
+    def has_effect(n: fx.Node) -> bool:
+        return n.op == "call_function" and n in step.after_tangent and (is_mutating(n) or is_with_effects(n))
+
+    gradients = leaf_nodes(step.backward_outputs)
+    needed = ancestors([*gradients, *filter(has_effect, step.nodes)])
+    backward: dict[fx.Node, None] = {}
+    for root in (*(n for n in step.nodes if n in needed and n in step.after_tangent), *gradients):
+        stack = [root]
+        while stack:
+            n = stack[-1]
+            missing = [a for a in n.all_input_nodes if a not in forward and a not in backward]
+            if missing and n not in backward:
+                stack += reversed(missing)
+            else:
+                backward.setdefault(stack.pop())
+    return [n for n in backward if n not in forward]

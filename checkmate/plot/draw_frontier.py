@@ -1,0 +1,126 @@
+"""Cost against peak as a picture: a line of plans for each method, and where it is proven that no plan can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from checkmate.plot.style import BLUE, GREEN, LINES, MARKERS, ORANGE, PURPLE, RED, SKY, axes_of, units
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from checkmate.solvers.frontier import Row
+
+
+@dataclass(frozen=True)
+class MethodLine:
+    """The plans that a method found, as a line."""
+
+    name: str
+    label: str  # the name, and for how many budgets it has a plan if not for all
+    points: list[tuple[int, float]]  # peak in bytes and seconds of the step, ascending
+
+
+def by_method(rows: Iterable[Row]) -> list[MethodLine]:
+    """A line for each method, in the order of the rows."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.method, []).append(row)
+    lines = []
+    for name, mine in found.items():
+        plans = [(row.peak, row.cost) for row in mine if row.peak is not None]
+        label = name if len(plans) == len(mine) else f"{name} ({len(plans)} of {len(mine)} budgets)"
+        lines.append(MethodLine(name, label, sorted(set(plans))))
+    return lines
+
+
+def proven_seconds(rows: list[Row]) -> dict[int, float]:
+    """For each budget, ascending, the seconds that every plan takes which needs no more: the best bound of any row."""
+    base = rows[0].solution.problem.keep_all_cost
+    budgets = sorted({row.budget for row in rows})
+    return {budget: max(base, *(row.bound for row in rows if row.budget >= budget)) for budget in budgets}
+
+
+def frontier(
+    rows: Iterable[Row],
+    *,
+    peers: Mapping[str, Iterable[tuple[float, float]]] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Seconds of the step against its peak, for each method; shaded is where no plan can be, as far as proven.
+
+    Args:
+        rows: of `checkmate.frontier`.
+        peers: points of other tools for the same step by name, each a pair of peak in bytes and seconds.
+        ax: where to draw.
+
+    Raises:
+        ValueError: if there is no row.
+        ImportError: without Matplotlib.
+
+    >>> import checkmate
+    >>> problem = checkmate.Problem.from_dag([[], [0], [1], [0, 2]], [1] * 4, [4, 4, 4, 1])
+    >>> ax = frontier(checkmate.frontier(problem, [9, 12], jobs=1), peers={"by hand": [(12, 5.0)]})
+    >>> ax.get_legend_handles_labels()[1]
+    ['auto', 'by hand', 'proven: no plan is here']
+    """
+    rows = list(rows)
+    if not rows:
+        raise ValueError("There are no rows to draw.")
+    ax = axes_of(ax, (8.5, 6))
+    _draw_methods(ax, rows)
+    for (name, points_of), marker in zip((peers or {}).items(), cycle("*XP+1234")):
+        ax.plot(*zip(*points_of, strict=True), color="black", ls="", marker=marker, ms=9, label=name)
+    _shade_bound(ax, rows)
+    units(ax, x="B", y="s")
+    _relative(ax, rows[0].solution.problem.keep_all_cost)
+    ax.set(xlabel="peak", ylabel="step", title="Cost against peak")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+    return ax
+
+
+def _draw_methods(ax: Axes, rows: list[Row]) -> None:
+    looks = zip(cycle((BLUE, RED, GREEN, PURPLE, ORANGE, "black", SKY)), cycle(MARKERS), cycle(("-", *LINES)))
+    for method, (color, marker, style) in zip(by_method(rows), looks, strict=False):
+        peaks, costs = zip(*method.points, strict=True) if method.points else ((), ())
+        look: dict[str, Any] = {"color": color, "ls": style, "marker": marker, "ms": 6, "mfc": "white"}
+        ax.step(peaks, costs, where="post", label=method.label, **look)
+
+
+def _relative(ax: Axes, base: float) -> None:
+    """A second scale at the right: seconds relative to running each op once, if that takes any."""
+
+    def over(seconds: Any) -> Any:
+        return seconds / base - 1
+
+    def seconds(over: Any) -> Any:
+        return (1 + over) * base
+
+    if base > 0:
+        right = ax.secondary_yaxis("right", functions=(over, seconds))
+        right.yaxis.set_major_formatter("{x:+.1%}")
+        right.set_ylabel("recomputation")
+
+
+def _shade_bound(ax: Axes, rows: list[Row]) -> None:
+    """Shade below the best bound of each budget, which holds for the peaks up to it; beyond all, below running once."""
+    base = rows[0].solution.problem.keep_all_cost
+    lines = [points for points in (np.asarray(line.get_xydata()) for line in ax.lines) if len(points)]
+    points = np.concatenate(lines) if lines else np.array([[rows[-1].budget, base]])
+    proven = proven_seconds(rows)
+    budgets, bounds = [*proven], [*proven.values()]
+    known = [*points[:, 1], *(bound for bound in bounds if np.isfinite(bound))]
+    margin = 0.08 * (max(known) - base) or 0.05 * base or 1.0
+    bottom, top = base - margin, max(known) + 2 * margin
+    left, right = (f(*points[:, 0], *budgets) for f in (min, max))
+    room = 0.05 * (right - left) or 0.05 * right
+    edges = [left - room, *budgets, right + room]
+    heights = np.minimum([bounds[0], *bounds, base], top)
+    look: dict[str, Any] = {"facecolor": "#dddddd", "edgecolor": "#888888", "hatch": "////", "linewidth": 0.8}
+    ax.fill_between(edges, bottom, heights, step="pre", label="proven: no plan is here", zorder=0, **look)
+    ax.set(xlim=(edges[0], edges[-1]), ylim=(bottom, top))

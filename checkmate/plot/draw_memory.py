@@ -1,0 +1,130 @@
+"""Memory over a step as a picture: stacked areas of what is at hand, the budget as a line, the peak named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from checkmate.core.solution import Solution
+from checkmate.inspection.timeline import OUTSIDE, Timeline, timeline
+from checkmate.plot.style import FILLS, HATCHES, LINES, ROLE_STYLES, axes_of, halo, units, with_plan
+from checkmate.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def memory(
+    solution: Solution,
+    *,
+    compare: Sequence[Solution] = (),
+    by: Literal["role", "module"] = "role",
+    ax: Axes | None = None,
+) -> Axes:
+    r"""Bytes at hand over the seconds of the step, as stacked areas: what they are, or whose.
+
+    The budget is a line, the peak bears its bytes and its op. Other solutions, for example with other budgets, are
+    lines, their steps as long as they take.
+
+    Args:
+        solution: one with a plan.
+        compare: more of them.
+        by: "role" tells apart parameters, activations, what is made again, gradients, ...; "module" the modules.
+        ax: where to draw.
+
+    Raises:
+        ValueError: if a solution has no plan, or ``by`` is neither.
+        ImportError: without Matplotlib.
+
+    >>> from checkmate import Problem, solve
+    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], [1] * 4, [4, 4, 4, 1], forward=2)
+    >>> [text.get_text() for text in memory(solve(problem, 13)).texts]
+    ['forward', 'backward', 'peak 12 B\nop2']
+    """
+    line, others = _timeline(solution), [_timeline(other) for other in compare]
+    rows = line.by(by)
+    ax = axes_of(ax, (10, 5))
+    _stack(ax, line, rows, ROLE_STYLES if by == "role" else _styles(rows))
+    for other, its, style in zip(compare, others, cycle(LINES)):
+        label = f"{other.method}, budget {format_bytes(other.budget)}"
+        (drawn,) = ax.step(_begins(its), _held(its.bytes), where="post", color="#003050", ls=style, lw=1.3, label=label)
+        drawn.set_path_effects(halo())
+    ax.axhline(solution.budget, color="black", ls=(0, (8, 3)), lw=1.2, label=f"budget {format_bytes(solution.budget)}")
+    highest = max(1, *(its.peak for its in (line, *others)))
+    ceiling = max(highest, solution.budget if solution.budget <= 1.5 * highest else 0)  # one far above is in the legend
+    longest = max(its.seconds for its in (line, *others))
+    ax.set(xlim=(0, longest or 1.0), ylim=(0, 1.4 * ceiling))
+    _name_halves(ax, line)
+    _name_peak(ax, line, 1.18 * ceiling)
+    units(ax, x="s", y="B")
+    ax.set(xlabel="time in the step", ylabel="bytes at hand", title=_memory_title(solution))
+    handles, labels = ax.get_legend_handles_labels()
+    order = [*reversed(range(len(rows))), *range(len(rows), len(labels))]  # as the areas lie upon each other
+    ax.legend([handles[i] for i in order], [labels[i] for i in order], loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return ax
+
+
+def _timeline(solution: Solution) -> Timeline:
+    with_plan(solution)
+    assert solution.plan is not None
+    return timeline(solution.plan, solution.problem)
+
+
+def _stack(ax: Axes, line: Timeline, rows: dict[str, np.ndarray], styles: Mapping[str, tuple[str, str]]) -> None:
+    """An area for each row, the first one lowest, and a line around all of them."""
+    at = _begins(line)
+    if rows:
+        areas = ax.stackplot(at, [_held(row) for row in rows.values()], step="post", labels=list(rows))
+        for area, name in zip(areas, rows, strict=True):
+            fill, hatch = styles[name]
+            area.set(facecolor=fill, hatch=hatch, edgecolor="#404040", linewidth=0)
+    ax.step(at, _held(line.bytes), where="post", color="black", lw=0.7)
+
+
+def _memory_title(solution: Solution) -> str:
+    step = f"{format_seconds(solution.cost)} ({solution.overhead:+.2%} recomputation)"
+    return f"{solution.method}: peak {format_bytes(solution.peak or 0)}, step {step}"
+
+
+def _begins(line: Timeline) -> np.ndarray:
+    """(N + 1,) seconds at which each execution begins, and the last one ends."""
+    return np.array([*(moment.begin for moment in line.moments), line.seconds])
+
+
+def _held(row: np.ndarray) -> np.ndarray:
+    return np.append(row, row[-1])
+
+
+def _name_halves(ax: Axes, line: Timeline) -> None:
+    if not 0 < line.boundary < len(line.moments):
+        return
+    border = line.moments[line.boundary].begin
+    ax.axvline(border, color="black", ls=":", lw=1)
+    for name, side, shift in (("forward", "right", -4), ("backward", "left", 4)):
+        ax.annotate(name, (border, 0.99), (shift, 0), ax.get_xaxis_transform(), "offset points", ha=side, va="top")
+
+
+def _name_peak(ax: Axes, line: Timeline, height: float) -> None:
+    moment = line.peak_moment
+    middle = moment.begin + moment.seconds / 2
+    where = f"\n{moment.where}" if moment.where else ""
+    left = middle < line.seconds / 2
+    ax.annotate(
+        f"peak {format_bytes(line.peak)}\n{moment.name}{where}",
+        (middle, line.peak),
+        (middle + (0.03 if left else -0.03) * line.seconds, height),
+        ha="left" if left else "right",
+        va="center",
+        fontsize="small",
+        bbox={"boxstyle": "round", "fc": "white", "ec": "black", "lw": 0.5},
+        arrowprops={"arrowstyle": "-|>", "color": "black"},
+    )
+
+
+def _styles(rows: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    known = {"resident": ROLE_STYLES["parameters"], OUTSIDE: ROLE_STYLES["inputs"]}
+    rest = zip(cycle(FILLS), cycle(HATCHES))
+    return {name: known.get(name) or next(rest) for name in rows}

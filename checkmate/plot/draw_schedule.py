@@ -1,0 +1,98 @@
+"""A schedule as a picture: which op runs in which stage (R), and whose values are kept from stage to stage (S)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from checkmate.core.solution import Solution
+from checkmate.plot.style import RED, axes_of, pyplot, with_plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_CELLS = 1000  # of a schedule's side: beyond it cells are averaged
+NAMED = 30  # ops up to which axes bear their names
+LEGEND_SIZE = 45  # square points of the marks in the legend
+
+
+def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
+    """R and S as a triangle: a row for each stage, a column for each op.
+
+    Filled squares are first executions (R on the diagonal), crosses are rematerializations (R below it), and what is
+    shaded is at hand when the stage begins (S; an op's column is shaded where any of its values is). Dashed lines
+    divide forward from backward. Of more than 1,000 ops, the shade is the share of neighbouring cells at hand.
+
+    Raises:
+        ValueError: if the solution has no plan.
+        ImportError: without Matplotlib.
+
+    >>> from checkmate import Problem, solve
+    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], [1] * 4, [4, 4, 4, 1], forward=2)
+    >>> schedule(solve(problem, 100)).get_title()
+    'checkpoint-all: 0 of 4 ops run again, 0 times in all'
+    """
+    plan = with_plan(solution)
+    again, kept = plan.recomputed, _kept(solution)
+    T = len(again)
+    ax = axes_of(ax, (7.5, 7.5))
+    ax.imshow(_averaged(kept), cmap=_shades(), vmin=0, vmax=1, extent=(-0.5, T - 0.5, T - 0.5, -0.5), aspect="equal")
+    cell = 400 / T  # points, about
+    ax.scatter(range(T), range(T), s=max(1.0, (0.8 * cell) ** 2), marker="s", c="#222222", lw=0, label="first run")
+    t, k = np.nonzero(np.tril(plan.R, -1))
+    size = float(np.clip(cell**2, 14, 90))
+    label = f"run again ({again.sum()} times)"
+    ax.scatter(k, t, s=size, marker="X", c=RED, ec="black", lw=0.4, label=label, zorder=3)
+    ax.set(xlabel="op, in the order of first execution", ylabel="stage, which ends with the first execution of its op")
+    ax.set(xlim=(-0.5, T - 0.5), ylim=(T - 0.5, -0.5))
+    ax.set_title(f"{solution.method}: {(again > 0).sum()} of {T} ops run again, {again.sum()} times in all", pad=22)
+    if T <= NAMED:
+        names = [op.name for op in solution.problem.graph.ops]
+        ax.set_xticks(range(T), names, rotation=90)
+        ax.set_yticks(range(T), names)
+    _halves(ax, solution.problem.graph.forward_length, T)
+    shade = pyplot().Rectangle((0, 0), 1, 1, color=_shades()(1.0), label="at hand when the stage begins")
+    legend = ax.legend(handles=[*ax.get_legend_handles_labels()[0], shade], loc="upper right", framealpha=1.0)
+    marks: list[Any] = legend.legend_handles[:2]
+    for mark in marks:
+        mark.set_sizes([LEGEND_SIZE])  # a mark as large as a cell of a small schedule covers the words
+    return ax
+
+
+def _kept(solution: Solution) -> np.ndarray:
+    """(T, T) bool: some value of the op is at hand when the stage begins."""
+    S = with_plan(solution).S
+    kept = np.zeros((len(S), len(S)), dtype=bool)
+    for v, value in enumerate(solution.problem.graph.values):
+        if value.producer is not None:
+            kept[:, value.producer] |= S[:, v]
+    return kept
+
+
+def _averaged(cells: np.ndarray) -> np.ndarray:
+    """(n, n) float: the cells, or where there are too many to see the averages of square blocks of them."""
+    side = -(-len(cells) // MOST_CELLS)
+    if side == 1:
+        return cells.astype(float)
+    edges = np.arange(0, len(cells), side)
+    sums = np.add.reduceat(np.add.reduceat(cells.astype(np.float32), edges, axis=0), edges, axis=1)
+    widths = np.diff([*edges, len(cells)])
+    return sums / np.outer(widths, widths)
+
+
+def _halves(ax: Axes, forward: int, T: int) -> None:
+    """Lines between forward and backward, with their names along the top and the right edge."""
+    if not 0 < forward < T:
+        return
+    ax.axvline(forward - 0.5, color="black", ls="--", lw=0.8)
+    ax.axhline(forward - 0.5, color="black", ls="--", lw=0.8)
+    for name, middle in (("forward", forward / 2), ("backward", (forward + T) / 2)):
+        ax.text(middle - 0.5, 1.01, name, ha="center", va="bottom", transform=ax.get_xaxis_transform())
+        ax.text(1.01, middle - 0.5, name, ha="left", va="center", rotation=270, transform=ax.get_yaxis_transform())
+
+
+def _shades() -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("kept", ["white", "#9ecae1"])

@@ -1,0 +1,164 @@
+"""The sentences and figures of the page: what a plan costs, what is proven of it, and what each picture shows."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from checkmate.core.solution import Solution, Status
+from checkmate.inspection.addresses import Addresses
+from checkmate.inspection.timeline import Timeline
+from checkmate.units import format_bytes, format_seconds
+from checkmate.version import __version__
+
+if TYPE_CHECKING:
+    from checkmate.solvers.frontier import Row
+
+ABOUT_ROLES = {
+    "parameters": "there all the time",
+    "buffers": "there all the time",
+    "inputs": "the batch, there all the time",
+    "other resident": "there all the time",
+    "results": "what the step hands out, such as the loss and gradients of parameters",
+    "activations": "first copies of what the forward makes",
+    "made again": "later copies",
+    "gradients": "first copies of what the backward makes",
+    "workspace": "of the op that runs",
+}
+
+
+def summary(solution: Solution) -> str:
+    """The plan in three sentences."""
+    problem, peak = solution.problem, solution.peak or 0
+    share = f", {peak / problem.keep_all_peak:.1%} of what keeping everything takes" if problem.keep_all_peak else ""
+    ops, budget = _counted(len(problem.graph.ops), "op"), format_bytes(solution.budget)
+    return (
+        f"This plan runs a step of {ops} within a budget of {budget}. "
+        f"Its peak is {format_bytes(peak)}{share}. {_price_in_words(solution)} {_proof_in_words(solution)}"
+    )
+
+
+def _price_in_words(solution: Solution) -> str:
+    assert solution.schedule is not None
+    again = solution.schedule.recomputed
+    if not again.any():
+        return f"No op runs twice: the step takes {format_seconds(solution.cost)}."
+    ops, times = int((again > 0).sum()), int(again.sum())
+    once = solution.problem.keep_all_cost
+    return (
+        f"To stay within it, {_counted(ops, 'op')} {'run' if ops > 1 else 'runs'} again, "
+        f"{_counted(times, 'time')} in all, "
+        f"which adds {format_seconds(solution.cost - once)} to a step of {format_seconds(once)} "
+        f"({solution.overhead:+.2%})."
+    )
+
+
+def _proof_in_words(solution: Solution) -> str:
+    if solution.status is Status.OPTIMAL:
+        return "It is optimal: proven that no plan within the budget takes less time."
+    return (
+        f"It is proven that every plan within the budget takes at least {format_seconds(solution.bound)}, so another "
+        f"one could save at most {solution.gap:.2%} of the step."
+    )
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count:,} {word}{'s' * (count != 1)}"
+
+
+def figures(solution: Solution) -> Iterator[tuple[str, str, str]]:
+    """Name, figure and what more there is to say."""
+    problem, peak = solution.problem, solution.peak or 0
+    yield "status", solution.status.label, solution.message or solution.status.meaning
+    yield "budget", format_bytes(solution.budget), f"{format_bytes(solution.budget - peak)} left at the peak"
+    yield "peak", format_bytes(peak), f"keeping everything: {format_bytes(problem.keep_all_peak)}"
+    yield "cost: one step", format_seconds(solution.cost), f"each op once: {format_seconds(problem.keep_all_cost)}"
+    yield "bound", format_seconds(solution.bound), "every plan within the budget takes so long, proven"
+    yield "gap", f"{solution.gap:.2%}", "of the step could be saved at most"
+    yield "overhead", f"{solution.overhead:+.2%}", "recomputation, of a step that runs each op once"
+    yield "solved by", solution.method, f"in {format_seconds(solution.seconds)}"
+
+
+def facts(solution: Solution) -> Iterator[tuple[str, str]]:
+    """What the problem is: name and text."""
+    problem, graph = solution.problem, solution.problem.graph
+    made = [value for value in graph.values if value.producer is not None]
+    estimated = len(problem.profile.estimated)
+    forward = graph.forward_length
+    yield "ops", f"{len(graph.ops):,}: {forward:,} in the forward, {len(graph.ops) - forward:,} in the backward"
+    yield "values made", f"{len(made):,}, {format_bytes(int(problem.sizes.sum()))} in all"
+    yield "results", f"{len(graph.outputs):,}, {format_bytes(int(problem.sizes[list(graph.outputs)].sum()))}"
+    yield "there all the time", f"{format_bytes(problem.resident)} in {len(graph.values) - len(made):,} values"
+    yield "ops that must run once", f"{sum(op.pinned is not None for op in graph.ops):,}"
+    yield "keeping everything", f"{format_bytes(problem.keep_all_peak)}, {format_seconds(problem.keep_all_cost)}"
+    yield "no budget can be below", f"{format_bytes(int(problem.unavoidable_bytes.max()))}"
+    yield "profile", problem.profile.source + (f"; {_counted(estimated, 'op')} estimated" if estimated else "")
+    yield "written with", ", ".join(_versions())
+
+
+def _versions() -> Iterator[str]:
+    yield f"checkmate {__version__}"
+    yield f"Python {platform.python_version()}"
+    for name in ("torch", "numpy", "highspy"):
+        with suppress(metadata.PackageNotFoundError):
+            yield f"{name} {metadata.version(name)}"
+
+
+def memory_text(solution: Solution, line: Timeline) -> str:
+    """What the picture of the memory shows, for who does not see it."""
+    moment, after = line.peak_moment, len(line.moments) - line.boundary
+    where = f" ({moment.where})" if moment.where else ""
+    halves = f" The forward runs {_counted(line.boundary, 'op')}, the backward {after:,}." if after else ""
+    between = ""
+    if 0 < line.boundary < len(line.moments):
+        held = line.moments[line.boundary - 1].bytes
+        between = f" When the forward ends, {format_bytes(held)} are at hand."
+    return (
+        f"Bytes at hand while each op runs, from {format_bytes(int(line.bytes[0]))} at the first op to "
+        f"{format_bytes(int(line.bytes[-1]))} at the last. The peak of {format_bytes(line.peak)} is at {moment.name}"
+        f"{where}, execution {moment.index + 1:,} of {len(line.moments):,}, in the {moment.phase}; the budget is "
+        f"{format_bytes(solution.budget)}.{halves}{between}"
+    )
+
+
+def schedule_text(solution: Solution) -> str:
+    """What the picture of the schedule shows."""
+    assert solution.schedule is not None
+    again = solution.schedule.recomputed
+    dearest = np.argsort(-again * solution.problem.seconds, kind="stable")[:3]
+    names = [solution.problem.graph.ops[k].name for k in dearest if again[k]]
+    most = f" What takes most time of these: {', '.join(names)}." if names else ""
+    ops, times = int((again > 0).sum()), int(again.sum())
+    return (
+        f"A row for each stage, which ends with the first execution of its op; a column for each op. "
+        f"{ops:,} of {len(again):,} ops run again, {_counted(times, 'time')} in all.{most}"
+    )
+
+
+def addresses_text(placed: Addresses) -> str:
+    """What the picture of the addresses shows."""
+    alive = format_bytes(placed.bound)
+    low = "no arena is lower" if placed.gap == 0 else f"at most {placed.gap:.2%} of it could be saved"
+    return (
+        f"Each copy of a value that the step makes, and the workspace of each op, has a place in one arena of "
+        f"{format_bytes(placed.height)}, for as long as it is needed. At most {alive} are alive at one moment: {low}. "
+        "What is there all the time lies outside."
+    )
+
+
+def frontier_text(rows: list[Row]) -> str:
+    """What the picture of cost against peak shows."""
+    found = [row for row in rows if row.peak is not None]
+    text = f"{_counted(len(found), 'plan')} for {_counted(len({row.budget for row in rows}), 'budget')}. "
+    if len(found) == 1:
+        text += f"It takes {format_seconds(found[0].cost)} at a peak of {format_bytes(found[0].peak or 0)}. "
+    elif found:
+        low, high = (f(found, key=lambda row: (row.cost, row.peak or 0)) for f in (min, max))
+        ends = (f"{format_seconds(r.cost)} at a peak of {format_bytes(r.peak or 0)}" for r in (low, high))
+        text += f"The fastest takes {next(ends)}, the slowest {next(ends)}. "
+    return text + "Nothing can be in the hatched part: that is proven."

@@ -1,0 +1,61 @@
+"""What a method is asked to do, and the time it has for that."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from checkmate.core.problem import Problem
+
+
+class OutOfTime(Exception):
+    """The time is over, or nothing comes of more."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Counts seconds from when it was made, up to a limit.
+
+    >>> clock = Clock(60.0)
+    >>> clock.is_over, 17 < clock.share(0.3).left <= 18
+    (False, True)
+    """
+
+    limit: float = float("inf")  # seconds
+    began: float = field(default_factory=lambda: time.perf_counter())
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it was made."""
+        return time.perf_counter() - self.began
+
+    @property
+    def left(self) -> float:
+        """Seconds up to the limit, 0.0 beyond it."""
+        return max(0.0, self.limit - self.elapsed)
+
+    @property
+    def is_over(self) -> bool:
+        """The limit has been reached."""
+        return self.elapsed >= self.limit
+
+    def share(self, part: float) -> Clock:
+        """A clock that begins now, for this part of what is left."""
+        return Clock(part * self.left)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Schedule a problem within a budget, as well as the time allows."""
+
+    problem: Problem
+    budget: int  # bytes
+    clock: Clock = field(default_factory=Clock)
+    gap: float = 0.0  # (cost - bound) / cost that is good enough
+    threads: int = 1  # of solvers
+    seed: int = 0  # of what is drawn at random
+
+    def within(self, seconds: float, **changes: Any) -> Task:
+        """The same from now on for so many seconds, with other changes."""
+        return replace(self, clock=Clock(seconds), **changes)
