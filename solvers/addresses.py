@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from checkmate.errors import SolverError
 from checkmate.solvers.search.packing import pack
 
 IntArray = npt.NDArray[np.int64]
@@ -44,15 +45,17 @@ class Placement:
         return (self.height - self.bound) / self.height if self.height else 0.0
 
 
-def place(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT) -> Placement:
+def place(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT, gap: float = 0.0) -> Placement:
     """Find an address for each block, in an arena as low as can be found.
 
     Args:
         blocks: in any order; those without bytes or without a moment lie anywhere.
         time_limit: seconds to search for a lower arena than first fit finds.
+        gap: an arena whose gap is not above this is low enough.
 
     Raises:
         ValueError: for a block that dies before it is born, or has fewer bytes than none.
+        SolverError: if a search has placed blocks upon each other; it is wrong then, not the blocks.
 
     >>> place([Block(0, 2, 64), Block(1, 3, 64), Block(2, 4, 64)])
     Placement(offsets=(0, 64, 0), height=128, bound=128)
@@ -70,22 +73,24 @@ def place(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT) -> Placeme
         height = int((offsets + data[:, 2]).max(initial=0))
         if best is None or height < best.height:
             best = Placement(tuple(offsets.tolist()), height, bound)
-        if best.height == bound or time.perf_counter() > until:
+        if best.gap <= gap or time.perf_counter() > until:
             break
     assert best is not None
-    return _lower(data, best, until)
+    return _lower(data, best, until, gap)
 
 
-def _lower(data: IntArray, best: Placement, until: float) -> Placement:
+def _lower(data: IntArray, best: Placement, until: float, gap: float) -> Placement:
     """Search for a lower arena: as low as the bound first, then half way up to the lowest that is known, and so on."""
-    blocks = [(int(born), int(died), int(size)) for born, died, size in data]
-    unit = math.gcd(*(size for _, _, size in blocks))  # the least height is a sum of sizes
+    blocks = [Block(*map(int, row)) for row in data]
+    unit = math.gcd(*(block.size for block in blocks))  # the least height is a sum of sizes
     below = best.bound - unit  # no arena of this height, or none that was found
     height = best.bound
-    while below + unit < best.height and (left := until - time.perf_counter()) > 0:
+    while best.gap > gap and below + unit < best.height and (left := until - time.perf_counter()) > 0:
         packing = pack(blocks, height, time_limit=left / 2)
         if packing.offsets is not None:
-            highest = max(offset + size for offset, (_, _, size) in zip(packing.offsets, blocks, strict=True))
+            if wrong := next(overlaps(blocks, packing.offsets), None):
+                raise SolverError(f"Two of {len(blocks)} blocks were placed upon each other: {wrong}.")
+            highest = max(offset + block.size for offset, block in zip(packing.offsets, blocks, strict=True))
             best = Placement(packing.offsets, highest, best.bound)
         else:
             below = height

@@ -17,6 +17,7 @@ from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block
 
 PLACE_SECONDS = 2.0  # to place what a step allocates: the second step waits for it
+PLACE_GAP = 1e-3  # an arena that could be lower by a smaller share is low enough
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
@@ -42,4 +43,4 @@ def within(arena: Arena | None, phase: Phase, lower: Lower) -> Lower:
 def place(lives: Lives) -> np.ndarray:
     """An offset for each, by `checkmate.solvers.addresses.place`."""
     blocks = [Block(*block) for block in zip(*(a.tolist() for a in (lives.born, lives.died, lives.sizes)), strict=True)]
-    return np.array(addresses.place(blocks, time_limit=PLACE_SECONDS).offsets, dtype=np.int64)
+    return np.array(addresses.place(blocks, time_limit=PLACE_SECONDS, gap=PLACE_GAP).offsets, dtype=np.int64)

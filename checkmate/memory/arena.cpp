@@ -26,6 +26,7 @@ namespace {
 
 constexpr size_t kAlign = 64;    // as PyTorch's own
 constexpr size_t kTiny = 4096;   // what is smaller is left to malloc, and not noted
+constexpr size_t kHuge = 1 << 21;
 constexpr size_t kWindow = 64;   // so many entries ahead an allocation is looked for in the plan
 constexpr size_t kLag = 32;      // entries that were passed over by so many others are not waited for
 constexpr int64_t kAlive = -1;
@@ -88,6 +89,10 @@ struct World {
 World& world() { static World& it = *new World; return it; }  // never destroyed: tensors may outlive everything
 thread_local Arena* current = nullptr;
 
+void unmap(uintptr_t from, uintptr_t to) {
+  if (from < to) munmap(reinterpret_cast<void*>(from), to - from);
+}
+
 // Unmap the pages that held nothing alive but a block at [from, to), which is gone. In a retired mapping every page that
 // is left holds something alive: what is around it may be anybody's by now.
 void unmap_around(const World& w, uintptr_t from, uintptr_t to) {
@@ -95,7 +100,7 @@ void unmap_around(const World& w, uintptr_t from, uintptr_t to) {
   uintptr_t begin = page_floor(from), end = page_ceil(to);
   if (after != w.live.end()) end = std::min(end, page_floor(after->first));
   if (after != w.live.begin()) begin = std::max(begin, page_ceil(std::prev(after)->second.end));
-  if (begin < end) munmap(reinterpret_cast<void*>(begin), end - begin);
+  unmap(begin, end);
 }
 
 template <class F>
@@ -120,20 +125,28 @@ void retire(const World& w, Mapping*& m) {
   if (!m) return;
   m->retired = true;
   for_gaps(w, *m, [](uintptr_t from, uintptr_t to) {
-    from = page_ceil(from), to = page_floor(to);
-    if (from < to) munmap(reinterpret_cast<void*>(from), to - from);
+    unmap(page_ceil(from), page_floor(to));
     return false;
   });
   if (!m->count) delete m;  // else with its last block
   m = nullptr;
 }
 
-Mapping* map_bytes(size_t bytes) {
+// A mapping of which a step will use every byte (`dense`) begins at a huge page, and has huge pages as far as it fills
+// them: fewer faults, and addresses that are looked up faster.
+Mapping* map_bytes(size_t bytes, bool dense) {
   bytes = page_ceil(bytes);
-  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  const size_t room = dense ? bytes + kHuge : bytes;
+  void* p = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) return nullptr;
+  const auto given = reinterpret_cast<uintptr_t>(p);
   auto* m = new Mapping;
-  m->base = reinterpret_cast<uintptr_t>(p), m->end = m->base + bytes;
+  m->base = dense ? round_up(given, kHuge) : given;
+  m->end = m->base + bytes;
+  unmap(given, m->base);
+  unmap(m->end, given + room);
+  const size_t whole = bytes / kHuge * kHuge;
+  if (dense && whole) madvise(reinterpret_cast<void*>(m->base), whole, MADV_HUGEPAGE);
   return m;
 }
 
@@ -328,7 +341,7 @@ int checkmate_lay_out(
   if (a->active) return 0;
   retire(w, a->mapping);
   a->plan.clear();
-  a->mapping = map_bytes(height);
+  a->mapping = map_bytes(height, true);
   a->next_layout = a->counts.steps + a->wait;
   a->wait = std::min<int64_t>(2 * a->wait, 1 << 16);
   if (!a->mapping) { a->failed = true; return 0; }
@@ -347,7 +360,7 @@ int checkmate_enter(void* arena, int phase) {
   if (w.off || a->active) return 0;
   if (w.last && w.last != a && w.last->mapping) give_back(w, *w.last->mapping);
   w.last = a;
-  if (!a->mapping && !a->failed && a->plan.empty() && !(a->mapping = map_bytes(a->capacity))) a->failed = true;
+  if (!a->mapping && !a->failed && a->plan.empty() && !(a->mapping = map_bytes(a->capacity, false))) a->failed = true;
   if (phase == kForward) {
     const size_t expected = a->record ? a->record->entries.size() : 0;
     a->record = std::make_shared<Record>();
