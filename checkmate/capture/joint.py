@@ -19,7 +19,16 @@ from torch._functorch._aot_autograd.utils import is_with_effects
 from torch._functorch.partitioners import _is_primal
 
 from checkmate.capture.device import as_allocated
-from checkmate.capture.nodes import COPIES_OF_STORAGES, getitems, is_mutating, leaf_nodes, storage, target_name, tensors
+from checkmate.capture.nodes import (
+    COPIES_OF_STORAGES,
+    LOSSES,
+    getitems,
+    is_mutating,
+    leaf_nodes,
+    storage,
+    target_name,
+    tensors,
+)
 from checkmate.capture.numbers import DRAW_BYTES, check_sizes, hands_out_number, refuse_read
 from checkmate.capture.patches.strides import obeys_layout
 from checkmate.capture.phases import Traced, let_other_calls_overwrite_statistics, phases
@@ -184,6 +193,9 @@ class _Contents:
             (v,) = self.values_of(part)
             if tensor.stride() == part.meta["val"].stride():
                 return self.values[v].size_bytes
+        if node.target in LOSSES:
+            terms = torch.broadcast_shapes(*(n.meta["val"].shape for n in leaf_nodes(node.args[:2])))
+            return terms.numel() * tensor.element_size()
         return tensor.untyped_storage().nbytes()
 
     def _add(self, op: Op, node: fx.Node | None = None) -> None:

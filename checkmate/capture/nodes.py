@@ -22,6 +22,12 @@ COPIES_OF_STORAGES = {  # given a part of a storage, they copy all of it; a cach
     torch.ops.aten.diagonal_scatter.default,
     torch.ops.aten.as_strided_scatter.default,
 }
+LOSSES = {  # their kernels make the sum or mean of the terms within the storage of all terms, and keep that
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.soft_margin_loss.default,
+}
 
 
 def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:

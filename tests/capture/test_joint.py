@@ -19,6 +19,7 @@ from checkmate.capture.provenance import module_path
 from checkmate.core.graph import Graph, Op
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution
+from checkmate.memory import measure_peak
 from checkmate.solvers.solve import solve
 
 
@@ -51,6 +52,28 @@ def test_multi_output_ops_have_a_value_for_each_output() -> None:
     assert sizes == [4 * 10 * 4, 4 * 10 * 8]
     assert len(graph.users[sort.outputs[1]]) == 1  # the indices, by the backward
     assert len(graph.users[sort.outputs[0]]) == 1  # the values, by the sum
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "mse": F.mse_loss,
+    "smooth l1": F.smooth_l1_loss,
+    "binary cross entropy": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y),
+    "soft margin": lambda x, y: F.soft_margin_loss(x, y, reduction="sum"),
+    "mse of broadcast": lambda x, y: F.mse_loss(x, y[:1]),
+    "mse without a reduction": lambda x, y: F.mse_loss(x, y, reduction="none").sum(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_loss_holds_the_storage_of_its_terms(name: str, one_thread: None) -> None:
+    """What is one number for a fake tensor is, in four kernels, one within the storage of all terms."""
+    net, x, y = nn.Linear(96, 32), torch.randn(64, 96), torch.rand(64, 32)
+    step = checkmate.compile(lambda x, y: LOSSES[name](net(x), y), budget="1 MB", time_limit=1)
+    step(x, y).backward()
+    net.zero_grad()
+    (plan,) = step.plans
+    assert plan.peak == plan.problem.resident + measure_peak(lambda: step(x, y).backward()).peak
 
 
 def test_a_step_traced_again_has_the_same_bytes() -> None:
