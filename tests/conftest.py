@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,3 +51,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def found_by_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`torch.compile` finds the backend by its name as in an installed version: by what `pyproject.toml` says."""
+    import torch
+    from torch._dynamo.backends import registry
+
+    group = "torch_dynamo_backends"
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    (target,) = re.findall(rf'^\[project.entry-points.{group}\]\ncheckmate = "(.+)"$', project, flags=re.MULTILINE)
+    monkeypatch.setitem(registry._BACKENDS, "checkmate", EntryPoint("checkmate", target, group))
+    registry._COMPILER_FNS.pop("checkmate", None)
+    yield
+    registry._COMPILER_FNS.pop("checkmate", None)
+    torch._dynamo.reset()

@@ -296,7 +296,7 @@ def test_training_is_served_whole_from_the_second_step_on() -> None:
     assert_same_bits(found, train(again, loss_of(again), batches(6)))
 
 
-def test_by_the_name_that_torch_compile_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_the_name_that_torch_compile_knows(monkeypatch: pytest.MonkeyPatch, found_by_name: None) -> None:
     made: list[Arena] = []
     monkeypatch.setattr(static_memory, "Arena", lambda *args: made.append(Arena(*args)) or made[-1])
     model, again = net(), net()

@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
-from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.backends import registry
 
 import checkmate
 from tests.support.bits import assert_same_bits
 from tests.support.stepping import assert_same, train
 
-GROUP = "torch_dynamo_backends"
-
-
-@pytest.fixture(autouse=True)
-def _found(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
-    """As an installed version is found: what `pyproject.toml` says, under a clean registry."""
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    (target,) = re.findall(rf'^\[project.entry-points.{GROUP}\]\ncheckmate = "(.+)"$', project, flags=re.MULTILINE)
-    monkeypatch.setitem(registry._BACKENDS, "checkmate", EntryPoint("checkmate", target, GROUP))
-    yield
-    registry._COMPILER_FNS.pop("checkmate", None)
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("found_by_name", "one_thread")
 
 
 @pytest.fixture

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch._dynamo.backends import registry
 
 import checkmate
 from checkmate.capture.patches import is_compiling as asking
@@ -70,10 +68,7 @@ def test_what_is_traced_has_the_ops_of_plain_pytorch(weight: Tensor) -> None:
     assert "aten.exp.default" not in targets
 
 
-def test_the_backend_that_is_found_by_name_tells_the_same(weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = EntryPoint("checkmate", "checkmate.dynamo:backend", "torch_dynamo_backends")
-    monkeypatch.setitem(registry._BACKENDS, "checkmate", found)
-
+def test_the_backend_that_is_found_by_name_tells_the_same(weight: Tensor, found_by_name: None) -> None:
     def step(x: Tensor) -> Tensor:
         return (weight * x * (3 if torch.compiler.is_compiling() else 1)).sum()
 
@@ -82,15 +77,11 @@ def test_the_backend_that_is_found_by_name_tells_the_same(weight: Tensor, monkey
         return step(y) if torch.compiler.is_compiling() or _uncaptured(y) else step(-y)
 
     options = {"budget": "1 MB", "profile": "roofline:h100"}
-    try:
-        compiled = torch.compile(step, backend="checkmate", options=options, dynamic=False)
-        assert_same_bits(compiled(torch.ones(3)), step(torch.ones(3)))
-        with pytest.raises(
-            torch._dynamo.exc.BackendCompilerFailed, match=r"asks at .*test_is_compiling\.py:\d+ in looking"
-        ):
-            torch.compile(looking, backend="checkmate", options=options, dynamic=False)(torch.ones(3))
-    finally:
-        registry._COMPILER_FNS.pop("checkmate", None)
+    compiled = torch.compile(step, backend="checkmate", options=options, dynamic=False)
+    assert_same_bits(compiled(torch.ones(3)), step(torch.ones(3)))
+    words = r"asks at .*test_is_compiling\.py:\d+ in looking"
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=words):
+        torch.compile(looking, backend="checkmate", options=options, dynamic=False)(torch.ones(3))
 
 
 def test_who_cannot_be_captured_otherwise_is_told_yes_and_nobody_else(

@@ -9,13 +9,11 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends import registry
 
 import checkmate
 from checkmate.backends.state import same_bits
@@ -78,15 +76,10 @@ CAPTURING: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("way", CAPTURING)
 def test_it_is_said_once_when_it_is_captured(
-    way: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    way: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], found_by_name: None
 ) -> None:
-    found = EntryPoint("checkmate", "checkmate.dynamo:backend", "torch_dynamo_backends")
-    monkeypatch.setitem(registry._BACKENDS, "checkmate", found)
-    try:
-        with caplog.at_level(logging.INFO), pytest.warns(FutureWarning, match="an old setting") as warned:
-            assert CAPTURING[way](X) is not None
-    finally:
-        registry._COMPILER_FNS.pop("checkmate", None)
+    with caplog.at_level(logging.INFO), pytest.warns(FutureWarning, match="an old setting") as warned:
+        assert CAPTURING[way](X) is not None
     records = [record for record in caplog.records if not record.name.startswith("checkmate")]
     assert [record.getMessage() for record in records] == SAID
     assert {(record.filename, record.funcName) for record in records} == {("test_logging_calls.py", "speaking")}
