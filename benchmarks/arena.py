@@ -6,6 +6,7 @@ Growth is that of the peak resident set over ten steps, in proportion to what th
 Before these steps no gradient is alive, garbage is collected, and malloc has given back what it keeps; so has the
 arena, as another step has run. Plain PyTorch, the planned step by the allocator and that in the arena
 take turns when they are timed. A share is of the bytes of keeping everything; below the smallest budget it is that.
+The networks are those of the comparison with other ways to save memory, and the demo's two.
 Linux only: it reads and resets what /proc says of this process.
 """
 
@@ -18,6 +19,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,9 @@ from torch import nn
 
 import checkmate
 from benchmarks.common.rows import Row, add_names, append, origin
-from benchmarks.common.timing import step_and_back
-from benchmarks.networks import CASES
+from benchmarks.common.timing import Batch, Step, step_and_back
+from benchmarks.demo import Task, letters_task, text_task
+from benchmarks.peers.subjects import NETWORKS, Network, Subject
 from checkmate.core.table import Table
 from checkmate.memory import build
 
@@ -36,6 +39,23 @@ STEPS, WARM = 10, 4
 HEADER = (
     "network", "threads", "share", "planned", "plain", "allocator", "arena", "height", "fallbacks", "time", "of plain",
 )  # fmt: skip
+Made = tuple[nn.Module, Step, Batch]
+
+
+def _compared(network: Network) -> Made:
+    subject = Subject.of(network, torch.device("cpu"))
+    return subject.module, subject.plain, subject.batch
+
+
+def _of_the_demo(task: Task) -> Made:
+    return *task.make(), task.batches[0]
+
+
+CASES: dict[str, Callable[[], Made]] = {
+    **{name: partial(_compared, network) for name, network in NETWORKS.items()},
+    "demo-letters": lambda: _of_the_demo(letters_task(1)),
+    "demo-text": lambda: _of_the_demo(text_task(1)),
+}
 
 
 def status(name: str) -> int:
@@ -70,7 +90,7 @@ def small_step() -> Callable[[], None]:
 def row(name: str, threads: int, share: float, time_limit: float, rounds: int) -> Row:
     """Measure one network at one budget."""
     torch.set_num_threads(threads)
-    module, plain, batch = CASES[name].make(0)
+    module, plain, batch = CASES[name]()
     problem = checkmate.trace(plain, *batch)
     budget = max(checkmate.min_budget(problem).peak, int(share * problem.keep_all_peak))
     steps: dict[str, Any] = {"plain": plain}

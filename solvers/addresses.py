@@ -18,9 +18,12 @@ import numpy.typing as npt
 
 from checkmate.errors import SolverError
 from checkmate.solvers.search.packing import pack
+from checkmate.solvers.search.reorder import first_fit, orders, reorder
 
 IntArray = npt.NDArray[np.int64]
 TIME_LIMIT = 5.0  # seconds, for what first fit leaves open
+AT_THE_BOUND = 0.15  # of the time, to pack blocks as low as nothing can be lower
+REORDERED = 0.6  # of the time that is left then, to lower the arena by other orders of first fit
 
 
 class Block(NamedTuple):
@@ -68,8 +71,8 @@ def place(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT, gap: float
     data[data[:, 0] == data[:, 1], 2] = 0  # what never lives needs no bytes
     bound = live_peak(blocks)
     best: Placement | None = None
-    for order in _orders(data):
-        offsets = _first_fit(data, order)
+    for order in orders(data):
+        offsets = first_fit(data, order)
         height = int((offsets + data[:, 2]).max(initial=0))
         if best is None or height < best.height:
             best = Placement(tuple(offsets.tolist()), height, bound)
@@ -80,24 +83,45 @@ def place(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT, gap: float
 
 
 def _lower(data: IntArray, best: Placement, until: float, gap: float) -> Placement:
-    """Search for a lower arena: as low as the bound first, then half way up to the lowest that is known, and so on."""
+    """Search for a lower arena: as low as the bound, by other orders, then half way up to the lowest, and so on."""
     blocks = [Block(*map(int, row)) for row in data]
     unit = math.gcd(*(block.size for block in blocks))  # the least height is a sum of sizes
     below = best.bound - unit  # no arena of this height, or none that was found
-    height = best.bound
+    height, share = best.bound, AT_THE_BOUND
     while best.gap > gap and below + unit < best.height and (left := until - time.perf_counter()) > 0:
-        packing = pack(blocks, height, time_limit=left / 2)
+        packing = pack(blocks, height, time_limit=share * left)
         if packing.offsets is not None:
-            if wrong := next(overlaps(blocks, packing.offsets), None):
-                raise SolverError(f"Two of {len(blocks)} blocks were placed upon each other: {wrong}.")
-            highest = max(offset + block.size for offset, block in zip(packing.offsets, blocks, strict=True))
-            best = Placement(packing.offsets, highest, best.bound)
+            best = _lowered(blocks, packing.offsets, best)
         else:
             below = height
             if packing.impossible:
                 best = replace(best, bound=height + unit)
+        if share == AT_THE_BOUND:
+            best, share = _reordered(blocks, best, until, gap), 0.5
         height = below + unit * math.ceil((best.height - below) / (2 * unit))
     return best
+
+
+def _reordered(blocks: Sequence[Block], best: Placement, until: float, gap: float) -> Placement:
+    """The placement, or a lower one by other orders of first fit."""
+    alive = [i for i, block in enumerate(blocks) if block.size]
+    until = time.perf_counter() + REORDERED * (until - time.perf_counter())
+    enough = max(best.bound, math.floor(best.bound / (1 - gap)))
+    found = reorder([blocks[i] for i in alive], enough, best.height, until)
+    if found is None:
+        return best
+    offsets = [0] * len(blocks)
+    for i, offset in zip(alive, found, strict=True):
+        offsets[i] = offset
+    return _lowered(blocks, tuple(offsets), best)
+
+
+def _lowered(blocks: Sequence[Block], offsets: tuple[int, ...], best: Placement) -> Placement:
+    """A placement that a search has found, checked."""
+    if wrong := next(overlaps(blocks, offsets), None):
+        raise SolverError(f"Two of {len(blocks)} blocks were placed upon each other: {wrong}.")
+    height = max(offset + block.size for offset, block in zip(offsets, blocks, strict=True))
+    return Placement(offsets, height, best.bound)
 
 
 def live_peak(blocks: Iterable[Block]) -> int:
@@ -128,30 +152,3 @@ def overlaps(blocks: Sequence[Block], offsets: Sequence[int]) -> Iterator[tuple[
             if offsets[i] < offsets[j] + blocks[j].size and offsets[j] < offsets[i] + blocks[i].size:
                 yield j, i
         alive.add(i)
-
-
-def _orders(data: IntArray) -> Iterator[IntArray]:
-    """In which orders to place blocks: what is placed first has the choice."""
-    born, died, size = data.T
-    span = died - born
-    yield np.lexsort((born, -size))
-    yield np.lexsort((born, -size * span))
-    yield np.lexsort((-size, -span))
-    yield np.lexsort((-size, born))
-    yield np.lexsort((-size, -died))
-
-
-def _first_fit(data: IntArray, order: IntArray) -> IntArray:
-    """Each block, in this order, at the lowest address that is free for its whole life."""
-    placed = np.empty((4, len(data)), dtype=np.int64)  # born, died, begin, end
-    offsets = np.zeros(len(data), dtype=np.int64)
-    for count, i in enumerate(order):
-        born, died, size = data[i]
-        then_born, then_died, begins, ends = placed[:, :count]
-        beside = np.flatnonzero((then_born < died) & (then_died > born))
-        beside = beside[np.argsort(begins[beside])]
-        floors = np.concatenate(([0], np.maximum.accumulate(ends[beside])))
-        room = np.append(begins[beside], np.iinfo(np.int64).max) - floors
-        offsets[i] = floors[np.argmax(room >= size)]
-        placed[:, count] = born, died, offsets[i], offsets[i] + size
-    return offsets

@@ -82,7 +82,7 @@ def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
 def test_what_the_machine_gives_is_measured_beside_the_allocator(tmp_path: Path) -> None:
     out = tmp_path / "arena.jsonl"
     options = ("--shares", "0.7", "--time-limit", "2", "--rounds", "3", "--out", str(out))
-    run_python("-m", "benchmarks.arena", "mlp", *options)
+    run_python("-m", "benchmarks.arena", "demo-text", *options)
     (row,) = read(out)
     assert row["fallbacks"] == 0
     assert row["live_peak"] <= row["planned_bytes"]
