@@ -45,7 +45,7 @@ def compile(  # type: ignore[overload-overlap]  # a module is callable too, and 
     cache: bool = ...,
     backend: Code = ...,
     max_plans: int = ...,
-    memory: Memory = ...,
+    memory: Memory | None = ...,
 ) -> M: ...
 
 
@@ -62,7 +62,7 @@ def compile(
     cache: bool = ...,
     backend: Code = ...,
     max_plans: int = ...,
-    memory: Memory = ...,
+    memory: Memory | None = ...,
 ) -> CompiledStep[P, R]: ...
 
 
@@ -78,7 +78,7 @@ def compile(
     cache: bool = True,
     backend: Code = "eager",
     max_plans: int = MOST_PLANS,
-    memory: Memory = "allocator",
+    memory: Memory | None = None,
 ) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -109,15 +109,17 @@ def compile(
             measures, and plans again or refuses where the budget does not hold. CPU only; it takes a C++ compiler.
         max_plans: how many captured graphs are kept with their plans and code, one for each kind of input; the least
             recently used goes first.
-        memory: what serves the step's allocations: ``"allocator"``, PyTorch's own, or ``"arena"``, one mapping in which
-            all that the step allocates has a planned address, so that the process takes little more than what the
-            plan counts, where malloc may take twice as much. On the CPU under Linux; it takes a C++ compiler, once.
-            Without these the log says so, and PyTorch's allocator serves.
+        memory: what serves the step's allocations: ``"arena"``, one mapping in which all that the step allocates has a
+            planned address, so that the process takes little more than what the plan counts, where malloc may take
+            twice as much; or ``"allocator"``, PyTorch's own. Without a choice an arena where one can be had: on the CPU
+            under Linux, with a C++ compiler, which is needed once, and code that is not Inductor's. Elsewhere
+            PyTorch's allocator serves, and the log says why.
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
         with the one given, which is left as it was. For a function a function. Both have ``.plans``, the `Solution` of
-        each captured graph that is kept. A copy, or what is loaded where it was saved whole, is compiled with the same
+        each captured graph that is kept; and ``.memory()``, what the arenas did in the last step: a module where it has
+        no attribute of that name itself. A copy, or what is loaded where it was saved whole, is compiled with the same
         options.
 
     Raises:
@@ -150,6 +152,7 @@ def verify(
     profile: Choice = "measure",
     cache: bool = True,
     backend: Code = "eager",
+    memory: Memory | None = None,
     calls: int = 1,
     **kwargs: Any,
 ) -> Certificate:
@@ -163,8 +166,8 @@ def verify(
 
     Args:
         fn: a module or function; args, kwargs: a batch for it.
-        budget, method, time_limit, reserve, profile, cache, backend: as for `compile`. Compiled by Inductor, a tensor
-            may be as far off as `torch.testing.assert_close` allows of its largest element.
+        budget, method, time_limit, reserve, profile, cache, backend, memory: as for `compile`. Compiled by Inductor, a
+            tensor may be as far off as `torch.testing.assert_close` allows of its largest element.
         calls: call the step so often before one backward through all its results, as a loss of two batches does. A plan
             is for one call: with more of them the peak is not compared.
 
@@ -180,7 +183,8 @@ def verify(
     (1, 4, True)
     """
     _refuse_what_is_no_step(fn)
-    options = Options(budget, method, time_limit, reserve, profile=profile, cache=cache, backend=backend)
+    chosen: dict[str, Any] = {"profile": profile, "cache": cache, "backend": backend, "memory": memory}
+    options = Options(budget, method, time_limit, reserve, **chosen)
     return CompiledStep(fn, options)._compare(args, kwargs, calls)
 
 
@@ -198,7 +202,7 @@ def _compile(fn: Any, options: Options) -> Any:
 def _new_backend(options: Options) -> Backend:
     planner, (find_costs, block_bytes) = Planner(options), profiler(options.profile, cache=options.cache)
     if options.backend == "eager":
-        new_arena = arenas(cache=options.cache) if options.memory == "arena" else lambda: None
+        new_arena = arenas(options.memory, cache=options.cache)
         return Backend(planner.plan, profile=find_costs, block_bytes=block_bytes, new_arena=new_arena)
     require_compiler()
     limit = options.total - options.set_aside
@@ -287,6 +291,8 @@ def _compile_module(model: Any, options: Options) -> Any:
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             return _compile_module(deepcopy(model, memo), options)
 
+    if not hasattr(model, "memory"):  # else it is the user's own
+        Compiled.memory = lambda self: step.memory()
     functools.update_wrapper(Compiled.forward, plain.forward)
     Compiled.__name__, Compiled.__qualname__, Compiled.__module__ = plain.__name__, plain.__qualname__, plain.__module__
     compiled = object.__new__(Compiled)

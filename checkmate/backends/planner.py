@@ -18,7 +18,7 @@ from checkmate.solvers.search.min_budget import min_budget
 from checkmate.units import exact_bytes, format_bytes, parse_bytes
 
 Code = Literal["eager", "inductor"]
-Memory = Literal["allocator", "arena"]
+Memory = Literal["arena", "allocator"]
 MOST_PLANS = 64  # of one step, unless a user asks for another number
 
 
@@ -43,7 +43,7 @@ class Options:
     cache: bool = True
     backend: Code = "eager"
     max_plans: int = MOST_PLANS
-    memory: Memory = "allocator"
+    memory: Memory | None = None  # an arena, where one can be had
 
     def __post_init__(self) -> None:
         if isinstance(self.max_plans, bool) or not isinstance(self.max_plans, int) or self.max_plans < 1:
@@ -54,7 +54,7 @@ class Options:
             raise ValueError(f"time_limit is a positive number of seconds, not {self.time_limit!r}.")
         if self.backend not in get_args(Code):
             raise ValueError(f"Unknown backend {self.backend!r}; the backends are {', '.join(get_args(Code))}.")
-        if self.memory not in get_args(Memory):
+        if self.memory is not None and self.memory not in get_args(Memory):
             raise ValueError(f"Unknown memory {self.memory!r}; there are {', '.join(get_args(Memory))}.")
         if self.memory == "arena" and self.backend != "eager":
             raise ValueError(f'memory="arena" is for backend="eager" so far, not for {self.backend!r}.')

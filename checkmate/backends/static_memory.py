@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 import torch.fx as fx
 
+from checkmate.backends.planner import Memory
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.core.solution import Solution
 from checkmate.memory import build
@@ -16,14 +18,21 @@ from checkmate.memory.arena import Arena, Lives, Phase
 from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block
 
-PLACE_SECONDS = 2.0  # to place what a step allocates: the second step waits for it
+PLACE_SECONDS = 3.0  # to place what a step allocates: the second step waits for it
 PLACE_GAP = 1e-3  # an arena that could be lower by a smaller share is low enough
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
-def arenas(*, cache: bool) -> Callable[[], Arena]:
-    """What makes an arena for each captured step. What they need is built meanwhile, and kept with ``cache``."""
-    build.start(keep=cache)
+def arenas(memory: Memory | None, *, cache: bool) -> Callable[[], Arena | None]:
+    """What makes an arena for each captured step. What they need is built meanwhile, and kept with ``cache``.
+
+    Args:
+        memory: what a user asked for. Where they did not, nobody is warned that there can be none.
+        cache: keep what is built on disk.
+    """
+    if memory == "allocator":
+        return lambda: None
+    build.start(keep=cache, level=logging.INFO if memory is None else logging.WARNING)
     return lambda: Arena(place, 0)
 
 

@@ -411,6 +411,17 @@ void checkmate_counts(void* arena, int64_t* out) {
   std::copy_n(reinterpret_cast<int64_t*>(&counts), sizeof(Counts) / sizeof(int64_t), out);
 }
 
+// Bytes of the mapping that the machine holds.
+int64_t checkmate_resident(void* arena) {
+  auto* a = static_cast<Arena*>(arena);
+  std::lock_guard<std::mutex> hold(world().lock);
+  if (!a->mapping) return 0;
+  const uintptr_t page = sysconf(_SC_PAGESIZE), end = page_ceil(a->mapping->end);
+  std::vector<unsigned char> held((end - a->mapping->base) / page);
+  if (mincore(reinterpret_cast<void*>(a->mapping->base), end - a->mapping->base, held.data())) return 0;
+  return static_cast<int64_t>(page * std::count_if(held.begin(), held.end(), [](unsigned char one) { return one & 1; }));
+}
+
 // For tests: allocate and free as a tensor would, on this thread.
 void* checkmate_allocate(size_t n) { return c10::GetCPUAllocator()->raw_allocate(n); }
 void checkmate_free(void* p) { c10::GetCPUAllocator()->raw_deallocate(p); }

@@ -14,10 +14,12 @@ the pages go that hold nothing alive. In a forked child arenas serve nothing any
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +28,8 @@ from checkmate.memory import build
 
 ALIGNMENT = 64  # bytes, as of PyTorch's allocator
 ROOM = 1.25  # times the bytes of a plan: of the mapping in which a first step finds its addresses
+TOLD_STEPS = 4  # in which it is measured what the machine gives beside the arena: libraries take theirs at once
+_HELD = Path("/proc/self/statm")  # pages; the second number says how many the machine holds
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 Run = Callable[[list[Any]], Any]
@@ -79,6 +83,8 @@ class Arena:
     def __init__(self, place: Place, capacity: int) -> None:
         self._place, self.capacity = place, capacity
         self.live_peak = 0  # bytes alive at once, in the step for which addresses were planned
+        self.outside = 0  # bytes that the first steps made the machine give beside the mapping
+        self._watched = 2 * TOLD_STEPS  # calls, forward and backward, for which that is measured yet
         self._library: Any = None
         self._handle: int | None = None
         self._opening = threading.Lock()
@@ -89,14 +95,19 @@ class Arena:
 
         def inside(inputs: list[Any]) -> Any:
             entered = whole = False
+            before = None
             try:
                 entered = self._enter(number)
+                before = self._beside() if entered and self._watched else None
                 result = run(inputs)
                 whole = True
                 return result
             finally:
                 if entered:
                     self._library.checkmate_leave(self._handle, whole)
+                if before is not None:
+                    self.outside += self._beside() - before
+                    self._watched -= 1
 
         return inside
 
@@ -108,6 +119,15 @@ class Arena:
         numbers = np.zeros(len(Counts.__dataclass_fields__), dtype=np.int64)
         self._library.checkmate_counts(self._handle, numbers.ctypes.data)
         return Counts(*numbers.tolist())
+
+    @property
+    def resident(self) -> int:
+        """Bytes of the mapping that the machine holds now."""
+        return 0 if self._handle is None else int(self._library.checkmate_resident(self._handle))
+
+    def _beside(self) -> int:
+        """Bytes that the machine holds for this process, beside the mapping."""
+        return int(_HELD.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") - self.resident
 
     def _enter(self, phase: int) -> bool:
         if self._handle is None and not self._open():

@@ -45,34 +45,36 @@ class _Library:
         self.loaded: ctypes.PyDLL | None = None
         self.failure: str | None = None
 
-    def start(self, keep: bool) -> None:
+    def start(self, keep: bool, level: int) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._make, args=(keep,), name="checkmate-build", daemon=True)
+                about = {"target": self._make, "args": (keep, level), "name": "checkmate-build"}
+                self._thread = threading.Thread(**about, daemon=True)  # type: ignore[arg-type]
                 self._thread.start()
 
     def wait(self) -> None:
         if self._thread is not None:
             self._thread.join()
 
-    def _make(self, keep: bool) -> None:
+    def _make(self, keep: bool, level: int) -> None:
         try:
             self.loaded = _load(keep)
         except (Unbuildable, OSError) as error:
             self.failure = str(error)
-            log.warning("No arena: %s. Steps run with PyTorch's own allocator.", error)
+            log.log(level, "No arena: %s. Steps run with PyTorch's own allocator.", error)
 
 
 _LIBRARY = _Library()
 
 
-def start(*, keep: bool = True) -> None:
+def start(*, keep: bool = True, level: int = logging.WARNING) -> None:
     """Load the library in the background, built where it is not yet; once in a process.
 
     Args:
         keep: in the cache folder what was built.
+        level: of the line in the log that says why there is none.
     """
-    _LIBRARY.start(keep)
+    _LIBRARY.start(keep, level)
 
 
 def library() -> ctypes.PyDLL | None:
@@ -167,6 +169,7 @@ def _declared(library: ctypes.PyDLL) -> ctypes.PyDLL:
         ("enter", number, [pointer, number]),
         ("leave", None, [pointer, number]),
         ("counts", None, [pointer, pointer]),
+        ("resident", ctypes.c_int64, [pointer]),
         ("allocate", pointer, [size]),
         ("free", None, [pointer]),
     ):

@@ -18,6 +18,8 @@ class ArenaUse:
     planned: int  # what the plan takes beyond what is resident
     counted: int  # alive at once in the step for which addresses were found; 0 before there is one
     arena: int  # of the mapping
+    resident: int  # of the mapping, what the machine holds now
+    outside: int  # what the first steps made the machine give beside it: libraries, small tensors, Python; about
     served: int  # allocations
     served_bytes: int
     fallbacks: int  # allocations that PyTorch's allocator served in its place
@@ -45,7 +47,7 @@ class ArenaReport(Printed):
 
     def _tables(self) -> Iterable[Table]:
         if self.rows:
-            heads = ("planned", "counted", "arena", "served", "fallbacks", "alive now", "steps")
+            heads = ("planned", "counted", "arena", "resident", "outside", "served", "fallbacks", "alive now", "steps")
             yield Table(heads, [tuple(_cells(row)) for row in self.rows], heads)
 
 
@@ -56,12 +58,13 @@ def report(arenas: Iterable[Arena]) -> ArenaReport:
         c = arena.counts
         if c.steps:
             told = (c.served, c.served_bytes, c.fallbacks, c.fallback_bytes, c.unplanned, c.occupied, c.full)
-            uses.append(ArenaUse(arena.capacity, arena.live_peak, c.bytes, *told, c.alive_bytes, c.steps, c.layouts))
+            held = (c.bytes, arena.resident, arena.outside)
+            uses.append(ArenaUse(arena.capacity, arena.live_peak, *held, *told, c.alive_bytes, c.steps, c.layouts))
     return ArenaReport(tuple(sorted(uses, key=lambda use: -use.planned)))
 
 
 def _cells(use: ArenaUse) -> Iterator[str]:
-    yield from map(format_bytes, (use.planned, use.counted, use.arena))
+    yield from map(format_bytes, (use.planned, use.counted, use.arena, use.resident, use.outside))
     yield f"{use.served} ({format_bytes(use.served_bytes)})"
     yield f"{use.fallbacks} ({format_bytes(use.fallback_bytes)})"
     yield from (format_bytes(use.alive), str(use.steps))

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -294,6 +295,42 @@ def test_training_is_served_whole_from_the_second_step_on() -> None:
     assert str(allocator.memory()) == "No arena has served this step: PyTorch's allocator does."
     again = net()
     assert_same_bits(found, train(again, loss_of(again), batches(6)))
+
+
+def test_what_the_machine_gives_is_told() -> None:
+    """Of the mapping and beside it; an arena is what a module gets without a choice."""
+    model = checkmate.compile(net(), budget="460 kB", time_limit=1)
+    for x, y in batches(3):
+        F.mse_loss(model(x), y).backward()
+    (told,) = model.memory().rows
+    assert told.arena / 2 < told.resident < told.arena + os.sysconf("SC_PAGESIZE")
+
+
+def test_what_the_machine_gives_beside_the_arena_is_told_of_the_first_steps() -> None:
+    arena, kept = Arena(static_memory.place, 1 << 20), []
+    forward = arena.within("forward", lambda inputs: kept.append(np.ones(1 << 21)))  # of NumPy's memory: 16 MiB
+    forward([])
+    assert 0.9 * 2**24 < arena.outside < 1.2 * 2**24
+    for _ in range(7):
+        forward([])
+    told = arena.outside
+    assert 0.9 * 2**27 < told < 1.2 * 2**27
+    forward([])
+    assert arena.outside == told  # not measured any more
+
+
+def test_a_module_with_a_name_of_ours_keeps_its_own() -> None:
+    class Remembers(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("memory", torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.memory
+
+    model = checkmate.compile(Remembers(), budget="1 MB", time_limit=1)
+    model(torch.ones(2, 8)).sum().backward()
+    assert_same_bits(model.memory, torch.ones(8))
 
 
 def test_by_the_name_that_torch_compile_knows(monkeypatch: pytest.MonkeyPatch, found_by_name: None) -> None:
