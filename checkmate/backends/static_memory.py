@@ -33,13 +33,13 @@ def arenas(memory: Memory | None, *, cache: bool) -> Callable[[], Arena | None]:
     if memory == "allocator":
         return lambda: None
     build.start(keep=cache, level=logging.INFO if memory is None else logging.WARNING)
-    return lambda: Arena(place, 0)
+    return lambda: Arena(place)
 
 
 def expect(arena: Arena | None, plan: Solution, device: torch.device) -> None:
     """Tell an arena what its step will take; on another device than the CPU it serves nothing."""
     if arena is not None and device.type == "cpu" and plan.peak is not None:
-        arena.capacity = plan.peak - plan.problem.resident
+        arena.expect(plan.peak - plan.problem.resident)
 
 
 def within(arena: Arena | None, phase: Phase, lower: Lower) -> Lower:

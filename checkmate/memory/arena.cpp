@@ -305,6 +305,17 @@ void* checkmate_open(size_t capacity) {
   return a;
 }
 
+// Another step from now on: its addresses are found within so many bytes until they are planned.
+void checkmate_renew(void* arena, size_t capacity) {
+  auto* a = static_cast<Arena*>(arena);
+  std::lock_guard<std::mutex> hold(world().lock);
+  retire(world(), a->mapping);
+  a->plan.clear();
+  a->capacity = capacity;
+  a->state = kIdle;  // what was noted is of another step
+  a->wait = 1, a->next_layout = 0;
+}
+
 void checkmate_close(void* arena) {
   World& w = world();
   auto* a = static_cast<Arena*>(arena);

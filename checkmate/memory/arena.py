@@ -77,10 +77,10 @@ class Arena:
 
     Args:
         place: finds an offset for each allocation.
-        capacity: bytes that the step is expected to allocate at most, at once.
+        capacity: bytes that the step is expected to allocate at most, at once; `expect` can say it later.
     """
 
-    def __init__(self, place: Place, capacity: int) -> None:
+    def __init__(self, place: Place, capacity: int = 0) -> None:
         self._place, self.capacity = place, capacity
         self.live_peak = 0  # bytes alive at once, in the step for which addresses were planned
         self.outside = 0  # bytes that the first steps made the machine give beside the mapping
@@ -88,6 +88,15 @@ class Arena:
         self._library: Any = None
         self._handle: int | None = None
         self._opening = threading.Lock()
+
+    def expect(self, capacity: int) -> None:
+        """Prepare for another step, which is expected to allocate so many bytes at once: nothing of the last one holds.
+
+        Not to be called while a step runs.
+        """
+        self.capacity, self.live_peak = capacity, 0
+        if self._handle is not None:
+            self._library.checkmate_renew(self._handle, int(ROOM * capacity))
 
     def within(self, phase: Phase, run: Run) -> Run:
         """A function of one list whose allocations, while it runs on its thread, are the arena's."""

@@ -162,6 +162,7 @@ def _declared(library: ctypes.PyDLL) -> ctypes.PyDLL:
     for name, result, arguments in (
         ("install", number, []),
         ("open", pointer, [size]),
+        ("renew", None, [pointer, size]),
         ("close", None, [pointer]),
         ("wants_layout", number, [pointer]),
         ("record", size, [pointer, size, pointer, pointer, pointer]),

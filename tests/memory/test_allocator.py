@@ -134,6 +134,8 @@ def test_no_two_blocks_that_live_overlap(library: Any, seed: int, plan: Any) -> 
         keep = rng.randrange(len(stay) + 1) if step % 4 == 1 else 0
         while len(stay) > keep:
             blocks.free(stay.pop())
+        if step == 11:
+            arena.expect(rng.choice([100_000, 3_000_000]))  # while some of its blocks are alive
         if step == 17:
             arenas[0] = (Arena(plan, 100_000), phases)  # the other is gone, some of its blocks are alive
     while stay:
@@ -165,6 +167,18 @@ def test_a_step_that_changes_for_good_is_planned_anew(library: Any) -> None:
                 blocks.free(address)
         assert arena.counts.fallbacks == 0
     assert arena.counts.layouts == 2
+
+
+def test_another_step_that_is_expected_is_served_whole_at_once(library: Any) -> None:
+    rng = random.Random(3)
+    arena, blocks = Arena(place, 4_000_000), Blocks(library)
+    for layouts, phases in enumerate((draw_steps(rng, 100), draw_steps(rng, 140))):
+        for step in range(3):
+            for address in run_step(arena, blocks, phases, lambda: False, rng):
+                blocks.free(address)
+            assert arena.counts.fallbacks == 0
+            assert arena.counts.layouts == layouts + min(step, 1)
+        arena.expect(4_000_000)
 
 
 def test_what_is_not_of_the_step_is_not_the_arenas(library: Any) -> None:
