@@ -3,6 +3,8 @@
     python -m benchmarks.arena [NETWORK ...] [--shares 0.9 0.6] [--threads 1] [--out benchmarks/results/arena.jsonl]
 
 Growth is that of the peak resident set over ten steps, in proportion to what the plan takes beyond what is resident.
+So are the bytes of the arena: those that its first step touched, which finds its addresses as it goes, and its height
+from then on; and what the first steps made the machine give beside it.
 Before these steps no gradient is alive, garbage is collected, and malloc has given back what it keeps; so has the
 arena, as another step has run. Plain PyTorch, the planned step by the allocator and that in the arena
 take turns when they are timed. A share is of the bytes of keeping everything; below the smallest budget it is that.
@@ -37,7 +39,8 @@ from checkmate.memory import build
 RESULTS = Path(__file__).parent / "results" / "arena.jsonl"
 STEPS, WARM = 10, 4
 HEADER = (
-    "network", "threads", "share", "planned", "plain", "allocator", "arena", "height", "fallbacks", "time", "of plain",
+    "network", "threads", "share", "planned", "plain", "allocator", "arena", "first step", "height", "outside",
+    "fallbacks", "time", "of plain",
 )  # fmt: skip
 Made = tuple[nn.Module, Step, Batch]
 
@@ -102,6 +105,8 @@ def row(name: str, threads: int, share: float, time_limit: float, rounds: int) -
     def run(step: Any) -> Callable[[], None]:
         return lambda: step_and_back(module, step, batch)
 
+    run(steps["arena"])()
+    (first,) = steps["arena"].memory().rows
     let_go = small_step()
     grown = {kind: growth(module, run(step), let_go) for kind, step in steps.items()}
     seconds: dict[str, list[float]] = {kind: [] for kind in steps}
@@ -121,6 +126,8 @@ def row(name: str, threads: int, share: float, time_limit: float, rounds: int) -
         "planned_bytes": planned,
         "live_peak": use.counted,
         "arena_bytes": use.arena,
+        "first_bytes": first.resident,
+        "outside_bytes": use.outside,
         "served": use.served,
         "fallbacks": use.fallbacks,
         **{f"{kind}_growth": grown[kind] for kind in steps},
@@ -143,7 +150,7 @@ def _cells(row: Row) -> list[str]:
         f"{row['share']:g}",
         f"{planned:_}",
         *(f"{row[f'{kind}_growth'] / planned:.3f}" for kind in ("plain", "allocator", "arena")),
-        f"{row['arena_bytes'] / row['live_peak']:.4f}",
+        *(f"{row[name] / planned:.3f}" for name in ("first_bytes", "arena_bytes", "outside_bytes")),
         str(row["fallbacks"]),
         f"{row['time_ratio']:.3f}x",
         f"{row['plain_ratio']:.3f}x",
