@@ -9,11 +9,9 @@ process that trains: more wait for their turn. Where it fails, the step keeps th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -39,8 +37,13 @@ log = logging.getLogger("checkmate.solve")
 TELL_SECONDS = 0.5  # between two looks at what the process has found
 NICENESS = 10  # training goes first
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_PR_SET_PDEATHSIG = 1
 _CHILD = f"""
-import os, pickle, signal, sys
+import ctypes, os, pickle, signal, sys
+if sys.platform == "linux":  # first of all: a process that was forked from the parent may hold our input open
+    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        os._exit(0)
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who trains
 os.nice({NICENESS})
 answers = os.fdopen(os.dup(1), "wb")
@@ -49,7 +52,6 @@ sys.path[:] = pickle.load(sys.stdin.buffer)  # first: what follows is found ther
 from checkmate.solvers import further
 further.serve(sys.stdin.buffer, answers)
 """
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Search:
     def _converse(self) -> None:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with tempfile.TemporaryFile() as said:
-            command = [sys.executable, "-c", _CHILD]
+            command = [sys.executable, "-c", _CHILD, str(os.getpid())]
             child = subprocess.Popen(command, **pipes, stderr=said, env={**os.environ, **ONE_THREAD})
             with child:
                 self._child = child
@@ -140,7 +142,7 @@ class Search:
     def _ask(self, child: subprocess.Popen[bytes]) -> None:
         assert child.stdin is not None
         assert child.stdout is not None
-        child.stdin.write(pickle.dumps(sys.path) + pickle.dumps((os.getpid(), self.rest.bare())))
+        child.stdin.write(pickle.dumps(sys.path) + pickle.dumps(self.rest.bare()))
         child.stdin.flush()  # and left open: its end would end the process
         over = False
         while not over:
@@ -177,8 +179,8 @@ def _last_line(said: IO[bytes]) -> str:
 
 def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
     """What the process does: read what is asked, search, and tell."""
-    parent, rest = pickle.load(asked)
-    _end_with(parent, asked)
+    rest = pickle.load(asked)
+    threading.Thread(target=_end_with, args=[asked], daemon=True).start()
     with contextlib.suppress(OSError):  # not on Linux
         Path("/proc/self/oom_score_adj").write_text("1000")  # where memory is short, this goes and the training stays
 
@@ -189,18 +191,10 @@ def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
     search(rest, tell)
 
 
-def _end_with(parent: int, asked: IO[bytes]) -> None:
-    """Have this process end when its parent does."""
-
-    def watch() -> None:
-        asked.read(1)  # until the other end is closed
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
-    if sys.platform == "linux":  # where a process that was forked from the parent may hold that end open
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(0)
+def _end_with(asked: IO[bytes]) -> None:
+    """End this process once nobody holds the other end of its input: its parent is gone, or wants no more."""
+    asked.read(1)
+    os._exit(0)
 
 
 def search(rest: Rest, tell: Callable[[News], None]) -> Solution:

@@ -35,6 +35,7 @@ BOUND_SECONDS = 3.0  # at most for a new bound, where costs have changed
 WAVER = 0.01  # of the step: a plan for other costs may be worse by this much; measured costs differ by more
 NEAR = 0.01  # of the room: a budget that differs by less is about the same
 LONGER = 5  # times as long is looked for a plan where none is found
+WORTH_A_PROCESS = 2.5  # seconds: less is waited for, as a process takes half a second to begin
 BETTER = 0.01  # of the step: a plan that saves less is not worth taking over while a step is trained
 
 
@@ -90,14 +91,14 @@ def begin(
     if solution is not None:
         return replace(solution, seconds=clock.elapsed), None
     records = plan_cache.relatives(wish.question) if cache else []
-    spent = wish.limit if method != "auto" else min(wait, wish.limit)
+    spent = wait if method == "auto" and wait + WORTH_A_PROCESS <= wish.limit else wish.limit
     while True:
         early = spent < wish.limit
         asked = replace(wish, limit=spent, time_limit=spent) if early else wish
         solution = _begin(problem, asked, known, earlier, records)
         if solution.status is not Status.NOT_FOUND or not early:
             break
-        spent = min(LONGER * spent, wish.limit)
+        spent = LONGER * spent if LONGER * spent + WORTH_A_PROCESS <= wish.limit else wish.limit
     if cache and solution.plan is not None:
         kept = min(spent, solution.seconds) if solution.interrupted else spent
         plan_cache.store(Record.of(solution, method, kept))
