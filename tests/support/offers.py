@@ -11,8 +11,10 @@ import pytest
 from checkmate import Problem, Solution, min_budget, solve
 from checkmate.backends import plan_on
 from checkmate.solvers import recall
+from checkmate.solvers.common.certify import certify
 from checkmate.solvers.further import News
 from checkmate.solvers.recall import Rest
+from checkmate.solvers.search.min_budget import least_runs
 
 SECONDS = 0.1  # for each plan
 
@@ -52,6 +54,12 @@ def plans_within(problem: Problem, budget: int) -> list[np.ndarray]:
     plans = [schedule.R for schedule in found if schedule is not None]
     assert len({R.tobytes() for R in plans}) == len(within)
     return plans
+
+
+def begin_poorly(problem: Problem, budget: int, **options: object) -> tuple[Solution, Rest]:
+    """Begin with the plan of the smallest budget, though there is more room: any search finds a better one."""
+    plan = certify(problem, budget, least_runs(problem, time_limit=SECONDS)[1], method="auto")
+    return plan, Rest(problem, budget, plan, seconds=10.0, gap=1e-4, spent=1.0, cache=False)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
+from checkmate.backends import captures
 from checkmate.backends.planner import Planner
 from checkmate.memory import measure_peak
+from checkmate.solvers import recall
 from tests.support.bits import assert_same_bits
-from tests.support.offers import Offers, offered
+from tests.support.offers import Offers, begin_poorly, offered
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -205,6 +208,40 @@ def test_a_graph_that_is_forgotten_ends_its_search(searches: list[Offers]) -> No
     step(*_batch(48, 0)).backward()
     assert [search.goes_on for search in searches] == [False, True]
     assert len(step.plans) == len(step.planning) == 1
+
+
+@pytest.mark.slow
+def test_what_a_process_finds_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall, "begin", begin_poorly)
+    plain, (module, step) = _Net(), _compiled(share=0.7)
+    found = [_train(module, step, [], steps=2)]
+    first = step.plans[0]
+    assert step.wait(100)
+    found.append(_train(module, step, [], steps=3))
+
+    assert step.planning[0].failure == ""
+    assert step.planning[0].swaps > 0
+    assert step.plans[0].cost < 0.99 * first.cost
+    assert step.plans[0].bound == step.planning[0].bound
+    assert_same_bits(found, [_train(plain, plain, [], steps=2), _train(plain, plain, [], steps=3)])
+
+
+@pytest.mark.usefixtures("searches")
+def test_the_line_says_that_training_has_begun() -> None:
+    shown: list[str] = []
+    _, step = _compiled()
+    original = captures.showing
+
+    @contextmanager
+    def watched(text: Any, **options: Any) -> Iterator[None]:
+        with original(text, **options):
+            yield
+            shown.append(text())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captures, "showing", watched)
+        step(*_batch(64, 0)).backward()
+    assert shown == [f"training; planning goes on, gap {step.plans[0].gap:.2%}"]
 
 
 def test_ranks_that_train_together_wait_for_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
