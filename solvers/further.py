@@ -45,7 +45,7 @@ if sys.platform == "linux":  # first of all: a process that was forked from the 
     if os.getppid() != int(sys.argv[1]):
         os._exit(0)
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who trains
-os.nice({NICENESS})
+getattr(os, "nice", int)({NICENESS})
 answers = os.fdopen(os.dup(1), "wb")
 os.dup2(2, 1)  # what is printed must not stand among the answers
 sys.path[:] = pickle.load(sys.stdin.buffer)  # first: what follows is found there

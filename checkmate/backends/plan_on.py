@@ -149,7 +149,7 @@ class PlanOn:
         self._code.take_over(*code)
         self._replace(found)
         self.swaps += 1
-        log.info("took over in %s, after %d plans: %s", format_seconds(time.perf_counter() - began), self.swaps, found)
+        log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), found)
 
     def _replace(self, found: Solution) -> None:
         for plans in self.lists:

@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from checkmate import Problem, solve
-from checkmate.solvers import further
+from checkmate import Problem, Solution, solve
+from checkmate.solvers import further, recall
 from checkmate.solvers.common import plan_store
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.further import News, Search
@@ -27,7 +28,7 @@ PATIENCE = 100.0  # seconds that nothing here takes
 UNET = ROOT / "benchmarks/problems/unet.json.gz"
 SEARCHING = f"""
 import time
-from checkmate import Problem, solve
+from checkmate import Problem, Solution, solve
 from checkmate.solvers.further import Search
 from checkmate.solvers.recall import Rest
 problem = Problem.from_json({str(UNET)!r})
@@ -127,7 +128,11 @@ def test_what_is_open_is_sent_without_functions() -> None:
     assert rest.bare().problem.emit is rest.bare().start.problem.emit is None
 
 
-def test_planning_that_begins_early_says_what_is_open() -> None:
+def test_planning_that_begins_early_says_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quick(*args: Any, **options: Any) -> Solution:
+        return solve(*args, **{**options, "time_limit": 0.1})
+
+    monkeypatch.setattr(recall, "solve", quick)
     problem = Problem.from_json(UNET)
     budget = int(0.3 * problem.keep_all_peak)
     plan, rest = begin(problem, budget, wait=0.1, time_limit=20.0)
@@ -137,6 +142,17 @@ def test_planning_that_begins_early_says_what_is_open() -> None:
     assert begin(problem, budget, wait=0.1, time_limit=1.0)[1] is None  # not worth a process
     assert begin(problem, budget, wait=0.1, time_limit=3.0, method="next-use")[1] is None
     assert begin(_chain(), 100, wait=0.1)[1] is None  # closed at once
+
+
+def test_ctrl_c_before_the_first_step_ends_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, **options: Any) -> Solution:
+        return replace(solve(*args, **{**options, "time_limit": 0.1}), interrupted=True)
+
+    monkeypatch.setattr(recall, "solve", interrupted)
+    problem = Problem.from_json(UNET)
+    plan, rest = begin(problem, int(0.3 * problem.keep_all_peak), wait=0.1)
+    assert plan.gap > BETTER
+    assert rest is None
 
 
 @pytest.mark.slow
