@@ -98,7 +98,7 @@ def row(name: str, threads: int, share: float, time_limit: float, rounds: int) -
     budget = max(checkmate.min_budget(problem).peak, int(share * problem.keep_all_peak))
     steps: dict[str, Any] = {"plain": plain}
     for memory in ("allocator", "arena"):
-        steps[memory] = checkmate.compile(plain, budget=budget, time_limit=time_limit, memory=memory)
+        steps[memory] = checkmate.compile(plain, budget=budget, time_limit=time_limit, memory=memory, wait="best")
     if (failure := build.wait()) is not None:
         raise SystemExit(f"No arena: {failure}.")
 

@@ -151,7 +151,7 @@ def run(task: Task) -> list[str]:
 
 def _row(task: Task, budget: int, expected: list[Tensor]) -> Row:
     module, plain = task.make()
-    compiled = checkmate.compile(plain, budget=budget, time_limit=TIME_LIMIT)
+    compiled = checkmate.compile(plain, budget=budget, time_limit=TIME_LIMIT, wait="best")
     found = measuring.train(module, compiled, task.batches)
     solution = compiled.plans[0]
     use = measure_peak(partial(measuring.step_and_back, module, compiled, task.batches[0]))

@@ -182,7 +182,7 @@ def row(setting: Setting, plain: Row, share: float, pairs: int, time_limit: floa
     budget = measuring.budget_at(share, facts["min_budget"], facts["keep_all_peak"])
     module, step, batch = setting.make()
     optimizer = adam(module)
-    compiled = checkmate.compile(step, budget=budget, time_limit=time_limit)
+    compiled = checkmate.compile(step, budget=budget, time_limit=time_limit, wait="best")
     began = time.perf_counter()
     with measuring.nothing_on_disk():
         found = outcome(module, compiled, batch, optimizer)
@@ -232,7 +232,9 @@ def limited_row(setting: Setting, plain: Row, time_limit: float) -> Row:
         torch.cuda.empty_cache()
         module, step, batch = setting.make()
         optimizer = adam(module)
-        found = outcome(module, checkmate.compile(step, budget=budget, time_limit=time_limit), batch, optimizer)
+        found = outcome(
+            module, checkmate.compile(step, budget=budget, time_limit=time_limit, wait="best"), batch, optimizer
+        )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, setting.device)
     losses = found[0].tolist(), plain["runs"][0][0].tolist()

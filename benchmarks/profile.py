@@ -51,7 +51,7 @@ def rows(case: Case, shares: list[float], pairs: int, rounds: int, time_limit: f
     budgets = [budget_at(share, lowest, keep_all) for share in shares]
     made = [case.make(0) for _ in shares]
     compiled = [
-        checkmate.compile(step, budget=budget, time_limit=time_limit, profile=problem.profile)
+        checkmate.compile(step, budget=budget, time_limit=time_limit, profile=problem.profile, wait="best")
         for (_, step, _), budget in zip(made, budgets, strict=True)
     ]
     profiled = []

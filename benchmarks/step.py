@@ -46,7 +46,7 @@ def rows(case: Case, threads: int, shares: list[float], pairs: int, time_limit: 
     for share in shares:
         module, plain, batch = case.make(0)
         budget = measuring.budget_at(share, lowest, keep_all)
-        compiled = checkmate.compile(plain, budget=budget, time_limit=time_limit)
+        compiled = checkmate.compile(plain, budget=budget, time_limit=time_limit, wait="best")
         began = time.perf_counter()
         with measuring.nothing_on_disk():
             found = measuring.train(module, compiled, [batch] * 3)

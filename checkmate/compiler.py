@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from copy import copy, deepcopy
 from typing import Any, Generic, TypeVar, overload
@@ -17,7 +18,8 @@ from checkmate.backends.captures import Captures, capture
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, refuse_lazy
 from checkmate.backends.inductor import Inductor, lower, require_compiler
-from checkmate.backends.planner import MOST_PLANS, Code, Memory, Options, Planner
+from checkmate.backends.plan_on import Planning
+from checkmate.backends.planner import MOST_PLANS, Code, Memory, Options, Planner, Wait
 from checkmate.backends.static_memory import arenas
 from checkmate.codegen.result_hooks import watch_backward
 from checkmate.core.solution import Solution
@@ -46,6 +48,7 @@ def compile(  # type: ignore[overload-overlap]  # a module is callable too, and 
     backend: Code = ...,
     max_plans: int = ...,
     memory: Memory | None = ...,
+    wait: Wait = ...,
 ) -> M: ...
 
 
@@ -63,6 +66,7 @@ def compile(
     backend: Code = ...,
     max_plans: int = ...,
     memory: Memory | None = ...,
+    wait: Wait = ...,
 ) -> CompiledStep[P, R]: ...
 
 
@@ -79,6 +83,7 @@ def compile(
     backend: Code = "eager",
     max_plans: int = MOST_PLANS,
     memory: Memory | None = None,
+    wait: Wait = "first",
 ) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -114,13 +119,19 @@ def compile(
             twice as much; or ``"allocator"``, PyTorch's own. Without a choice an arena where one can be had: on the CPU
             under Linux, with a C++ compiler, which is needed once, and code that is not Inductor's. Elsewhere
             PyTorch's allocator serves, and the log says why.
+        wait: ``"first"`` trains with the first plan that fits, after about a second. Where another could still save 1 %
+            of the step or more, planning goes on in a process of its own, of low priority; such a plan takes over
+            between two steps, with the same bits. ``"best"`` waits until planning has ended, a number so many seconds
+            at most. These wait as with ``"best"``: a method other than "auto", ``backend="inductor"``, ranks that train
+            together, and a graph with numbers that change or with subclasses of tensors.
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
         with the one given, which is left as it was. For a function a function. Both have ``.plans``, the `Solution` of
-        each captured graph that is kept; and ``.memory()``, what the arenas did in the last step: a module where it has
-        no attribute of that name itself. A copy, or what is loaded where it was saved whole, is compiled with the same
-        options.
+        each captured graph that is kept, as it runs now; ``.planning``, what is known of each; ``.wait(timeout=None)``,
+        which blocks until planning has ended; and ``.memory()``, what the arenas did in the last step: a module where
+        it has no attributes of these names itself. A copy, or what is loaded where it was saved whole, is compiled with
+        the same options.
 
     Raises:
         BudgetError: at once, if the budget is no positive number of bytes.
@@ -138,7 +149,7 @@ def compile(
     Status.OPTIMAL
     """
     _refuse_what_is_no_step(fn)
-    options = Options(budget, method, time_limit, reserve, verify, profile, cache, backend, max_plans, memory)
+    options = Options(budget, method, time_limit, reserve, verify, profile, cache, backend, max_plans, memory, wait)
     return _compile(fn, options)
 
 
@@ -202,8 +213,9 @@ def _compile(fn: Any, options: Options) -> Any:
 def _new_backend(options: Options) -> Backend:
     planner, (find_costs, block_bytes) = Planner(options), profiler(options.profile, cache=options.cache)
     if options.backend == "eager":
+        costs: Any = {"profile": find_costs, "block_bytes": block_bytes}
         new_arena = arenas(options.memory, cache=options.cache)
-        return Backend(planner.plan, profile=find_costs, block_bytes=block_bytes, new_arena=new_arena)
+        return Backend(planner.plan, **costs, new_arena=new_arena, begin=planner.begin)
     require_compiler()
     limit = options.total - options.set_aside
     return Inductor(planner.plan, lower, profile=find_costs, block_bytes=block_bytes, budget=limit)
@@ -224,6 +236,23 @@ class CompiledStep(Generic[P, R]):
     def plans(self) -> list[Solution]:
         """The `Solution` of each captured graph that is kept, in the order of capture."""
         return self._backend.plans
+
+    @property
+    def planning(self) -> list[Planning]:
+        """What is known of each plan in ``plans``: its cost and bound, and whether a better one may still come."""
+        going = {id(one.plan): one.known for one in self._backend.open}
+        return [going.get(id(plan)) or Planning.of(plan) for plan in self.plans]
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until planning has ended, so many seconds at most, and tell whether it has.
+
+        What it has found takes over at the next call. Ctrl-C ends the waiting, not the planning.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for going in [*self._backend.open]:
+            if not going.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                return False
+        return True
 
     def memory(self) -> ArenaReport:
         """What the arenas of this step did when it last ran; it prints as a table."""
@@ -266,6 +295,16 @@ class CompiledStep(Generic[P, R]):
         return result
 
 
+class _OfItsStep:
+    """An attribute of a compiled module that is its step's. What the module sets under the name itself goes before."""
+
+    def __init__(self, step: CompiledStep[..., Any], name: str) -> None:
+        self._step, self._name = step, name
+
+    def __get__(self, module: Any, kind: Any = None) -> Any:
+        return getattr(self._step, self._name)
+
+
 def _compile_module(model: Any, options: Options) -> Any:
     """The same module, in a class of its own whose forward is compiled: both objects have one ``__dict__``."""
     if "forward" in vars(model):
@@ -277,8 +316,6 @@ def _compile_module(model: Any, options: Options) -> Any:
     step = CompiledStep(plain.forward, options)
 
     class Compiled(plain):
-        plans = property(lambda self: step.plans, doc=CompiledStep.plans.__doc__)
-
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return step(self, *args, **kwargs)
 
@@ -291,8 +328,9 @@ def _compile_module(model: Any, options: Options) -> Any:
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             return _compile_module(deepcopy(model, memo), options)
 
-    if not hasattr(model, "memory"):  # else it is the user's own
-        Compiled.memory = lambda self: step.memory()
+    for name in ("plans", "memory", "planning", "wait"):
+        if not hasattr(model, name):  # else it is the user's own
+            setattr(Compiled, name, _OfItsStep(step, name))
     functools.update_wrapper(Compiled.forward, plain.forward)
     Compiled.__name__, Compiled.__qualname__, Compiled.__module__ = plain.__name__, plain.__qualname__, plain.__module__
     compiled = object.__new__(Compiled)

@@ -15,11 +15,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.core.solution import Solution
+from checkmate.core.solution import Solution, Status
 from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.plan_store import Question, Record
 from checkmate.solvers.common.task import Clock
@@ -33,6 +34,9 @@ DERIVE_SECONDS = 3.0  # at most for a step that is no larger than one planned be
 BOUND_SECONDS = 3.0  # at most for a new bound, where costs have changed
 WAVER = 0.01  # of the step: a plan for other costs may be worse by this much; measured costs differ by more
 NEAR = 0.01  # of the room: a budget that differs by less is about the same
+LONGER = 5  # times as long is looked for a plan where none is found
+WORTH_A_PROCESS = 2.5  # seconds: less is waited for, as a process takes half a second to begin
+BETTER = 0.01  # of the step: a plan that saves less is not worth taking over while a step is trained
 
 
 def plan(
@@ -58,18 +62,83 @@ def plan(
         What `solve` returns, of any status. ``origin`` says "plan cache" where the plan is as it was on disk;
         "other costs", "less time" or "another size" where it began with a plan that was found for or in these.
     """
+    return begin(problem, budget, method=method, time_limit=time_limit, earlier=earlier, cache=cache)[0]
+
+
+def begin(
+    problem: Problem,
+    budget: int,
+    *,
+    method: str = "auto",
+    time_limit: float = 60.0,
+    earlier: Sequence[Solution] = (),
+    cache: bool = True,
+    wait: float = inf,
+) -> tuple[Solution, Rest | None]:
+    """The plan of a step after so many seconds, and what is then still open; None: nothing that could matter.
+
+    Args:
+        problem, budget, method, time_limit, earlier, cache: as of `plan`.
+        wait: seconds to look for a plan; longer where none is found meanwhile, and all of the time where the method is
+            not "auto".
+    """
     clock = Clock()
     if budget >= problem.keep_all_peak and method == "auto":
-        return solve(problem, budget, time_limit=time_limit)
+        return solve(problem, budget, time_limit=time_limit), None
     wish = _wish(problem, budget, method, time_limit, earlier)
     known = plan_cache.lookup(wish.question) if cache else None
     solution = None if known is None else _recall(problem, wish, known)
-    if solution is None:
-        solution = _begin(problem, wish, known, earlier, plan_cache.relatives(wish.question) if cache else [])
-        if cache and solution.plan is not None:
-            spent = min(wish.limit, solution.seconds) if solution.interrupted else wish.limit
-            plan_cache.store(Record.of(solution, method, spent))
-    return replace(solution, seconds=clock.elapsed)
+    if solution is not None:
+        return replace(solution, seconds=clock.elapsed), None
+    records = plan_cache.relatives(wish.question) if cache else []
+    spent = wait if method == "auto" and wait + WORTH_A_PROCESS <= wish.limit else wish.limit
+    while True:
+        early = spent < wish.limit
+        asked = replace(wish, limit=spent, time_limit=spent) if early else wish
+        solution = _begin(problem, asked, known, earlier, records)
+        if solution.status is not Status.NOT_FOUND or not early:
+            break
+        spent = LONGER * spent if LONGER * spent + WORTH_A_PROCESS <= wish.limit else wish.limit
+    if cache and solution.plan is not None:
+        kept = min(spent, solution.seconds) if solution.interrupted else spent
+        plan_cache.store(Record.of(solution, method, kept))
+    solution = replace(solution, seconds=clock.elapsed)
+    if not early or solution.plan is None:
+        return solution, None
+    rest = Rest(problem, budget, solution, wish.limit - spent, wish.gap, spent, cache)
+    return solution, None if rest.is_closed else rest
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What is still open where a plan was taken before planning had come to its end."""
+
+    problem: Problem
+    budget: int  # bytes
+    start: Solution  # the plan that was taken
+    seconds: float  # that planning may go on
+    gap: float  # to stop at
+    spent: float  # seconds that were allowed before
+    cache: bool  # plans are kept on disk
+
+    @property
+    def is_closed(self) -> bool:
+        """No plan can be notably better, or the user has ended planning by Ctrl-C."""
+        return self.start.interrupted or not self.is_better(self.start.bound, self.start.cost)
+
+    def is_better(self, cost: float, than: float) -> bool:
+        """Whether a plan of this cost is worth taking over from one of another."""
+        return cost <= (1 - BETTER) * than
+
+    def bare(self) -> Rest:
+        """The same without PyTorch: another process can be sent it."""
+        problem = replace(self.problem, emit=None)
+        return replace(self, problem=problem, start=replace(self.start, problem=problem, details={}))
+
+    def keep(self, solution: Solution, seconds: float) -> None:
+        """Keep a plan on disk that was found in so many seconds of those left."""
+        if self.cache:
+            plan_cache.store(Record.of(solution, "auto", self.spent + seconds))
 
 
 @dataclass(frozen=True)

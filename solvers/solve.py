@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import numbers
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,7 @@ def solve(
     gap: float = 1e-4,
     start: Start | None = None,
     progress: bool | None = None,
+    watch: Callable[[Incumbent], None] | None = None,
     **options: Any,
 ) -> Solution:
     """A plan for the problem within the budget, at the least recomputation that the method finds.
@@ -57,6 +59,7 @@ def solve(
             Solution has proven counts where it holds here too.
         progress: show a line on standard error with the incumbent, the bound and the time; None: on a terminal, after
             two seconds. The logger "checkmate.solve" has the same, at INFO.
+        watch: is handed, at the beginning, what holds the best plan and bound so far, for another thread to look at.
         options: of the method.
 
     Returns:
@@ -84,6 +87,8 @@ def solve(
     common = {name: options.pop(name) for name in ("threads", "seed") if name in options}
     incumbent = Incumbent(Task(problem, budget, Clock(time_limit), gap, **common))
     clock = incumbent.task.clock
+    if watch is not None:
+        watch(incumbent)
     with showing(incumbent.line, share=lambda: clock.elapsed / time_limit, shown=progress):
         if budget < problem.unavoidable_bytes.max():
             solution = _infeasible(problem, budget, method, patience)

@@ -161,7 +161,7 @@ def _study(name: str, tell: Tell) -> Row:
         tell("compiled steps")
         earlier = {id(tensor): tensor for tensor in constants()}  # held here, so that no other has its id
         module, step, batch = make(name)
-        compiled = checkmate.compile(step, budget=about["budget"], time_limit=PLANNING)
+        compiled = checkmate.compile(step, budget=about["budget"], time_limit=PLANNING, wait="best")
         found = train(module, compiled, batch)
         own = bytes_of(tensor for tensor in constants() if id(tensor) not in earlier)
     wrong, plan = differing(found, expected), compiled.plans[-1]

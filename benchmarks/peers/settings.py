@@ -118,7 +118,7 @@ def ours_by_inductor(budget: int, time_limit: float) -> Setting:
 
 
 def _within(subject: Subject, **options: Any) -> Step:
-    return checkmate.compile(subject.plain, **options)
+    return checkmate.compile(subject.plain, wait="best", **options)
 
 
 def _has_batch_norm(module: nn.Module) -> bool:

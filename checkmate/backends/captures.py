@@ -210,7 +210,10 @@ class Captures:
         backend.numbers, backend.check = numbers, check
 
         def doing() -> str:
-            return "first run" if len(backend.plans) > planned else "capturing"
+            if len(backend.plans) == planned:
+                return "capturing"
+            still_open = backend.still_open()
+            return f"training; {still_open}" if still_open else "first run"
 
         try:
             reaching = backend.reaching(self._fn, args, kwargs)
@@ -221,7 +224,7 @@ class Captures:
             _draw_again_from(state)
             result = self._fn(*args, **kwargs)
         except BaseException:
-            del backend.plans[planned:]
+            backend.forget(backend.plans[planned:])
             made.free()
             raise
         finally:
@@ -229,6 +232,7 @@ class Captures:
         if result is MISS:  # torch.compile is turned off
             return self._fn(*args, **kwargs)
         made.plans += backend.plans[planned:]
+        backend.follow(made.plans)
         made.draws = made.draws or random.getstate() != state
         self._fixed.update(numbers & constants(own).keys())
         self._kept.setdefault(kind, []).insert(0, made)
@@ -261,8 +265,7 @@ class Captures:
         self._kept[one.kind].remove(one)
         if not self._kept[one.kind]:
             del self._kept[one.kind]
-        gone = set(map(id, one.plans))
-        self._backend.plans[:] = [plan for plan in self._backend.plans if id(plan) not in gone]
+        self._backend.forget(one.plans)
         one.free()
 
     def _warn_at_half(self, because: Reason | None) -> None:

@@ -14,11 +14,13 @@ import torch
 import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
 
+from checkmate.backends.asked import asked_bytes, with_asked
 from checkmate.backends.overwritten import Needs, explain_writes, needs_of
+from checkmate.backends.plan_on import PlanOn
 from checkmate.backends.state import tensors_within
 from checkmate.backends.static_memory import expect, within
 from checkmate.capture.autocast import keeps_copies, refuse_shared_copies
-from checkmate.capture.device import BLOCK_BYTES, allocated_on, as_allocated, device_of, held_outside, main_device
+from checkmate.capture.device import BLOCK_BYTES, allocated_on, as_allocated, device_of, held_outside
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.nodes import storage
@@ -33,9 +35,10 @@ from checkmate.capture.patches.kernels import eager_kernels
 from checkmate.capture.patches.leaves import refuse_lost_leaves
 from checkmate.capture.patches.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
-from checkmate.capture.questions import Questions, asking_first, taken_out
+from checkmate.capture.questions import asking_first, taken_out
 from checkmate.capture.rewrite import drop_gradients_of_writes
 from checkmate.codegen.boxed import boxed
+from checkmate.codegen.changing import Changing, may_change
 from checkmate.codegen.contributions import counted_contributions, sharing_of, with_contributions
 from checkmate.codegen.emit import emit
 from checkmate.codegen.fan_out import Sharing, fan_out
@@ -46,12 +49,11 @@ from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
-from checkmate.memory import measure_peak
-from checkmate.memory.arena import Arena
+from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Profiler
+from checkmate.solvers.recall import Rest
 from checkmate.statusline import showing
-from checkmate.units import format_bytes
 
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
@@ -86,13 +88,27 @@ class _Facts:
     arena: Arena | None = None
     sharing: Sharing = field(default_factory=Sharing)
     needs: Needs = field(default_factory=Needs)
+    open: _Open | None = None  # if planning goes on
+
+
+@dataclass(frozen=True)
+class _Open:
+    """What is needed of a captured graph for another plan to take over."""
+
+    rest: Rest
+    code: Changing
+    joint: Joint
+    counts: list[int]  # contributions to its gradients
+    results: int  # of its forward's outputs those that are no saved tensors
+    device: torch.device
 
 
 @dataclass(eq=False)
 class Backend:
     """Plans each training graph with ``planner`` and lowers it; graphs without gradients run as they are.
 
-    ``plans`` holds the `Solution` of each captured training graph, in the order of capture. ``lower`` makes of a module
+    ``plans`` holds the `Solution` of each captured training graph, in the order of capture: the one that runs now. With
+    ``begin`` a graph may run by the first plan that fits, and change to better ones. ``lower`` makes of a module
     and its inputs the function that runs. ``profile`` finds the costs of the ops; sizes are rounded up to a multiple of
     ``block_bytes``, or of what the allocator of the step's device takes if that is more. ``answer``: what captured code
     is told that asks whether it is compiled. ``takes_none``: backwards that ``lower`` makes know what to do where a
@@ -113,6 +129,8 @@ class Backend:
     reach: Any = ()  # the function that is captured and its arguments, while it is called
     new_arena: Callable[[], Arena | None] = lambda: None  # for a graph that is captured; None: PyTorch's allocator
     arenas: WeakSet[Arena] = field(default_factory=WeakSet)  # of the graphs whose code is kept
+    begin: Callable[[Problem], tuple[Solution, Rest | None]] | None = None  # a plan, and what is open of it
+    open: list[PlanOn] = field(default_factory=list)  # graphs whose plan may have changed since they were captured
 
     exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
     rounds_in: set[torch.dtype] = field(default_factory=set)  # types of what is rounded, if it is not exact
@@ -155,8 +173,8 @@ class Backend:
         if facts.arena is not None:
             self.arenas.add(facts.arena)
         compile_graph = aot_autograd(
-            fw_compiler=within(facts.arena, "forward", self.lower),
-            bw_compiler=within(facts.arena, "backward", self.lower),
+            fw_compiler=partial(self._lower, facts, "forward"),
+            bw_compiler=partial(self._lower, facts, "backward"),
             inference_compiler=self.lower,
             partition_fn=partial(self._partition, facts),
             keep_inference_input_mutations=True,
@@ -173,14 +191,60 @@ class Backend:
             counted_contributions() as facts.counts,
         ):
             run = compile_graph(module, inputs)
+        asked = 0
         if questions.answers and isinstance(self.profile, Measure) and len(self.plans) > planned:
             given = 0 if self.last is None else self.last.number_bytes
-            self.plans[-1] = _with_questions(self.plans[-1], questions, inputs, given, self.limit(self.plans[-1]))
+            asked = asked_bytes(self.plans[-1], questions, inputs, given, self.limit(self.plans[-1]))
+            self.plans[-1] = with_asked(self.plans[-1], asked)
         if self.takes_none:
             run = keep_undefined(run)
         run = refuse_views(run, facts.within) if self.exact else run
-        run = explain_writes(fan_out(run, facts.sharing), facts.needs)
-        return asking_first(refuse_watching(run, facts.users), questions)
+        run = refuse_watching(explain_writes(fan_out(run, facts.sharing), facts.needs), facts.users)
+        if facts.open is not None:
+            run = self._going_on(facts, facts.open, asked).around(run)
+        return asking_first(run, questions)
+
+    def _lower(self, facts: _Facts, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """What AOTAutograd calls for one of the two modules of the first plan."""
+        run = within(facts.arena, phase, self.lower)(module, inputs)
+        return run if facts.open is None else facts.open.code.first(phase, run)
+
+    def _going_on(self, facts: _Facts, open: _Open, asked: int) -> PlanOn:
+        """Have planning go on, and what comes of it take over."""
+        lower = self.lower  # alone: a backend that is dropped is gone at once, and what goes on for it ends
+
+        def write(plan: Solution) -> tuple[Any, Any] | None:
+            modules = plan.modules
+            sharing = sharing_of(open.counts, modules.forward, modules.backward, open.results, facts.names)
+            if sharing != facts.sharing:
+                return None
+            expect(facts.arena, plan, open.device)
+            facts.needs.become(needs_of(open.joint, modules, facts.names))
+            forward, backward = (within(facts.arena, phase, lower) for phase in PHASES)
+            return forward(modules.forward, []), backward(modules.backward, [])
+
+        going = PlanOn(self.plans[-1], open.rest, open.code, write, [self.plans], asked=asked)
+        self.open.append(going)
+        return going
+
+    def follow(self, plans: list[Solution]) -> None:
+        """Have a list of some of the plans show what runs, as ``plans`` does."""
+        for going in self.open:
+            if any(plan is going.plan for plan in plans):
+                going.lists.append(plans)
+
+    def still_open(self) -> str:
+        """What may still come for the graph that was captured last, for a line that says so; empty: nothing."""
+        known = [going.known for going in self.open[-1:] if going.plan is self.plans[-1]]
+        return f"planning goes on, gap {known[0].gap:.2%}" if known and known[0].goes_on else ""
+
+    def forget(self, plans: list[Solution]) -> None:
+        """Take some plans out of ``plans``, and end what goes on for them."""
+        gone = set(map(id, plans))
+        for going in [going for going in self.open if id(going.plan) in gone]:
+            going.end()
+            self.open.remove(going)
+        self.plans[:] = [plan for plan in self.plans if id(plan) not in gone]
 
     def _partition(
         self,
@@ -215,7 +279,11 @@ class Backend:
         problem = problem_of(joint, self.profile)
         unread = unread_bytes(self.reach, facts.known, device, block_bytes)
         allocated = None if any(map(is_fake, facts.known)) else allocated_on(device)
-        solution = self.plan(with_what_is_held(problem, allocated, unread=unread))
+        problem, rest = with_what_is_held(problem, allocated, unread=unread), None
+        if self.begin is not None and may_change(joint):
+            solution, rest = self.begin(problem)
+        else:
+            solution = self.plan(problem)
         modules = solution.modules
         self.plans.append(solution)
         expect(facts.arena, solution, device)
@@ -223,6 +291,8 @@ class Backend:
         if self.exact:
             facts.sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)
         facts.needs = needs_of(joint, modules, facts.names)
+        if rest is not None:
+            facts.open = _Open(rest, Changing(num_fwd_outputs), joint, counts, num_fwd_outputs, device)
         return modules.forward, modules.backward
 
 
@@ -268,31 +338,6 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
     read = storages(known)
     sizes = [size for key, size in storages(tensors_within(reach)).items() if key not in read]
     return sum(as_allocated(size, block_bytes) for size in sizes)
-
-
-def _with_questions(plan: Solution, questions: Questions, inputs: list[Any], given: int, limit: int) -> Solution:
-    """The plan, its peak that of what is asked before the step where that is higher.
-
-    Args:
-        given: bytes of the inputs that are made anew at each call.
-        limit: bytes that the step may take.
-
-    Raises:
-        Unsupported: where it is above the limit.
-    """
-    device = main_device(inputs)
-    taken = given + measure_peak(partial(questions.ask, inputs), device).peak
-    peak = plan.problem.resident + taken
-    if peak > limit:
-        places = ", ".join(dict.fromkeys(questions.places))
-        raise Unsupported(
-            f"{places}: the step asks for the value of a tensor, which is found out before the step runs. "
-            f"That takes {format_bytes(taken)}, with what is resident {format_bytes(peak)}, of a budget of "
-            f"{format_bytes(limit)}. Ask outside of the step, and pass the answer in as a bool."
-        )
-    if plan.peak is not None and peak > plan.peak:
-        plan = replace(plan, peak=peak, details={**plan.details, "asked_bytes": taken})
-    return plan
 
 
 def _refuse_inexact(module: fx.GraphModule) -> None:

@@ -57,6 +57,10 @@ class Needs:
     inputs: Mapping[int, Need] = field(default_factory=dict)
     results: Mapping[int, Need] = field(default_factory=dict)
 
+    def become(self, other: Needs) -> None:
+        """Be those of another plan, which takes over."""
+        self.inputs, self.results = other.inputs, other.results
+
 
 def needs_of(joint: Joint, modules: Modules, names: Sequence[str]) -> Needs:
     """What the backward of a plan reads of the inputs and results of its forward; ``names``: of the inputs."""
@@ -98,13 +102,16 @@ def _reader(node: fx.Node) -> fx.Node | None:
 
 
 def explain_writes(run: Callable[..., Any], needs: Needs) -> Callable[..., Any]:
-    """Have the backward of a compiled function refuse, in words, what was written to since its call."""
-    if not (needs.inputs or needs.results):
-        return run
+    """Have the backward of a compiled function refuse, in words, what was written to since its call.
+
+    ``needs``: those at each call; they may change in between.
+    """
 
     @wraps(run)
     def explaining(*args: Any) -> Any:
         results = run(*args)
+        if not (needs.inputs or needs.results):
+            return results
         functions = [*compiled_functions(results, args)]
         given = [(args[i], need) for i, need in needs.inputs.items()]
         made = [(t, needs.results.get(t.output_nr)) for t in results if getattr(t, "grad_fn", None) in functions]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import partial
+from math import inf
 from typing import Any, Literal, get_args
 
 from checkmate.backends import ranks
@@ -14,11 +14,14 @@ from checkmate.errors import InfeasibleBudget
 from checkmate.profiling.profilers import Choice
 from checkmate.solvers import recall
 from checkmate.solvers.catalogue import METHODS
+from checkmate.solvers.recall import Rest
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.units import exact_bytes, format_bytes, parse_bytes
 
 Code = Literal["eager", "inductor"]
 Memory = Literal["arena", "allocator"]
+Wait = Literal["first", "best"] | float
+FIRST_SECONDS = 1.0  # to look for a plan before a step runs with what there is
 MOST_PLANS = 64  # of one step, unless a user asks for another number
 
 
@@ -44,6 +47,7 @@ class Options:
     backend: Code = "eager"
     max_plans: int = MOST_PLANS
     memory: Memory | None = None  # an arena, where one can be had
+    wait: Wait = "best"
 
     def __post_init__(self) -> None:
         if isinstance(self.max_plans, bool) or not isinstance(self.max_plans, int) or self.max_plans < 1:
@@ -58,12 +62,18 @@ class Options:
             raise ValueError(f"Unknown memory {self.memory!r}; there are {', '.join(get_args(Memory))}.")
         if self.memory == "arena" and self.backend != "eager":
             raise ValueError(f'memory="arena" is for backend="eager" so far, not for {self.backend!r}.')
+        _check_wait(self.wait)
         _ = self.total, self.set_aside  # numbers of bytes, or an error
 
     @property
     def total(self) -> int:
         """Bytes of the budget."""
         return parse_bytes(self.budget)
+
+    @property
+    def patience(self) -> float:
+        """Seconds to look for a plan before the first step runs."""
+        return self.wait if not isinstance(self.wait, str) else FIRST_SECONDS if self.wait == "first" else inf
 
     @property
     def set_aside(self) -> int:
@@ -89,13 +99,30 @@ class Planner:
         Raises:
             InfeasibleBudget: if no plan was found.
         """
-        options, reserve = self.options, self.options.set_aside + beside
+        return self._plan(problem, self.options.set_aside + beside, inf)[0]
+
+    def begin(self, problem: Problem) -> tuple[Solution, Rest | None]:
+        """The plan to begin with, and what is open of it, if a better one may come. Ranks wait for the best.
+
+        Raises:
+            InfeasibleBudget: if no plan was found.
+        """
+        wait = inf if ranks.train_together() else self.options.patience
+        return self._plan(problem, self.options.set_aside, wait)
+
+    def _plan(self, problem: Problem, reserve: int, wait: float) -> tuple[Solution, Rest | None]:
+        options, rest = self.options, None
         if options.total <= reserve:
             raise _nothing_left(problem, options.total, reserve)
         within = options.total - reserve
         earlier = tuple(solution for known in self._made if (solution := known()) is not None)
         asked: dict[str, Any] = {"method": options.method, "time_limit": options.time_limit}
-        find = partial(recall.plan, problem, within, earlier=earlier, cache=options.cache, **asked)
+
+        def find() -> Solution:
+            nonlocal rest
+            found, rest = recall.begin(problem, within, earlier=earlier, cache=options.cache, wait=wait, **asked)
+            return found
+
         solution = ranks.one_plan(find, problem, within, **asked)
         if solution.plan is None:
             note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
@@ -103,7 +130,14 @@ class Planner:
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
             raise InfeasibleBudget(f"{solution.message}{note}", budget=options.total, min_budget=smallest, op=op)
         self._made = [weakref.ref(plan) for plan in (*earlier, solution)]
-        return solution
+        return solution, rest
+
+
+def _check_wait(wait: Any) -> None:
+    if wait in ("first", "best"):
+        return
+    if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 < wait < inf:
+        raise ValueError(f'wait is "first", "best", or a positive number of seconds, not {wait!r}.')
 
 
 def _nothing_left(problem: Problem, budget: int, reserve: int) -> InfeasibleBudget:

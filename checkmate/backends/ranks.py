@@ -80,6 +80,11 @@ def one_plan(
     return found
 
 
+def train_together() -> bool:
+    """Whether other processes follow the same plans: then all of them change plans or none does, and none does."""
+    return _store() is not None
+
+
 def _store() -> Any:
     """What the ranks share; None where there is one rank, or the others are only imagined."""
     if (

@@ -55,10 +55,10 @@ def emit(joint: Joint, plan: Plan) -> Modules:
     """Write the modules of a plan."""
     before, after = plan.steps[: plan.boundary], plan.steps[plan.boundary :]
     needed = _saved(joint, after)
-    saved = sorted((n for n in needed if not is_sym_node(n)), key=_is_unchecked)  # AOTAutograd wants the unchecked last
+    saved = sorted((n for n in needed if not is_sym_node(n)), key=is_unchecked)  # AOTAutograd wants the unchecked last
     numbers = [n for n in needed if is_sym_node(n)]  # and numbers after them
     kinds = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
-    descs = [kinds[_is_unchecked(node)](i) for i, node in enumerate([*saved, *numbers])]
+    descs = [kinds[is_unchecked(node)](i) for i, node in enumerate([*saved, *numbers])]
     inputs = _placeholders(joint, _is_primal, _is_fwd_seed_offset)
     tangents = _placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state)
     times: Counter[fx.Node] = Counter()
@@ -94,12 +94,17 @@ def _placeholders(joint: Joint, *kinds: Any) -> list[fx.Node]:
     return [node for is_kind in kinds for node in joint.placeholders if is_kind(node)]
 
 
-def _is_unchecked(node: fx.Node) -> bool:
+def is_unchecked(node: fx.Node) -> bool:
+    """Whether autograd does not check, where this is saved for the backward, that it was not written to."""
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
 def _saved(joint: Joint, steps: Iterable[Step]) -> list[fx.Node]:
-    """What crosses from the forward to the backward: what the backward reads without having made it."""
+    """What crosses from the forward to the backward: what the backward reads without having made it.
+
+    And all inputs that autograd does not check. AOTAutograd counts these once, and so each plan saves as many: another
+    may take over. It takes no memory, as they stay with the caller.
+    """
     made = set(_placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state))
     saved: dict[fx.Node, None] = {}
 
@@ -111,6 +116,7 @@ def _saved(joint: Joint, steps: Iterable[Step]) -> list[fx.Node]:
             read(node.all_input_nodes)
             made.update(face for v in joint.graph.ops[step.op].outputs for face in joint.faces[v])
     read(n for n in joint.backward_outputs if isinstance(n, fx.Node))
+    saved.update(dict.fromkeys(n for n in joint.placeholders if is_unchecked(n) and n not in made))
     return list(saved)
 
 

@@ -109,6 +109,12 @@ class Incumbent:
                 if bound > last * (1 + NOTABLE):
                     self._record("bound")
 
+    def now(self) -> tuple[np.ndarray, float, float]:
+        """R, (T, T) bool, of the best plan, its cost and the bound, as they belong together."""
+        with self._lock:
+            assert self.R is not None
+            return self.R, self.cost, min(self.bound, self.cost)
+
     def solution(self, method: str, remarks: Remarks) -> Solution:
         """The best plan, certified, with what there is to say; or that there is none."""
         task, method, spent = self.task, remarks.method or method, self.task.clock.elapsed

@@ -68,7 +68,7 @@ def test_within_the_budget_on_two_threads(name: str) -> None:
         module, step, batch = CASES[name].make(0)
         problem = checkmate.trace(step, *batch)
         budget = (checkmate.min_budget(problem).peak + problem.keep_all_peak) // 2
-        compiled = checkmate.compile(step, budget=budget, time_limit=5)
+        compiled = checkmate.compile(step, budget=budget, time_limit=5, wait="best")
         found = train(module, compiled, batch)
         assert_same(found, train(*CASES[name].make(0)))
         (plan,) = compiled.plans

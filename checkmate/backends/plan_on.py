@@ -1,0 +1,166 @@
+"""A better plan takes over between two steps, while the step is trained.
+
+Planning goes on in another process (`checkmate.solvers.further`). What it finds is verified and simulated here like any
+plan, and takes over before a forward: not while a graph of the step waits for its backward, and not while gradients are
+accumulated, which shows in parameters that have gradients and were not written to since the last forward.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import torch
+
+from checkmate.backends.asked import with_asked
+from checkmate.codegen.changing import Changing
+from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
+from checkmate.errors import SolverError
+from checkmate.solvers.common.certify import certify, contradicts
+from checkmate.solvers.further import Search
+from checkmate.solvers.recall import Rest
+from checkmate.statusline import showing
+from checkmate.units import format_seconds
+
+log = logging.getLogger("checkmate.solve")
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What is known of the plan of one captured graph."""
+
+    cost: float  # seconds of the step, of the best plan that is known; it may not have taken over yet
+    bound: float  # seconds that every plan takes, proven
+    seconds: float  # that planning took so far
+    goes_on: bool  # a better plan may still come
+    swaps: int  # how often a plan has taken over
+    failure: str = ""  # why planning has ended early, if it failed
+
+    @property
+    def gap(self) -> float:
+        """(cost - bound) / cost: at most this share of the step could still be saved."""
+        return max(0.0, 1 - self.bound / self.cost) if self.cost > 0 else 0.0
+
+    def __str__(self) -> str:
+        ends = "goes on" if self.goes_on else self.failure or "has ended"
+        return f"step {format_seconds(self.cost)}, gap {self.gap:.2%} after {format_seconds(self.seconds)}; {ends}"
+
+    @classmethod
+    def of(cls, plan: Solution) -> Planning:
+        """Of a plan that nothing is open of."""
+        return cls(plan.cost, plan.bound, plan.seconds, goes_on=False, swaps=0)
+
+
+class PlanOn:
+    """A captured graph whose plan may yet change.
+
+    Args:
+        plan: by which it runs now.
+        rest: what is open of it.
+        code: what AOTAutograd was given.
+        write: makes of a plan the functions of its forward and backward; None if these do not fit what AOTAutograd was
+            told of the first.
+        lists: of solutions, in which a plan that takes over replaces the one before.
+        asked: bytes that it takes, beside what is resident, to ask what a step asks of its tensors.
+    """
+
+    def __init__(
+        self,
+        plan: Solution,
+        rest: Rest,
+        code: Changing,
+        write: Callable[[Solution], tuple[Any, Any] | None],
+        lists: Iterable[list[Solution]],
+        *,
+        asked: int = 0,
+    ) -> None:
+        self.plan, self.lists, self.swaps, self._asked = plan, [*lists], 0, asked
+        self._began, self._code = plan.seconds, code
+        self._write: Callable[[Solution], tuple[Any, Any] | None] | None = write  # None: planning is over
+        self._search = Search(rest)
+        self._tried: Any = None  # the last news that were looked at
+        self._versions = -1  # of all parameters together, at the last forward
+        self._looking = threading.Lock()
+        self.end = weakref.finalize(self, self._search.end)
+        self._search.start()
+
+    @property
+    def known(self) -> Planning:
+        """What is known now."""
+        news, search = self._search.news, self._search
+        cost, bound = min(news.cost, self.plan.cost), max(news.bound, self.plan.bound)
+        spent = self._began + news.seconds
+        return Planning(cost, min(bound, cost), spent, search.goes_on, self.swaps, search.failure)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until planning has ended, so many seconds at most; whether it has."""
+        with showing(lambda: f"planning: {self.known}"):
+            return self._search.wait(timeout)
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled function before each call of which a better plan may take over."""
+
+        @wraps(run)
+        def changing(*args: Any) -> Any:
+            if self._write is not None and self._looking.acquire(blocking=False):  # else another thread does
+                try:
+                    self._before(args)
+                finally:
+                    self._looking.release()
+            return run(*args)
+
+        return changing
+
+    def _before(self, args: Sequence[Any]) -> None:
+        """What goes before a forward: what there is to take over does, where nothing stands against it."""
+        over, news = not self._search.goes_on, self._search.better
+        leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
+        before, self._versions = self._versions, sum(t._version for t in leaves)
+        if news is not None and news is not self._tried:
+            accumulating = self._versions == before and any(t.grad is not None for t in leaves)
+            if accumulating or self._code.pending:
+                return
+            self._tried = news
+            self._take_over(news.runs, news.bound, news.seconds)
+        elif over:
+            self._close()
+
+    def _take_over(self, R: Any, bound: float, seconds: float) -> None:
+        """Run by another plan from now on. Whatever is wrong with it is no reason to end a training."""
+        problem, budget, began = self.plan.problem, self.plan.budget, time.perf_counter()
+        about: dict[str, Any] = {"seconds": self._began + seconds, "origin": "beside the training"}
+        try:
+            found = certify(problem, budget, R, method=self.plan.method, bound=bound, **about)
+            found = with_asked(found, self._asked)
+            assert self._write is not None
+            code = self._write(found)
+        except SolverError as error:
+            log.warning("A plan that was found beside the training cannot take over: %s", error)
+            return
+        if code is None:
+            log.info("a plan that was found beside the training does not fit the captured graph")
+            return
+        self._code.take_over(*code)
+        self._replace(found)
+        self.swaps += 1
+        log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), found)
+
+    def _replace(self, found: Solution) -> None:
+        for plans in self.lists:
+            plans[:] = [found if plan is self.plan else plan for plan in plans]
+        self.plan = found
+
+    def _close(self) -> None:
+        """Planning is over, and all that it found has taken over: let go of what is needed for more."""
+        known = self.known
+        if not contradicts(known.bound, self.plan.cost) and known.bound > self.plan.bound:
+            closed = self.plan.cost - known.bound <= OPTIMAL_GAP * self.plan.cost
+            status = Status.OPTIMAL if closed else self.plan.status
+            self._replace(replace(self.plan, bound=known.bound, seconds=known.seconds, status=status))
+        self._write = None

@@ -1,0 +1,236 @@
+"""Go on looking for a better plan in a process of its own, while the step already runs with the best one so far.
+
+The process has no PyTorch in it, a low priority, and memory of its own, which the kernel takes first where memory is
+short. It tells each plan that is notably better, and keeps plans on disk like any. It ends with its parent whatever
+happens to that: the kernel is asked for it, and the end of its input says so too. One process runs at a time for each
+process that trains: more wait for their turn. Where it fails, the step keeps the plan that it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from checkmate.core.solution import Solution
+from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.incumbent import Incumbent
+from checkmate.solvers.common.task import Clock
+from checkmate.solvers.recall import WAVER, Rest
+from checkmate.solvers.solve import solve
+from checkmate.units import format_seconds
+
+log = logging.getLogger("checkmate.solve")
+
+TELL_SECONDS = 0.5  # between two looks at what the process has found
+NICENESS = 10  # training goes first
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_PR_SET_PDEATHSIG = 1
+_CHILD = f"""
+import ctypes, os, pickle, signal, sys
+if sys.platform == "linux":  # first of all: a process that was forked from the parent may hold our input open
+    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        os._exit(0)
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who trains
+getattr(os, "nice", int)({NICENESS})
+answers = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)  # what is printed must not stand among the answers
+sys.path[:] = pickle.load(sys.stdin.buffer)  # first: what follows is found there
+from checkmate.solvers import further
+further.serve(sys.stdin.buffer, answers)
+"""
+
+
+@dataclass(frozen=True)
+class News:
+    """What the process tells."""
+
+    cost: float  # seconds of the step, of the best plan
+    bound: float  # seconds, proven
+    seconds: float  # spent
+    runs: np.ndarray | None = None  # R, (T, T) bool, of a plan that is notably better than those told before
+    over: bool = False  # this is the last
+
+
+class Search:
+    """A search that goes on beside the training; what it has found is read from it at any time.
+
+    Args:
+        rest: what is still open, and the plan to begin with.
+    """
+
+    def __init__(self, rest: Rest) -> None:
+        self.rest = rest
+        self.news = News(rest.start.cost, rest.start.bound, 0.0)  # the last
+        self.better: News | None = None  # the last with a plan
+        self.failure = ""  # why it ended early, if it failed
+        self._over, self._ended = threading.Event(), False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name="checkmate-planning", daemon=True)
+        _searches.add(self)
+
+    def start(self) -> None:
+        """Begin, as soon as no other search of this process runs."""
+        self._thread.start()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there may still be news."""
+        return not self._over.is_set()
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process, while that runs."""
+        return None if self._child is None else self._child.pid
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is over, so many seconds at most; whether it is."""
+        return self._over.wait(timeout)
+
+    def end(self) -> None:
+        """End it now."""
+        self._ended = True
+        self._over.set()
+        child = self._child
+        if child is not None:
+            child.kill()
+
+    def _run(self) -> None:
+        try:
+            with _turn:
+                if not self._ended:
+                    self._converse()
+        except OSError as error:
+            self.failure = str(error)
+        finally:
+            if self.failure and not self._ended:
+                log.warning("Planning beside the training has failed; the step keeps its plan. %s", self.failure)
+            self._child = None
+            self._over.set()
+
+    def _converse(self) -> None:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with tempfile.TemporaryFile() as said:
+            command = [sys.executable, "-c", _CHILD, str(os.getpid())]
+            child = subprocess.Popen(command, **pipes, stderr=said, env={**os.environ, **ONE_THREAD})
+            with child:
+                self._child = child
+                try:
+                    if not self._ended:
+                        self._ask(child)
+                except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+                    child.kill()
+                    self.failure = f"Its process ended with code {child.wait()}: {_last_line(said)}"
+                finally:
+                    child.kill()
+                    with contextlib.suppress(BrokenPipeError):  # what it did not read any more
+                        child.stdin.close()  # type: ignore[union-attr]
+
+    def _ask(self, child: subprocess.Popen[bytes]) -> None:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(pickle.dumps(sys.path) + pickle.dumps(self.rest.bare()))
+        child.stdin.flush()  # and left open: its end would end the process
+        over = False
+        while not over:
+            self.news = news = pickle.load(child.stdout)
+            if news.runs is not None:
+                self.better = news
+            over = news.over
+        log.info(
+            "planning has ended: step %.6g s, bound %.6g s, %s", news.cost, news.bound, format_seconds(news.seconds)
+        )
+
+
+_searches: weakref.WeakSet[Search] = weakref.WeakSet()  # that there are in this process
+_turn = threading.Lock()
+
+
+def _without_the_parents() -> None:
+    """In a forked child: its parent's searches tell it nothing any more, and are not its own to end."""
+    global _turn
+    _turn = threading.Lock()
+    for search in list(_searches):
+        search._child, search._over = None, threading.Event()
+        search._over.set()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_without_the_parents)
+
+
+def _last_line(said: IO[bytes]) -> str:
+    said.seek(0)
+    return next(iter(reversed(said.read().decode(errors="replace").strip().splitlines())), "it said nothing")
+
+
+def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
+    """What the process does: read what is asked, search, and tell."""
+    rest = pickle.load(asked)
+    threading.Thread(target=_end_with, args=[asked], daemon=True).start()
+    with contextlib.suppress(OSError):  # not on Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory is short, this goes and the training stays
+
+    def tell(news: News) -> None:
+        pickle.dump(news, answers)
+        answers.flush()
+
+    search(rest, tell)
+
+
+def _end_with(asked: IO[bytes]) -> None:
+    """End this process once nobody holds the other end of its input: its parent is gone, or wants no more."""
+    asked.read(1)
+    os._exit(0)
+
+
+def search(rest: Rest, tell: Callable[[News], None]) -> Solution:
+    """Look for better plans from a known one on, until the time is over or no notably better one can be.
+
+    Args:
+        rest: what is open.
+        tell: is given what is found, at most each `TELL_SECONDS`; and at the end.
+    """
+    clock, watched, over = Clock(), list[Incumbent](), threading.Event()
+    told = rest.start.cost
+
+    def look() -> None:
+        nonlocal told
+        while not over.wait(TELL_SECONDS):
+            if not watched or watched[0].R is None:
+                continue
+            R, cost, bound = watched[0].now()
+            better = R if rest.is_better(cost, told) else None
+            if better is not None:
+                told = cost
+                rest.keep(certify(rest.problem, rest.budget, R, method="auto", bound=bound), clock.elapsed)
+            tell(News(cost, bound, clock.elapsed, better))
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    asked: dict[str, Any] = {"time_limit": rest.seconds, "gap": rest.gap, "settle": WAVER, "start": rest.start}
+    try:
+        found = solve(rest.problem, rest.budget, progress=False, watch=watched.append, **asked)
+    finally:
+        over.set()
+        looking.join()
+    if found.schedule is None or found.cost >= rest.start.cost:  # it never is worse, but for what sums round
+        found = replace(rest.start, bound=max(rest.start.bound, min(found.bound, rest.start.cost)))
+    rest.keep(found, rest.seconds)
+    assert found.schedule is not None
+    better = found.schedule.R if rest.is_better(found.cost, told) else None
+    tell(News(found.cost, found.bound, clock.elapsed, better, over=True))
+    return found

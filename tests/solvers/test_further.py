@@ -1,0 +1,244 @@
+"""Planning goes on in a process of its own, which finds better plans and ends with its parent, whatever happens."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkmate import Problem, Solution, solve
+from checkmate.solvers import further, recall
+from checkmate.solvers.common import plan_store
+from checkmate.solvers.common.certify import certify
+from checkmate.solvers.further import News, Search
+from checkmate.solvers.recall import BETTER, Rest, begin
+from checkmate.solvers.search.min_budget import least_runs
+from tests.support.processes import ROOT, run_python
+
+PATIENCE = 100.0  # seconds that nothing here takes
+UNET = ROOT / "benchmarks/problems/unet.json.gz"
+SEARCHING = f"""
+import time
+from checkmate import Problem, Solution, solve
+from checkmate.solvers.further import Search
+from checkmate.solvers.recall import Rest
+problem = Problem.from_json({str(UNET)!r})
+budget = int(0.3 * problem.keep_all_peak)
+plan = solve(problem, budget, method="next-use", time_limit=0.1)
+search = Search(Rest(problem, budget, plan, seconds=600.0, gap=1e-4, spent=1.0, cache=False))
+search.start()
+while search.pid is None:
+    time.sleep(0.01)
+print(search.pid, flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def search() -> Iterator[Search]:
+    """One that goes on for as long as a test takes."""
+    problem = Problem.from_json(UNET)
+    budget = int(0.3 * problem.keep_all_peak)
+    plan = solve(problem, budget, method="next-use", time_limit=0.1)
+    made = Search(Rest(problem, budget, plan, seconds=600.0, gap=1e-4, spent=1.0, cache=False))
+    made.start()
+    yield made
+    made.end()
+
+
+def _pid(search: Search) -> int:
+    deadline = time.monotonic() + PATIENCE
+    while search.pid is None and search.goes_on and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert search.pid is not None
+    return search.pid
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a process ends; one that nobody has asked for its code is a zombie, and gone."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            if _state(pid) == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def _chain(length: int = 8) -> Problem:
+    deps = [[], *([i] for i in range(length - 1)), *([length + i - 1, length - i - 1] for i in range(length))]
+    return Problem.from_dag(deps, seconds=[1 + i % 3 for i in range(2 * length)], sizes=[4] * 2 * length)
+
+
+def _poor(problem: Problem, budget: int, *, cache: bool = False) -> Rest:
+    """What is open of the plan of the smallest budget, in a roomier one."""
+    plan = certify(problem, budget, least_runs(problem, time_limit=0.5)[1], method="auto")
+    return Rest(problem, budget, plan, seconds=20.0, gap=1e-4, spent=1.0, cache=cache)
+
+
+def test_a_process_finds_what_is_better_and_keeps_it() -> None:
+    problem = _chain()
+    budget = least_runs(problem, time_limit=0.5)[0] + 8
+    rest = _poor(problem, budget, cache=True)
+    best = solve(problem, budget)
+    assert best.cost < (1 - BETTER) * rest.start.cost
+
+    search = Search(rest)
+    search.start()
+    assert search.wait(PATIENCE)
+
+    assert search.failure == ""
+    assert search.better is not None
+    assert search.better.runs is not None
+    assert certify(problem, budget, search.better.runs, method="auto").cost == search.news.cost == best.cost
+    assert search.news.bound == pytest.approx(best.bound)
+    record = plan_store.lookup(plan_store.Question.of(problem, budget, "auto"))
+    assert record is not None
+    assert (record.cost, record.time_limit) == (best.cost, rest.spent + rest.seconds)
+
+
+def test_only_what_is_notably_better_is_told_as_a_plan() -> None:
+    problem = _chain()
+    budget = least_runs(problem, time_limit=0.5)[0] + 8
+    best = solve(problem, budget)
+    told: list[News] = []
+    found = further.search(replace(_poor(problem, budget), start=best), told.append)
+    assert found.cost == best.cost
+    assert told[-1].over
+    assert [news.runs for news in told] == [None] * len(told)
+
+
+def test_what_is_open_is_sent_without_functions() -> None:
+    rest = _poor(replace(_chain(), emit=lambda plan: None), 100)
+    assert rest.bare().problem.emit is rest.bare().start.problem.emit is None
+
+
+def test_planning_that_begins_early_says_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quick(*args: Any, **options: Any) -> Solution:
+        return solve(*args, **{**options, "time_limit": 0.1})
+
+    monkeypatch.setattr(recall, "solve", quick)
+    problem = Problem.from_json(UNET)
+    budget = int(0.3 * problem.keep_all_peak)
+    plan, rest = begin(problem, budget, wait=0.1, time_limit=20.0)
+    assert rest is not None
+    assert rest.start is plan
+    assert rest.seconds + rest.spent == 20.0
+    assert begin(problem, budget, wait=0.1, time_limit=1.0)[1] is None  # not worth a process
+    assert begin(problem, budget, wait=0.1, time_limit=3.0, method="next-use")[1] is None
+    assert begin(_chain(), 100, wait=0.1)[1] is None  # closed at once
+
+
+def test_ctrl_c_before_the_first_step_ends_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, **options: Any) -> Solution:
+        return replace(solve(*args, **{**options, "time_limit": 0.1}), interrupted=True)
+
+    monkeypatch.setattr(recall, "solve", interrupted)
+    problem = Problem.from_json(UNET)
+    plan, rest = begin(problem, int(0.3 * problem.keep_all_peak), wait=0.1)
+    assert plan.gap > BETTER
+    assert rest is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+class TestProcess:
+    """What the process is, and how it ends."""
+
+    def test_it_has_no_torch_and_a_low_priority(self, search: Search) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while search.news.seconds == 0.0 and time.monotonic() < deadline:  # it has told something
+            time.sleep(0.01)
+        pid = _pid(search)
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        assert "highspy" in maps
+        assert "torch" not in maps
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.nice(0) + further.NICENESS)
+        assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "1000"
+        search.end()
+        assert _is_gone(pid)
+        assert not search.goes_on
+
+    def test_a_crash_leaves_the_plan_that_there_is(self, search: Search, caplog: pytest.LogCaptureFixture) -> None:
+        pid = _pid(search)
+        with caplog.at_level(logging.WARNING, "checkmate.solve"):
+            os.kill(pid, signal.SIGKILL)
+            assert search.wait(PATIENCE)
+        assert f"code -{signal.SIGKILL:d}" in search.failure
+        assert "the step keeps its plan" in caplog.text
+
+    def test_one_runs_at_a_time(self, search: Search) -> None:
+        first = _pid(search)
+        second = Search(search.rest)
+        second.start()
+        assert second.pid is None
+        assert second.goes_on
+        search.end()
+        assert _pid(second) != first
+        second.end()
+        assert second.wait(PATIENCE)
+
+    def test_a_forked_process_neither_waits_nor_ends_it(self, search: Search) -> None:
+        pid = _pid(search)
+        child = os.fork()
+        if child == 0:
+            search.end()
+            another = Search(search.rest)
+            another.start()
+            waits = search.goes_on or not search.wait(0) or _pid(another) == pid
+            another.end()
+            os._exit(int(waits))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert search.goes_on
+        assert _state(pid) != "Z"
+
+    @pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "import os; os._exit(0)"])
+    def test_it_ends_when_a_script_does(self, end: str) -> None:
+        assert _is_gone(int(run_python("-c", SEARCHING + end).stdout))
+
+    def test_it_ends_when_its_parent_is_killed_that_has_forked(self) -> None:
+        """The forked process holds the other end of its input open."""
+        script = SEARCHING + "import os\nif os.fork() == 0:\n    print(os.getpid(), flush=True)\ntime.sleep(600)"
+        with _running(script) as parent:
+            assert parent.stdout is not None
+            pid, forked = int(parent.stdout.readline()), int(parent.stdout.readline())
+            parent.kill()
+            assert _is_gone(pid)
+            os.kill(forked, signal.SIGKILL)
+
+    def test_ctrl_c_is_for_who_trains(self) -> None:
+        script = SEARCHING + (
+            "try:\n    while search.news.seconds == 0: time.sleep(0.01)\n    print('told', flush=True)\n"
+            "    search.wait()\nexcept KeyboardInterrupt:\n    told = search.news.seconds\n"
+            "    while search.goes_on and search.news.seconds == told: time.sleep(0.01)\n    print(search.goes_on)"
+        )
+        with _running(script, start_new_session=True) as parent:
+            assert parent.stdout is not None
+            parent.stdout.readline()
+            assert parent.stdout.readline() == "told\n"
+            os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
+            assert parent.stdout.readline() == "True\n"
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _running(script: str, **options: bool) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", script]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)

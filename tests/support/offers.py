@@ -1,0 +1,81 @@
+"""Plans that are there when a test wants them, in place of what planning beside the training may find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from checkmate import Problem, Solution, min_budget, solve
+from checkmate.backends import plan_on
+from checkmate.solvers import recall
+from checkmate.solvers.common.certify import certify
+from checkmate.solvers.further import News
+from checkmate.solvers.recall import Rest
+from checkmate.solvers.search.min_budget import least_runs
+
+SECONDS = 0.1  # for each plan
+
+
+class Offers:
+    """Stands for a search: a test offers plans, and ends it."""
+
+    def __init__(self, rest: Rest) -> None:
+        self.rest = rest
+        self.news, self.better, self.failure, self.goes_on = News(rest.start.cost, 0.0, 0.0), None, "", True
+        self._plans = plans_within(rest.problem, rest.budget)
+        self.count = 0
+
+    def offer(self) -> None:
+        """One more plan, another than the last."""
+        self.count += 1
+        R = self._plans[self.count % len(self._plans)]
+        self.news = self.better = News(self.rest.start.cost, 0.0, float(self.count), R)
+
+    def start(self) -> None:
+        """Nothing runs."""
+
+    def end(self) -> None:
+        """No more comes."""
+        self.goes_on = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As if it had ended."""
+        return not self.goes_on
+
+
+def plans_within(problem: Problem, budget: int) -> list[np.ndarray]:
+    """R of three plans of a problem, all within a budget, that differ: one that keeps much first, then less."""
+    least = min_budget(problem, time_limit=SECONDS).peak
+    within = [budget, (2 * budget + least) // 3, (budget + 2 * least) // 3]
+    found = [solve(problem, b, method="next-use", time_limit=SECONDS).schedule for b in within]
+    plans = [schedule.R for schedule in found if schedule is not None]
+    assert len({R.tobytes() for R in plans}) == len(within)
+    return plans
+
+
+def begin_poorly(problem: Problem, budget: int, **options: object) -> tuple[Solution, Rest]:
+    """Begin with the plan of the smallest budget, though there is more room: any search finds a better one."""
+    plan = certify(problem, budget, least_runs(problem, time_limit=SECONDS)[1], method="auto")
+    return plan, Rest(problem, budget, plan, seconds=10.0, gap=1e-4, spent=1.0, cache=False)
+
+
+@contextmanager
+def offered() -> Iterator[list[Offers]]:
+    """Within the block steps begin with one plan, and go on by those that the test offers; the stand-ins in turn."""
+    made: list[Offers] = []
+
+    def begin(problem: Problem, budget: int, **options: object) -> tuple[Solution, Rest]:
+        plan = solve(problem, budget, method="next-use", time_limit=SECONDS)
+        return plan, Rest(problem, budget, plan, seconds=60.0, gap=1e-4, spent=1.0, cache=False)
+
+    def search(rest: Rest) -> Offers:
+        made.append(Offers(rest))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recall, "begin", begin)
+        patch.setattr(plan_on, "Search", search)
+        yield made
