@@ -86,12 +86,14 @@ def begin(
     if budget >= problem.keep_all_peak and method == "auto":
         return solve(problem, budget, time_limit=time_limit), None
     wish = _wish(problem, budget, method, time_limit, earlier)
+    early = method == "auto" and wait + WORTH_A_PROCESS <= wish.limit
     known = plan_cache.lookup(wish.question) if cache else None
-    solution = None if known is None else _recall(problem, wish, known)
+    enough = replace(wish, gap=max(wish.gap, BETTER)) if early else wish
+    solution = None if known is None else _recall(problem, enough, known)
     if solution is not None:
         return replace(solution, seconds=clock.elapsed), None
     records = plan_cache.relatives(wish.question) if cache else []
-    spent = wait if method == "auto" and wait + WORTH_A_PROCESS <= wish.limit else wish.limit
+    spent = wait if early else wish.limit
     while True:
         early = spent < wish.limit
         asked = replace(wish, limit=spent, time_limit=spent) if early else wish

@@ -144,6 +144,16 @@ def test_planning_that_begins_early_says_what_is_open(monkeypatch: pytest.Monkey
     assert begin(_chain(), 100, wait=0.1)[1] is None  # closed at once
 
 
+def test_a_plan_on_disk_that_no_other_is_notably_better_than_is_taken_at_once() -> None:
+    problem = Problem.from_json(UNET)
+    budget = int(0.8 * problem.keep_all_peak)
+    found = solve(problem, budget, time_limit=1.0)
+    close = replace(found, bound=(1 - BETTER / 2) * found.cost)
+    plan_store.store(plan_store.Record.of(close, "auto", 1.0))
+    plan, rest = begin(problem, budget, wait=1.0)
+    assert (plan.origin, plan.cost, rest) == ("plan cache", found.cost, None)
+
+
 def test_ctrl_c_before_the_first_step_ends_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any, **options: Any) -> Solution:
         return replace(solve(*args, **{**options, "time_limit": 0.1}), interrupted=True)
