@@ -21,6 +21,7 @@ SIGNIFICANT = 0.05
 HEADER = (
     "way", "knob", "peak", "beyond", "step", "spread", "first step", "planned", "recomputed", "gap", "numbers", "ours",
 )  # fmt: skip
+KEY = ("model", "family", "fingerprint")  # of rows that allocate the same, one by one
 NUMBERS = {*HEADER} - {"way", "knob", "numbers"}
 PEERS = ("checkpoint", "checkpoint_sequential", "selective", "compile + checkpoint", "compile budget")
 STYLES = {  # marker and colour, from a palette that colour-blind eyes tell apart
