@@ -180,7 +180,7 @@ def rows(steps: int, share: float) -> list[Row]:
 
 
 def _cells(row: Row) -> list[str]:
-    ended = "" if row["error"] is None else row["error"][:110]
+    ended = "" if row["error"] is None else row["error"].rpartition("DefaultCPUAllocator: ")[2]
     numbers = "same bits" if row["bitwise"] else "–"
     return [row["way"], f"{row['growth'] / row['planned_bytes']:.3f}", str(row["trained"]), numbers, ended]
 
