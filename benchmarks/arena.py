@@ -15,9 +15,6 @@ Linux only: it reads and resets what /proc says of this process.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +26,7 @@ import torch
 from torch import nn
 
 import checkmate
+from benchmarks.common.resident import growth
 from benchmarks.common.rows import Row, add_names, append, origin
 from benchmarks.common.timing import Batch, Step, step_and_back
 from benchmarks.demo import Task, letters_task, text_task
@@ -37,7 +35,6 @@ from checkmate.core.table import Table
 from checkmate.memory import build
 
 RESULTS = Path(__file__).parent / "results" / "arena.jsonl"
-STEPS, WARM = 10, 4
 HEADER = (
     "network", "threads", "share", "planned", "plain", "allocator", "arena", "first step", "height", "outside",
     "fallbacks", "time", "of plain",
@@ -59,28 +56,6 @@ CASES: dict[str, Callable[[], Made]] = {
     "demo-letters": lambda: _of_the_demo(letters_task(1)),
     "demo-text": lambda: _of_the_demo(text_task(1)),
 }
-
-
-def status(name: str) -> int:
-    """Bytes, of this process."""
-    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def growth(module: nn.Module, one: Callable[[], None], let_go: Callable[[], None]) -> int:
-    """Bytes by which the peak resident set grows over some steps."""
-    for _ in range(WARM):
-        one()
-    module.zero_grad()
-    let_go()
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
-    for _ in range(STEPS):
-        one()
-    return status("VmHWM") - before
 
 
 def small_step() -> Callable[[], None]:

@@ -4,7 +4,9 @@
 
 ResNet-50, U-Net, GPT-2 of 12 layers and a ViT, untrained, in float32 and in bfloat16 by autocast, with the state of
 Adam there from the start. Budgets lie between the smallest that works (share 0) and keeping everything (share 1). Peaks
-are bytes of the device as PyTorch's allocator counts them, whatever they belong to. Nothing is downloaded.
+are bytes of the device as PyTorch's allocator counts them, whatever they belong to. *Of planned* is by how much the
+bytes that it has of the device grow over a step, from an empty cache, in proportion to what the plan takes beyond what
+is there before. Nothing is downloaded.
 
 Where plain PyTorch does not repeat its own numbers, the row says by how much its runs differ, and the compiled step
 from the nearest of them. ``--device cpu --quick`` runs small versions of two of the networks on the CPU.
@@ -56,8 +58,8 @@ SHARES = (0.1, 0.4, 0.7)
 PLAIN_RUNS = 3
 LIMITED = "gpt2"  # trained within a hard limit too
 HEADER = (
-    "network", "precision", "share", "budget", "predicted", "measured", "off", "reserved", "within", "of plain",
-    "numbers", "plan",
+    "network", "precision", "share", "budget", "predicted", "measured", "off", "reserved", "of planned",
+    "within", "of plain", "numbers", "plan",
 )  # fmt: skip
 
 
@@ -187,6 +189,7 @@ def row(setting: Setting, plain: Row, share: float, pairs: int, time_limit: floa
     with measuring.nothing_on_disk():
         found = outcome(module, compiled, batch, optimizer)
     first_steps = time.perf_counter() - began
+    held = reserved_now(setting.device)
     use = measure_peak(partial(measuring.step_and_back, module, compiled, batch), setting.device)
     solution = compiled.plans[0]
     measured, predicted = peak_of(use, solution.problem.resident), solution.peak
@@ -200,6 +203,8 @@ def row(setting: Setting, plain: Row, share: float, pairs: int, time_limit: floa
         "predicted_peak": predicted,
         "measured_peak": measured,
         "reserved": use.reserved,
+        "planned_bytes": predicted - solution.problem.resident,  # what the step takes beyond what is there before it
+        "reserved_growth": None if use.reserved is None or held is None else use.reserved - held,
         "off": abs(measured - predicted) / predicted,
         "within": measured <= budget,
         **plan_facts(solution),
@@ -210,6 +215,15 @@ def row(setting: Setting, plain: Row, share: float, pairs: int, time_limit: floa
         "first_two_steps_seconds": first_steps,  # capture again, plan, write code, two steps
         **compare(found, plain["runs"]),
     }
+
+
+def reserved_now(device: torch.device) -> int | None:
+    """Bytes that PyTorch's allocator has of a device once it has given back what nothing lies in; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
 
 
 def limited_row(setting: Setting, plain: Row, time_limit: float) -> Row:
@@ -252,12 +266,12 @@ def limited_row(setting: Setting, plain: Row, time_limit: float) -> Row:
 def _cells(row: Row) -> list[str]:
     name = [row["network"], row["precision"]]
     if "error" in row:
-        return [*name, f"{row.get('share', '')}", *["-"] * 7, "ERROR", row["error"].splitlines()[0][:60]]
+        return [*name, f"{row.get('share', '')}", *["-"] * 8, "ERROR", row["error"].splitlines()[0][:60]]
     if "limit" in row:
         died = "plain ran out of memory" if row["plain_ran_out_of_memory"] else "PLAIN FITS"
         same = "same losses" if row["losses"] == row["plain_losses"] else "OTHER LOSSES"
         limit = f"limit {row['limit'] / 1e6:,.1f} MB"
-        return [*name, "", f"{row['budget'] / 1e6:,.1f} MB", limit, *["-"] * 5, died, same]
+        return [*name, "", f"{row['budget'] / 1e6:,.1f} MB", limit, *["-"] * 6, died, same]
     apart = f"{row['difference']:.1e} off, plain {row['plain_spread']:.1e}"
     return [
         *name,
@@ -265,6 +279,7 @@ def _cells(row: Row) -> list[str]:
         *(f"{row[key] / 1e6:,.1f} MB" for key in ("budget", "predicted_peak", "measured_peak")),
         f"{row['off']:.2%}",
         "-" if row["reserved"] is None else f"{row['reserved'] / 1e6:,.1f} MB",
+        "-" if row["reserved_growth"] is None else f"{row['reserved_growth'] / row['planned_bytes']:.3f}",
         "yes" if row["within"] else "NO",
         f"{row['time_ratio']:.3f}x",
         "same bits" if row["bitwise"] else apart,

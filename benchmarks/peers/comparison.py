@@ -6,8 +6,11 @@ For each network every way of `benchmarks.peers.settings` trains the same parame
 running sum of the profiler's memory events over a forward and a backward from no gradients, with parameters, buffers
 and batch added; ``beyond`` leaves out those and all gradients. Times are relative to plain steps that run in between:
 each round runs every way once, in an order drawn anew, with a plain step before and after every few of them; the time
-of a step is divided by the mean of the two plain ones next to it. Ours plan for the peaks of the peers that are best in
-peak and time, and for budgets from the smallest that works to keeping everything.
+of a step is divided by the mean of the two plain ones next to it. Each runs twice in a row, and the second is timed.
+Ours plan for the peaks of the peers that are best in peak and time, and for budgets from the smallest that works to
+keeping everything.
+
+Then each way trains in a process of its own, for how far that grows (`benchmarks.peers.resident`).
 
 The table and the picture of each network are made from the rows at the end (``--report`` makes only them).
 """
@@ -35,6 +38,7 @@ from benchmarks.common import timing as measuring
 from benchmarks.common.rows import Row, add_names, append, origin
 from benchmarks.common.timing import Step
 from benchmarks.peers import report as peers_report
+from benchmarks.peers import resident
 from benchmarks.peers.settings import (
     EAGER,
     HEURISTICS,
@@ -268,12 +272,16 @@ class Comparison:
         self.subject.restore()
 
     def _seconds(self, step: Step) -> float:
-        self.subject.module.zero_grad(set_to_none=True)
-        self._finish()
-        began = time.perf_counter()
-        step(*self.subject.batch).backward()
-        self._finish()
-        return time.perf_counter() - began
+        """Of the second of two steps, as in training: one finds what another of its kind has left."""
+        seconds = 0.0
+        for _ in range(2):
+            self.subject.module.zero_grad(set_to_none=True)
+            self._finish()
+            began = time.perf_counter()
+            step(*self.subject.batch).backward()
+            self._finish()
+            seconds = time.perf_counter() - began
+        return seconds
 
     def _finish(self) -> None:
         if self.device.type == "cuda":
@@ -360,5 +368,8 @@ def main() -> None:
             began = time.monotonic()
             rows = compare(NETWORKS[name], options, partial(print, f"{name}:", file=sys.stderr, flush=True))
             append(args.out, *({**about, **row} for row in rows))
+            if args.device.type == "cpu" and sys.platform == "linux":
+                found = resident.measure(rows, partial(print, f"{name}:", file=sys.stderr, flush=True))
+                append(peers_report.resident_file(args.out), *({**about, **row} for row in found))
             print(f"{name}: {len(rows)} rows in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     print(peers_report.render(args.out))

@@ -8,8 +8,9 @@ round by round: one is called slower where Wilcoxon's signed-rank test says so a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from scipy.stats import wilcoxon
 
@@ -19,8 +20,10 @@ from checkmate.core.table import Table
 
 SIGNIFICANT = 0.05
 HEADER = (
-    "way", "knob", "peak", "beyond", "step", "spread", "first step", "planned", "recomputed", "gap", "numbers", "ours",
+    "way", "knob", "peak", "process", "beyond", "step", "spread", "first step", "planned", "recomputed", "gap",
+    "numbers", "ours",
 )  # fmt: skip
+KEY = ("model", "family", "fingerprint")  # of rows that allocate the same, one by one
 NUMBERS = {*HEADER} - {"way", "knob", "numbers"}
 PEERS = ("checkpoint", "checkpoint_sequential", "selective", "compile + checkpoint", "compile budget")
 STYLES = {  # marker and colour, from a palette that colour-blind eyes tell apart
@@ -46,16 +49,35 @@ def latest(rows: Sequence[Row]) -> dict[str, list[Row]]:
     }
 
 
+def joined(rows: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
+    """The rows of the comparison; ``process``, bytes with parameters and batch, where it is known."""
+    known = {_key(row): row["growth"] for row in measured if "growth" in row}
+    return [
+        row | {"process": row["resident"] + known[_key(row)]} if "error" not in row and _key(row) in known else row
+        for row in rows
+    ]
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(key) for key in KEY)
+
+
 def same_bits(row: Row) -> bool:
     """Whether loss, gradients and buffers are those of the plain step, or as near as plain steps are to each other."""
     same = bool(row.get("same_loss") and row.get("same_gradients") and row.get("same_buffers"))
     return same or 0.0 < row.get("plain_off", 0.0) >= row["off"]
 
 
-def compared(peer: Row, rows: Sequence[Row]) -> tuple[Row, float, str] | None:
-    """The fastest of ours at the peer's peak or below, its time to the peer's, which is faster; None where none is."""
+def compared(peer: Row, rows: Sequence[Row], by: str = "peak") -> tuple[Row, float, str] | None:
+    """The fastest of ours at the peer's peak or below, its time to the peer's, which is faster; None where none is.
+
+    Args:
+        peer: of the same run.
+        rows: of a network.
+        by: what is to be as low: ``"peak"``, which PyTorch counts, or ``"process"``, what the machine gives.
+    """
     run = [row for row in rows if row["family"] == OURS and "error" not in row and row.get("date") == peer.get("date")]
-    able = [row for row in run if row["peak"] <= peer["peak"]]
+    able = [row for row in run if by in row and row[by] <= peer[by]]
     if not able:
         return None
     best = min(able, key=lambda row: row["ratio"])
@@ -75,13 +97,16 @@ def summary(rows: Sequence[Row]) -> Row:
     worked = [row for row in rows if "error" not in row]
     eager = next(row for row in worked if row["family"] == EAGER.family)
     exact = [row for row in worked if row["family"] in PEERS and same_bits(row)]
+    mine = [row for row in worked if row["family"] == OURS]
     verdicts = [compared(peer, worked) for peer in exact]
     found = [verdict for verdict in verdicts if verdict is not None]
     least = min(exact, key=lambda row: row["peak"], default=None)
+    held = {family: [row for row in rows if "process" in row] for family, rows in (("ours", mine), ("peers", exact))}
     return {
         "model": eager["model"],
         "eager": eager["peak"],
-        "ours": min((row["peak"] for row in worked if row["family"] == OURS), default=None),
+        "ours": min((row["peak"] for row in mine), default=None),
+        **{f"least resident, {who}": min((row["process"] for row in some), default=None) for who, some in held.items()},
         "peer": least,
         "wrong": sum(row["family"] in PEERS and not same_bits(row) for row in worked),
         "exact": len(exact),
@@ -93,32 +118,49 @@ def summary(rows: Sequence[Row]) -> Row:
 
 
 def short(rows: Sequence[Row]) -> str:
-    """A small table: of each way the least peak, and ours at the least that has the same bits, and at its own least."""
+    """A small table: of each way the least peak, and ours at the least that has the same bits, and at its own least.
+
+    What the machine gives decides, where that is known of a network.
+    """
     worked = [row for row in rows if "error" not in row]
+    by = "process" if any("process" in row for row in worked) else "peak"
+    worked = [row for row in worked if by in row]
     chosen = [row for row in worked if row["family"] == EAGER.family]
     of = {family: [row for row in worked if row["family"] == family] for family in PEERS}
-    chosen += [min(some, key=lambda row: (row["peak"], row["ratio"])) for some in of.values() if some]
-    there = summary(rows)["at least"]
-    least = min((row for row in worked if row["family"] == OURS), key=lambda row: row["peak"])
+    chosen += [min(some, key=lambda row: (row[by], row["ratio"])) for some in of.values() if some]
+    exact = [row for some in of.values() for row in some if same_bits(row)]
+    there = compared(min(exact, key=lambda row: row[by]), worked, by) if exact else None
+    least = min((row for row in worked if row["family"] == OURS), key=lambda row: row[by])
     chosen += [least] if there is None or there[0] is least else [there[0], least]
     cells = []
     for row in chosen:
         name = "plain PyTorch" if row["family"] == EAGER.family else f"{row['family']}, {row['knob']}"
         name = f"**{name}**" if row["family"] == OURS else name
-        cells.append((name, _bytes(row["peak"]), f"{row['ratio']:.2f}", numbers(row)))
-    heads = (chosen[0]["model"], "peak", "step / plain", "numbers")
-    return Table(heads, cells, {"peak", "step / plain"}).markdown()
+        cells.append((name, _process(row), _bytes(row["peak"]), f"{row['ratio']:.2f}", numbers(row)))
+    heads = (chosen[0]["model"], "process", "counted", "step / plain", "numbers")
+    return Table(heads, cells, {"process", "counted", "step / plain"}).markdown()
 
 
 def render(rows_file: Path) -> str:
     """Write the document and the pictures next to a file of rows; returns the summary as text."""
-    runs = latest(read(rows_file))
+    runs = runs_of(rows_file)
     folder = rows_file.with_suffix("")
     folder.mkdir(exist_ok=True)
     for model, rows in runs.items():
         draw(rows, folder / f"{model}.png")
     rows_file.with_suffix(".md").write_text(document(runs, folder.name))
     return _overall(runs)
+
+
+def runs_of(rows_file: Path) -> dict[str, list[Row]]:
+    """For each network the last rows of a file, with what the file beside it knows of the process."""
+    measured = read(resident_file(rows_file))
+    return {model: joined(rows, measured) for model, rows in latest(read(rows_file)).items()}
+
+
+def resident_file(rows_file: Path) -> Path:
+    """Where rows of `benchmarks.peers.resident` are that belong to those of a file."""
+    return rows_file.with_name(f"{rows_file.stem}_resident.jsonl")
 
 
 def document(runs: dict[str, list[Row]], folder: str) -> str:
@@ -134,8 +176,11 @@ def _head(runs: dict[str, list[Row]]) -> list[str]:
         "# Beside what people use today",
         "",
         f"Made by `python -m benchmarks.peers` at {commits} on {machines}, PyTorch {every[0]['torch']}, "
-        f"{every[0]['threads']} thread. Peaks are measured, parameters, buffers and batch included; *beyond* is the "
-        "peak less those and all gradients, relative to plain PyTorch. *Step* is the median time of a step relative to "
+        f"{every[0]['threads']} thread. Peaks are measured, parameters, buffers and batch included. *Process* is what "
+        "the machine gives for the same: parameters, buffers, batch, and growth of the resident set of a process in "
+        "which nothing else has run, ours in an arena (`peers_resident.jsonl`; of ways with other numbers the lowest "
+        "of each family was measured). *Beyond* is the peak less those and all gradients, relative to plain PyTorch. "
+        "*Step* is the median time of a step relative to "
         "plain steps next to it, *spread* its quartiles. *First step* is everything until one step is done. *Numbers* "
         "says what differs from plain PyTorch after one step from the same state. *Ours*, for each peer with the same "
         "bits: the time of our fastest step at its peak or below, relative to its own; *faster* or *slower* where a "
@@ -146,8 +191,9 @@ def _head(runs: dict[str, list[Row]]) -> list[str]:
 
 def _overall(runs: dict[str, list[Row]]) -> str:
     heads = (
-        "network", "plain", "least peak, ours", "least peak, peers", "by", "ours there", "peers with other numbers",
-        "same bits", "ours faster", "even", "slower", "out of reach", "worst",
+        "network", "plain", "least peak, ours", "least peak, peers", "by", "least resident, ours",
+        "least resident, peers", "ours there", "peers with other numbers", "same bits",
+        "ours faster", "even", "slower", "out of reach", "worst",
     )  # fmt: skip
     cells = [_overall_cells(summary(rows)) for rows in runs.values()]
     return Table(heads, cells, {*heads} - {"network", "by"}).markdown()
@@ -161,6 +207,7 @@ def _overall_cells(s: Row) -> list[str]:
         "–" if s["ours"] is None else _bytes(s["ours"]),
         "–" if peer is None else _bytes(peer["peak"]),
         "–" if peer is None else f"{peer['family']} {peer['knob']}",
+        *("–" if (held := s[f"least resident, {who}"]) is None else _bytes(held) for who in ("ours", "peers")),
         "–" if there is None else f"{there[1]:.2f} of its time",
         *(str(s[key]) for key in ("wrong", "exact", "faster", "even", "slower", "out of reach")),
         shown(s["worst"], ".2f"),
@@ -195,6 +242,7 @@ def _cells(row: Row, eager: Row, rows: Sequence[Row]) -> list[str]:
         row["family"],
         row["knob"],
         _bytes(row["peak"]),
+        _process(row),
         f"{row['beyond'] / eager['beyond']:.3f}",
         f"{row['ratio']:.3f}",
         f"{row['ratio_low']:.3f} – {row['ratio_high']:.3f}",
@@ -215,6 +263,10 @@ def numbers(row: Row) -> str:
     if row["within_tolerance"]:
         return f"{', '.join(wrong)} differ by rounding, {row['off']:.0e}"
     return f"{', '.join(wrong)} differ by {row['off']:.0%}"
+
+
+def _process(row: Row) -> str:
+    return _bytes(row["process"]) if "process" in row else ""
 
 
 def _bytes(count: int) -> str:

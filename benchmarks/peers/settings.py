@@ -97,6 +97,15 @@ def peers(subject: Subject) -> Iterator[Setting]:
             )
 
 
+def named(subject: Subject, family: str, knob: str, budget: int | None, time_limit: float) -> Setting:
+    """The way to train that a row names."""
+    if family == OURS:
+        assert budget is not None
+        return ours(budget, time_limit)
+    known = [EAGER, *peers(subject)]
+    return next(setting for setting in known if (setting.family, setting.knob) == (family, knob))
+
+
 def inductor_peers() -> Iterator[Setting]:
     """`torch.compile` by its default, which runs kernels of its own."""
     for share in INDUCTOR_BUDGETS:
@@ -104,10 +113,10 @@ def inductor_peers() -> Iterator[Setting]:
 
 
 def ours(budget: int, time_limit: float, method: str = "auto") -> Setting:
-    """`checkmate.compile` within a budget of bytes."""
+    """`checkmate.compile` within a budget of bytes, in an arena."""
     family = OURS if method == "auto" else "heuristics"
     knob = f"{budget / 1e6:.2f} MB" if method == "auto" else f"{method} {budget / 1e6:.2f} MB"
-    build = partial(_within, budget=budget, time_limit=time_limit, method=method)
+    build = partial(_within, budget=budget, time_limit=time_limit, method=method, memory="arena")
     return Setting(family, knob, build, budget=budget)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers import comparison as peers
 from benchmarks.peers import report as peers_report
+from benchmarks.peers import resident
 from benchmarks.peers import settings as peer_settings
 from benchmarks.peers.subjects import LSTM, NETWORKS, Network, SmallVGG16, Subject
 from tests.support.bits import assert_same_bits
@@ -43,6 +45,9 @@ TINY = Network(
     blocks=lambda module: list(module.stages),
     chain=lambda module: [module.stages],
 )
+
+
+ALL = {"tiny": TINY}
 
 
 def _compare(only: list[str]) -> list[dict[str, Any]]:
@@ -134,6 +139,60 @@ def test_a_peer_below_all_of_ours_is_out_of_reach() -> None:
     assert (found["out of reach"], found["exact"], found["ours"], found["peer"]) == (1, 1, 90, peer)
 
 
+def test_what_a_process_takes_belongs_to_the_rows_that_allocate_the_same() -> None:
+    facts = {"resident": 10_000_000, "off": 0.0, "within_tolerance": True}
+
+    def row(family: str, megabytes: int, ratio: float, fingerprint: str) -> dict[str, Any]:
+        return _row(family, megabytes * 1_000_000, _around(ratio), fingerprint=fingerprint, **facts)
+
+    ours = [row(peer_settings.OURS, 70, 1.4, "c"), row(peer_settings.OURS, 80, 1.1, "d")]
+    peer_rows = [row("checkpoint", 80, 1.2, "a"), row("checkpoint", 75, 1.2, "b"), row("selective", 60, 1.3, "f")]
+    every = [row("eager", 100, 1.0, "e"), *peer_rows, *ours]
+    grown = {"e": 140, "a": 90, "b": 110, "c": 60, "d": 75}
+    measured = [
+        {key: row[key] for key in peers_report.KEY} | {"growth": grown[row["fingerprint"]] * 1_000_000}
+        for row in every
+        if row["fingerprint"] in grown
+    ]
+    rows = peers_report.joined(every, [*measured, {"model": "m", "error": "it died"}])
+    assert [row.get("process", 0) // 1_000_000 for row in rows] == [150, 100, 120, 0, 70, 85]
+    found = peers_report.summary(rows)
+    assert (found["least resident, ours"], found["least resident, peers"]) == (70_000_000, 100_000_000)
+    table = [line.split(" | ")[:3] for line in peers_report.short(rows).splitlines()[2:]]
+    assert table == [
+        ["| plain PyTorch", "150.0 MB", "100.0 MB"],
+        ["| checkpoint, ", "100.0 MB", "80.0 MB"],
+        ["| **checkmate, **", "85.0 MB", "80.0 MB"],
+        ["| **checkmate, **", "70.0 MB", "70.0 MB"],
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says what a process holds")
+def test_each_way_is_measured_in_a_process_of_its_own() -> None:
+    about = {"model": "tiny", "resident": 0, "time_limit": 2.0, "threads": 1, "same_buffers": True, "budget": None}
+    eager, same, wrong, higher, gone = (
+        {**_row(family, peak, _around(1.0), **facts), **about, "fingerprint": fingerprint, "off": 0.5}
+        for family, peak, fingerprint, facts in (
+            ("eager", 9, "a", {}),
+            ("eager", 9, "a", {}),
+            ("compile budget", 5, "b", {"same_gradients": False, "knob": "dp 0"}),
+            ("compile budget", 6, "c", {"same_gradients": False, "knob": "dp 1"}),
+            ("selective", 5, "d", {"knob": "keeps nothing"}),
+        )
+    )
+    ours = {**eager, "family": peer_settings.OURS, "budget": 10**9, "fingerprint": "z"}
+    every = [eager, same, {**wrong, "same_gradients": False}, {**higher, "same_gradients": False}, gone, ours]
+    found = [*resident.measure(every, lambda text: None, where="tests.project.test_peers:ALL")]
+    assert [row["fingerprint"] for row in found] == ["a", "b", "d", "z"]
+    assert found[0]["growth"] > 1_000_000
+    assert found[1]["growth"] > 0
+    assert "StopIteration" in found[2]["error"]
+    assert found[3]["fallbacks"] == 0
+    assert found[3]["growth"] < found[0]["growth"]
+
+
 def test_a_run_without_ours_has_a_summary_too() -> None:
     found = peers_report.summary([_row("eager", 100, _around(1.0)), _row("checkpoint", 80, _around(1.2))])
     assert (found["ours"], found["out of reach"]) == (None, 1)
@@ -194,7 +253,7 @@ def test_vgg_for_small_images_has_its_layers() -> None:
 
 
 def test_the_readme_and_the_document_say_what_the_rows_say() -> None:
-    runs = peers_report.latest([json.loads(line) for line in peers.RESULTS.read_text().splitlines()])
+    runs = peers_report.runs_of(peers.RESULTS)
     readme = (peers.RESULTS.parents[2] / "README.md").read_text()
     assert sum(peers_report.short(rows) in readme for rows in runs.values()) == 2
     assert peers.RESULTS.with_suffix(".md").read_text() == peers_report.document(runs, peers.RESULTS.stem)

@@ -1,18 +1,16 @@
-"""The demonstration: within a hard limit on memory plain PyTorch dies, and a planned step trains to the same losses."""
+"""Within a hard limit on memory, 5 % above what the plan says, plain PyTorch dies and a step in an arena trains."""
 
 from __future__ import annotations
 
-import os
-import subprocess
+import re
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-BUDGET, ABOVE = "300 MB", "500_000_000"  # the step's budget; and the limit, with what capture and planning take
-# Large blocks are mapped one by one and given back at once: else the C library keeps freed ones that fit nothing else.
-BLOCKS = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+from benchmarks.hard_limit import MARGIN, PLENTY, in_its_own_process, limited, plan
+from checkmate.memory import build
+
+STEPS = 30  # `benchmarks/results/hard_limit.jsonl` has a hundred
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,17 +18,21 @@ pytestmark = [
 ]
 
 
-def _train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.support.limited_process", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | BLOCKS, capture_output=True, text=True, check=False)
-
-
-def test_what_dies_plainly_within_a_limit_completes_with_the_same_losses() -> None:
-    unlimited, plain, compiled = _train("plain"), _train("plain", ABOVE), _train(BUDGET, ABOVE)
-    assert unlimited.returncode == 0, unlimited.stderr
-    assert len(unlimited.stdout.split()) == 2
-    assert plain.returncode != 0
-    assert "can't allocate memory" in plain.stderr
-    assert plain.stdout == ""
-    assert compiled.returncode == 0, compiled.stderr
-    assert compiled.stdout == unlimited.stdout
+def test_what_dies_plainly_within_a_limit_trains_in_an_arena_to_the_same_bits() -> None:
+    build.start()
+    assert build.wait() is None  # once, and kept: the processes find it
+    made = in_its_own_process(plan, 0.6)
+    budget, planned = made["budget"], made["planned"]
+    assert planned > 200_000_000  # of which a twentieth is more than what else a process takes, now and then
+    with_plenty = in_its_own_process(limited, "plain", 0, int(PLENTY * planned), STEPS)
+    plain = in_its_own_process(limited, "plain", 0, int(MARGIN * planned), STEPS)
+    arena = in_its_own_process(limited, "arena", budget, int(MARGIN * planned), STEPS)
+    assert with_plenty["error"] is None
+    assert len(set(with_plenty["losses"])) == STEPS
+    assert plain["losses"] == []
+    wanted = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", plain["error"])
+    assert wanted is not None
+    assert int(wanted[1]) > 1_000_000  # a value of the step, not what comes with it
+    assert arena["error"] is None
+    assert (arena["losses"], arena["digest"]) == (with_plenty["losses"], with_plenty["digest"])
+    assert arena["data_at_the_end"] <= arena["limit"]

@@ -1,0 +1,122 @@
+"""What each way of the comparison takes of the machine: growth of the peak resident set, in a process of its own.
+
+    python -m benchmarks.peers.resident [NETWORK ...]
+
+What malloc holds depends on all that a process did before, so that each way is made anew in a process that does nothing
+else, and trains there (`benchmarks.common.resident`). Ours plan again for the same budget, and run in an arena. A row
+of `benchmarks/results/peers_resident.jsonl` belongs to those of the comparison that allocate the very same. Linux, on
+the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import checkmate
+from benchmarks.common.resident import growth
+from benchmarks.common.rows import Row, append, origin, read
+from benchmarks.common.timing import step_and_back
+from benchmarks.peers.report import KEY, PEERS, latest, same_bits
+from benchmarks.peers.settings import EAGER, OURS, named
+from benchmarks.peers.subjects import Network, Subject
+from checkmate.memory import build
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "peers_resident.jsonl"
+FAMILIES = (EAGER.family, *PEERS, OURS)
+WHERE = "benchmarks.peers.subjects:NETWORKS"
+ASKED = ("model", "family", "knob", "budget", "time_limit", "threads")
+
+
+def chosen(rows: Iterable[Row]) -> list[Row]:
+    """Of a network's rows those with the bits of plain PyTorch, and of each family the lowest, whatever its numbers.
+
+    Of several with the same allocations one by one, the first.
+    """
+    worked = [row for row in rows if row["family"] in FAMILIES and row.get("fingerprint")]
+    lowest = {row["family"]: row["peak"] for row in sorted(worked, key=lambda row: -row["peak"])}
+    able = [row for row in worked if same_bits(row) or row["peak"] == lowest[row["family"]]]
+    return list({tuple(row[key] for key in KEY): row for row in reversed(able)}.values())[::-1]
+
+
+def measure(rows: Sequence[Row], report: Callable[[str], None], where: str = WHERE) -> Iterable[Row]:
+    """For each chosen row how far the process grows, or the error that ended it.
+
+    Args:
+        rows: of the comparison.
+        report: is told what is done.
+        where: a dict of networks by name, as another process finds it: ``module:name``.
+    """
+    for row in chosen(rows):
+        asked = {"where": where, **{key: row[key] for key in ASKED}}
+        command = [sys.executable, "-m", "benchmarks.peers.resident", "--one", json.dumps(asked)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            found = {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]}
+        else:
+            found = json.loads(done.stdout.splitlines()[-1])
+        report(f"{row['family']} {row['knob']}: {found}")
+        yield {key: row[key] for key in dict.fromkeys([*KEY, *ASKED])} | {"resident": row["resident"], **found}
+
+
+def one(asked: Row) -> Row:
+    """Train one way in this process, and say how far it grows."""
+    torch.set_num_threads(asked["threads"])
+    module, name = asked["where"].split(":")
+    networks: dict[str, Network] = getattr(import_module(module), name)
+    subject = Subject.of(networks[asked["model"]], torch.device("cpu"))
+    setting = named(subject, asked["family"], asked["knob"], asked["budget"], asked["time_limit"])
+    with setting.config():
+        step: Any = setting.build(subject)
+        run = partial(step_and_back, subject.module, step, subject.batch)
+        if setting.family != OURS:
+            return {"growth": growth(subject.module, run)}
+        build.start()
+        if (failure := build.wait()) is not None:
+            sys.exit(f"No arena: {failure}.")
+        found = {"growth": growth(subject.module, run, _small_step())}
+        plan, use = step.plans[0], step.memory().rows[0]
+        return {
+            **found,
+            "planned_bytes": plan.peak - plan.problem.resident,
+            "arena_bytes": use.arena,
+            "fallbacks": use.fallbacks,
+        }
+
+
+def _small_step() -> Callable[[], None]:
+    """A step with an arena of its own: when it runs, that of another gives back its pages."""
+    linear, x = torch.nn.Linear(64, 64), torch.ones(64, 64)
+    step: Any = checkmate.compile(lambda x: linear(x).sum(), budget="10 MB", memory="arena")
+    return lambda: step(x).backward()
+
+
+def main() -> None:
+    """Measure what the last rows of some networks have, and append to the file."""
+    parser = argparse.ArgumentParser(description="What each way takes of the machine.")
+    parser.add_argument("names", nargs="*", metavar="NETWORK")
+    parser.add_argument("--rows", type=Path, default=RESULTS.with_name("peers.jsonl"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one is not None:
+        print(json.dumps(one(args.one)), flush=True)
+        return
+    about, runs = origin(), latest(read(args.rows))
+    for name in args.names or runs:
+        for row in measure(runs[name], partial(print, f"{name}:", file=sys.stderr, flush=True)):
+            append(args.out, {**about, **row})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The pool of a step on CUDA: how large its segment must be, and, with a stand-in for the device, who is in it when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkmate.memory import cuda_pool
+from checkmate.memory.arena import PHASES, Lives
+from checkmate.memory.cuda_pool import BLOCK, SEGMENT, SMALL, CudaPool, segment_bytes, small_segments, split
+from checkmate.solvers.addresses import Block, overlaps
+from tests.support.bits import assert_same_bits
+
+MIB = 1 << 20
+CUDA = torch.device("cuda", 0)
+
+
+def lives(*blocks: tuple[float, int, int]) -> Lives:
+    """Of (MiB, born, died)."""
+    sizes, born, died = (np.array(column) for column in zip(*blocks, strict=True))
+    return Lives((sizes * MIB).astype(np.int64), born, died)
+
+
+def test_the_smallest_gap_that_holds_a_block_is_split() -> None:
+    some = lives((8, 0, 3), (2, 1, 9), (4, 2, 4), (2, 3, 9), (2, 5, 9))
+    assert (split(some, 16 * MIB).offsets // MIB).tolist() == [0, 8, 10, 14, 10]
+    assert not split(some, 12 * MIB).served
+
+
+def test_what_would_leave_little_of_a_gap_takes_all_of_it() -> None:
+    some = lives((4, 0, 2), (2, 1, 9), (3.5, 2, 9), (0.5, 3, 9))
+    assert (split(some, 8 * MIB).offsets / MIB).tolist() == [0, 4, 0, 6]
+    assert (split(some, 8 * MIB, keeps=0).offsets / MIB).tolist() == [0, 4, 0, 3.5]
+
+
+def test_the_segment_of_random_lives_serves_them_without_overlap() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        count = int(rng.integers(1, 60))
+        born = np.sort(rng.integers(0, 40, count))
+        some = Lives(rng.integers(SMALL + 1, 30 * MIB, count), born, born + rng.integers(1, 20, count))
+        segment = segment_bytes(some)
+        placed = split(some, segment)
+        rounded = -(-some.sizes // BLOCK) * BLOCK
+        blocks = [Block(*map(int, block)) for block in zip(some.born, some.died, rounded, strict=True)]
+        assert not list(overlaps(blocks, placed.offsets.tolist()))
+        assert some.peak <= int((placed.offsets + rounded).max()) <= segment
+        assert segment % SEGMENT == 0
+        assert segment == SEGMENT * -(-some.peak // SEGMENT) or not split(some, segment - SEGMENT).served
+
+
+def test_small_blocks_have_segments_of_their_own() -> None:
+    some = lives((1, 0, 9), (1, 0, 9), (0.5, 1, 9), (3, 1, 9), (0.25, 2, 9))
+    assert (segment_bytes(some), small_segments(some)) == (4 * MIB, 4 * MIB)
+    assert (segment_bytes(lives((1, 0, 1))), small_segments(lives((1.5, 0, 1)))) == (0, 0)
+
+
+class Device:
+    """What stands for `torch.cuda`: pools with a number, the segments in them, and which is in use on this thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.inside: list[int] = []
+        self.asked: list[tuple[int | None, int]] = []  # in which pool how many bytes
+        self.alive: dict[int, int] = {}
+        self.made = 0
+        monkeypatch.setattr(torch.cuda, "MemPool", self.pool)
+        monkeypatch.setattr(torch.cuda, "use_mem_pool", self.use)
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", self.snapshot)
+        monkeypatch.setattr(torch, "empty", self.empty)
+        monkeypatch.setattr(cuda_pool, "_last", {})
+
+    def pool(self) -> Any:
+        self.made += 1
+        return type("Pool", (), {"id": self.made})()
+
+    @contextmanager
+    def use(self, pool: Any, device: torch.device) -> Iterator[None]:
+        assert pool.id not in self.inside, "PyTorch refuses to enter a pool twice"
+        self.inside.append(pool.id)
+        try:
+            yield
+        finally:
+            self.inside.remove(pool.id)
+
+    def snapshot(self, number: int) -> list[dict[str, int]]:
+        return [{"total_size": 4 * MIB, "allocated_size": self.alive.get(number, 0)}]
+
+    def empty(self, size: int, **options: Any) -> None:
+        self.asked.append((self.inside[-1] if self.inside else None, size))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def test_forward_and_backward_are_in_one_pool_whose_segment_is_taken_once(device: Device) -> None:
+    pool = CudaPool(CUDA, 6 * MIB)
+    forward, backward = (pool.within(phase, lambda inputs: [*device.inside, *inputs]) for phase in PHASES)
+    assert [forward([7]), backward([8]), forward([9])] == [[1, 7], [1, 8], [1, 9]]
+    assert device.asked == [(1, 6 * MIB)]
+    assert (pool.reserved, pool.allocated, device.inside) == (4 * MIB, 0, [])
+
+
+def test_a_pool_is_left_where_a_step_fails(device: Device) -> None:
+    pool = CudaPool(CUDA)
+
+    def fails(inputs: list[Any]) -> None:
+        raise ValueError("of the step")
+
+    with pytest.raises(ValueError, match="of the step"):
+        pool.within("forward", fails)([])
+    assert device.inside == []
+    assert pool.within("forward", lambda inputs: list(device.inside))([]) == [1]
+
+
+def test_within_itself_and_beside_another_thread_a_step_runs_without(device: Device) -> None:
+    pool = CudaPool(CUDA)
+    inner = pool.within("forward", lambda inputs: "inner")
+    elsewhere: list[Any] = []
+
+    def outer(inputs: list[Any]) -> Any:
+        thread = threading.Thread(target=lambda: elsewhere.append(inner([])))
+        thread.start()
+        thread.join()
+        return inner([])
+
+    assert (pool.within("forward", outer)([]), elsewhere) == ("inner", ["inner"])
+
+
+def test_another_step_takes_over_from_a_pool_in_which_nothing_is_alive(device: Device) -> None:
+    first, second = CudaPool(CUDA), CudaPool(CUDA)
+
+    def run(pool: CudaPool, phase: Any = "forward") -> int:
+        return pool.within(phase, lambda inputs: device.inside[-1])([])
+
+    assert [run(first), run(second)] == [1, 2]
+    assert first.reserved == 0
+    device.alive[2] = 5  # a gradient, or what a backward that is still to come has saved
+    assert [run(first), run(second, "backward"), run(second)] == [3, 2, 2]
+    assert run(first) == 4  # nothing of it was alive when the second took over
+
+
+def test_a_segment_that_cannot_be_had_is_done_without(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(size: int, **options: Any) -> None:
+        raise torch.OutOfMemoryError("no piece as large")
+
+    monkeypatch.setattr(torch, "empty", out_of_memory)
+    assert CudaPool(CUDA, 6 * MIB).within("forward", lambda inputs: "done")([]) == "done"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_what_a_step_allocates_on_cuda_is_in_its_pool() -> None:
+    pool = CudaPool(torch.device("cuda", torch.cuda.current_device()), 32 * MIB)
+    elsewhere = torch.ones(5 * MIB, device="cuda")
+    kept = pool.within("forward", lambda inputs: (inputs[0] + 1).mul(2))([elsewhere])
+    assert pool.reserved in (32 * MIB, 64 * MIB)  # 20 MiB twice: the second does not fit beside the first
+    assert pool.allocated == 20 * MIB
+    assert not pool.release()
+    assert_same_bits(kept, torch.full_like(kept, 4.0))
+    del kept
+    assert pool.release()
+    assert pool.reserved == 0
