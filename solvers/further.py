@@ -35,6 +35,7 @@ from checkmate.units import format_seconds
 log = logging.getLogger("checkmate.solve")
 
 TELL_SECONDS = 0.5  # between two looks at what the process has found
+GRACE_SECONDS = 10.0  # for a process to end that tells nothing any more
 NICENESS = 10  # training goes first
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _PR_SET_PDEATHSIG = 1
@@ -132,6 +133,8 @@ class Search:
                     if not self._ended:
                         self._ask(child)
                 except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        child.wait(GRACE_SECONDS)
                     child.kill()
                     self.failure = f"Its process ended with code {child.wait()}: {_last_line(said)}"
                 finally:
@@ -193,7 +196,7 @@ def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
 
 def _end_with(asked: IO[bytes]) -> None:
     """End this process once nobody holds the other end of its input: its parent is gone, or wants no more."""
-    asked.read(1)
+    os.read(asked.fileno(), 1)  # not from the buffer, whose lock would be held when the process ends by itself
     os._exit(0)
 
 

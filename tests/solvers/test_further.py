@@ -112,6 +112,14 @@ def test_a_process_finds_what_is_better_and_keeps_it() -> None:
     assert (record.cost, record.time_limit) == (best.cost, rest.spent + rest.seconds)
 
 
+@pytest.mark.slow
+def test_what_fails_in_the_process_is_told_in_its_words() -> None:
+    search = Search(replace(_poor(_chain(), 100), seconds=-1.0))
+    search.start()
+    assert search.wait(PATIENCE)
+    assert search.failure.startswith("Its process ended with code 1: ValueError: time_limit is a positive")
+
+
 def test_only_what_is_notably_better_is_told_as_a_plan() -> None:
     problem = _chain()
     budget = least_runs(problem, time_limit=0.5)[0] + 8
