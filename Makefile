@@ -15,7 +15,7 @@ help:
 	@echo "make format  put the code in its layout"
 	@echo "make notebooks  run the notebooks anew, for what is committed with them"
 	@echo "make docs    make the pages of docs/ and of all docstrings, in build/docs"
-	@echo "make bench   compare with other ways to save memory: rows, tables, pictures; about an hour and a half"
+	@echo "make bench   compare with other ways to save memory: rows, tables, pictures; about two and a half hours"
 	@echo "make clean   remove the environment and everything generated"
 
 demo: $(STAMP)
