@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -76,6 +78,12 @@ def test_spans() -> None:
     assert recording.within("inside").max() == 1200
     assert recording.within("inside")[0] == 0
     assert before.sum() == 10
+
+
+def test_no_garbage_is_collected_within_a_recording() -> None:
+    with record_allocations():
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 @pytest.mark.slow
