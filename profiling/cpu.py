@@ -1,5 +1,8 @@
 """What ops cost on the CPU: the allocator's events for bytes, the median of repeated runs for seconds.
 
+A long op runs twice so that its bytes are counted, and then, on the same inputs, a few times for its seconds. A short
+one is timed on its own, since the allocator's events take time too, and more often, since its times spread more.
+
 Within a step an op seldom finds its inputs in the processor's nearest caches: other ops ran since they were made. So
 between repeats a buffer of twice the second-level cache is overwritten. Without this pointwise ops took half the time
 that they take within a step, or less.
@@ -17,14 +20,15 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.memory import ALL, YOUNG, record_allocations
+from checkmate.memory import record_allocations
 from checkmate.profiling.cost_table import OpCost
 from checkmate.profiling.one_op import attempt, call_of
 
 SECOND_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")  # on Linux; text such as "1024K"
 USUAL_SECOND_LEVEL = 2**20  # bytes, where the system does not say
-LEAST_REPEATS, MOST_REPEATS = 5, 100
-SECONDS_PER_OP = 0.1  # what timing one op may take beyond the least repeats
+LEAST_REPEATS, MOST_REPEATS = 3, 50
+SECONDS_PER_OP = 0.03  # what timing one op may take beyond the least repeats
+LONG = 2e-3  # seconds of an op of which a recording takes less than a hundredth
 RECORDED_AT_ONCE = 32  # ops in one recording of the allocator: starting one costs as much as a few ops
 STABLE = 0.02  # the median is known well enough when its standard error, by the quartiles, is below this share
 
@@ -36,25 +40,31 @@ def measure_ops(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, OpCost | None]]
     """
     for begin in range(0, len(nodes), RECORDED_AT_ONCE):
         some = nodes[begin : begin + RECORDED_AT_ONCE]
-        counts = _allocated_bytes(some, garbage=YOUNG if begin else ALL)  # between two recordings little grows old
-        for i, (node, count) in enumerate(zip(some, counts, strict=True), begin):
-            yield i, None if count is None else OpCost(time_call(call_of(node)), count)
+        counts, long = _recorded(some)
+        for i, (node, count) in enumerate(zip(some, counts, strict=True)):
+            cost = None if count is None else OpCost(long.get(i) or time_call(call_of(node)), count)
+            yield begin + i, cost
 
 
-def _allocated_bytes(nodes: Sequence[fx.Node], *, garbage: int) -> list[int | None]:
-    """Bytes that each op allocates at its own peak; None where it does not run."""
+def _recorded(nodes: Sequence[fx.Node]) -> tuple[list[int | None], dict[int, float]]:
+    """Bytes that each op allocates at its own peak, None where it does not run; the seconds of those that are long."""
     ran: list[bool] = []
-    with record_allocations(garbage=garbage) as recording:
+    long: dict[int, float] = {}
+    with record_allocations() as recording:
         for i, node in enumerate(nodes):
-            ran.append(attempt(node, partial(_run_within, f"checkmate.op{i}", node)))
-    return [int(recording.within(f"checkmate.op{i}").max()) if ran[i] else None for i in range(len(nodes))]
+            ran.append(attempt(node, partial(_run_within, f"checkmate.op{i}", node, i, long)))
+    return [int(recording.within(f"checkmate.op{i}").max()) if ran[i] else None for i in range(len(nodes))], long
 
 
-def _run_within(span: str, node: fx.Node) -> None:
-    run = call_of(node)
+def _run_within(span: str, node: fx.Node, i: int, long: dict[int, float]) -> None:
+    run, now = call_of(node), _clock()
     run()  # the first run may fill caches
     with torch.profiler.record_function(span):
+        began = now()
         run()
+        taken = now() - began
+    if taken > LONG:
+        long[i] = _median_of(run)
 
 
 def time_call(run: Callable[[], Any]) -> float:
@@ -63,7 +73,11 @@ def time_call(run: Callable[[], Any]) -> float:
     On one thread these are seconds of the processor, which other programs change less than those of the clock.
     """
     run()
-    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    return _median_of(run)
+
+
+def _median_of(run: Callable[[], Any]) -> float:
+    now = _clock()
     flush = torch.zeros(2 * _second_level_bytes(), dtype=torch.uint8)
     seconds: list[float] = []
     while not _is_enough(seconds):
@@ -72,6 +86,10 @@ def time_call(run: Callable[[], Any]) -> float:
         run()
         seconds.append(now() - began)
     return median(seconds)
+
+
+def _clock() -> Callable[[], float]:
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 @cache

@@ -1,8 +1,9 @@
 """One op of a captured step on its own: what it is known by, whether it can run, and inputs made up for it.
 
 Inputs have the shapes, strides and types of the trace. Floats are between 0.1 and 0.9: valid as probabilities,
-variances and standard deviations, and none so small that the processor slows down. Indices are drawn from what they
-index, so that lookups touch memory as real ones do; other integers are zero. Bools are true.
+variances and standard deviations, and none so small that the processor slows down; some are drawn, and these repeated,
+since to draw all would take longer than most ops. Indices are drawn from what they index, so that lookups touch memory
+as real ones do; other integers are zero. Bools are true.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from checkmate.capture.random_draws import save_state
 
 log = logging.getLogger("checkmate.profiling")
 aten = torch.ops.aten
+
+DRAWN = 2**16  # floats of a tensor that are drawn, and not repeated
 
 _ALONG = {  # op(x, dim, index, ...): the index picks along a dimension of x
     aten.gather,
@@ -111,9 +114,9 @@ def make_up(leaf: Any, bound: int | None = None) -> Any:
     real = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
     flat = real.as_strided((real.untyped_storage().nbytes() // real.element_size(),), (1,), 0)
     if leaf.dtype.is_complex:
-        torch.view_as_real(flat).uniform_(0.1, 0.9)
+        _fill(torch.view_as_real(flat).view(-1))
     elif leaf.dtype.is_floating_point:
-        flat.uniform_(0.1, 0.9)
+        _fill(flat)
     elif leaf.dtype is torch.bool:
         flat.fill_(True)
     elif bound:
@@ -121,6 +124,12 @@ def make_up(leaf: Any, bound: int | None = None) -> Any:
     else:
         flat.zero_()
     return real
+
+
+def _fill(flat: torch.Tensor) -> None:
+    drawn = flat[:DRAWN].uniform_(0.1, 0.9)
+    for begin in range(DRAWN, len(flat), DRAWN):
+        flat[begin : begin + DRAWN] = drawn[: len(flat) - begin]
 
 
 def _index_bounds(node: fx.Node) -> dict[fx.Node, int]:

@@ -8,11 +8,13 @@ the second did, and a capture that is forgotten is freed, with its code and its 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,7 @@ from checkmate.errors import Unsupported
 from checkmate.statusline import at_first, showing
 
 log = logging.getLogger("checkmate.backends.captures")
+SELDOM = (50_000, 20, 1_000)  # `gc.set_threshold`
 MISS: Any = object()  # what a captured function gives for a call that no code of its is for
 
 
@@ -48,10 +51,22 @@ def capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
     run = _compiled(_copy_of(fn), backend)
 
     def capturing(*args: Any, **kwargs: Any) -> Any:
-        with backend.reaching(fn, args, kwargs):
+        with backend.reaching(fn, args, kwargs), collecting_seldom():
             return run(*args, **kwargs)
 
     return at_first(capturing, lambda: "capturing")
+
+
+@contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """Look for garbage seldom within the block, which makes millions of objects that stay: that took a tenth of it."""
+    before = gc.get_threshold()
+    if before[0]:  # else it is turned off
+        gc.set_threshold(*map(max, before, SELDOM))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
@@ -217,7 +232,7 @@ class Captures:
 
         try:
             reaching = backend.reaching(self._fn, args, kwargs)
-            with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), reaching:
+            with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), reaching, collecting_seldom():
                 result = _compiled(own, self._compile_graph)(*args, **kwargs)
         except _NothingToPlan:
             made.draws = random.getstate() != state

@@ -1,13 +1,11 @@
 """Memory of a step: the meter of what PyTorch allocates, and an arena on the CPU whose addresses are planned."""
 
 from checkmate.memory.meter import (
-    ALL,
     CPU,
-    YOUNG,
     MemoryUse,
     Recording,
     measure_peak,
     record_allocations,
 )
 
-__all__ = ["ALL", "CPU", "YOUNG", "MemoryUse", "Recording", "measure_peak", "record_allocations"]
+__all__ = ["CPU", "MemoryUse", "Recording", "measure_peak", "record_allocations"]

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from checkmate.errors import Unsupported
 
 CPU = torch.device("cpu")
-ALL, YOUNG = 2, 1  # generations of garbage: to look through all objects of a large program takes half a second
+YOUNG = 1  # generation of garbage
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,14 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> Mem
         return _measure_on_cuda(fn, device)
     if device.type != "cpu":
         raise Unsupported(f"Memory is measured on the CPU and on CUDA devices, not on {device}.")
-    with record_allocations() as recording:
+    with _garbage_stays(), record_allocations() as recording:
         result = fn()
     levels = np.concatenate([[0], np.cumsum(recording.bytes)])
     return MemoryUse(int(levels.max()), int(levels[-1]), result)
 
 
 def _measure_on_cuda(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
+    gc.collect()  # what only a cycle holds is no part of what is allocated before
     with _no_collection():
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -103,9 +104,23 @@ def _measure_on_cuda(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
 
 
 @contextmanager
-def _no_collection(generation: int = ALL) -> Iterator[None]:
-    """Collect garbage first and not within the block: what it frees would hide what the block allocates."""
-    gc.collect(generation)
+def _garbage_stays() -> Iterator[None]:
+    """Free no garbage that there is now within the block, even by ``gc.collect()``: that would hide what is allocated.
+
+    It is put aside, and only the young is collected first: to look through all objects of a large program takes half a
+    second.
+    """
+    gc.collect(YOUNG)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage within the block: what that frees would hide what the block allocates."""
     was_collecting = gc.isenabled()
     gc.disable()
     try:
@@ -116,11 +131,10 @@ def _no_collection(generation: int = ALL) -> Iterator[None]:
 
 
 @contextmanager
-def record_allocations(*, garbage: int = ALL) -> Iterator[Recording]:
+def record_allocations() -> Iterator[Recording]:
     """Record every allocation on the CPU within the block, with the spans of `torch.profiler.record_function`.
 
-    Args:
-        garbage: the oldest generation in which garbage is collected first, `ALL` or `YOUNG`.
+    No garbage is collected within it, unless it is asked for.
     """
     if torch.autograd.profiler._is_profiler_enabled:
         raise Unsupported(
@@ -130,7 +144,7 @@ def record_allocations(*, garbage: int = ALL) -> Iterator[Recording]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each recording announces itself on the terminal
     recording = Recording()
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with _no_collection(garbage), profiler:
+    with _no_collection(), profiler:
         yield recording
     events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     memory = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import checkmate
+from checkmate.backends.captures import SELDOM, capture
+from checkmate.backends.eager import Backend
 from checkmate.backends.state import same_bits
 from checkmate.memory import measure_peak
 
@@ -54,6 +57,21 @@ def test_without_gradients_the_plain_module_runs(gradients_off: type) -> None:
     assert same_bits(found, expected)
     assert not compiled.plans
     assert _no_dynamo()
+
+
+def test_garbage_is_looked_for_seldom_while_a_step_is_captured() -> None:
+    before, within = gc.get_threshold(), []
+
+    def plan(problem: checkmate.Problem) -> checkmate.Solution:
+        within.append(gc.get_threshold())
+        return checkmate.solve(problem, "1 GB" if len(within) == 1 else 1)
+
+    x = torch.randn(4, requires_grad=True)
+    for step in (lambda x: x.square().sum(), lambda x: x.square().sum().exp()):
+        with nullcontext() if not within else pytest.raises(Exception, match="no modules"):
+            capture(step, Backend(plan))(x)
+        assert gc.get_threshold() == before
+    assert [most for most, *_ in within] == [SELDOM[0]] * 2
 
 
 def test_generation_is_that_of_the_plain_model() -> None:

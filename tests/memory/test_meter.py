@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -76,6 +78,34 @@ def test_spans() -> None:
     assert recording.within("inside").max() == 1200
     assert recording.within("inside")[0] == 0
     assert before.sum() == 10
+
+
+@pytest.mark.parametrize("age", [0, 1, 2])
+def test_garbage_hides_nothing_though_the_call_collects_it(age: int) -> None:
+    """Whatever its generation."""
+    gc.collect()
+    cycle: list[object] = [torch.empty(1000)]
+    cycle.append(cycle)
+    for generation in range(age):
+        gc.collect(generation)  # what is alive grows older
+    del cycle
+    use = measure_peak(lambda: (gc.collect(), torch.empty(100))[1])
+    assert (use.peak, use.final) == (400, 400)
+
+
+def test_old_garbage_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a large program that takes half a second. What is put aside meanwhile is back afterwards."""
+    asked: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda generation=2: asked.append(generation))
+    measure_peak(lambda: None)
+    assert asked == [1]
+    assert gc.get_freeze_count() == 0
+
+
+def test_no_garbage_is_collected_within_a_recording() -> None:
+    with record_allocations():
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 @pytest.mark.slow

@@ -7,9 +7,12 @@ import importlib
 import io
 import re
 import sys
+import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
-from checkmate import memory, statusline
+from checkmate import statusline
 from checkmate.backends.eager import Backend
 from checkmate.core.files import folder
 from checkmate.memory import measure_peak
@@ -188,8 +191,18 @@ def test_a_bar_shows_progress_on_a_terminal_where_measuring_takes_long(
     printed = file()
     importlib.import_module("tqdm.auto")  # which the first line takes time for
     monkeypatch.setattr(statusline, "QUIET_SECONDS", quiet_seconds)
+    monkeypatch.setattr(statusline, "REFRESH_SECONDS", 0.01)
     x = torch.randn(8, 8, requires_grad=True)
+    call_of = cpu.call_of
+
+    def call_slowly(node: torch.fx.Node) -> Callable[[], Any]:
+        end = time.monotonic() + (60.0 if shown else 0.05)
+        while "measuring" not in printed.getvalue() and time.monotonic() < end:
+            time.sleep(0.001)
+        return call_of(node)
+
     with monkeypatch.context() as patch:
+        patch.setattr(cpu, "call_of", call_slowly)
         patch.setattr(sys, "stderr", printed)
         checkmate.trace(lambda x: torch.tanh(x.exp()).sum(), x)
     assert bool(re.search(r"measuring \d+ of 5 ops", printed.getvalue())) == shown
@@ -354,20 +367,29 @@ def test_stable_is_what_the_quartiles_of_numpy_say(count: int) -> None:
         assert cpu._is_enough(seconds) == ((high - low) / count**0.5 < cpu.STABLE * middle)
 
 
-def test_old_garbage_is_collected_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first recording; in a large program that takes as long as to measure fifty ops."""
+def test_no_garbage_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a large program that takes as long as to measure fifty ops; for a tiny step most of what measuring takes."""
     nodes = _nodes(lambda x: (x @ x).tanh().sum(), torch.randn(8, 8, requires_grad=True))
-    collected: list[int] = []
-    collect = gc.collect
-
-    def count(generation: int = memory.ALL) -> int:
-        collected.append(generation)
-        return collect(generation)
-
-    monkeypatch.setattr(gc, "collect", count)
+    monkeypatch.setattr(gc, "collect", lambda generation=2: pytest.fail("garbage is looked for"))
     monkeypatch.setattr(cpu, "RECORDED_AT_ONCE", 2)
     assert len(dict(cpu.measure_ops(nodes))) == len(nodes) == 7
-    assert collected == [memory.ALL, memory.YOUNG, memory.YOUNG, memory.YOUNG]
+
+
+@pytest.mark.parametrize(("long", "times"), [(0.0, 1), (float("inf"), 2)])
+def test_a_long_op_is_timed_where_its_bytes_are_counted(
+    long: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its inputs are made once; the bytes are the same."""
+    nodes = _nodes(lambda x: (x @ x).sort(dim=0).values.sum(), torch.randn(64, 64, requires_grad=True))
+    expected = [cost and cost.allocated_bytes for _, cost in cpu.measure_ops(nodes)]
+    made: list[torch.fx.Node] = []
+    call_of = cpu.call_of
+    monkeypatch.setattr(cpu, "call_of", lambda node: made.append(node) or call_of(node))
+    monkeypatch.setattr(cpu, "LONG", long)
+    costs = [cost for _, cost in cpu.measure_ops(nodes)]
+    assert len(made) == times * len(nodes)
+    assert [cost and cost.allocated_bytes for cost in costs] == expected
+    assert all(cost is not None and cost.seconds > 0 for cost in costs)
 
 
 @pytest.mark.parametrize(

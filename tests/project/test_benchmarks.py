@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import gpu, profile
+from benchmarks import gpu, profile, start
 from benchmarks.common import data
 from benchmarks.common import timing as measuring
 from benchmarks.common.rows import add_names, append, latest, origin, read
@@ -60,6 +61,15 @@ def test_predicted_step_times_are_written_for_each_budget(tmp_path: Path) -> Non
         len(row[name]) == 2 and min(row[name]) > 0 for row in rows for name in ("predicted_seconds", "measured_seconds")
     )
     assert "rank correlation" in printed
+
+
+@pytest.mark.slow
+def test_the_seconds_of_a_first_step_are_those_of_its_parts() -> None:
+    options = ("checkmate", "1", "mlp", "1000000000", "1", "first")
+    (row,) = json.loads(run_python("-c", start.IN_A_PROCESS, *options).stdout.splitlines()[-1])
+    parts = [row[f"{part}_seconds"] for part in ("dynamo", "aot", "measure", "plan", "code", "second_step")]
+    assert min(parts) > 0
+    assert sum(parts) == pytest.approx(row["step_seconds"])
 
 
 @pytest.mark.slow

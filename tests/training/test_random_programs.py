@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -134,20 +133,13 @@ def _check(spec: Spec, budget: float, method: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def _quick() -> None:
-    """The collector looks through all that lives at each measured step; what is there already lives on."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.mark.usefixtures("one_thread", "_quick")
+@pytest.mark.usefixtures("one_thread")
 @drawn(10, SEED)
 def test_a_few_programs(spec: Spec, budget: float, method: str) -> None:
     check(spec, budget, method)
 
 
-@pytest.mark.usefixtures("one_thread", "_quick")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("part", few(PARTS, [(part,) for part in range(PARTS)]))
 def test_many_programs(part: int) -> None:
     drawn(-(-MANY // PARTS), 1000 * SEED + part + 1)(check)()
