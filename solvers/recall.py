@@ -59,7 +59,7 @@ def plan(
         "other costs", "less time" or "another size" where it began with a plan that was found for or in these.
     """
     clock = Clock()
-    if budget >= problem.keep_all_peak and method == "auto":
+    if budget >= problem.keep_all_peak and method == "auto" and not problem.limits.gone:
         return solve(problem, budget, time_limit=time_limit)
     wish = _wish(problem, budget, method, time_limit, earlier)
     known = plan_cache.lookup(wish.question) if cache else None

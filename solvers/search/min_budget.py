@@ -12,14 +12,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.runs import as_matrix, peak_of
+from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.runs import as_matrix, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.backward_search import find_plan, refute
 from checkmate.solvers.search.drop_runs import slim
@@ -130,8 +131,9 @@ def _find(problem: Problem, time_limit: float) -> _Known:
     mark = _mark(problem)
     known = _known.get(mark)
     if known is None:
-        once, op = np.eye(len(problem.graph.ops), dtype=bool), int(problem.unavoidable_bytes.argmax())
-        known = _Known(problem.keep_all_peak, once, int(problem.unavoidable_bytes[op]), op)
+        peak, R = _first_plan(problem)
+        op = int(problem.unavoidable_bytes.argmax())
+        known = _Known(peak, R, int(problem.unavoidable_bytes[op]), op)
         _known[mark] = known
         if len(_known) > REMEMBERED:
             _known.popitem(last=False)
@@ -149,6 +151,14 @@ def _find(problem: Problem, time_limit: float) -> _Known:
     return known
 
 
+def _first_plan(problem: Problem) -> tuple[int, np.ndarray]:
+    """The peak of a plan, and its runs: each op once, where no rule has it run again."""
+    if not problem.limits.gone:
+        return problem.keep_all_peak, np.eye(len(problem.graph.ops), dtype=bool)
+    R = on_demand(problem, {})
+    return peak_of(problem, R), R
+
+
 def _mark(problem: Problem) -> Mark:
     """Equal for problems that differ in their costs only: a step captured again has the same smallest budget."""
     prints = fingerprints(problem)
@@ -161,7 +171,9 @@ class _Ends:
     def __init__(self, problem: Problem, known: _Known, clock: Clock, *, exact: bool) -> None:
         self.problem, self.known, self.clock, self.exact = problem, known, clock, exact
         grain = -1 if exact else _grain(problem, int(GRAIN * known.bound))
-        self.needs = Needs(problem, grain=max(0, grain))
+        self.grain = max(0, grain)
+        self.needs = Needs(problem, grain=self.grain)
+        self.once = self._needs_with_limited_ops_once() if problem.limits.most_runs else self.needs
         self.small = int(problem.sizes[problem.sizes <= grain].sum())
         self.stuck: set[int] = set()  # stages that searches for plans did not get beyond
         self.fat = False  # the plan makes more again than it needs to
@@ -195,8 +207,16 @@ class _Ends:
             if search.complete and search.least > self.known.bound:
                 self.known.bound, self.known.op = min(search.least, self.known.peak), search.reached
             return True
-        self._offer(R, budget + self.small)
-        return False
+        if not obeys(self.problem, R):  # the search knows not how often an op has run: let those under a rule run once
+            R, _ = find_plan(self.once, budget, width=width, clock=self.clock, exact=self.exact)
+        if R is not None:
+            self._offer(R, budget + self.small)
+        return R is None
+
+    def _needs_with_limited_ops_once(self) -> Needs:
+        graph, limited = self.problem.graph, self.problem.limits.most_runs
+        ops = [replace(op, pinned=op.pinned or "is limited") if k in limited else op for k, op in enumerate(graph.ops)]
+        return Needs(replace(self.problem, graph=replace(graph, ops=tuple(ops))), grain=self.grain)
 
     def _offer(self, R: np.ndarray, budget: int) -> None:
         """Take a schedule that fits a budget, if it is better; its peak is simulated once it is slim."""
