@@ -20,6 +20,7 @@ from checkmate.backends.inductor import Inductor, lower, require_compiler
 from checkmate.backends.planner import MOST_PLANS, Code, Memory, Options, Planner
 from checkmate.backends.static_memory import arenas
 from checkmate.codegen.result_hooks import watch_backward
+from checkmate.core.rules import Rules
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory.report import ArenaReport, report
@@ -46,6 +47,7 @@ def compile(  # type: ignore[overload-overlap]  # a module is callable too, and 
     backend: Code = ...,
     max_plans: int = ...,
     memory: Memory = ...,
+    rules: Rules | None = ...,
 ) -> M: ...
 
 
@@ -63,6 +65,7 @@ def compile(
     backend: Code = ...,
     max_plans: int = ...,
     memory: Memory = ...,
+    rules: Rules | None = ...,
 ) -> CompiledStep[P, R]: ...
 
 
@@ -79,6 +82,7 @@ def compile(
     backend: Code = "eager",
     max_plans: int = MOST_PLANS,
     memory: Memory = "allocator",
+    rules: Rules | None = None,
 ) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -113,6 +117,11 @@ def compile(
             all that the step allocates has a planned address, so that the process takes little more than what the
             plan counts, where malloc may take twice as much. On the CPU under Linux; it takes a C++ compiler, once.
             Without these the log says so, and PyTorch's allocator serves.
+        rules: what you know of the step: a dict of patterns, each with what every plan does with the ops it names. A
+            pattern is a module's name (``"blocks.3"``, ``"blocks.*.attn"``), an op's (``"aten.convolution*"``) or that
+            of a `tag`; ``"keep"`` and ``"once"`` have its values kept until they are read last, ``"recompute"`` has
+            them made again in the backward, and a number says how often the op runs at most. Of several patterns that
+            name an op the last one holds.
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
@@ -122,6 +131,7 @@ def compile(
 
     Raises:
         BudgetError: at once, if the budget is no positive number of bytes.
+        RuleError: at once, if a rule is none; at the first call, if it names nothing in the step, or cannot be obeyed.
         InfeasibleBudget: at the first call, if no plan fits; it names the op in the way and the smallest budget.
         Unsupported: at the first call, if the step cannot be captured as one graph, or runs on several devices; at
             once, if Inductor finds no C++ compiler that works; at a later call, if a number that changes from call to
@@ -136,7 +146,7 @@ def compile(
     Status.OPTIMAL
     """
     _refuse_what_is_no_step(fn)
-    options = Options(budget, method, time_limit, reserve, verify, profile, cache, backend, max_plans, memory)
+    options = Options(budget, method, time_limit, reserve, verify, profile, cache, backend, max_plans, memory, rules)
     return _compile(fn, options)
 
 
@@ -151,6 +161,7 @@ def verify(
     cache: bool = True,
     backend: Code = "eager",
     calls: int = 1,
+    rules: Rules | None = None,
     **kwargs: Any,
 ) -> Certificate:
     """Run a step plainly and compiled on your own batch, and certify that nothing differs.
@@ -163,8 +174,8 @@ def verify(
 
     Args:
         fn: a module or function; args, kwargs: a batch for it.
-        budget, method, time_limit, reserve, profile, cache, backend: as for `compile`. Compiled by Inductor, a tensor
-            may be as far off as `torch.testing.assert_close` allows of its largest element.
+        budget, method, time_limit, reserve, profile, cache, backend, rules: as for `compile`. Compiled by Inductor, a
+            tensor may be as far off as `torch.testing.assert_close` allows of its largest element.
         calls: call the step so often before one backward through all its results, as a loss of two batches does. A plan
             is for one call: with more of them the peak is not compared.
 
@@ -180,7 +191,8 @@ def verify(
     (1, 4, True)
     """
     _refuse_what_is_no_step(fn)
-    options = Options(budget, method, time_limit, reserve, profile=profile, cache=cache, backend=backend)
+    about: dict[str, Any] = {"profile": profile, "cache": cache, "backend": backend, "rules": rules}
+    options = Options(budget, method, time_limit, reserve, **about)
     return CompiledStep(fn, options)._compare(args, kwargs, calls)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -52,6 +52,21 @@ def with_rules(problem: Problem, rules: Rules) -> Problem:
     return replace(plain, graph=replace(plain.graph, ops=ops), rules=found) if found else plain
 
 
+def read_rules(texts: Iterable[str]) -> dict[str, Ask]:
+    """Rules as a command line has them.
+
+    Raises:
+        RuleError: if one has no pattern, or asks for nothing that there is.
+
+    >>> read_rules(["blocks.3=keep", "aten.mm=2"])
+    {'blocks.3': 'keep', 'aten.mm': 2}
+    """
+    pairs = [text.rpartition("=") for text in texts]
+    rules: dict[str, Ask] = {pattern: int(asks) if asks.isdecimal() else asks for pattern, _, asks in pairs}
+    check(rules)
+    return rules
+
+
 def without_rules(problem: Problem) -> Problem:
     """The problem as it is without rules."""
     if not problem.rules:
@@ -79,6 +94,11 @@ def check(rules: object) -> None:
             near = difflib.get_close_matches(asks, WORDS, 1)
             meant = f" Did you mean {near[0]!r}?" if near else ""
             raise RuleError(f"The rule for {pattern!r} is {asks!r}: {_choice()}.{meant}")
+
+
+def names_any(pattern: str, graph: Graph) -> bool:
+    """Whether a pattern names an op of a graph."""
+    return any(_names(pattern, op) for op in graph.ops)
 
 
 def _choice() -> str:
