@@ -5,9 +5,9 @@
     n                 it runs n times in a step at most, the first time included
 
 A pattern is a module's name (``blocks.3``: all within it), an op's (``aten.convolution``, with or without its overload)
-or a tag's (`checkmate.tag`); ``*``, ``?`` and ``[...]`` stand for what they do in file names. Modules and tags name ops
-of the forward. Where several patterns name an op, the last one holds, as in a ``.gitignore``: ``{"blocks.*":
-"recompute", "blocks.*.attn": "keep"}``.
+or a tag's (`checkmate.tag`); ``*``, ``?`` and ``[...]`` stand for what they do in file names. Modules name ops of the forward, and
+so do tags, which are set there. Where several patterns name an op, the last one holds, as in a ``.gitignore``:
+``{"blocks.*": "recompute", "blocks.*.attn": "keep"}``.
 """
 
 from __future__ import annotations
@@ -152,11 +152,9 @@ def _runs_no_more(graph: Graph, k: int) -> str | None:
 
 
 def _names(pattern: str, op: Op) -> bool:
-    """Whether a pattern names an op: by what it computes; in the forward, by its module or a tag."""
-    if any(fnmatchcase(name, pattern) for name in _targets(op)):
-        return True
-    inside = [*_modules(op), *op.tags] if op.phase == "forward" else []
-    return any(fnmatchcase(name, pattern) for name in inside)
+    """Whether a pattern names an op: by what it computes, by a tag; in the forward, by its module."""
+    modules = _modules(op) if op.phase == "forward" else ()
+    return any(fnmatchcase(name, pattern) for name in (*_targets(op), *op.tags, *modules))
 
 
 def _targets(op: Op) -> tuple[str, ...]:
