@@ -5,8 +5,8 @@
     n                 it runs n times in a step at most, the first time included
 
 A pattern is a module's name (``blocks.3``: all within it), an op's (``aten.convolution``, with or without its overload)
-or a tag's (`checkmate.tag`); ``*``, ``?`` and ``[...]`` stand for what they do in file names. Modules name ops of the forward, and
-so do tags, which are set there. Where several patterns name an op, the last one holds, as in a ``.gitignore``:
+or a tag's (`checkmate.tag`); ``*``, ``?`` and ``[...]`` stand for what they do in file names. Modules name ops of the
+forward, and so do tags, which are set there. Where several patterns name an op, the last holds, as in a ``.gitignore``:
 ``{"blocks.*": "recompute", "blocks.*.attn": "keep"}``.
 """
 

@@ -67,6 +67,7 @@ def test_every_method_beside_all_schedules_that_obey(seed: int) -> None:
             assert found.cost >= best * (1 - 1e-9)
             assert (found.status is not Status.INFEASIBLE) or best == float("inf")
             assert found.plan is None or not wrong(problem, found.schedule.R, budget)
+            assert "failed" not in found.details
             assert method != "milp" or found.cost == pytest.approx(best)
 
 
@@ -121,6 +122,8 @@ def test_the_backward_makes_again_what_a_rule_says() -> None:
     assert not plan.schedule.S[7, :7].any()
     assert plan.cost == chain.keep_all_cost + chain.seconds[:7].sum()
     assert wrong(problem, on_demand(problem, {})) == []
+    task = Task(problem, 10**3)
+    assert moment_bound(task, Incumbent(task), most=1).value == pytest.approx(plan.cost)
 
 
 def tagged(problem: Problem) -> Problem:
@@ -157,6 +160,33 @@ def test_passes_know_what_the_backward_will_make_again() -> None:
     dag = tagged(Problem.from_dag(deps, [10, 1, 1, 1, 1, 1, 1], [1, 1, 4, 4, 1, 1, 1], forward=5))
     problem = with_rules(dag, {"op2": "recompute"})
     assert run_pass(Tables.of(problem), 9, Weights()) == [[0], [1], [2], [3], [4], [2, 5], [1, 6]]
+
+
+@pytest.mark.parametrize("asks", [2, "recompute"])
+def test_no_stage_fails_on_what_another_may_do(asks: str | int) -> None:
+    chain = network(2)
+    problem = with_rules(chain, {"op": asks})
+    for budget in range(min_budget(problem).peak, 2 * chain.keep_all_peak, 6):
+        for method in FOLLOWS_ALL:
+            found = solve(problem, budget, method=method, time_limit=5)
+            assert found.plan is not None or method != "auto"
+            assert "failed" not in found.details
+
+
+def test_local_search_and_known_plans_obey() -> None:
+    deps = [[], [0], [1], [2], [3, 1], [4, 0], [5, 1], [6, 0]]
+    dag = tagged(Problem.from_dag(deps, [2, 5, 4, 4, 5, 3, 1, 1], [3, 6, 4, 4, 2, 6, 2, 5], forward=4))
+    limited = with_rules(dag, {"op0": 2})
+    _, R = least_runs(limited)
+    assert not wrong(limited, exchange(Task(limited, 15, Clock(2.0)), R, quiet=20))
+    of_no_bytes = Problem.from_dag(deps, [1] * 8, [0] * 8, forward=4)
+    again = with_rules(of_no_bytes, {"op": "recompute"})
+    assert not wrong(again, exchange(Task(again, 1, Clock(2.0)), on_demand(again, {})))
+    for problem in (with_rules(dag, {"op1": "recompute"}), again):
+        for R in (np.eye(8, dtype=bool), np.tril(np.ones((8, 8), dtype=bool))):
+            found = adapt(Task(problem, 10**6, Clock(2.0)), R)
+            assert found is not None
+            assert not wrong(problem, found)
 
 
 def test_a_plan_is_made_slim_under_rules() -> None:
