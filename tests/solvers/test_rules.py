@@ -25,12 +25,14 @@ from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.linear.places import restricted
 from checkmate.solvers.rules_in_the_way import FOLLOWS_ALL
 from checkmate.solvers.search.adapt import adapt
+from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.drop_runs import slim
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.exchange import exchange
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from checkmate.solvers.search.next_use import GRID
 from checkmate.solvers.search.tilting import Tilts
+from checkmate.solvers.search.value_sets import Needs
 from checkmate.solvers.solve import solve
 from tests.support.oracle import all_schedules, interesting_budgets, optimum, outcomes, random_ruled_problem
 
@@ -187,6 +189,26 @@ def test_local_search_and_known_plans_obey() -> None:
             found = adapt(Task(problem, 10**6, Clock(2.0)), R)
             assert found is not None
             assert not wrong(problem, found)
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_the_search_backwards_keeps_nothing_that_is_gone(size: int) -> None:
+    deps = [[], [0], [1], [2], [3, 1], [4, 0], [5, 1], [6, 0]]
+    dag = Problem.from_dag(deps, [1] * 8, [size] * 4 + [2] * 4, forward=4)
+    problem = with_rules(dag, {"op": "recompute"})
+    for budget in (min_budget(problem).peak, 10**6):
+        R, _ = find_plan(Needs(problem), budget, width=8, clock=Clock(5.0), exact=True)
+        assert R is not None
+        assert not wrong(problem, R, budget)
+
+
+def test_the_search_backwards_where_not_all_can_be_made_from_nothing() -> None:
+    deps = [[], [0], [1], [1, 2], [0, 3], [0, 4], [3, 5], [3, 6], [3, 7]]
+    dag = tagged(Problem.from_dag(deps, [1] * 9, [5, 7, 3, 4, 7, 1, 3, 1, 4], forward=5))
+    problem = with_rules(dag, {"op3": "recompute"})
+    R, _ = find_plan(Needs(problem), 16, width=8, clock=Clock(5.0), exact=True)
+    assert R is not None
+    assert not wrong(problem, R, 16)
 
 
 def test_a_plan_is_made_slim_under_rules() -> None:
