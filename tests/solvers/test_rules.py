@@ -36,7 +36,7 @@ from checkmate.solvers.search.value_sets import Needs
 from checkmate.solvers.solve import solve
 from tests.support.oracle import all_schedules, interesting_budgets, optimum, outcomes, random_ruled_problem
 
-SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 60))]
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))]
 
 
 def wrong(problem: Problem, R: np.ndarray, budget: int | None = None) -> list[str]:
@@ -170,7 +170,7 @@ def test_no_stage_fails_on_what_another_may_do(asks: str | int) -> None:
     problem = with_rules(chain, {"op": asks})
     for budget in range(min_budget(problem).peak, 2 * chain.keep_all_peak, 6):
         for method in FOLLOWS_ALL:
-            found = solve(problem, budget, method=method, time_limit=5)
+            found = solve(problem, budget, method=method, time_limit=1)
             assert found.plan is not None or method != "auto"
             assert "failed" not in found.details
 

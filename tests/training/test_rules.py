@@ -112,7 +112,7 @@ def test_a_rule_that_names_nothing_is_an_error_at_the_first_call(net: Net, x: Te
         checkmate.explain(net, x, rules={"block.0": "kep"})
     for wrong in ((net, "scores"), (x, 3), (x, "")):
         with pytest.raises(TypeError, match=r"a tensor and a name"):
-            checkmate.tag(*wrong)  # type: ignore[arg-type]
+            checkmate.tag(*wrong)
 
 
 def test_a_part_that_is_left_out_takes_its_rule_with_it(x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
@@ -125,6 +125,7 @@ def test_a_part_that_is_left_out_takes_its_rule_with_it(x: Tensor, caplog: pytes
     assert step.plans[-1].problem.rules == ()
 
 
+@pytest.mark.slow
 def test_a_refusal_says_what_the_rules_cost(net: Net, x: Tensor) -> None:
     smallest = checkmate.min_budget(checkmate.trace(net, x), time_limit=1).peak
     with pytest.raises(
