@@ -18,6 +18,7 @@ from checkmate.errors import (
     CheckmateError,
     InfeasibleBudget,
     InvalidProblem,
+    RuleError,
     SolverError,
     Unsupported,
     VerificationError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from checkmate.solvers.frontier import Frontier, frontier
     from checkmate.solvers.search.min_budget import MinBudget, min_budget
     from checkmate.solvers.solve import solve
+    from checkmate.tags import tag
     from checkmate.tracing import explain, trace
     from checkmate.verification.compare import Certificate
     from checkmate.webpage.page import report
@@ -64,6 +66,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Profile",
+    "RuleError",
     "Schedule",
     "Solution",
     "SolverError",
@@ -84,6 +87,7 @@ __all__ = [
     "profile",
     "report",
     "solve",
+    "tag",
     "trace",
     "verify",
 ]
@@ -110,6 +114,7 @@ _LAZY = {
     "profile": "checkmate.costs",
     "report": "checkmate.webpage.page",
     "solve": "checkmate.solvers.solve",
+    "tag": "checkmate.tags",
     "trace": "checkmate.tracing",
     "verify": "checkmate.compiler",
 }

@@ -22,6 +22,7 @@ from checkmate.backends.plan_on import Planning
 from checkmate.backends.planner import MOST_PLANS, Code, Memory, Options, Planner, Wait
 from checkmate.backends.static_memory import arenas
 from checkmate.codegen.result_hooks import watch_backward
+from checkmate.core.rules import Rules
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory.report import ArenaReport, report
@@ -49,6 +50,7 @@ def compile(  # type: ignore[overload-overlap]  # a module is callable too, and 
     max_plans: int = ...,
     memory: Memory | None = ...,
     wait: Wait = ...,
+    rules: Rules | None = ...,
 ) -> M: ...
 
 
@@ -67,6 +69,7 @@ def compile(
     max_plans: int = ...,
     memory: Memory | None = ...,
     wait: Wait = ...,
+    rules: Rules | None = ...,
 ) -> CompiledStep[P, R]: ...
 
 
@@ -84,6 +87,7 @@ def compile(
     max_plans: int = MOST_PLANS,
     memory: Memory | None = None,
     wait: Wait = "first",
+    rules: Rules | None = None,
 ) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -124,6 +128,11 @@ def compile(
             between two steps, with the same bits. ``"best"`` waits until planning has ended, a number so many seconds
             at most. These wait as with ``"best"``: a method other than "auto", ``backend="inductor"``, ranks that train
             together, and a graph with numbers that change or with subclasses of tensors.
+        rules: what you know of the step: a dict of patterns, each with what every plan does with the ops it names. A
+            pattern is a module's name (``"blocks.3"``, ``"blocks.*.attn"``), an op's (``"aten.convolution*"``) or that
+            of a `tag`; ``"keep"`` and ``"once"`` have its values kept until they are read last, ``"recompute"`` has
+            them made again in the backward, and a number says how often the op runs at most. Of several patterns that
+            name an op the last one holds.
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
@@ -135,6 +144,7 @@ def compile(
 
     Raises:
         BudgetError: at once, if the budget is no positive number of bytes.
+        RuleError: at once, if a rule is none; at the first call, if it names nothing in the step, or cannot be obeyed.
         InfeasibleBudget: at the first call, if no plan fits; it names the op in the way and the smallest budget.
         Unsupported: at the first call, if the step cannot be captured as one graph, or runs on several devices; at
             once, if Inductor finds no C++ compiler that works; at a later call, if a number that changes from call to
@@ -149,7 +159,8 @@ def compile(
     Status.OPTIMAL
     """
     _refuse_what_is_no_step(fn)
-    options = Options(budget, method, time_limit, reserve, verify, profile, cache, backend, max_plans, memory, wait)
+    asked = (budget, method, time_limit, reserve, verify, profile, cache, backend, max_plans, memory, wait, rules)
+    options = Options(*asked)
     return _compile(fn, options)
 
 
@@ -165,6 +176,7 @@ def verify(
     backend: Code = "eager",
     memory: Memory | None = None,
     calls: int = 1,
+    rules: Rules | None = None,
     **kwargs: Any,
 ) -> Certificate:
     """Run a step plainly and compiled on your own batch, and certify that nothing differs.
@@ -177,8 +189,8 @@ def verify(
 
     Args:
         fn: a module or function; args, kwargs: a batch for it.
-        budget, method, time_limit, reserve, profile, cache, backend, memory: as for `compile`. Compiled by Inductor, a
-            tensor may be as far off as `torch.testing.assert_close` allows of its largest element.
+        budget, method, time_limit, reserve, profile, cache, backend, memory, rules: as for `compile`. Compiled by
+            Inductor, a tensor may be as far off as `torch.testing.assert_close` allows of its largest element.
         calls: call the step so often before one backward through all its results, as a loss of two batches does. A plan
             is for one call: with more of them the peak is not compared.
 
@@ -194,8 +206,8 @@ def verify(
     (1, 4, True)
     """
     _refuse_what_is_no_step(fn)
-    chosen: dict[str, Any] = {"profile": profile, "cache": cache, "backend": backend, "memory": memory}
-    options = Options(budget, method, time_limit, reserve, **chosen)
+    about: dict[str, Any] = {"profile": profile, "cache": cache, "backend": backend, "memory": memory, "rules": rules}
+    options = Options(budget, method, time_limit, reserve, **about)
     return CompiledStep(fn, options)._compare(args, kwargs, calls)
 
 

@@ -15,6 +15,10 @@ class InvalidProblem(CheckmateError, ValueError):
     """A graph, a profile or a file that describes no solvable problem; names the offender."""
 
 
+class RuleError(CheckmateError, ValueError):
+    """A rule that is none, or that names nothing in the step; says what is near."""
+
+
 class InfeasibleBudget(CheckmateError):
     """No schedule fits the budget.
 

@@ -18,6 +18,7 @@ from checkmate.capture.patches.is_compiling import Answer
 from checkmate.capture.provenance import is_users
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.core.problem import Problem
+from checkmate.core.rules import Rules, check, with_rules
 from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError, Unsupported
 from checkmate.inspection.explanation import Break, Explanation, pinned_ops
@@ -85,7 +86,13 @@ def trace(
 
 
 def explain(
-    fn: Callable[..., Any], *args: Any, profile: Choice = "measure", cache: bool = True, top: int = 10, **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    profile: Choice = "measure",
+    cache: bool = True,
+    top: int = 10,
+    rules: Rules | None = None,
+    **kwargs: Any,
 ) -> Explanation:
     """Say of a step, before any training, what a plan can and cannot do with it. Nothing of the model's state changes.
 
@@ -96,6 +103,7 @@ def explain(
         fn: a module or function; args, kwargs: an example batch for it.
         profile, cache: where costs come from, as for `checkmate.trace`.
         top: how many of the pinned ops are printed.
+        rules: as for `checkmate.compile`: it says which ops each is for, and which of these cannot obey it.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.5))
@@ -104,6 +112,7 @@ def explain(
     >>> explain(lambda x: model(x) * x.sum().item(), torch.ones(2, 8)).can_be_planned
     False
     """
+    check({} if rules is None else rules)
     profiler(profile, cache=cache)  # a profile that there is none of is no fault of the step
     try:
         problem = trace(fn, *args, profile=profile, cache=cache, **kwargs)
@@ -111,6 +120,7 @@ def explain(
         return Explanation((), tuple(_breaks(fn, args, kwargs)), str(error), None, None, top)
     except Exception as error:  # noqa: BLE001  # plain PyTorch fails on this batch as well
         return Explanation((), (), f"{type(error).__name__}: {error}", None, None, top)
+    problem = problem if rules is None else with_rules(problem, rules)
     return Explanation(pinned_ops(problem), (), "", problem, min_budget(problem), top)
 
 

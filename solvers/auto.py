@@ -21,6 +21,7 @@ from checkmate.core.solution import OPTIMAL_GAP
 from checkmate.errors import SolverError
 from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.obey import obeys
 from checkmate.solvers.common.runs import choose_places
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.milp import milp
@@ -71,7 +72,7 @@ def auto(
     if unknown := [name for name in without if name not in {stage.name for stage in STAGES}]:
         raise ValueError(f"auto has no stage {unknown[0]!r}; its stages are {', '.join(s.name for s in STAGES)}.")
     known = None if start is None else as_schedule(task.problem, start).R
-    if task.budget >= task.problem.keep_all_peak:
+    if task.budget >= task.problem.keep_all_peak and not task.problem.limits.gone:
         return checkpoint_all(task, incumbent)
     if start is not None:
         incumbent.prove(proven_by(task.problem, task.budget, start))
@@ -128,7 +129,8 @@ def _known(search: Portfolio, task: Task) -> None:
     """The plan to begin with, as it is if that closes the gap, or adapted."""
     if search.known is None:
         return
-    search.incumbent.offer(search.known, "start")
+    if obeys(task.problem, search.known):
+        search.incumbent.offer(search.known, "start")
     if search.is_open and (R := adapt(task, search.known)) is not None:
         search.incumbent.offer(R, "start, adapted")
 

@@ -17,12 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from checkmate.core.problem import Problem
+from checkmate.core.rules import Rules, with_rules
 from checkmate.core.solution import Solution, Status
 from checkmate.core.table import Printed, Table
 from checkmate.errors import CheckmateError, SolverError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.certify import certify, contradicts
 from checkmate.solvers.common.process_pool import Processes
+from checkmate.solvers.rules_in_the_way import refuse_unknown_rules
 from checkmate.solvers.solve import check_limits, check_method, check_problem, min_budget, solve
 from checkmate.statusline import showing
 from checkmate.units import format_bytes, format_seconds, parse_bytes
@@ -120,6 +122,7 @@ def frontier(
     gap: float = 1e-4,
     jobs: int | None = None,
     client: Client | None = None,
+    rules: Rules | None = None,
     **options: Any,
 ) -> Frontier:
     """The cost of a step for many budgets, by one or several methods.
@@ -136,6 +139,7 @@ def frontier(
         client: run the solves there instead: anything with ``submit(call, *arguments)`` that gives a future with
             ``result()``, such as an executor of `concurrent.futures` or Dask's ``distributed.Client``. For Ray it is an
             object whose ``submit`` returns ``ray.remote(call).remote(*arguments).future()``.
+        rules: that every plan obeys, as for `checkmate.solve`.
         options: of the methods; each goes to those that take it.
 
     Returns:
@@ -145,6 +149,7 @@ def frontier(
     Raises:
         BudgetError: if a budget is no positive number of bytes.
         TypeError: if the problem is none.
+        RuleError: if a rule names nothing, cannot be obeyed, or is none that a method can follow.
         ValueError: if a method or an option is unknown, or a limit is out of range.
 
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
@@ -152,9 +157,12 @@ def frontier(
     [(2, inf, Status.INFEASIBLE), (3, 4.0, Status.OPTIMAL)]
     """
     check_problem(problem)
+    problem = problem if rules is None else with_rules(problem, rules)
     if isinstance(budgets, (int, float, str)):
         budgets = (budgets,)
     taken = _options_by_method(methods, options)
+    for method in taken:
+        refuse_unknown_rules(problem, method)
     check_limits(time_limit, gap)
     if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
         raise ValueError(f"jobs is a number of processes, at least 1, not {jobs!r}.")

@@ -83,7 +83,7 @@ def begin(
             not "auto".
     """
     clock = Clock()
-    if budget >= problem.keep_all_peak and method == "auto":
+    if budget >= problem.keep_all_peak and method == "auto" and not problem.limits.gone:
         return solve(problem, budget, time_limit=time_limit), None
     wish = _wish(problem, budget, method, time_limit, earlier)
     early = method == "auto" and wait + WORTH_A_PROCESS <= wish.limit

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from checkmate.core.problem import Problem
+from checkmate.core.rules import Rules, with_rules
 from checkmate.core.solution import Refusal, Solution, Status
 from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS, Method
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import cost_of
 from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.rules_in_the_way import in_words, refuse_unknown_rules, smallest_without
 from checkmate.solvers.search.adapt import Start, as_schedule
 from checkmate.solvers.search.min_budget import TIME_LIMIT, MinBudget, bottleneck, least_runs, min_budget
 from checkmate.statusline import showing
@@ -40,6 +42,7 @@ def solve(
     time_limit: float = 60.0,
     gap: float = 1e-4,
     start: Start | None = None,
+    rules: Rules | None = None,
     progress: bool | None = None,
     watch: Callable[[Incumbent], None] | None = None,
     **options: Any,
@@ -57,6 +60,9 @@ def solve(
         start: a known plan to begin with, for "auto" and "milp": of this problem, for another budget or in less time,
             or of one with the same ops and other sizes or costs, such as a smaller batch. It need not fit. What a
             Solution has proven counts where it holds here too.
+        rules: what is known of the step, as patterns of modules, ops or tags, each with what plans do with the ops it
+            names: "keep" or "once", "recompute", or a number of runs; see `checkmate.core.rules`. They take the place
+            of those that the problem has.
         progress: show a line on standard error with the incumbent, the bound and the time; None: on a terminal, after
             two seconds. The logger "checkmate.solve" has the same, at INFO.
         watch: is handed, at the beginning, what holds the best plan and bound so far, for another thread to look at.
@@ -69,6 +75,7 @@ def solve(
     Raises:
         BudgetError: if the budget is not a positive number of bytes.
         TypeError: if the problem is none.
+        RuleError: if a rule names nothing, cannot be obeyed, or is none that the method can follow.
         ValueError: if no method has this name, it has no such option, a limit is out of range, or the start is of
             another graph.
         KeyboardInterrupt: on Ctrl-C before there is a plan.
@@ -78,9 +85,11 @@ def solve(
     4.0
     """
     check_problem(problem)
+    problem = problem if rules is None else with_rules(problem, rules)
     if start is not None:
         options = {**options, "start": start if method == "auto" else as_schedule(problem, start)}
     chosen = check_method(method, options)
+    refuse_unknown_rules(problem, method)
     budget = parse_bytes(budget)
     check_limits(time_limit, gap)
     patience = max(PATIENCE, min(TIME_LIMIT, time_limit)) if method == "auto" else PATIENCE
@@ -151,7 +160,7 @@ def _infeasible(problem: Problem, budget: int, method: str, patience: float) -> 
     reason = f"{_name(problem, k)} alone needs {format_bytes(problem.unavoidable_bytes[k])}"
     message = f"No schedule fits {format_bytes(budget)}: {reason}. {_way_out(problem, ends)}"
     solution = Solution(Status.INFEASIBLE, problem, budget, method, bound=float("inf"), message=message)
-    return _without_plan(solution, ends, k, reason)
+    return _without_plan(solution, ends, k, reason, patience)
 
 
 def _explain(solution: Solution, patience: float, clock: Clock) -> Solution:
@@ -172,11 +181,14 @@ def _explain(solution: Solution, patience: float, clock: Clock) -> Solution:
     failures = "".join(f"{solution.method} failed: {why} " for why in solution.details.get("failed", ()))
     way_out = _way_out(problem, ends) if ends.peak > solution.budget else "Method 'auto' has one."
     message = f"{failures}{claim} {format_bytes(solution.budget)}: {reason}. {way_out}"
-    return _without_plan(replace(solution, message=message), ends, k, f"{failures}{reason}")
+    return _without_plan(replace(solution, message=message), ends, k, f"{failures}{reason}", patience)
 
 
-def _without_plan(solution: Solution, ends: MinBudget, k: int, reason: str) -> Solution:
-    return replace(solution, refusal=Refusal(ends.peak, solution.problem.graph.ops[k].name, reason))
+def _without_plan(solution: Solution, ends: MinBudget, k: int, reason: str, patience: float) -> Solution:
+    problem = solution.problem
+    without = smallest_without(problem, patience) if ends.peak > solution.budget else {}
+    refusal = Refusal(ends.peak, problem.graph.ops[k].name, reason, without)
+    return replace(solution, refusal=refusal, message=f"{solution.message}{in_words(problem, ends, without)}")
 
 
 def _way_out(problem: Problem, ends: MinBudget) -> str:

@@ -54,6 +54,7 @@ from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Profiler
 from checkmate.solvers.recall import Rest
 from checkmate.statusline import showing
+from checkmate.tags import Noted, noting
 
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
@@ -83,6 +84,7 @@ class _Facts:
     numbers: dict[int, str]  # inputs that are no tensors, by position, as Dynamo calls them
     draws: list[int]  # inputs that Python's generator draws
     counts: list[list[int]] = field(default_factory=list)  # contributions to gradients
+    noted: Noted = field(default_factory=list)  # what the step has tagged
     users: dict[int, tuple[int, ...]] = field(default_factory=dict)  # results that others are computed from
     within: dict[int, list[set[int]]] = field(default_factory=dict)  # what it adds to gradients of results from outside
     arena: Arena | None = None
@@ -189,6 +191,7 @@ class Backend:
             keep_random_ops,
             backward_outside_of_autocast,
             counted_contributions() as facts.counts,
+            noting() as facts.noted,
         ):
             run = compile_graph(module, inputs)
         asked = 0
@@ -273,6 +276,7 @@ class Backend:
             on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
             numbers=facts.numbers,
             draws=facts.draws,
+            noted=facts.noted,
         )
         if facts.numbers:
             self.check(joint)

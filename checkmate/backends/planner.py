@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from dataclasses import dataclass
 from math import inf
@@ -9,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from checkmate.backends import ranks
 from checkmate.core.problem import Problem
+from checkmate.core.rules import Rules, check, names_any, with_rules
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget
 from checkmate.profiling.profilers import Choice
@@ -17,6 +19,8 @@ from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.recall import Rest
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.units import exact_bytes, format_bytes, parse_bytes
+
+log = logging.getLogger("checkmate.backends.planner")
 
 Code = Literal["eager", "inductor"]
 Memory = Literal["arena", "allocator"]
@@ -31,6 +35,7 @@ class Options:
 
     Raises:
         BudgetError: if the budget or the reserve is no number of bytes.
+        RuleError: if a rule is none.
         ValueError: if another option has no such value.
 
     >>> Options(budget="1 GB", reserve="100 MB").set_aside
@@ -48,6 +53,7 @@ class Options:
     max_plans: int = MOST_PLANS
     memory: Memory | None = None  # an arena, where one can be had
     wait: Wait = "best"
+    rules: Rules | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.max_plans, bool) or not isinstance(self.max_plans, int) or self.max_plans < 1:
@@ -63,6 +69,9 @@ class Options:
         if self.memory == "arena" and self.backend != "eager":
             raise ValueError(f'memory="arena" is for backend="eager" so far, not for {self.backend!r}.')
         _check_wait(self.wait)
+        if self.rules is not None:
+            check(self.rules)
+            object.__setattr__(self, "rules", {**self.rules})  # as they are now
         _ = self.total, self.set_aside  # numbers of bytes, or an error
 
     @property
@@ -92,12 +101,14 @@ class Planner:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._made: list[weakref.ref[Solution]] = []
+        self._named: set[str] = set()  # patterns that have named an op of a graph
 
     def plan(self, problem: Problem, beside: int = 0) -> Solution:
         """The cheapest plan found within the budget, less its reserve and so many bytes ``beside`` it.
 
         Raises:
             InfeasibleBudget: if no plan was found.
+            RuleError: if a rule names nothing in this graph nor in one before, or cannot be obeyed.
         """
         return self._plan(problem, self.options.set_aside + beside, inf)[0]
 
@@ -105,13 +116,13 @@ class Planner:
         """The plan to begin with, and what is open of it, if a better one may come. Ranks wait for the best.
 
         Raises:
-            InfeasibleBudget: if no plan was found.
+            InfeasibleBudget, RuleError: as for `plan`.
         """
         wait = inf if ranks.train_together() else self.options.patience
         return self._plan(problem, self.options.set_aside, wait)
 
     def _plan(self, problem: Problem, reserve: int, wait: float) -> tuple[Solution, Rest | None]:
-        options, rest = self.options, None
+        options, rest, problem = self.options, None, self._ruled(problem)
         if options.total <= reserve:
             raise _nothing_left(problem, options.total, reserve)
         within = options.total - reserve
@@ -131,6 +142,18 @@ class Planner:
             raise InfeasibleBudget(f"{solution.message}{note}", budget=options.total, min_budget=smallest, op=op)
         self._made = [weakref.ref(plan) for plan in (*earlier, solution)]
         return solution, rest
+
+    def _ruled(self, problem: Problem) -> Problem:
+        """With the rules. One that named an op before is no mistake where a part of the step is left out."""
+        rules = self.options.rules
+        if not rules:
+            return problem
+        named = {pattern for pattern in rules if names_any(pattern, problem.graph)}
+        if absent := [pattern for pattern in rules if pattern in self._named - named]:
+            log.info("in this graph rules name nothing: %s", ", ".join(map(repr, absent)))
+        ruled = with_rules(problem, {pattern: asks for pattern, asks in rules.items() if pattern not in absent})
+        self._named |= named
+        return ruled
 
 
 def _check_wait(wait: Any) -> None:

@@ -8,7 +8,7 @@ tell what aliases what), tells views from ops, forward from backward, and which 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +36,7 @@ from checkmate.capture.provenance import where
 from checkmate.capture.rewrite import prepare
 from checkmate.core.graph import Graph, Op, Phase, Role, Value
 from checkmate.errors import Unsupported
+from checkmate.tags import Noted
 
 NUMBERS = "handed_in_numbers"  # the op that stands for them
 
@@ -77,6 +78,7 @@ def read_joint(
     on_cpu: bool = True,
     numbers: Mapping[int, str] = MappingProxyType({}),
     draws: Collection[int] = (),
+    noted: Noted = (),
 ) -> Joint:
     """Read a joint graph of AOTAutograd.
 
@@ -89,6 +91,7 @@ def read_joint(
         on_cpu: the step is planned for the CPU: masks of dropout may be drawn again, convolutions are split.
         numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.capture.numbers`.
         draws: positions of the inputs that are draws of Python's generator.
+        noted: what the step has tagged.
 
     Raises:
         NotFree: if a shape depends on such a number.
@@ -113,6 +116,7 @@ def read_joint(
     for node in backward:
         found.add_op(node, "backward")
     results = found.results(tangents, let_go)
+    found.add_tags(noted)
     return Joint(
         module=module,
         graph=Graph(tuple(found.ops), tuple(found.values), results),
@@ -223,6 +227,14 @@ class _Contents:
             )
         pinned = self.step.pinned(node)
         self._add(Op(node.name, target_name(node), tuple(read), made, phase, pinned, where(node)), node)
+
+    def add_tags(self, noted: Noted) -> None:
+        """Name the ops that make what the step has tagged."""
+        for tensor, name in noted:
+            v = self.by_storage.get(storage(tensor))
+            k = None if v is None else self.values[v].producer
+            if k is not None and name not in self.ops[k].tags:
+                self.ops[k] = replace(self.ops[k], tags=(*self.ops[k].tags, name))
 
     def add_handed_in(self, name: str, nodes: Sequence[fx.Node], role: Role = "intermediate") -> tuple[int, ...]:
         """What is made outside of the captured code, within the step: numbers before the forward, by Dynamo.

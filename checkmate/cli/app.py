@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from checkmate import batch
 from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.cli.target import UsageError, find_function, maker
-from checkmate.errors import BudgetError, CheckmateError
+from checkmate.errors import BudgetError, CheckmateError, RuleError
 from checkmate.statusline import hidden
 from checkmate.units import parse_bytes
 from checkmate.version import __version__
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, BudgetError, ValueError, OSError, CheckmateError) as error:
         if args.debug:
             raise
-        refused = isinstance(error, CheckmateError) and not isinstance(error, BudgetError)
+        refused = isinstance(error, CheckmateError) and not isinstance(error, (BudgetError, RuleError))
         if args.json:
             _out_json({"error": str(error), "min_budget": getattr(error, "min_budget", None)})
         return _say(str(error), REFUSED if refused else USAGE)
@@ -181,6 +181,9 @@ def _add_solving(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", default="auto", help="see checkmate methods")
     parser.add_argument("--save-plan", metavar="FILE", help="write the plan, step by step, as JSON")
     parser.add_argument("--report", metavar="FILE", help="write the plan as one HTML page")
+    parser.add_argument(
+        "--rule", action="append", metavar="PATTERN=RULE", help="such as 'blocks.3=keep', again for more; see the guide"
+    )
     _add_limits(parser, TIME_LIMIT)
 
 
@@ -233,9 +236,12 @@ def _solve(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse a budget or a method that is none."""
+    """Refuse a budget, a rule or a method that is none."""
     parse_bytes(args.budget)
+    from checkmate.core.rules import read_rules
     from checkmate.solvers.catalogue import METHODS
+
+    read_rules(args.rule or ())
 
     if args.method not in METHODS:
         raise UsageError(f"there is no method {args.method!r}; the methods are {', '.join(METHODS)}")
@@ -252,10 +258,12 @@ def _read(path: str) -> Problem:
 
 def _answer(args: argparse.Namespace, problem: Problem) -> int:
     """Solve, and show what was found."""
+    from checkmate.core.rules import read_rules
     from checkmate.solvers.solve import solve
 
     limits = {"time_limit": args.time_limit, "gap": args.gap}
-    solution = solve(problem, args.budget, method=args.method, **limits)
+    rules = read_rules(args.rule) if args.rule else None  # those of the problem's file
+    solution = solve(problem, args.budget, method=args.method, rules=rules, **limits)
     if args.save_plan and solution.plan is not None:
         _write_json(args.save_plan, {**solution_record(solution), "steps": steps_of(solution)})
     if args.report and solution.plan is not None:

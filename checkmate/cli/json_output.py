@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from checkmate.core.plan import Run
+from checkmate.core.rules import as_mapping
 from checkmate.core.solution import Solution
 
 
@@ -29,6 +30,8 @@ def solution_record(solution: Solution) -> dict[str, Any]:
         "op": None if s.refusal is None else s.refusal.op,
         "source": s.problem.profile.source,
         "runs_again": {s.problem.graph.ops[k].name: times for k, times in again if times},
+        **({"rules": as_mapping(s.problem)} if s.problem.rules else {}),
+        **({"min_budget_without": s.refusal.without} if s.refusal is not None and s.refusal.without else {}),
     }
 
 

@@ -15,7 +15,7 @@ _known: WeakKeyDictionary[Problem, Fingerprints] = WeakKeyDictionary()
 class Fingerprints:
     """SHA-256 of the parts of a problem, in hexadecimal."""
 
-    structure: str  # the ops and what they read and make; not their names
+    structure: str  # the ops, what they read and make, and what rules forbid; not their names
     sizes: str  # bytes of each value and workspace of each op; what is resident is not among them
     costs: str  # seconds of each op
 
@@ -34,6 +34,8 @@ def fingerprints(problem: Problem) -> Fingerprints:
         graph = problem.graph
         ops = [(op.target, op.inputs, op.outputs, op.pinned is not None, op.phase) for op in graph.ops]
         structure = ops, [value.producer for value in graph.values], graph.outputs
+        if limits := problem.limits:
+            structure = *structure, [*limits.most_runs.items()], sorted(limits.gone)  # type: ignore[assignment]
         sizes = problem.sizes.tolist(), problem.workspace.tolist()
         _known[problem] = Fingerprints(_hash(structure), _hash(sizes), _hash(problem.seconds.tolist()))
     return _known[problem]

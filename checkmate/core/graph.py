@@ -42,6 +42,7 @@ class Op:
     phase: Phase = "forward"
     pinned: str | None = None  # why it must run exactly once, in words; None: it may run again
     where: str | None = None  # the line of the user's code it comes from, where known
+    tags: tuple[str, ...] = ()  # names that the user's code gave to what it makes
 
 
 @dataclass(frozen=True)

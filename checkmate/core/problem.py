@@ -17,11 +17,13 @@ import numpy as np
 
 from checkmate.core.files import check_header
 from checkmate.core.graph import MAX_BYTES, Graph, Op, Value
+from checkmate.core.limits import Limits, Rule
 from checkmate.core.plan import Plan
 from checkmate.errors import InvalidProblem
 
 FORMAT = "checkmate-problem"
 VERSION = 1
+WITH_RULES = 2  # the version of files whose problem has rules: who does not know them would break them
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,7 @@ class Problem:
     graph: Graph
     profile: Profile
     emit: Callable[[Plan], Any] | None = field(default=None, repr=False)  # writes fx modules; None: not from PyTorch
+    rules: tuple[Rule, ...] = ()  # that every plan obeys; `checkmate.core.rules.with_rules` puts them here
 
     def __post_init__(self) -> None:
         ops = self.graph.ops
@@ -80,6 +83,9 @@ class Problem:
                 raise InvalidProblem(f"Op {op.name!r} costs {cost} {name}; a cost is finite and >= 0.")
         if not all(type(k) is int and 0 <= k < len(ops) for k in self.profile.estimated):
             raise InvalidProblem(f"The profile marks ops as estimated that are not there: {self.profile.estimated}.")
+        for rule in self.rules:
+            if not all(type(k) is int and 0 <= k < len(ops) for k in (*rule.ops, *(k for k, _ in rule.exempt))):
+                raise InvalidProblem(f"The rule {rule.text} is for ops that are not there.")
         if not 0 <= self.resident <= MAX_BYTES:
             raise InvalidProblem(f"{self.resident} resident bytes; they are between 0 and 2**53.")
 
@@ -151,6 +157,11 @@ class Problem:
         return self.profile.resident_bytes
 
     @cached_property
+    def limits(self) -> Limits:
+        """What its rules forbid, beside runs of pinned ops."""
+        return Limits.of(self.graph, self.rules)
+
+    @cached_property
     def sizes(self) -> np.ndarray:
         """(V,) int64: bytes of each value; 0 for values that no op makes (they count as resident; M in the paper)."""
         return np.array([0 if v.producer is None else v.size_bytes for v in self.graph.values], dtype=np.int64)
@@ -202,8 +213,8 @@ class Problem:
         """Write everything a solver needs to a JSON file, compressed where the name ends in ``.gz``."""
         document = {
             "format": FORMAT,
-            "version": VERSION,
-            "ops": [asdict(op) for op in self.graph.ops],
+            "version": WITH_RULES if self.rules else VERSION,
+            "ops": [_without_defaults(op) for op in self.graph.ops],
             "values": [asdict(value) for value in self.graph.values],
             "outputs": self.graph.outputs,
             "seconds": self.seconds.tolist(),
@@ -211,6 +222,7 @@ class Problem:
             "resident_bytes": self.resident,
             "source": self.profile.source,
             "estimated": self.profile.estimated,
+            **({"rules": [asdict(rule) for rule in self.rules]} if self.rules else {}),
         }
         text = json.dumps(document, allow_nan=False).encode()
         path = Path(path)
@@ -230,22 +242,38 @@ class Problem:
             document = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
         except (ValueError, OSError, EOFError, zlib.error, RecursionError) as error:
             raise InvalidProblem(f"{path} is not JSON: {error}") from None
-        check_header(document, path, format=FORMAT, version=VERSION, what="problem file")
+        version = WITH_RULES if isinstance(document, dict) and document.get("version") == WITH_RULES else VERSION
+        check_header(document, path, format=FORMAT, version=version, what="problem file")
         try:
             graph = Graph(
                 ops=tuple(
                     Op(**{**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])})
-                    for op in document["ops"]
+                    for op in map(_with_tuples, document["ops"])
                 ),
                 values=tuple(Value(**value) for value in document["values"]),
                 outputs=tuple(document["outputs"]),
             )
             costs = {name: document[name] for name in ("seconds", "workspace_bytes", "resident_bytes", "source")}
-            return cls(graph, Profile(**costs, estimated=tuple(document.get("estimated", ()))))  # older files lack it
+            profile = Profile(**costs, estimated=tuple(document.get("estimated", ())))  # older files lack it
+            return cls(graph, profile, rules=tuple(map(_read_rule, document.get("rules", ()))))
         except KeyError as error:
             raise InvalidProblem(f"{path} describes no valid problem: {error} is missing") from None
         except (TypeError, ValueError) as error:
             raise InvalidProblem(f"{path} describes no valid problem: {error}") from None
+
+
+def _without_defaults(op: Op) -> dict[str, Any]:
+    """An op as JSON holds it: without tags where it has none, as files were before there were tags."""
+    return {name: part for name, part in asdict(op).items() if name != "tags" or part}
+
+
+def _with_tuples(op: dict[str, Any]) -> dict[str, Any]:
+    return {**op, "tags": tuple(op["tags"])} if "tags" in op else op
+
+
+def _read_rule(rule: dict[str, Any]) -> Rule:
+    exempt = tuple((k, why) for k, why in rule["exempt"])
+    return Rule(rule["pattern"], rule["asks"], tuple(rule["ops"]), exempt)
 
 
 def _index(k: Any, n: int, where: str) -> int:

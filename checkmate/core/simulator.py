@@ -94,7 +94,8 @@ def verify(plan: Plan, problem: Problem, budget: int | None = None) -> list[str]
 
     Each op runs at least once, pinned ones exactly once, for the first time in the order of the graph and on its own
     side of the boundary; every input is at hand; only what is at hand is freed, and no result of the step; the results
-    are at hand in the end; the simulated peak is within the budget.
+    are at hand in the end; no op runs more often than a rule allows, and what a rule has made again in the backward is
+    not at hand when that begins; the simulated peak is within the budget.
     """
     return list(_faults(plan, problem, budget))
 
@@ -104,8 +105,10 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
     at_hand = {v for v, value in enumerate(graph.values) if value.producer is None}
     times = [0] * len(graph.ops)
     turn = 0  # the op whose turn it is to run for the first time
-    results = set(graph.outputs)
+    results, limits = set(graph.outputs), problem.limits
     for i, step in enumerate(plan.steps):
+        if i == plan.boundary:
+            yield from _kept_against_rules(problem, at_hand)
         if isinstance(step, Free):
             if step.value not in at_hand or graph.values[step.value].producer is None:
                 yield f"step {i} frees {graph.values[step.value].name}, which is not at hand"
@@ -132,6 +135,8 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
             yield f"{op.name} never runs"
         if times[k] > 1 and op.pinned:
             yield f"{op.name} runs {times[k]} times though it {op.pinned}"
+        if k in limits.most_runs and times[k] > limits.most_runs[k]:
+            yield f"{op.name} runs {times[k]} times though a rule allows {limits.most_runs[k]}"
     for v in graph.outputs:
         if v not in at_hand:
             yield f"{graph.values[v].name}, a result of the step, is not at hand in the end"
@@ -140,3 +145,8 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
         if usage.peak > budget:
             where, most = graph.ops[usage.peak_op].name, exact_bytes(budget)
             yield f"the peak of {exact_bytes(usage.peak)} at {where} exceeds the budget of {most}"
+
+
+def _kept_against_rules(problem: Problem, at_hand: set[int]) -> Iterator[str]:
+    for v in sorted(problem.limits.gone & at_hand):
+        yield f"{problem.graph.values[v].name} is at hand when the backward begins, though a rule has it made again"

@@ -38,6 +38,7 @@ class Refusal:
     min_budget: int  # bytes: the smallest budget for which a plan is known
     op: str  # the op in the way
     reason: str  # in words
+    without: dict[str, int] = field(default_factory=dict)  # bytes: the smallest budget without a rule; "": without all
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -85,12 +85,26 @@ class Explanation(Printed):
     def _tables(self) -> Iterator[Table]:
         if self.pinned:
             yield Table(_HEADS, self._rows(), _NUMBERS)
+        if self.problem is not None and self.problem.rules:
+            yield Table(_RULE_HEADS, list(_rule_rows(self.problem)), {"ops", "makes"}, title="rules")
         if self.breaks:
             yield Notes(("graph break", "why"), [(b.where, b.why) for b in self.breaks], title="graph breaks")
 
 
 _HEADS = ("op", "runs once: it", "phase", "makes", "held", "where")
 _NUMBERS = {"makes", "held"}
+
+
+_RULE_HEADS = ("pattern", "rule", "ops", "makes", "cannot obey")
+
+
+def _rule_rows(problem: Problem) -> Iterator[tuple[str, ...]]:
+    """For each rule how many ops it is for, the bytes that they make, and why others cannot obey it."""
+    for rule in problem.rules:
+        made = sum(int(problem.sizes[list(problem.graph.ops[k].outputs)].sum()) for k in rule.ops)
+        reasons = Counter(why for _, why in rule.exempt)
+        cannot = "; ".join(f"{count}: it {why}" for why, count in reasons.items())
+        yield rule.pattern, str(rule.asks), str(len(rule.ops)), format_bytes(made), cannot
 
 
 def pinned_ops(problem: Problem) -> tuple[Pinned, ...]:

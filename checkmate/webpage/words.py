@@ -94,6 +94,9 @@ def facts(solution: Solution) -> Iterator[tuple[str, str]]:
     yield "values made", f"{len(made):,}, {format_bytes(int(problem.sizes.sum()))} in all"
     yield "results", f"{len(graph.outputs):,}, {format_bytes(int(problem.sizes[list(graph.outputs)].sum()))}"
     yield "there all the time", f"{format_bytes(problem.resident)} in {len(graph.values) - len(made):,} values"
+    for rule in problem.rules:
+        cannot = f"; {_counted(len(rule.exempt), 'op')} cannot obey it" if rule.exempt else ""
+        yield "rule", f"{rule.text}, for {_counted(len(rule.ops), 'op')}{cannot}"
     yield "ops that must run once", f"{sum(op.pinned is not None for op in graph.ops):,}"
     yield "keeping everything", f"{format_bytes(problem.keep_all_peak)}, {format_seconds(problem.keep_all_cost)}"
     yield "no budget can be below", f"{format_bytes(int(problem.unavoidable_bytes.max()))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from checkmate.core.problem import Problem
@@ -21,6 +22,9 @@ class Tables:
     workspace: list[int]  # per op, bytes
     pinned: list[bool]  # per op: it must run exactly once
     resident: int  # bytes
+    most_runs: Mapping[int, int]  # per op under such a rule, how often it may run
+    gone: frozenset[int]  # values that are not at hand when the backward begins, by a rule
+    boundary: int  # the stage in which the backward begins
 
     @classmethod
     def of(cls, problem: Problem) -> Tables:
@@ -39,6 +43,9 @@ class Tables:
             workspace=problem.workspace.tolist(),
             pinned=[op.pinned is not None for op in graph.ops],
             resident=problem.resident,
+            most_runs=problem.limits.most_runs,
+            gone=problem.limits.gone,
+            boundary=graph.forward_length,
         )
 
     def seconds_of(self, stages: list[list[int]]) -> float:

@@ -23,8 +23,9 @@ def on_demand(problem: Problem, kept_after: Mapping[int, Iterable[int]]) -> np.n
     """R (T, T) bool: the runs of a step that lets go of values after some stages, and makes again what it misses.
 
     After stage t of ``kept_after`` all values go but those listed there, results of the step, values that no op makes
-    and those of pinned ops. What a later op misses runs again just before it, from what is at hand, and then stays
-    until the next such stage; that is, until its last use, as `checkmate.core.schedule.Schedule.from_runs` frees it.
+    and those of pinned ops; what a rule has made again in the backward goes before it. What a later op misses runs
+    again just before it, from what is at hand, and then stays until the next such stage; that is, until its last use,
+    as `checkmate.core.schedule.Schedule.from_runs` frees it.
 
     >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[1] * 5, forward=3)
     >>> on_demand(chain, {2: [0, 2]}).sum(axis=0)  # op 3 misses the value of op 1
@@ -46,6 +47,8 @@ def on_demand(problem: Problem, kept_after: Mapping[int, Iterable[int]]) -> np.n
         at_hand.update(op.outputs)
         if t in kept_after:
             at_hand &= always.union(kept_after[t])
+        if t + 1 == graph.forward_length:
+            at_hand -= problem.limits.gone
     return R
 
 

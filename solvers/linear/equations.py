@@ -100,6 +100,7 @@ def build(problem: Problem, budget: int, *, formulation: str = "strengthened") -
     begin_stage(model, x, problem)
     run_and_free(model, x, problem)
     fit(model, x, problem, budget)
+    run_at_most(model, x.R, problem)
     return model, x
 
 
@@ -254,6 +255,15 @@ def fit_first_runs(model: Model, x: Variables, problem: Problem, budget: int) ->
     model.constrain("fit first runs", [(kept[t], M)], upper=(_capacity(problem, budget) - own)[t])
 
 
+def run_at_most(model: Model, R: np.ndarray, problem: Problem) -> None:
+    """An op runs no more often than a rule allows.
+
+    Σ_t R[t, k] <= most_k      every op k under such a rule
+    """
+    if most_runs := problem.limits.most_runs:
+        model.constrain("run at most", [(R[:, [*most_runs]].T, 1.0)], upper=np.array([*most_runs.values()], float))
+
+
 def size_unit(problem: Problem) -> float:
     """Bytes in which the model counts: the mean size, since a solver's tolerances are for numbers around one."""
     return float(problem.sizes.mean()) or 1.0
@@ -289,7 +299,8 @@ def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, n
     """(T, T), (T, V), (T, E) bool: where R, S and FREE can be one in a schedule without useless runs.
 
     R[t, k] = 0 where k > t (8c), k is pinned, no op that may still run reads what k makes, or k does not fit beside the
-    results so far. S[t, v] = 0 where v is not yet made (8b) or no op that may still run reads it.
+    results so far. S[t, v] = 0 where v is not yet made (8b) or no op that may still run reads it, and where t is the
+    first of the backward and a rule has v made again there.
     """
     graph = problem.graph
     T, V = len(graph.ops), len(graph.values)
@@ -307,6 +318,8 @@ def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, n
     v, made_by = _values(touch)
     S = np.zeros((T, V), dtype=bool)
     S[:, v] = (stage > made_by) & (stage <= read[v])
+    if problem.limits.gone:
+        S[graph.forward_length, [*problem.limits.gone]] = False
     FREE = R[:, touch.op] & (problem.sizes[touch.value] > 0) & (S[:, touch.value] | R[:, touch.made_by])
     return R, S, FREE
 

@@ -8,6 +8,7 @@ runs between moments i-1 and i, the last included. Of the rules of a schedule we
     R[i, k] = 1 for o_{i-1} < k <= o_i;  R[i, k] = 0 before that, and after it where k is pinned    (8)
     Σ_v M_v X[i, v] <= budget - resident - results so far - workspace of o_i    (9), at the moments only
     X[i, v] = 1 for what o_i reads and makes
+    Σ_i R[i, k] <= most_k; 0 for X[i-1, v] in (1b, 1c) where o_{i-1} ends the forward     by rules
 
 Any schedule maps to such R and X at no more cost: the least cost here is a bound for all of them. It has O(T m)
 variables, where the exact model has O(T^2). Which moments matters more than how many: `moment_bound` starts with two
@@ -26,10 +27,11 @@ from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent
+from checkmate.solvers.common.obey import obeys
 from checkmate.solvers.common.runs import on_demand
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
-from checkmate.solvers.linear.equations import cost_unit, size_unit
+from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
 from checkmate.solvers.linear.highs import Outcome
 from checkmate.solvers.linear.model import NONE, Model
 
@@ -58,6 +60,7 @@ class Relaxed:
     model: Model
     R: np.ndarray
     X: np.ndarray
+    carried: np.ndarray  # X as what follows a moment finds it: without what a rule has made again in the backward
 
 
 def moment_bound(task: Task, incumbent: Incumbent, *, moments: Sequence[int] | None = None, most: int = 12) -> Bound:
@@ -111,6 +114,7 @@ def _round(task: Task, incumbent: Incumbent, at: list[int], best: Bound) -> Boun
     found = Bound(value, tuple(at), kept, R, cut=result.outcome is Outcome.STOPPED)
     schedule = lift(problem, found)
     fits = simulator.simulate(simulator.lower(problem.graph, schedule), problem).peak <= budget
+    fits = fits and obeys(problem, schedule.R)
     proven = schedule.cost(problem) <= value * (1 + EXACT)
     return replace(found, schedule=schedule if fits and proven else None)
 
@@ -126,8 +130,9 @@ def _start(x: Relaxed, moments: list[int], R: np.ndarray | None) -> tuple[np.nda
 
 
 def default_moments(problem: Problem) -> list[int]:
-    """Where keeping everything peaks, and where most is unavoidable."""
-    return sorted({int(np.argmax(problem.live_bytes)), int(np.argmax(problem.unavoidable_bytes))})
+    """Where keeping everything peaks, where most is unavoidable, and before the backward if a rule speaks of that."""
+    begin = [problem.graph.forward_length - 1] if problem.limits.gone else []
+    return sorted({int(np.argmax(problem.live_bytes)), int(np.argmax(problem.unavoidable_bytes)), *begin})
 
 
 def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
@@ -149,10 +154,13 @@ def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
     X_there = ~held & (made_by <= ends[:-1]) & ((read > ends[:-1]) | own)
     R = model.variables(R_there, lower=first, cost=problem.seconds / cost_unit(problem), integer=True)
     X = model.variables(X_there, lower=own)
-    x = Relaxed(model, R, X)
+    carried = X.copy()
+    carried[np.ix_([o == graph.forward_length - 1 for o in moments], [*problem.limits.gone])] = NONE
+    x = Relaxed(model, R, X, carried)
     _depend(x, problem, begins[:, 0], made_by, held)
     _keep(x, begins[:, 0], made_by)
     _fit(x, problem, budget, moments, made_by)
+    run_at_most(model, R, problem)
     return x
 
 
@@ -175,14 +183,14 @@ def _depend(x: Relaxed, problem: Problem, begins: np.ndarray, made_by: np.ndarra
     j, v = np.array(reads, dtype=np.int64).reshape(-1, 2).T
     s, e = np.nonzero((x.R[1:, j] != NONE) & (made_by[v] < begins[1:, None]))
     j, v = j[e], v[e]
-    terms = [(x.R[s + 1, j], 1.0), (x.X[s, v], -1.0), (x.R[s + 1, made_by[v]], -1.0)]
+    terms = [(x.R[s + 1, j], 1.0), (x.carried[s, v], -1.0), (x.R[s + 1, made_by[v]], -1.0)]
     x.model.constrain("depend", terms, upper=0.0)
 
 
 def _keep(x: Relaxed, begins: np.ndarray, made_by: np.ndarray) -> None:
     """X[i, v] <= X[i-1, v] + R[i, prod(v)]      v made before segment i."""
     s, v = np.nonzero((x.X[1:] != NONE) & (made_by < begins[1:-1, None]))
-    terms = [(x.X[s + 1, v], 1.0), (x.X[s, v], -1.0), (x.R[s + 1, made_by[v]], -1.0)]
+    terms = [(x.X[s + 1, v], 1.0), (x.carried[s, v], -1.0), (x.R[s + 1, made_by[v]], -1.0)]
     x.model.constrain("keep", terms, upper=0.0)
 
 

@@ -27,7 +27,7 @@ from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
-from checkmate.solvers.linear.equations import cost_unit, size_unit
+from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
 from checkmate.solvers.linear.highs import Result
 from checkmate.solvers.linear.model import NONE, Model
 
@@ -99,7 +99,8 @@ class _Touches:
         """The touches of values that may come and go: made by an op, of some size, no results, and read by some op."""
         graph = problem.graph
         results = set(graph.outputs)
-        there = (problem.sizes > 0) & [bool(graph.users[v]) and v not in results for v in range(len(graph.values))]
+        there = np.array([bool(graph.users[v]) and v not in results for v in range(len(graph.values))])
+        there &= (problem.sizes > 0) | np.isin(np.arange(len(graph.values)), [*problem.limits.gone])
         of_op = [[(v, True) for v in op.outputs] + [(v, False) for v in op.inputs] for op in graph.ops]
         found = [(v, p, makes) for p, k in enumerate(places[:, 1].tolist()) for v, makes in of_op[k] if there[v]]
         value, place, makes = np.array(sorted(found), dtype=np.int64).reshape(-1, 3).T
@@ -124,7 +125,7 @@ def build(
         (len(places),), lower=lower, upper=upper, cost=problem.seconds[op] / cost_unit(problem), integer=True
     )
     lasts = np.concatenate([~e.follows[1:], [True]])[: len(e.value)]
-    y = model.variables(~lasts)  # at hand after touch e, until the next touch of the value
+    y = model.variables(~lasts & ~_kept_against_rules(problem, e, stage))  # at hand after touch e, until the next one
     before = np.where(e.follows, np.concatenate([[NONE], y[:-1]])[: len(y)], NONE)
     reads = np.flatnonzero(~e.makes)
     model.constrain("depend", [(r[e.place[reads]], 1.0), (before[reads], -1.0)], upper=0.0)
@@ -132,7 +133,17 @@ def build(
     made = np.where(e.makes, r[e.place], NONE)
     model.constrain("keep", [(y[kept], 1.0), (before[kept], -1.0), (made[kept], -1.0)], upper=0.0)
     _remember(model, problem, budget, places, e, r, y, before)
+    if problem.limits.most_runs:
+        by_op = np.full((len(problem.graph.ops), len(problem.graph.ops)), NONE)
+        by_op[stage, op] = r
+        run_at_most(model, by_op, problem)
     return model, r
+
+
+def _kept_against_rules(problem: Problem, e: _Touches, stage: np.ndarray) -> np.ndarray:
+    """(E,) bool: from this touch to the next the backward begins, and a rule has the value made again there."""
+    begin, following = problem.graph.forward_length, np.append(stage[e.place][1:], 0)
+    return np.isin(e.value, [*problem.limits.gone]) & (stage[e.place] < begin) & (following >= begin)
 
 
 def _remember(

@@ -12,9 +12,11 @@ import numpy as np
 from checkmate.core import simulator
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.problem import Problem
+from checkmate.core.rules import without_rules
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.obey import obeys
 from checkmate.solvers.common.runs import as_matrix, cost_of, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.search.drop_runs import slim
@@ -39,7 +41,8 @@ def as_schedule(problem: Problem, start: Start) -> Schedule:
     if schedule.R.shape != (T, T):
         raise ValueError(f"The start is a schedule of {len(schedule.R)} ops, but the problem has {T}.")
     schedule = Schedule.from_runs(problem.graph, schedule.R)
-    if wrong := simulator.verify(simulator.lower(problem.graph, schedule), problem):
+    plain = without_rules(problem)  # a plan that breaks rules can be made into one that obeys them
+    if wrong := simulator.verify(simulator.lower(problem.graph, schedule), plain):
         raise ValueError(f"The start is a schedule of another problem: {wrong[0]}.")
     return schedule
 
@@ -47,9 +50,12 @@ def as_schedule(problem: Problem, start: Start) -> Schedule:
 def proven_by(problem: Problem, budget: int, start: Start) -> float:
     """Seconds that every schedule takes, as the start has proven it; 0.0 where that was for something else.
 
-    A bound holds for the same graph, sizes and costs, and for no more bytes beside what is resident.
+    A bound holds for the same graph, sizes and costs, for no more bytes beside what is resident, and where there are
+    rules in addition.
     """
-    if not isinstance(start, Solution) or fingerprints(start.problem) != fingerprints(problem):
+    if not isinstance(start, Solution):
+        return 0.0
+    if fingerprints(start.problem) not in (fingerprints(problem), fingerprints(without_rules(problem))):
         return 0.0
     return start.bound if budget - problem.resident <= start.budget - start.problem.resident else 0.0
 
@@ -64,7 +70,7 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
     np.int64(4)
     """
     found = _passes(task, R)
-    if (not found or not task.clock.is_over) and peak_of(task.problem, R) <= task.budget:
+    if (not found or not task.clock.is_over) and obeys(task.problem, R) and peak_of(task.problem, R) <= task.budget:
         found.append(slim(task.problem, task.budget, R, task.clock))
     return exchange(task, min(found, key=lambda runs: cost_of(task.problem, runs))) if found else None
 

@@ -124,6 +124,8 @@ class BackwardSearch:
         elif self._fits(t, k, needed):
             found.append((needs.before(k, needed), (trail, t, k)))
         kept = needed & ~(needs.below[k] & needs.free)  # for sure, in the last moment of the stage before
+        if t == needs.forward_length and needed & needs.outputs[k] & needs.gone:
+            return found
         if self._fits(t - 1, t - 1, kept):
             found.append((needed, trail))
         return found

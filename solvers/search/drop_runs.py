@@ -15,6 +15,7 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.obey import obeys
 from checkmate.solvers.common.runs import cost_of, without_useless
 from checkmate.solvers.common.task import Clock
 
@@ -40,7 +41,7 @@ def slim(problem: Problem, budget: int, R: np.ndarray, clock: Clock) -> np.ndarr
         for worth in stages.worths():
             found = without_useless(problem.graph, stages.run(worth))
             taken = cost_of(problem, found)
-            if taken < cost:
+            if taken < cost and obeys(problem, found):
                 best, cost = found, taken
             if clock.is_over:
                 return best
@@ -139,7 +140,8 @@ class _Stages:
         """What is at hand for the next stage: what the plan needs, and what else there is room for."""
         slack = self.room[t] - level
         kept = set(self.needed[t + 1])
-        useful = [v for v in idle if self.next_use[v] < np.inf]
+        going = self.tables.gone if t + 1 == self.tables.boundary else ()
+        useful = [v for v in idle if self.next_use[v] < np.inf and v not in going]
         for v in sorted(useful, key=lambda v: worth(v, t), reverse=True):
             begin, size = idle[v], self.tables.size[v]
             if size <= slack[begin:].min(initial=self.room[t + 1]):

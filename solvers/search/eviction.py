@@ -69,6 +69,10 @@ class _State:
         self.worth = np.full(V, np.inf)  # seconds-back**a / bytes**b, times the tilt
         self.only_copy = [p >= 0 and tables.pinned[p] for p in tables.producer]
         self.changed: set[int] = set()  # values that came or went since worth was right
+        self.spent = [*tables.pinned]  # per op: it must not run again
+        self.runs_left = dict(tables.most_runs)
+        self.going: dict[int, list[int]] = {}  # after each stage: what nothing of the forward reads any more
+        self._foresee()
         tilt = np.ones(V) if weights.tilt is None else weights.tilt
         self.scale = (tilt / np.maximum(1.0, np.array(tables.size)) ** weights.b).tolist()
 
@@ -82,7 +86,7 @@ class _State:
             for v in tables.inputs[k]:
                 self.claims[v] += 1
         for k in again:
-            if tables.pinned[k]:
+            if self.spent[k]:
                 return Stuck(k, t, 0)
             for v in tables.outputs[k]:
                 if self.at_hand[v] and not tables.result[v]:
@@ -93,6 +97,8 @@ class _State:
                 return Stuck(k, t, lacking)
             self._run(k)
         self._advance(t)
+        if tables.gone and t < tables.boundary:
+            self._let_go(t)
         return ops
 
     def _closure(self, values: tuple[int, ...]) -> set[int]:
@@ -112,6 +118,10 @@ class _State:
         for v in self.tables.outputs[k]:
             if not self.at_hand[v]:
                 self._arrive(v)
+        if k in self.runs_left:
+            self.runs_left[k] -= 1
+            self.spent[k] = not self.runs_left[k]
+            self.changed.update(self.tables.outputs[k])
 
     def _advance(self, t: int) -> None:
         """Op t has run: its inputs are needed next by their next user."""
@@ -119,6 +129,23 @@ class _State:
             self.user_index[v] += 1
             users, i = self.tables.users[v], self.user_index[v]
             self.next_use[v] = users[i] if i < len(users) else NEVER
+
+    def _foresee(self) -> None:
+        """What a rule has made again in the backward needs others there, and goes before that."""
+        tables = self.tables
+        for v, first, last in gone_before_backward(tables):
+            for u in tables.inputs[tables.producer[v]]:
+                self.shadow_first[u] = min(first, int(self.shadow_first[u]))
+                self.shadow_last[u] = max(last, int(self.shadow_last[u]))
+        for v in tables.gone:
+            in_forward = [k for k in tables.users[v] if k < tables.boundary]
+            self.going.setdefault(max(in_forward, default=tables.producer[v]), []).append(v)
+
+    def _let_go(self, t: int) -> None:
+        for v in self.tables.gone if t + 1 == self.tables.boundary else self.going.get(t, ()):
+            if self.at_hand[v]:
+                self._claim_ancestors(v)
+                self._drop(v)
 
     def _arrive(self, v: int) -> None:
         self.at_hand[v] = True
@@ -247,7 +274,7 @@ class _State:
         seen, todo = {tables.producer[v]}, [tables.producer[v]]
         while todo:
             k = todo.pop()
-            if tables.pinned[k]:
+            if self.spent[k]:
                 return float("inf")
             total += tables.seconds[k]
             for w in tables.inputs[k]:
@@ -256,3 +283,18 @@ class _State:
                     seen.add(p)
                     todo.append(p)
         return total
+
+
+def gone_before_backward(tables: Tables) -> list[tuple[int, int, int]]:
+    """Values that a rule has made again in the backward, the last made first; the first and last stage for that.
+
+    It is for an op of the backward that reads the value, or to make again another one of these.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    for v in sorted(tables.gone, key=lambda v: -tables.producer[v]):
+        stages = [k for k in tables.users[v] if k >= tables.boundary]
+        others = (w for k in tables.users[v] for w in tables.outputs[k] if w in spans)
+        stages += [stage for w in others for stage in spans[w]]
+        if stages:
+            spans[v] = min(stages), max(stages)
+    return [(v, first, last) for v, (first, last) in spans.items()]

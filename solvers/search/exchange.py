@@ -141,8 +141,11 @@ class Line:
         self.begins = np.array([touches[0][0] if touches else 0 for touches in self.touches])
         self.ends = np.array([touches[-1][0] if touches else 0 for touches in self.touches])
         self.bytes_at = np.zeros(len(places), dtype=np.int64)
+        self.most_runs, self.runs_of = tables.most_runs, np.bincount(self.op[self.on], minlength=T)
+        self.forward_ends = self.place.get((tables.boundary - 1, tables.boundary - 1), 0)
+        self.size = [size or int(v in tables.gone) for v, size in enumerate(tables.size)]  # what is gone, counts
         for v in range(len(tables.producer)):
-            self._count(v, tables.size[v])
+            self._count(v, self.size[v])
         self.bytes_at[self.on] += np.array(tables.workspace)[self.op[self.on]]
 
     def runs(self) -> np.ndarray:
@@ -152,8 +155,11 @@ class Line:
         return R
 
     def fits(self) -> bool:
-        """No place has more bytes at hand than the budget allows."""
-        return bool(self.bytes_at.max() <= self.room)
+        """No place has more bytes at hand than the budget allows, and no rule is broken."""
+        return bool(self.bytes_at.max() <= self.room) and not self._is_run_too_often()
+
+    def _is_run_too_often(self) -> bool:
+        return any(self.runs_of[k] > most for k, most in self.most_runs.items())
 
     def become(self, on: np.ndarray) -> None:
         """Switch to other places."""
@@ -163,15 +169,16 @@ class Line:
     def flip(self, p: int) -> None:
         """Run at p if it does not, and the reverse."""
         tables, k = self.tables, int(self.op[p])
-        touched = [v for v in (*tables.inputs[k], *tables.outputs[k]) if tables.size[v]]
+        touched = [v for v in (*tables.inputs[k], *tables.outputs[k]) if self.size[v]]
         for v in touched:
-            self._count(v, -tables.size[v])
+            self._count(v, -self.size[v])
         sign = -1 if self.on[p] else 1
         self.on[p] = not self.on[p]
         self.cost += sign * float(self.seconds[p])
         self.bytes_at[p] += sign * tables.workspace[k]
+        self.runs_of[k] += sign
         for v in touched:
-            self._count(v, tables.size[v])
+            self._count(v, self.size[v])
 
     def _count(self, v: int, size: int) -> None:
         """Add the bytes of v wherever it is at hand."""
@@ -181,8 +188,11 @@ class Line:
             for p in makes[1:]:
                 self.bytes_at[p] += size
             return
+        gone = v in self.tables.gone
         for first, last in self.intervals(v):
             self.bytes_at[first : last + 1] += size
+            if gone and first <= self.forward_ends < last:  # as if nothing had room for it there
+                self.bytes_at[self.forward_ends] += (abs(self.room) + 1) * (1 if size > 0 else -1)
 
     def intervals(self, v: int) -> list[tuple[int, int]]:
         """Where v is at hand: from each run of its producer to the last reader before the next."""

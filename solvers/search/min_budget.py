@@ -12,18 +12,21 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.problem import Problem
+from checkmate.core.rules import Rules, with_rules
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.runs import as_matrix, peak_of
+from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.runs import as_matrix, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.backward_search import find_plan, refute
 from checkmate.solvers.search.drop_runs import slim
-from checkmate.solvers.search.eviction import Stuck, run_pass
+from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.next_use import GRID
 from checkmate.solvers.search.value_sets import Needs
 from checkmate.units import format_bytes
@@ -100,18 +103,18 @@ Mark = tuple[str, str, int]
 _known: OrderedDict[Mark, _Known] = OrderedDict()  # by `_mark`, the last used at the end
 
 
-def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
+def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules | None = None) -> MinBudget:
     """The smallest peak of a plan that is found, and a proven lower bound of it; `least_runs` has that plan.
 
-    Both are exact for problems of up to `MOST_OPS_EXACT` ops, unless time runs out. What is found is remembered,
-    also for a problem that is equal but for its costs; it is looked for again only with more time than before, where
-    that may help.
+    Both are exact for problems of up to `MOST_OPS_EXACT` ops, unless time runs out, or a rule says how often an op may
+    run. What is found is remembered, also for a problem that is equal but for its costs; it is looked for again only
+    with more time than before, where that may help.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> min_budget(chain)
     MinBudget(peak=3, bound=3)
     """
-    known = _find(problem, time_limit)
+    known = _find(problem if rules is None else with_rules(problem, rules), time_limit)
     return MinBudget(known.peak, known.bound)
 
 
@@ -130,8 +133,9 @@ def _find(problem: Problem, time_limit: float) -> _Known:
     mark = _mark(problem)
     known = _known.get(mark)
     if known is None:
-        once, op = np.eye(len(problem.graph.ops), dtype=bool), int(problem.unavoidable_bytes.argmax())
-        known = _Known(problem.keep_all_peak, once, int(problem.unavoidable_bytes[op]), op)
+        peak, R = _first_plan(problem)
+        op = int(problem.unavoidable_bytes.argmax())
+        known = _Known(peak, R, int(problem.unavoidable_bytes[op]), op)
         _known[mark] = known
         if len(_known) > REMEMBERED:
             _known.popitem(last=False)
@@ -149,6 +153,14 @@ def _find(problem: Problem, time_limit: float) -> _Known:
     return known
 
 
+def _first_plan(problem: Problem) -> tuple[int, np.ndarray]:
+    """The peak of a plan, and its runs: each op once, where no rule has it run again."""
+    if not problem.limits.gone:
+        return problem.keep_all_peak, np.eye(len(problem.graph.ops), dtype=bool)
+    R = on_demand(problem, {})
+    return peak_of(problem, R), R
+
+
 def _mark(problem: Problem) -> Mark:
     """Equal for problems that differ in their costs only: a step captured again has the same smallest budget."""
     prints = fingerprints(problem)
@@ -161,7 +173,9 @@ class _Ends:
     def __init__(self, problem: Problem, known: _Known, clock: Clock, *, exact: bool) -> None:
         self.problem, self.known, self.clock, self.exact = problem, known, clock, exact
         grain = -1 if exact else _grain(problem, int(GRAIN * known.bound))
-        self.needs = Needs(problem, grain=max(0, grain))
+        self.grain = max(0, grain)
+        self.needs = Needs(problem, grain=self.grain)
+        self.once = self._needs_with_limited_ops_once() if problem.limits.most_runs else self.needs
         self.small = int(problem.sizes[problem.sizes <= grain].sum())
         self.stuck: set[int] = set()  # stages that searches for plans did not get beyond
         self.fat = False  # the plan makes more again than it needs to
@@ -176,7 +190,9 @@ class _Ends:
             if self.known.bound == self.known.peak:
                 return
         if self._plan(self.known.bound, WIDTHS[0]) and self._is_open:
-            self._evict()
+            self._evict(GRID[:1])
+            if self.problem.limits.most_runs:  # searches know not how often an op has run; passes do
+                self._evict(GRID)
         for width in WIDTHS:
             if self._is_open:
                 self._refute(width)
@@ -195,8 +211,17 @@ class _Ends:
             if search.complete and search.least > self.known.bound:
                 self.known.bound, self.known.op = min(search.least, self.known.peak), search.reached
             return True
+        if not obeys(self.problem, R):  # the search knows not how often an op has run: let those under a rule run once
+            R, _ = find_plan(self.once, budget, width=width, clock=self.clock, exact=self.exact)
+        if R is None or not obeys(self.problem, R):
+            return True
         self._offer(R, budget + self.small)
         return False
+
+    def _needs_with_limited_ops_once(self) -> Needs:
+        graph, limited = self.problem.graph, self.problem.limits.most_runs
+        ops = [replace(op, pinned=op.pinned or "is limited") if k in limited else op for k, op in enumerate(graph.ops)]
+        return Needs(replace(self.problem, graph=replace(graph, ops=tuple(ops))), grain=self.grain)
 
     def _offer(self, R: np.ndarray, budget: int) -> None:
         """Take a schedule that fits a budget, if it is better; its peak is simulated once it is slim."""
@@ -209,13 +234,14 @@ class _Ends:
             self.known.R = slim(self.problem, self.known.peak, self.known.R, clock)
             self.known.peak = peak_of(self.problem, self.known.R)
 
-    def _evict(self) -> None:
-        """A peak that is easily reached: a bisection with eviction passes."""
+    def _evict(self, kinds: Sequence[Weights]) -> None:
+        """A peak that is easily reached: a bisection with eviction passes of these kinds."""
         tables, low, clock = Tables.of(self.problem), self.known.bound, self.clock.share(SHARE_OF_EVICTION)
         while self.known.peak - low > CLOSE_PASSES * low:
             middle = (low + self.known.peak) // 2
-            stages = run_pass(tables, middle, GRID[0])
-            if isinstance(stages, Stuck):
+            tried = (run_pass(tables, middle, weights) for weights in kinds)
+            stages = next((found for found in tried if not isinstance(found, Stuck)), None)
+            if stages is None:
                 low = middle
             else:
                 self.known.R = as_matrix(stages)

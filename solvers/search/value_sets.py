@@ -2,8 +2,8 @@
 
 A set of values is one Python int, a bit for each value, in the order of their producers: set operations on hundreds of
 values take a fraction of a microsecond. Only values that may come and go have a bit: those that an op makes and an op
-reads, that are no results of the step, and that are larger than a grain. Results are at hand from their first run on;
-what nobody reads counts as workspace.
+reads, that are no results of the step, and that are larger than a grain or gone before the backward by a rule. Results
+are at hand from their first run on; what nobody reads counts as workspace.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Needs:
         moving = [
             v
             for v, k in enumerate(tables.producer)
-            if k >= 0 and tables.size[v] > grain and tables.users[v] and not tables.result[v]
+            if k >= 0 and (tables.size[v] > grain or v in tables.gone) and tables.users[v] and not tables.result[v]
         ]
         self.values = sorted(moving, key=lambda v: tables.producer[v])
         self.bit = {v: 1 << i for i, v in enumerate(self.values)}
@@ -67,6 +67,7 @@ class Needs:
         self.below = [0] * (self.T + 1)  # per op, the values made before it
         for k, made in enumerate(self.outputs):
             self.below[k + 1] = self.below[k] | made
+        self.gone = self._set(sorted(tables.gone))  # not at hand when the backward begins
         self.free = self._set([v for v in self.values if not tables.pinned[tables.producer[v]]])
         self.base = self._base()  # per stage: bytes that are resident or results made before it
         self._eights = _sums_of_eights(self.size)

@@ -280,3 +280,16 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     run = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.startswith("auto")
     assert run.stderr == ""
+
+
+def test_rules_hold_and_a_wrong_one_is_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["solve", "chain.json", "--json", "--budget"]
+    assert main([*asked, "1 kB", "--rule", "op=once"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["rules"], record["runs_again"]) == ({"op": "once"}, {})
+    assert main([*asked, "5 B", "--rule", "op=once", "--time-limit", "1"]) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert record["min_budget_without"]["op"] < record["min_budget"]
+    for rule in ("opp=once", "op=onec", "once"):
+        assert main([*asked, "1 kB", "--rule", rule]) == 2
+    assert "'opp': 'once' names nothing in this step. Near it: 'op'" in capsys.readouterr().err

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
+from checkmate.core.rules import with_rules
 from checkmate.core.schedule import Schedule
 
 
@@ -75,3 +77,21 @@ def random_problem(seed: int, *, most_ops: int = 5) -> Problem:
     workspace = rng.integers(0, 5, T) * (rng.random(T) < 0.4)
     resident = int(rng.integers(0, 20)) if rng.random() < 0.5 else 0
     return Problem(Graph(tuple(ops), tuple(values), results), Profile(seconds, workspace, resident))
+
+
+def random_ruled_problem(seed: int, *, most_ops: int = 5) -> Problem:
+    """A small problem most of which is forward, each op of it under a rule of its own or under none."""
+    rng = np.random.default_rng(seed)
+    problem = random_problem(seed, most_ops=most_ops)
+    ops, results = problem.graph.ops, set(problem.graph.outputs)
+    forward = len(ops) - int(rng.integers(1, 3))
+    ops = tuple(
+        replace(op, tags=(f"tag{k}",), phase="forward" if k < forward else "backward") for k, op in enumerate(ops)
+    )
+    rules: dict[str, str | int] = {}
+    for k, op in enumerate(ops[:forward]):
+        ask = ["keep", "once", "recompute", "recompute", 2, 3][int(rng.integers(6))]
+        if rng.random() < 0.6 and not (ask == "recompute" and (op.pinned or results.intersection(op.outputs))):
+            rules[f"tag{k}"] = ask
+    rules = rules or {"tag0": 2}
+    return with_rules(replace(problem, graph=replace(problem.graph, ops=ops)), rules)

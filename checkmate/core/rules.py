@@ -1,0 +1,188 @@
+"""What a person knows, as rules: a pattern of modules, ops or tags, and what every plan does with the ops it names.
+
+    "keep", "once"    its values stay at hand until the last op that reads them has run: it runs once
+    "recompute"       its values are not kept for the backward, which makes again what it reads of them
+    n                 it runs n times in a step at most, the first time included
+
+A pattern is a module's name (``blocks.3``: all within it), an op's (``aten.convolution``, with or without its overload)
+or a tag's (`checkmate.tag`); ``*``, ``?`` and ``[...]`` stand for what they do in file names. Modules name ops of the
+forward, and so do tags, which are set there. Where several patterns name an op, the last holds, as in a ``.gitignore``:
+``{"blocks.*": "recompute", "blocks.*.attn": "keep"}``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from checkmate.core.graph import Graph, Op
+from checkmate.core.limits import Ask, Rule
+from checkmate.core.problem import Problem
+from checkmate.errors import RuleError
+
+WORDS = ("keep", "once", "recompute")
+NEAR = 3  # names that an error suggests
+_MODULE = re.compile(r"([^\s(]+)(?: \(.*\))?")  # the first part of `Op.where`, where it is no "file:line"
+_LINE = re.compile(r"(?:.*, )?[^\s,()]+:\d+")
+
+Rules = Mapping[str, Ask]
+
+
+def with_rules(problem: Problem, rules: Rules) -> Problem:
+    """The problem whose plans obey these rules, in place of those that it has.
+
+    Raises:
+        RuleError: if a rule is none, names nothing, or cannot be obeyed by any op that it names; it says what is near.
+
+    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4, forward=3)
+    >>> with_rules(chain, {"op": 2}).limits.most_runs
+    {0: 2, 1: 2, 2: 2, 3: 2}
+    >>> with_rules(chain, {"opp": 2})
+    Traceback (most recent call last):
+    checkmate.errors.RuleError: The rule 'opp': 2 names nothing in this step. Near it: 'op'.
+    """
+    check(rules)
+    plain = without_rules(problem)
+    found = _resolved(plain.graph, rules)
+    pins = {k: rule.pin for rule in found if rule.pin for k in rule.ops}
+    ops = tuple(op if op.pinned else replace(op, pinned=pins.get(k)) for k, op in enumerate(plain.graph.ops))
+    return replace(plain, graph=replace(plain.graph, ops=ops), rules=found) if found else plain
+
+
+def read_rules(texts: Iterable[str]) -> dict[str, Ask]:
+    """Rules as a command line has them.
+
+    Raises:
+        RuleError: if one has no pattern, or asks for nothing that there is.
+
+    >>> read_rules(["blocks.3=keep", "aten.mm=2"])
+    {'blocks.3': 'keep', 'aten.mm': 2}
+    """
+    pairs = [text.rpartition("=") for text in texts]
+    rules: dict[str, Ask] = {pattern: int(asks) if asks.isdecimal() else asks for pattern, _, asks in pairs}
+    check(rules)
+    return rules
+
+
+def without_rules(problem: Problem) -> Problem:
+    """The problem as it is without rules."""
+    if not problem.rules:
+        return problem
+    pins = {rule.pin for rule in problem.rules} - {None}
+    ops = tuple(replace(op, pinned=None) if op.pinned in pins else op for op in problem.graph.ops)
+    return replace(problem, graph=replace(problem.graph, ops=ops), rules=())
+
+
+def as_mapping(problem: Problem) -> dict[str, Ask]:
+    """The rules of a problem as they were given."""
+    return {rule.pattern: rule.asks for rule in problem.rules}
+
+
+def check(rules: object) -> None:
+    """Raise a RuleError for what are no rules, whatever the step."""
+    if not isinstance(rules, Mapping):
+        raise RuleError(f'Rules are a dict of patterns, such as {{"blocks.3": "keep"}}, not {rules!r}.')
+    for pattern, asks in rules.items():
+        if not isinstance(pattern, str) or not pattern:
+            raise RuleError(f"A rule is for a pattern of names, such as 'blocks.3.*', not for {pattern!r}.")
+        if isinstance(asks, bool) or not isinstance(asks, (str, int)) or (isinstance(asks, int) and asks < 1):
+            raise RuleError(f"The rule for {pattern!r} is {asks!r}: {_choice()}.")
+        if isinstance(asks, str) and asks not in WORDS:
+            near = difflib.get_close_matches(asks, WORDS, 1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise RuleError(f"The rule for {pattern!r} is {asks!r}: {_choice()}.{meant}")
+
+
+def names_any(pattern: str, graph: Graph) -> bool:
+    """Whether a pattern names an op of a graph."""
+    return any(_names(pattern, op) for op in graph.ops)
+
+
+def _choice() -> str:
+    return f"a rule is one of {', '.join(map(repr, WORDS))}, or how often an op may run at most, 1 or more"
+
+
+def _resolved(graph: Graph, rules: Rules) -> tuple[Rule, ...]:
+    """The rules with the ops that each of them is for."""
+    named = {pattern: [k for k, op in enumerate(graph.ops) if _names(pattern, op)] for pattern in rules}
+    last = {k: pattern for pattern, ks in named.items() for k in ks}  # by the last pattern that names it
+    found = []
+    for pattern, asks in rules.items():
+        if not named[pattern]:
+            raise RuleError(f"The rule {pattern!r}: {asks!r} names nothing in this step. {_near(graph, pattern)}")
+        left = [k for k in named[pattern] if last[k] == pattern]
+        if not left:
+            later = dict.fromkeys(repr(last[k]) for k in named[pattern])
+            raise RuleError(
+                f"The rule {pattern!r}: {asks!r} is for ops that later rules name too, and the last rule holds: "
+                f"{', '.join(later)}. Put it after them, or leave it out."
+            )
+        found.append(_bound(graph, pattern, asks, left))
+    return tuple(found)
+
+
+def _bound(graph: Graph, pattern: str, asks: Ask, named: list[int]) -> Rule:
+    """The rule for those of the named ops that can obey it.
+
+    Raises:
+        RuleError: if none can.
+    """
+    if asks != "recompute":
+        return Rule(pattern, asks, tuple(named))
+    exempt = tuple((k, why) for k in named if (why := _runs_no_more(graph, k)))
+    free = [k for k in named if k not in dict(exempt)]
+    if not free:
+        k, why = exempt[0]
+        more = f" (and {len(exempt) - 1} more)" if len(exempt) > 1 else ""
+        raise RuleError(f"The rule {pattern!r}: {asks!r} cannot be obeyed: {graph.ops[k].name} {why}{more}.")
+    return Rule(pattern, asks, tuple(free), exempt)
+
+
+def _runs_no_more(graph: Graph, k: int) -> str | None:
+    """Why what an op makes cannot be made again in the backward; None: it can."""
+    op = graph.ops[k]
+    if op.phase == "backward":
+        return "is in the backward"
+    if op.pinned:
+        return op.pinned
+    return "makes a result of the step" if set(op.outputs) & set(graph.outputs) else None
+
+
+def _names(pattern: str, op: Op) -> bool:
+    """Whether a pattern names an op: by what it computes, by a tag; in the forward, by its module."""
+    modules = _modules(op) if op.phase == "forward" else ()
+    return any(fnmatchcase(name, pattern) for name in (*_targets(op), *op.tags, *modules))
+
+
+def _targets(op: Op) -> tuple[str, ...]:
+    """``aten.mm.default`` and ``aten.mm``."""
+    packet, _, overload = op.target.rpartition(".")
+    return (op.target, packet) if packet.count(".") and overload else (op.target,)
+
+
+def _modules(op: Op) -> list[str]:
+    """The module that an op is of, and those around it: ``h.3.attn``, ``h.3``, ``h``."""
+    match = _MODULE.fullmatch(op.where or "")
+    if match is None or _LINE.fullmatch(op.where or ""):
+        return []
+    parts = match[1].split(".")
+    return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
+
+
+def _near(graph: Graph, pattern: str) -> str:
+    """Names of the step that are nearest to a pattern, and which kinds there are."""
+    names: dict[str, None] = {}
+    for op in graph.ops:
+        names |= dict.fromkeys((*op.tags, *(_modules(op) if op.phase == "forward" else ()), *_targets(op)[::-1]))
+    stem = pattern.rstrip("*?.")
+    near = difflib.get_close_matches(stem, names, NEAR)
+    near = near or [name for name in names if stem and stem.lower() in name.lower()][:NEAR]
+    if near:
+        return f"Near it: {', '.join(map(repr, near))}."
+    outer = dict.fromkeys(modules[-1] for op in graph.ops if op.phase == "forward" and (modules := _modules(op)))
+    tags = dict.fromkeys(tag for op in graph.ops for tag in op.tags)
+    said = [f"{kind}: {', '.join(map(repr, names))}" for kind, names in (("modules", outer), ("tags", tags)) if names]
+    return f"It has {'; '.join([*said, 'ops such as ' + repr(_targets(graph.ops[0])[-1])])}."

@@ -1,0 +1,64 @@
+"""Give a name to what a step computes, for a rule to speak of: `tag`.
+
+A tag is no op. While a step is captured, the call stands in Dynamo's graph; when AOTAutograd then traces that graph,
+the call notes which storage it was given, and returns the very tensor. So the joint graph, its bits and its memory are
+those of the step without tags, and gradients are added up in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+Noted = Sequence[tuple[torch.Tensor, str]]  # tensors as they were traced, which keeps their storages apart, and names
+
+_noted: ContextVar[list[tuple[torch.Tensor, str]] | None] = ContextVar("noted", default=None)
+
+
+def tag(x: torch.Tensor, name: str) -> torch.Tensor:
+    """The same tensor, under a name that rules may speak of: ``compile(..., rules={"scores": "recompute"})``.
+
+    The op that makes the tensor's memory is named, be the tensor a view of it. What is there before the step, as a
+    parameter or the batch, is made by no op. Outside of a compiled step it does nothing.
+
+    Raises:
+        TypeError: if it is given no tensor, or a name that is no text.
+
+    >>> x = torch.ones(2)
+    >>> tag(x, "scores") is x
+    True
+    """
+    if not isinstance(x, torch.Tensor) or not isinstance(name, str) or not name:
+        raise TypeError("checkmate.tag takes a tensor and a name, such as tag(x, 'scores').")
+    return _note(x, name)
+
+
+@torch._dynamo.allow_in_graph
+def _note(x: torch.Tensor, name: str) -> torch.Tensor:
+    noted = _noted.get()
+    if noted is not None and not is_traceable_wrapper_subclass(x) and not is_functorch_wrapped_tensor(x):
+        noted.append((_traced(x), name))
+    return x
+
+
+def _traced(x: torch.Tensor) -> torch.Tensor:
+    """What stands for a tensor in the graph that is traced of it."""
+    inner = x.elem if isinstance(x, FunctionalTensor) else x
+    return torch._from_functional_tensor(inner) if torch._is_functional_tensor(inner) else inner
+
+
+@contextmanager
+def noting() -> Iterator[Noted]:
+    """Within the block, what is traced notes its tags here."""
+    noted: list[tuple[torch.Tensor, str]] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
