@@ -160,7 +160,7 @@ class _Ends:
 
     def __init__(self, problem: Problem, known: _Known, clock: Clock, *, exact: bool) -> None:
         self.problem, self.known, self.clock, self.exact = problem, known, clock, exact
-        grain = -1 if exact else _grain(problem, int(GRAIN * known.bound))
+        grain = -1 if exact else grain_of(problem, int(GRAIN * known.bound))
         self.needs = Needs(problem, grain=max(0, grain))
         self.small = int(problem.sizes[problem.sizes <= grain].sum())
         self.stuck: set[int] = set()  # stages that searches for plans did not get beyond
@@ -256,7 +256,7 @@ class _Ends:
                 return
 
 
-def _grain(problem: Problem, most: int) -> int:
+def grain_of(problem: Problem, most: int) -> int:
     """The largest size such that all values of up to that size have no more than ``most`` bytes together."""
     sizes = np.sort(problem.sizes)
     fits = np.flatnonzero(sizes.cumsum() <= most)
