@@ -28,7 +28,7 @@ from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import Bound, lift, moment_bound, next_moments
 from checkmate.solvers.linear.places import restricted
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
-from checkmate.solvers.search.backward_bound import backward_bound
+from checkmate.solvers.search.backward_bound import WIDTHS, backward_bound
 from checkmate.solvers.search.detours import Detours
 from checkmate.solvers.search.drop_runs import slim
 from checkmate.solvers.search.exchange import exchange
@@ -156,12 +156,12 @@ def _next_use(search: Portfolio, task: Task) -> None:
 
 def _exact_at_once(search: Portfolio, task: Task) -> None:
     if len(task.problem.graph.ops) <= MOST_OPS_AT_ONCE:
-        backward_bound(task, search.incumbent)
+        backward_bound(task, search.incumbent, widths=WIDTHS[-1:])
 
 
 def _backward_bound(search: Portfolio, task: Task) -> None:
-    """The bound for graphs that are larger, but not by much; only above what the search at once had time for."""
-    if MOST_OPS_AT_ONCE < len(task.problem.graph.ops) <= MOST_OPS_BACKWARD:
+    """The bound of few states merged, and of more and more, where that is not hopeless."""
+    if len(task.problem.graph.ops) <= MOST_OPS_BACKWARD:
         backward_bound(task, search.incumbent)
 
 

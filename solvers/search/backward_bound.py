@@ -10,6 +10,8 @@ count as if they were always at hand once made; only a schedule that fits with t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from checkmate.solvers.common.incumbent import Incumbent
@@ -24,8 +26,11 @@ GRAIN = 5e-4  # of the budget: what all values below the grain have together
 WORTH = 10.0  # times the forward: the price of all bytes in all stages, that says what is merged
 
 
-def backward_bound(task: Task, incumbent: Incumbent) -> None:
+def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = WIDTHS) -> None:
     """Prove what can be proven in time, with more and more states.
+
+    Args:
+        widths: how many states go on, unmerged, in one search after another.
 
     >>> from checkmate.core.problem import Problem
     >>> task = Task(Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4), budget=3)
@@ -40,7 +45,7 @@ def backward_bound(task: Task, incumbent: Incumbent) -> None:
     worth = fullness(problem, budget, R)
     forward = problem.seconds[: problem.graph.forward_length].sum()
     price = prices(needs, budget, WORTH * forward / (problem.keep_all_peak * worth.sum()) * worth)
-    for width in WIDTHS:
+    for width in widths:
         beam = Beam(needs, budget, width, price, task.clock, most=incumbent.cost - once)
         again, found = beam.bound()
         incumbent.prove(once + again)

@@ -36,7 +36,8 @@ def test_with_every_state_it_is_the_optimum(block: int) -> None:
             seconds, R = search.bound()
             assert search.complete
             if best == math.inf:
-                assert seconds == math.inf and R is None
+                assert seconds == math.inf
+                assert R is None
                 continue
             assert R is not None
             assert problem.keep_all_cost + seconds == pytest.approx(best)
@@ -72,7 +73,8 @@ def test_merging_happens_in_the_tests_above_and_loses_something() -> None:
 def test_known_optima_of_unit_chains(layers: int, budget: int, best: int) -> None:
     chain = dags.unit_chain(layers)
     seconds, R = beam(chain, budget, MANY).bound()
-    assert R is not None and R.sum() == best == chain.keep_all_cost + seconds
+    assert R is not None
+    assert R.sum() == best == chain.keep_all_cost + seconds
 
 
 def test_nothing_below_what_is_asked_for_is_found_nor_proven_impossible_above() -> None:
@@ -97,7 +99,8 @@ def test_plans_fit_and_are_no_dearer_than_the_known_one(block: int) -> None:
                 assert alone is None or certify(problem, budget, alone, method="beam").cost >= best - 1e-9
                 if start is not None:
                     beside = beam(problem, budget, width).search(start)
-                    assert beside is not None and cost_of(problem, beside) == pytest.approx(best)
+                    assert beside is not None
+                    assert cost_of(problem, beside) == pytest.approx(best)
                     assert certify(problem, budget, beside, method="beam").plan is not None
 
 

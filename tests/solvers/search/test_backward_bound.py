@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,12 +18,19 @@ from tests.support.oracle import interesting_budgets, optimum, outcomes, random_
 from tests.support.sampling import every
 
 
-def run(problem: Problem, budget: int, *, start: np.ndarray | None = None, seconds: float = math.inf) -> Incumbent:
+def run(
+    problem: Problem,
+    budget: int,
+    *,
+    start: np.ndarray | None = None,
+    seconds: float = math.inf,
+    widths: Sequence[int] = module.WIDTHS,
+) -> Incumbent:
     task = Task(problem, budget, Clock(seconds))
     incumbent = Incumbent(task)
     if start is not None:
         assert incumbent.offer(start, "start")
-    backward_bound(task, incumbent)
+    backward_bound(task, incumbent, widths=widths)
     return incumbent
 
 
@@ -31,12 +39,11 @@ def run(problem: Problem, budget: int, *, start: np.ndarray | None = None, secon
 def test_never_above_the_optimum(block: int, grain: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a coarse grain much is left out: the bound is lower then, and what breaks the budget is not taken."""
     monkeypatch.setattr(module, "GRAIN", grain)
-    monkeypatch.setattr(module, "WIDTHS", (1, 3, 1000))
     for seed in range(10 * block, 10 * block + 10):
         problem = random_problem(seed, most_ops=4)
         known = outcomes(problem)
         for budget in interesting_budgets(known):
-            best, found = optimum(known, budget), run(problem, budget)
+            best, found = optimum(known, budget), run(problem, budget, widths=(1, 3, 1000))
             assert found.bound <= best + 1e-9
             assert found.cost >= best - 1e-9
             if grain < 0.01 and best < math.inf:
