@@ -26,6 +26,7 @@ State = tuple[float, int, "Trail | None"]  # seconds of what runs again later, b
 States = dict[int, State]  # by what must be at hand
 Pending = dict[tuple[int, int], State]  # and by what op t and its reruns read that is still to be decided on
 KNOWN = -1  # what runs after this stage is what the known plan runs
+CHUNK = 256  # states that are compared at a time
 LEAST_GROUP = 4  # states; fewer are not merged
 NEVER = 1e3  # times the step: the price of keeping what does not fit
 
@@ -116,6 +117,8 @@ class Beam:
                 if seconds < self.most and held + missing + of(writes & ~needed) + working <= room:
                     again = seconds, held + missing - of(needed & writes), (trail, t, k)
                     waiting.add(needed & ~writes | reads, kept | reads & earlier, again, done)
+            if self.clock.is_over:
+                return {}
             if waiting.count > 2 * self.width:
                 self._thin_waiting(waiting, t)
         return done
@@ -173,6 +176,8 @@ class Beam:
             seconds = states[needed][0]
             if not any(other & needed == other and cost <= seconds for other, cost in best):
                 best.append((needed, seconds))
+                if not len(best) % CHUNK and self.clock.is_over:
+                    return {}
                 if len(best) > self.width and not self.merge:
                     self.complete = False
                     best.pop()
@@ -192,10 +197,13 @@ class Beam:
         Each goes into that with which it has the most left: the cheaper one's seconds, and the price of what both need.
         """
         bits, seconds = self._bits(sets), np.array([states[needed][0] for needed in sets])
-        left = (bits[:width] * self.price[:, t]) @ bits[width:].T + np.minimum(seconds[:width, None], seconds[width:])
+        priced = bits[:width] * self.price[:, t]
         parts = [[needed] for needed in sets[:width]]
-        for needed, j in zip(sets[width:], left.argmax(axis=0).tolist(), strict=True):
-            parts[j].append(needed)
+        for i in range(width, len(sets), CHUNK):
+            some = slice(i, i + CHUNK)
+            left = priced @ bits[some].T + np.minimum(seconds[:width, None], seconds[some])
+            for needed, j in zip(sets[some], left.argmax(axis=0).tolist(), strict=True):
+                parts[j].append(needed)
         into: dict[int, list[int]] = {}
         for members in parts:
             both = members[0]

@@ -21,7 +21,7 @@ from checkmate.solvers.search.detours import fullness
 from checkmate.solvers.search.min_budget import grain_of
 from checkmate.solvers.search.value_sets import Needs
 
-WIDTHS = (64, 256, 1024, 4096, 16384)  # states that go on, unmerged: more of them prove more, in more time
+WIDTHS = (64, 256, 1024, 4096)  # states that go on, unmerged: more of them prove more, in more time
 GRAIN = 5e-4  # of the budget: what all values below the grain have together
 WORTH = 10.0  # times the forward: the price of all bytes in all stages, that says what is merged
 
