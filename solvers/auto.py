@@ -1,10 +1,11 @@
 """The method "auto", several methods in turn: a usable plan almost at once, a bound, then what closes the gap.
 
     a known plan adapted, or next use
-             -> exact model, where the graph is tiny
+             -> exact search backwards, where the graph is tiny
              -> bound of few moments -> next use guided by it -> bound of more moments -> guided again
-             -> tilted passes -> exact model on promising places -> exact model, where the graph is small
-             -> more tilted passes and windows of the places in turn
+             -> detours from the plan, backwards -> a bound by the search backwards -> tilted passes
+             -> exact model on promising places -> exact model, where the graph is small
+             -> more tilted passes, detours and windows of the places in turn
 
 Each stage starts from the best plan so far and ends once the gap asked for is proven or its share of time is spent.
 """
@@ -28,6 +29,8 @@ from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import Bound, lift, moment_bound, next_moments
 from checkmate.solvers.linear.places import restricted
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
+from checkmate.solvers.search.backward_bound import WIDTHS, backward_bound
+from checkmate.solvers.search.detours import Detours
 from checkmate.solvers.search.drop_runs import slim
 from checkmate.solvers.search.exchange import exchange
 from checkmate.solvers.search.min_budget import TIME_LIMIT, least_runs, min_budget
@@ -36,7 +39,8 @@ from checkmate.solvers.search.tilting import Tilts
 
 MOST_PLACES = 5000  # of the exact model on chosen places
 MOST_OPS_EXACT = 150  # the exact model is of use up to here
-MOST_OPS_AT_ONCE = 50  # and up to here proves more than any other bound in the same time
+MOST_OPS_AT_ONCE = 50  # and up to here the search backwards closes most gaps in a second
+MOST_OPS_BACKWARD = 200  # where its bound is of use beside that of moments, close to the smallest budget
 FEW_MOMENTS, MOST_MOMENTS = 2, 12  # of the first bound, which guides a plan, and of the second, which closes the gap
 SHARE_OF_PASSES = 0.05  # of the time left, for the passes of next-use, guided or not
 SHARE_OF_LEAST, SHARE_OF_SLIM = 0.5, 0.3  # of the time left, where no pass fits: the smallest budget, its plan improved
@@ -101,6 +105,7 @@ class Portfolio:
     relaxed: Bound | None = None
     stuck: int | None = None  # the op that no pass got beyond
     tilts: Tilts | None = None
+    detours: Detours | None = None
     failed: list[str] = field(default_factory=list)  # what went wrong in a stage
 
     @property
@@ -153,7 +158,13 @@ def _next_use(search: Portfolio, task: Task) -> None:
 
 def _exact_at_once(search: Portfolio, task: Task) -> None:
     if len(task.problem.graph.ops) <= MOST_OPS_AT_ONCE:
-        _exact(search, task)
+        backward_bound(task, search.incumbent, widths=WIDTHS[-1:])
+
+
+def _backward_bound(search: Portfolio, task: Task) -> None:
+    """The bound of few states merged, and of more and more, where that is not hopeless."""
+    if len(task.problem.graph.ops) <= MOST_OPS_BACKWARD:
+        backward_bound(task, search.incumbent)
 
 
 def _first_bound(search: Portfolio, task: Task) -> None:
@@ -235,11 +246,24 @@ def _tilted(search: Portfolio, task: Task) -> None:
         search.incumbent.offer(exchange(task, R), "tilted")
 
 
+def _detours(search: Portfolio, task: Task) -> None:
+    """Beams beside the best plan for so long, as wide as they were left."""
+    best = search.incumbent
+    if best.R is None:
+        return
+    if search.detours is None:
+        search.detours = Detours(task)
+    if not search.detours.is_over:
+        best.offer(search.detours.search(best.R, task.clock), "detours")
+
+
 def _in_turn(search: Portfolio, task: Task) -> None:
-    """Tilted passes and windows in turn, until the windows are as wide as can be and find nothing."""
+    """Tilted passes, detours and windows in turn, until the windows are as wide as can be and find nothing."""
     share: float | None = FIRST_WINDOW
     while search.is_open and share is not None:
-        _tilted(search, task.within(min(search.left, SHARE_OF_TURN * search.task.clock.limit)))
+        for part in (_tilted, _detours):
+            if search.is_open:
+                part(search, task.within(min(search.left, SHARE_OF_TURN * search.task.clock.limit)))
         if search.is_open:
             share = _windows(search, share)
 
@@ -277,10 +301,12 @@ class Stage:
 STAGES = (
     Stage("known", _known, 0.1),
     Stage("next-use", _next_use, SHARE_OF_PASSES),
-    Stage("exact at once", _exact_at_once, 1.0),
+    Stage("exact at once", _exact_at_once, 0.3),
     Stage("first bound", _first_bound, 0.3),
     Stage("guided", _guided, SHARE_OF_PASSES),
     Stage("better bound", _better_bound, 0.4),
+    Stage("detours", _detours, 0.3),
+    Stage("backward bound", _backward_bound, 0.3),
     Stage("tilted", _tilted, 0.2),
     Stage("restricted", _restricted, 0.2),
     Stage("exact", _exact, 1.0),

@@ -172,7 +172,7 @@ class _Ends:
 
     def __init__(self, problem: Problem, known: _Known, clock: Clock, *, exact: bool) -> None:
         self.problem, self.known, self.clock, self.exact = problem, known, clock, exact
-        grain = -1 if exact else _grain(problem, int(GRAIN * known.bound))
+        grain = -1 if exact else grain_of(problem, int(GRAIN * known.bound))
         self.grain = max(0, grain)
         self.needs = Needs(problem, grain=self.grain)
         self.once = self._needs_with_limited_ops_once() if problem.limits.most_runs else self.needs
@@ -282,7 +282,7 @@ class _Ends:
                 return
 
 
-def _grain(problem: Problem, most: int) -> int:
+def grain_of(problem: Problem, most: int) -> int:
     """The largest size such that all values of up to that size have no more than ``most`` bytes together."""
     sizes = np.sort(problem.sizes)
     fits = np.flatnonzero(sizes.cumsum() <= most)

@@ -48,7 +48,8 @@ class Needs:
 
     def __init__(self, problem: Problem, *, grain: int = 0) -> None:
         tables = Tables.of(problem)
-        self.tables, self.T, self.forward_length = tables, len(tables.inputs), problem.graph.forward_length
+        self.problem, self.tables, self.T = problem, tables, len(tables.inputs)
+        self.forward_length = problem.graph.forward_length
         moving = [
             v
             for v, k in enumerate(tables.producer)
@@ -83,6 +84,10 @@ class Needs:
     def _base(self) -> list[int]:
         made = [sum(self.tables.size[v] for v in vs if self.tables.result[v]) for vs in self.tables.outputs]
         return (self.tables.resident + np.cumsum([0, *made[:-1]])).tolist()
+
+    def index(self, value: int) -> int:
+        """Which bit a value has."""
+        return self.bit[value].bit_length() - 1
 
     def bytes_of(self, values: int) -> int:
         """Bytes of a set of values."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.solution import Status
-from checkmate.solvers.auto import STAGES
+from checkmate.solvers.auto import STAGES, Portfolio, Stage
 from checkmate.solvers.catalogue import METHODS
+from checkmate.solvers.common.task import Task
 
 auto = METHODS["auto"].solve
 
@@ -32,3 +35,26 @@ def test_without_all_stages_nothing_is_found() -> None:
 def test_a_stage_that_there_is_none_of() -> None:
     with pytest.raises(ValueError, match="no stage 'magic'; its stages are known, next-use"):
         auto(CHAIN, 5, without=["magic"])
+
+
+@pytest.mark.parametrize(("budget", "best"), [(4, 67), (5, 53), (6, 47)])
+def test_a_chain_close_to_its_smallest_budget_is_solved(budget: int, best: int) -> None:
+    """The exact model alone takes 37 to 93 seconds for these, and had all the time of `auto`."""
+    solution = auto(dags.unit_chain(16), budget, time_limit=20)
+    assert solution.cost == solution.bound == best
+
+
+def test_a_tiny_graph_with_many_states_leaves_time_for_other_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is exact at once ends after its share: the others are begun all the same."""
+    begun = []
+
+    def watch(stage: Stage) -> Stage:
+        def run(search: Portfolio, task: Task) -> None:
+            begun.append(stage.name)
+            stage.run(search, task)
+
+        return replace(stage, run=run)
+
+    monkeypatch.setattr("checkmate.solvers.auto.STAGES", tuple(map(watch, STAGES)))
+    auto(dags.unit_chain(24), 11, time_limit=2)
+    assert {"exact at once", "first bound"} <= {*begun}

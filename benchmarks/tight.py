@@ -1,0 +1,150 @@
+"""How good plans are close to the smallest budget: `auto` at a few times it, and how wide its gap is then.
+
+    python -m benchmarks.tight [NETWORK ...] [--times 1.02 1.1 ...] [--time-limit SECONDS] [--out FILE]
+    python -m benchmarks.tight --report     # from the rows: results/tight.md and results/tight.png
+
+A network is a graph of `benchmarks/problems`, or one that `make bench` trains, traced here: its name begins with
+"bench-". The smallest budget is what a plan is known for after ten seconds. One row for each network and budget; each
+network is a process of its own, on one thread, on Linux. Seconds, those of the limit too, are the ones that the process
+computes, so that other work on the machine does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.common.own_seconds import count_own_seconds
+from benchmarks.common.rows import Row, add_names, append, latest, origin, read, shown
+from benchmarks.solve.comparison import FILES, HERE, LEAST_SECONDS, facts, load
+from checkmate.core.problem import Problem
+from checkmate.core.table import Table
+from checkmate.solvers.search.min_budget import min_budget
+from checkmate.solvers.solve import solve
+
+RESULTS = HERE / "results" / "tight.jsonl"
+TIMES = (1.02, 1.05, 1.1, 1.2, 1.5)
+TIME_LIMIT = 60.0  # seconds for each solve
+TRAINED = "bench-"
+BENCH = ("gpt2", "lstm", "mobilenetv2", "resnet18", "resnet50", "unet", "vgg16", "vit")
+HEADER = ("network", "ops", "budget", "limit", "recomputed", "gap", "first plan", "seconds")
+LEAST_GAP = 1e-5  # what is drawn for less: a logarithm has no zero
+
+
+def problem_of(name: str) -> Problem:
+    """The step of a network."""
+    if not name.startswith(TRAINED):
+        return load(name)
+    import torch
+
+    import checkmate
+    from benchmarks.peers.subjects import NETWORKS, Subject
+
+    subject = Subject.of(NETWORKS[name.removeprefix(TRAINED)], torch.device("cpu"))
+    return checkmate.trace(subject.plain, *subject.batch)
+
+
+def rows_of(name: str, times: Sequence[float], time_limit: float) -> list[Row]:
+    """Solve in this process, in seconds that it computes."""
+    problem = problem_of(name)
+    count_own_seconds()
+    ends = min_budget(problem, time_limit=LEAST_SECONDS)
+    found = []
+    for factor in times:
+        budget = min(int(factor * ends.peak), problem.keep_all_peak)
+        solution = solve(problem, budget, time_limit=time_limit, progress=False)
+        row: Row = {"network": name, "times": factor, "time_limit": time_limit}
+        row |= {"smallest": ends.peak, "smallest_bound": ends.bound, **facts(solution)}
+        found.append({key: value for key, value in row.items() if key != "trajectory"})
+    return found
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """The last row of each network, budget and time limit; small networks and small budgets first."""
+    found = latest(rows, "network", "times", "time_limit")
+    return sorted(found, key=lambda row: (row["ops"], row["network"], row["times"], row["time_limit"]))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table with a line that says where the rows are from."""
+    commits, machines = (", ".join(sorted({row[key] for row in rows})) for key in ("commit", "cpu"))
+    lines = [
+        "# Close to the smallest budget",
+        "",
+        f"Made by `python -m benchmarks.tight` at {commits} on {machines}, one thread; seconds are those that the "
+        "process computed, as the machine was busy with other work. Budgets are times the smallest budget that a plan "
+        "is known for; the limit is that of seconds.",
+        "",
+        Table(HEADER, [_cells(row) for row in in_order(rows)], HEADER[1:]).markdown(),
+        "",
+        "![Gap against distance from the smallest budget](tight.png)",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> list[str]:
+    cost = row["cost_ratio"]
+    return [
+        row["network"],
+        str(row["ops"]),
+        f"{row['times']:.2f}",
+        f"{row['time_limit']:g} s",
+        row["status"] if cost is None else f"{cost - 1:.2%}",
+        shown(row["gap"], ".2%"),
+        shown(row["first_plan_seconds"], ".1f", " s"),
+        f"{row['seconds']:.1f} s",
+    ]
+
+
+def lines_of(rows: Sequence[Row]) -> Iterator[tuple[str, list[float], list[float]]]:
+    """For each network, of its longest time limit: how far budgets are from the smallest, and the gaps."""
+    longest: dict[tuple[str, float], Row] = {}
+    for row in in_order(rows):  # of one budget the longest limit comes last
+        longest[row["network"], row["times"]] = row
+    for network in dict.fromkeys(name for name, _ in longest):
+        of = [row for (name, _), row in longest.items() if name == network and row["gap"] is not None]
+        yield network, [row["times"] - 1 for row in of], [max(LEAST_GAP, row["gap"]) for row in of]
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Gap against distance from the smallest budget, a line for each network."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="budget above the smallest", ylabel="gap")
+    for i, (network, distances, gaps) in enumerate(lines_of(rows)):
+        axes.plot(distances, gaps, "os^Dv"[i % 5] + "-", color=colormaps["tab20"](i % 20), label=network, markersize=4)
+    ticks = sorted({row["times"] - 1 for row in rows})
+    axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def main() -> None:
+    """Solve what was asked for and append the rows to the file, and make the report of all its rows."""
+    parser = argparse.ArgumentParser(description="auto close to the smallest budget.")
+    add_names(parser, (*FILES, *(TRAINED + name for name in BENCH)), FILES)
+    parser.add_argument("--times", nargs="+", type=float, default=TIMES, help="of the smallest budget")
+    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT, help="seconds for each solve")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help="solve nothing, write the table and the picture")
+    args = parser.parse_args()
+    source = origin("numpy", "scipy", "highspy")
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as apart:
+        for name in () if args.report else args.names:
+            for row in apart.apply(rows_of, (name, args.times, args.time_limit)):
+                append(args.out, {**source, **row})
+                print(name, row["times"], row["status"], row["cost_ratio"], row["gap"], row["seconds"], flush=True)
+    rows = read(args.out)
+    args.out.with_suffix(".md").write_text(markdown(rows))
+    draw(rows, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""Cheap plans by a search backwards over what must be at hand, with as many states as there is time for.
+
+As in `checkmate.solvers.search.backward_search` a state is the set of values that what runs later needs, and going
+backwards each of them is made again or was kept from before. Here the cost counts: of the states of a stage those go on
+that are promising, by the seconds that run after it and an estimate, the price, of having at hand what they need. The
+memory of each state is exact, so that what reaches the first stage fits: close to the smallest budget, where passes of
+eviction get stuck or let the wrong value go, this finds what they do not. (Beam search; the states are those of a
+decision diagram: Bergman, Cire, van Hoeve and Hooker, "Decision Diagrams for Optimization", 2016.)
+
+The states of a known plan go along, so that a detour from it counts as soon as it needs no more than the plan does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from checkmate.core.schedule import Schedule
+from checkmate.solvers.common.task import Clock
+from checkmate.solvers.search.value_sets import Needs
+
+Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and the op that runs again in it, or `KNOWN`
+State = tuple[float, int, "Trail | None"]  # seconds of what runs again later, bytes that must be at hand, what runs
+States = dict[int, State]  # by what must be at hand
+Pending = dict[tuple[int, int], State]  # and by what op t and its reruns read that is still to be decided on
+KNOWN = -1  # what runs after this stage is what the known plan runs
+CHUNK = 256  # states that are compared at a time
+LEAST_GROUP = 4  # states; fewer are not merged
+NEVER = 1e3  # times the step: the price of keeping what does not fit
+
+
+@dataclass
+class Beam:
+    """One search within a budget.
+
+    Attributes:
+        width: states that go on at most.
+        every: make any value again in any stage, not only what op t and its reruns read. Then, with no state dropped,
+            the plan is the best there is.
+        merge: of too many states two become one; else the least promising are dropped.
+        complete: no state was dropped so far but for a better one, or merged.
+        price: (values with a bit, T + 1) float32, as `prices` gives it.
+    """
+
+    needs: Needs
+    budget: int
+    width: int
+    price: np.ndarray
+    clock: Clock
+    most: float = float("inf")  # seconds of what runs again, less than which is looked for
+    every: bool = False
+    merge: bool = False
+    complete: bool = True
+
+    def search(self, known: np.ndarray | None = None) -> np.ndarray | None:
+        """R (T, T) of the cheapest plan that is found, never dearer than the known one; None without time or plan."""
+        beside = None if known is None else _Known(self.needs, known)
+        if beside is not None:
+            self.most = float(beside.seconds[0])
+        states = self._states(beside)
+        if not states:
+            return None
+        _, _, trail = min(states.values(), key=lambda state: state[0])
+        return _runs(self.needs, trail, known)
+
+    def bound(self) -> tuple[float, np.ndarray | None]:
+        """Seconds of what every plan runs again, at most ``most``; and a plan R (T, T) of just that, if there is one.
+
+        Every value may be made again in every stage, and where there are too many states two of them become one, that
+        needs what both need and has taken what the cheaper one has: whatever plan goes on from either goes on from it.
+        0.0 where the time is over.
+        """
+        self.every = self.merge = True
+        states = self._states(None)
+        if not states:
+            return (0.0 if self.clock.is_over else self.most), None
+        seconds, _, trail = min(states.values(), key=lambda state: state[0])
+        return seconds, _runs(self.needs, trail, None) if self.complete else None
+
+    def _states(self, beside: _Known | None) -> States:
+        """The states at the begin of the step, all of which need nothing; none without time or plan."""
+        states: States = {0: (0.0, 0, None)}
+        for t in reversed(range(self.needs.T)):
+            begun = {needed: state for needed, state in self._stage(t, states).items() if self._fits(t - 1, needed)}
+            states = self._thin(begun, t)
+            if beside is not None:
+                beside.join(t, states)
+            if not states or self.clock.is_over:
+                return {}
+        return states
+
+    def _stage(self, t: int, states: States) -> States:
+        """What must be at hand when stage t begins, for each state at its end."""
+        needs, waiting = self.needs, _Waiting(self.needs)
+        done: States = {}
+        of, seconds_of, room = needs.bytes_of, needs.tables.seconds, self.budget - needs.base[t]
+        reads, writes = needs.inputs[t], needs.outputs[t]
+        earlier = needs.free & needs.below[t]
+        for needed, (seconds, held, trail) in states.items():
+            if held + of((reads | writes) & ~needed) + needs.working[t] <= room:
+                held += of(reads & ~needed) - of(needed & writes)
+                before = needed & ~writes | reads
+                asked = (before if self.every else reads) & earlier
+                waiting.add(before, asked, (seconds, held, trail), done)
+        while waiting.queue:
+            k, now = waiting.pop()
+            reads, writes, takes, working = needs.inputs[k], needs.outputs[k], seconds_of[k], needs.working[k]
+            for (needed, asked), state in now.items():
+                kept = asked & ~writes
+                if not self.every or self._fits(t - 1, needed & ~kept):
+                    waiting.add(needed, kept, state, done)
+                seconds, held, trail = state
+                seconds += takes
+                missing = of(reads & ~needed)
+                if seconds < self.most and held + missing + of(writes & ~needed) + working <= room:
+                    again = seconds, held + missing - of(needed & writes), (trail, t, k)
+                    waiting.add(needed & ~writes | reads, kept | reads & earlier, again, done)
+            if self.clock.is_over:
+                return {}
+            if waiting.count > 2 * self.width:
+                self._thin_waiting(waiting, t)
+        return done
+
+    def _fits(self, t: int, needed: int) -> bool:
+        """Whether op t can run where this is needed after it; there is no stage before the first."""
+        return t < 0 or self.needs.at(t, t, needed) <= self.budget
+
+    def _thin_waiting(self, waiting: _Waiting, t: int) -> None:
+        self.complete = False
+        if self.merge:
+            waiting.count = 0
+            for at, group in waiting.groups.items():
+                waiting.groups[at] = group = self._merge_group(group, t)
+                waiting.count += len(group)
+            return
+        keys = [(at, key, state[0]) for at, group in waiting.groups.items() for key, state in group.items()]
+        promise = self._promise([key[0] for _, key, _ in keys], [seconds for _, _, seconds in keys], t)
+        for i in np.argsort(promise, kind="stable")[self.width :].tolist():
+            at, key, _ = keys[i]
+            del waiting.groups[at][key]
+        waiting.count = min(waiting.count, self.width)
+
+    def _merge_group(self, group: Pending, t: int) -> Pending:
+        """Half as many, of a large group: what one of two may still decide on, both may."""
+        if len(group) < LEAST_GROUP:
+            return group
+        asked_of: dict[int, int] = {}
+        states: States = {}
+        for (needed, asked), state in group.items():
+            asked_of[needed] = asked_of.get(needed, 0) | asked
+            if needed not in states or state[0] < states[needed][0]:
+                states[needed] = state
+        order = np.argsort(self._promise(list(states), [s[0] for s in states.values()], t), kind="stable").tolist()
+        sets = list(states)
+        into = self._merged([sets[i] for i in order], states, len(group) // 2, t)
+        merged: Pending = {}
+        for needed, parts in into.items():
+            asked = 0
+            for part in parts:
+                asked |= asked_of[part]
+            seconds = min(states[part][0] for part in parts)
+            merged[needed, asked & needed] = seconds, self.needs.bytes_of(needed), None
+        return merged
+
+    def _thin(self, states: States, t: int) -> States:
+        """The most promising of those of which no other needs less and takes less."""
+        if len(states) <= 1:
+            return states
+        sets = list(states)
+        promise = self._promise(sets, [states[needed][0] for needed in sets], t)
+        best: list[tuple[int, float]] = []
+        for i in np.argsort(promise, kind="stable").tolist():
+            needed = sets[i]
+            seconds = states[needed][0]
+            if not any(other & needed == other and cost <= seconds for other, cost in best):
+                best.append((needed, seconds))
+                if not len(best) % CHUNK and self.clock.is_over:
+                    return {}
+                if len(best) > self.width and not self.merge:
+                    self.complete = False
+                    best.pop()
+                    break
+        if len(best) <= self.width:
+            return {needed: states[needed] for needed, _ in best}
+        self.complete = False
+        into = self._merged([needed for needed, _ in best], states, self.width, t)
+        return {
+            needed: (min(states[part][0] for part in parts), self.needs.bytes_of(needed), None)
+            for needed, parts in into.items()
+        }
+
+    def _merged(self, sets: list[int], states: States, width: int, t: int) -> dict[int, list[int]]:
+        """What so many merged states need, and of which sets each is made: the least promising, which come last, go.
+
+        Each goes into that with which it has the most left: the cheaper one's seconds, and the price of what both need.
+        """
+        bits, seconds = self._bits(sets), np.array([states[needed][0] for needed in sets])
+        priced = bits[:width] * self.price[:, t]
+        parts = [[needed] for needed in sets[:width]]
+        for i in range(width, len(sets), CHUNK):
+            some = slice(i, i + CHUNK)
+            left = priced @ bits[some].T + np.minimum(seconds[:width, None], seconds[some])
+            for needed, j in zip(sets[some], left.argmax(axis=0).tolist(), strict=True):
+                parts[j].append(needed)
+        into: dict[int, list[int]] = {}
+        for members in parts:
+            both = members[0]
+            for needed in members[1:]:
+                both &= needed
+            into.setdefault(both, []).extend(members)
+        return into
+
+    def _promise(self, sets: list[int], seconds: list[float], t: int) -> np.ndarray:
+        """(n,) float: seconds of what runs later, and the price of what is needed when stage t begins."""
+        return np.array(seconds) + self._bits(sets) @ self.price[:, t]
+
+    def _bits(self, sets: list[int]) -> np.ndarray:
+        """(n, values with a bit) float32, 0 or 1."""
+        count = len(self.needs.values)
+        width = (count + 7) // 8
+        joined = np.frombuffer(b"".join(needed.to_bytes(width, "little") for needed in sets), dtype=np.uint8)
+        bits = np.unpackbits(joined.reshape(len(sets), width), axis=1, count=count, bitorder="little")
+        return bits.astype(np.float32)
+
+
+class _Waiting:
+    """States of a stage by the op to decide on next, the last one first."""
+
+    def __init__(self, needs: Needs) -> None:
+        self.producer = needs.producer
+        self.groups: dict[int, Pending] = {}
+        self.queue: list[int] = []
+        self.count = 0
+
+    def add(self, needed: int, asked: int, state: State, done: States) -> None:
+        """A state of which the values ``asked`` may still be made again in this stage."""
+        if not asked:
+            known = done.get(needed)
+            if known is None or state[0] < known[0]:
+                done[needed] = state
+            return
+        k = self.producer[asked.bit_length() - 1]
+        group = self.groups.get(k)
+        if group is None:
+            group = self.groups[k] = {}
+            heapq.heappush(self.queue, -k)
+        known = group.get((needed, asked))
+        if known is None:
+            self.count += 1
+        if known is None or state[0] < known[0]:
+            group[needed, asked] = state
+
+    def pop(self) -> tuple[int, Pending]:
+        """The last op to decide on, and its states."""
+        k = -heapq.heappop(self.queue)
+        group = self.groups.pop(k)
+        self.count -= len(group)
+        return k, group
+
+
+class _Known:
+    """What a known plan needs when each stage begins, and the seconds of what it runs again from there on."""
+
+    def __init__(self, needs: Needs, R: np.ndarray) -> None:
+        self.R = R
+        S = Schedule.from_runs(needs.problem.graph, R).S[:, needs.values]
+        packed = np.packbits(S, axis=1, bitorder="little")
+        self.sets = [int.from_bytes(row.tobytes(), "little") for row in packed]
+        self.held = (S @ np.array(needs.size, dtype=np.int64)).tolist()
+        again = R.sum(axis=1) > 1
+        seconds = np.array(needs.tables.seconds)
+        of_stage = np.where(again, (R * seconds).sum(axis=1) - seconds, 0.0)
+        self.seconds = of_stage[::-1].cumsum()[::-1]
+
+    def join(self, t: int, states: States) -> None:
+        """Put the plan's own state among those at the begin of stage t, where none is as good."""
+        needed, seconds = self.sets[t], float(self.seconds[t])
+        state = states.get(needed)
+        if state is None or seconds < state[0] * (1 - 1e-12):
+            states[needed] = seconds, self.held[t], (None, t, KNOWN)
+
+
+def _runs(needs: Needs, trail: Trail | None, known: np.ndarray | None) -> np.ndarray:
+    R = np.eye(needs.T, dtype=bool)
+    while trail is not None:
+        trail, t, k = trail
+        if k == KNOWN:
+            assert known is not None
+            R[t:] = known[t:]
+        else:
+            R[t, k] = True
+    return R
+
+
+def prices(needs: Needs, budget: int, worth: np.ndarray) -> np.ndarray:
+    """(values with a bit, T + 1) float32: seconds that having a value at hand when a stage begins may cost.
+
+    A value is kept, at the price of its bytes in each stage, or made again from what its op reads, which has a price
+    too; whichever is less. What two values are both made from counts for each of them.
+
+    Args:
+        worth: (T,) seconds that a byte is worth in each stage.
+    """
+    tables, problem, T = needs.tables, needs.problem, needs.T
+    never, room = NEVER * problem.keep_all_cost, budget - problem.unavoidable_bytes
+    of_op = np.zeros((T, T), dtype=np.float32)  # per op: to run it again in each stage
+    price = np.zeros((len(needs.values), T + 1), dtype=np.float32)
+    for k in range(T):
+        again = np.full(T, never if tables.pinned[k] else tables.seconds[k])
+        for u in tables.inputs[k]:
+            if u in needs.bit:
+                again += np.minimum(price[needs.index(u), :T], of_op[tables.producer[u]])
+        of_op[k] = np.minimum(again, never)
+        for v in tables.outputs[k]:
+            if v in needs.bit:
+                size = tables.size[v]
+                full = size > room
+                full[list(tables.users[v])] = False  # what is read there is there in any case
+                keep = np.where(full, never, worth * size)[k + 1 :]
+                kept = np.concatenate([[0.0], keep.cumsum()])  # from the stage after its op on
+                begun = np.concatenate([[0.0], of_op[k, k + 1 :]])  # at its op, or again in a later stage
+                price[needs.index(v), k + 1 :] = np.minimum(kept + np.minimum.accumulate(begun - kept), never)
+    return price

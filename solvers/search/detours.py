@@ -1,0 +1,85 @@
+"""Improve a known plan by beams that go backwards beside it, each with other prices of memory.
+
+What a byte is worth in which stage nobody knows: where the plan is close to the budget it is worth more. So the prices
+are drawn at random around that, again and again, and the beams become wider as narrow ones find nothing more. What a
+beam finds is improved by exchanges of single runs, and is the plan to go along with from then on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from checkmate.core import simulator
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.runs import cost_of
+from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.search.backward_beam import Beam, prices
+from checkmate.solvers.search.exchange import exchange
+from checkmate.solvers.search.value_sets import Needs
+
+FIRST_WIDTH, WIDER, WIDEST = 16, 2, 2048  # states of the first beams, how many times as many then, and at most
+ROUND = 4  # beams without progress, after which they become wider
+POWERS = (1.0, 2.0, 4.0, 16.0)  # of how full a stage is: what a byte is worth there
+WORTHS = (2.0, 60.0)  # times the forward: all bytes in all stages, at least and at most
+NOISES = (0.0, 0.5, 1.0)  # standard deviations, in the logarithm, of the price of each value
+SHARE_OF_EXCHANGE = 0.25  # of the time left
+
+
+class Detours:
+    """The search so far; `search` can be called again and goes on from there.
+
+    Args:
+        task: its seed is that of what is drawn. The same seed gives the same plans where no clock binds.
+
+    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> everything = np.tril(np.ones((4, 4), dtype=bool))
+    >>> Detours(Task(problem, 3)).search(everything, Clock(1.0)).sum(axis=0)
+    array([1, 1, 1, 1])
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.needs = Needs(task.problem)
+        self.rng = np.random.default_rng(task.seed)
+        self.width = FIRST_WIDTH
+
+    @property
+    def is_over(self) -> bool:
+        """Beams that are as wide as can be found nothing more."""
+        return self.width > WIDEST
+
+    def search(self, R: np.ndarray, clock: Clock) -> np.ndarray:
+        """A schedule (T, T) within the budget that is no dearer than R, which is within the budget too."""
+        problem, quiet = self.task.problem, 0
+        while not clock.is_over and not self.is_over:
+            found = self._beam(R, clock)
+            better = found is not None and cost_of(problem, found) < cost_of(problem, R) * (1 - 1e-9)
+            if found is not None and better and obeys(problem, found):  # a beam knows not how often an op has run
+                seconds = SHARE_OF_EXCHANGE * clock.left
+                R, quiet = exchange(self.task.within(seconds), found), 0
+            else:
+                quiet += 1
+            if quiet == ROUND:
+                self.width, quiet = WIDER * self.width, 0
+        return R
+
+    def _beam(self, R: np.ndarray, clock: Clock) -> np.ndarray | None:
+        problem, budget, rng = self.task.problem, self.task.budget, self.rng
+        worth = fullness(problem, budget, R) ** rng.choice(POWERS)
+        forward = problem.seconds[: problem.graph.forward_length].sum()
+        worth *= np.exp(rng.uniform(*np.log(WORTHS))) * forward / (problem.keep_all_peak * worth.sum())
+        price = prices(self.needs, budget, worth)
+        price *= np.exp(rng.normal(0.0, rng.choice(NOISES), (len(price), 1))).astype(np.float32)
+        return Beam(self.needs, budget, self.width, price, clock).search(R)
+
+
+def fullness(problem: Problem, budget: int, R: np.ndarray) -> np.ndarray:
+    """(T,) float: the most bytes that a schedule (T, T) has at hand in each stage, as a share of the budget."""
+    usage = simulator.simulate(simulator.lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem)
+    ops, bytes_at = np.array(usage.ops), np.array(usage.bytes_at)
+    first = np.concatenate([[0], np.maximum.accumulate(ops)[:-1] + 1])  # ops run for the first time in their order
+    most = np.zeros(len(R))
+    np.maximum.at(most, np.minimum(first, len(R) - 1), bytes_at)
+    return most / budget

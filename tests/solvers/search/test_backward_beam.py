@@ -1,0 +1,120 @@
+"""The search backwards that counts seconds: the optimum with every state, and on either side of it with few."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks.networks import dags
+from checkmate.core.problem import Problem
+from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.runs import cost_of
+from checkmate.solvers.common.task import Clock
+from checkmate.solvers.search.backward_beam import Beam, prices
+from checkmate.solvers.search.value_sets import Needs
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.sampling import every
+
+MANY = 10**6  # states: more than there are
+
+
+def beam(problem: Problem, budget: int, width: int, *, worth: float = 0.1, seconds: float = math.inf) -> Beam:
+    needs = Needs(problem)
+    price = prices(needs, budget, np.full(needs.T, worth))
+    return Beam(needs, budget, width, price, Clock(seconds))
+
+
+@pytest.mark.parametrize("block", every(8, range(8)))
+def test_with_every_state_it_is_the_optimum(block: int) -> None:
+    for seed in range(10 * block, 10 * block + 10):
+        problem = random_problem(seed, most_ops=4)
+        known = outcomes(problem)
+        for budget in interesting_budgets(known):
+            best, search = optimum(known, budget), beam(problem, budget, MANY)
+            seconds, R = search.bound()
+            assert search.complete
+            if best == math.inf:
+                assert seconds == math.inf
+                assert R is None
+                continue
+            assert R is not None
+            assert problem.keep_all_cost + seconds == pytest.approx(best)
+            assert certify(problem, budget, R, method="beam").cost == pytest.approx(best)
+
+
+@pytest.mark.parametrize("block", every(8, range(8)))
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_merged_states_are_never_above_the_optimum(block: int, width: int) -> None:
+    for seed in range(10 * block, 10 * block + 10):
+        problem = random_problem(seed, most_ops=4)
+        known = outcomes(problem)
+        for budget in interesting_budgets(known):
+            for worth in (0.0, 0.3):
+                seconds, R = beam(problem, budget, width, worth=worth).bound()
+                assert problem.keep_all_cost + seconds <= optimum(known, budget) + 1e-9
+                assert R is None or certify(problem, budget, R, method="beam").cost == pytest.approx(
+                    problem.keep_all_cost + seconds
+                )
+
+
+def test_merging_happens_in_the_tests_above_and_loses_something() -> None:
+    """The bound of few states is below that of all, and rises with them."""
+    chain = dags.unit_chain(8)
+    found = [beam(chain, 4, width) for width in (1, 4, 16, MANY)]
+    bounds = [search.bound()[0] for search in found]
+    assert [search.complete for search in found] == [False, False, False, True]
+    assert bounds[0] < bounds[-1] == 26 - chain.keep_all_cost
+    assert all(bound <= bounds[-1] for bound in bounds)
+
+
+@pytest.mark.parametrize(("layers", "budget", "best"), [(8, 3, 45), (8, 5, 22), (16, 4, 67), (16, 5, 53), (16, 6, 47)])
+def test_known_optima_of_unit_chains(layers: int, budget: int, best: int) -> None:
+    chain = dags.unit_chain(layers)
+    seconds, R = beam(chain, budget, MANY).bound()
+    assert R is not None
+    assert R.sum() == best == chain.keep_all_cost + seconds
+
+
+def test_nothing_below_what_is_asked_for_is_found_nor_proven_impossible_above() -> None:
+    """A search for less than the optimum proves just what it looked for."""
+    chain = dags.unit_chain(8)
+    search = beam(chain, 5, MANY)
+    search.most = 22 - chain.keep_all_cost
+    assert search.bound() == (search.most, None)
+
+
+@pytest.mark.parametrize("block", every(8, range(8)))
+def test_plans_fit_and_are_no_dearer_than_the_known_one(block: int) -> None:
+    for seed in range(10 * block, 10 * block + 10):
+        problem = random_problem(seed, most_ops=4)
+        known = outcomes(problem)
+        for budget in interesting_budgets(known)[:-1]:
+            best = optimum(known, budget)
+            start = beam(problem, budget, MANY).bound()[1]
+            assert best == math.inf or start is not None
+            for width in (1, 3):
+                alone = beam(problem, budget, width).search()
+                assert alone is None or certify(problem, budget, alone, method="beam").cost >= best - 1e-9
+                if start is not None:
+                    beside = beam(problem, budget, width).search(start)
+                    assert beside is not None
+                    assert cost_of(problem, beside) == pytest.approx(best)
+                    assert certify(problem, budget, beside, method="beam").plan is not None
+
+
+def test_no_time_is_no_plan_and_proves_nothing() -> None:
+    search = beam(dags.unit_chain(4), 4, 8, seconds=0.0)
+    assert search.search() is None
+    assert beam(dags.unit_chain(4), 4, 8, seconds=0.0).bound() == (0.0, None)
+
+
+def test_a_price_is_what_keeping_takes_or_making_again() -> None:
+    """The chain's first value: kept at 0.1 for each stage after the next, or made again in 1 second."""
+    chain = dags.unit_chain(8)
+    needs = Needs(chain)
+    price = prices(needs, chain.keep_all_peak, np.full(needs.T, 0.1))
+    assert price[0, 1] == 0.0
+    assert price[0, 5] == pytest.approx(0.4)
+    assert price[0, -1] == pytest.approx(1.0)

@@ -1,0 +1,66 @@
+"""Beams beside a known plan: never worse, far better close to the smallest budget, and the same for the same seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.networks import dags
+from checkmate.core import simulator
+from checkmate.core.schedule import Schedule
+from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.runs import cost_of, peak_of
+from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.search.detours import Detours, fullness
+from checkmate.solvers.search.min_budget import least_runs
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.sampling import every
+
+
+@pytest.mark.parametrize("block", every(4, range(4)))
+def test_between_the_plan_and_the_optimum(block: int) -> None:
+    for seed in range(5 * block, 5 * block + 5):
+        problem = random_problem(seed, most_ops=4)
+        known = outcomes(problem)
+        smallest, start = least_runs(problem)
+        for budget in [b for b in interesting_budgets(known) if b >= smallest]:
+            found = Detours(Task(problem, budget)).search(start, Clock(60.0))
+            cost = certify(problem, budget, found, method="detours").cost
+            assert optimum(known, budget) - 1e-9 <= cost <= cost_of(problem, start)
+
+
+@pytest.mark.slow
+def test_much_less_than_the_plan_of_the_smallest_peak() -> None:
+    """Where no pass of eviction fits, the plan of the smallest peak makes everything again in each stage."""
+    chain = dags.unit_chain(16)
+    start = least_runs(chain)[1]
+    found = Detours(Task(chain, 4)).search(start, Clock(60.0))
+    assert peak_of(chain, found) <= 4
+    assert found.sum() == 67 < start.sum()  # the optimum
+
+
+def test_the_same_seed_gives_the_same_plan() -> None:
+    problem = dags.unit_chain(8)
+    start = least_runs(problem)[1]
+    one, two = (Detours(Task(problem, 4, seed=3)).search(start, Clock(60.0)) for _ in range(2))
+    assert np.array_equal(one, two)
+
+
+def test_without_time_the_plan_stays() -> None:
+    problem = dags.unit_chain(4)
+    start = least_runs(problem)[1]
+    assert np.array_equal(Detours(Task(problem, 4)).search(start, Clock(0.0)), start)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_fullness_is_the_peak_of_each_stage(seed: int) -> None:
+    problem = random_problem(seed, most_ops=4)
+    R = np.tril(np.ones((len(problem.graph.ops),) * 2, dtype=bool))
+    R[:, [op.pinned is not None for op in problem.graph.ops]] = False
+    np.fill_diagonal(R, True)
+    usage = simulator.simulate(simulator.lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem)
+    stage, most = 0, [0] * len(R)
+    for op, live in zip(usage.ops, usage.bytes_at, strict=True):
+        most[stage] = max(most[stage], live)
+        stage += op == stage
+    assert fullness(problem, 10, R).tolist() == [live / 10 for live in most]
