@@ -227,7 +227,8 @@ def _new_backend(options: Options) -> Backend:
     if options.backend == "eager":
         costs: Any = {"profile": find_costs, "block_bytes": block_bytes}
         new_arena = arenas(options.memory, cache=options.cache)
-        return Backend(planner.plan, **costs, new_arena=new_arena, begin=planner.begin)
+        serving: Any = {"new_arena": new_arena, "pools": options.memory == "arena"}
+        return Backend(planner.plan, **costs, **serving, begin=planner.begin)
     require_compiler()
     limit = options.total - options.set_aside
     return Inductor(planner.plan, lower, profile=find_costs, block_bytes=block_bytes, budget=limit)

@@ -18,7 +18,7 @@ from checkmate.backends.asked import asked_bytes, with_asked
 from checkmate.backends.overwritten import Needs, explain_writes, needs_of
 from checkmate.backends.plan_on import PlanOn
 from checkmate.backends.state import tensors_within
-from checkmate.backends.static_memory import expect, within
+from checkmate.backends.static_memory import Static, serving, within
 from checkmate.capture.autocast import keeps_copies, refuse_shared_copies
 from checkmate.capture.device import BLOCK_BYTES, allocated_on, as_allocated, device_of, held_outside
 from checkmate.capture.joint import Joint, read_joint
@@ -87,7 +87,7 @@ class _Facts:
     noted: Noted = field(default_factory=list)  # what the step has tagged
     users: dict[int, tuple[int, ...]] = field(default_factory=dict)  # results that others are computed from
     within: dict[int, list[set[int]]] = field(default_factory=dict)  # what it adds to gradients of results from outside
-    arena: Arena | None = None
+    memory: Static | None = None  # what serves the step; None: PyTorch's allocator
     sharing: Sharing = field(default_factory=Sharing)
     needs: Needs = field(default_factory=Needs)
     open: _Open | None = None  # if planning goes on
@@ -130,6 +130,7 @@ class Backend:
     answers: tuple[bool | int, ...] = ()  # to what the step asks that was planned last, in order
     reach: Any = ()  # the function that is captured and its arguments, while it is called
     new_arena: Callable[[], Arena | None] = lambda: None  # for a graph that is captured; None: PyTorch's allocator
+    pools: bool = False  # on CUDA each has a pool of its own
     arenas: WeakSet[Arena] = field(default_factory=WeakSet)  # of the graphs whose code is kept
     begin: Callable[[Problem], tuple[Solution, Rest | None]] | None = None  # a plan, and what is open of it
     open: list[PlanOn] = field(default_factory=list)  # graphs whose plan may have changed since they were captured
@@ -171,9 +172,9 @@ class Backend:
         numbers = sources_of(module, self.numbers)
         known = [*inputs, *module.parameters(), *module.buffers()]
         facts = _Facts(input_names(module), known, keeps_copies(module), numbers, draws_of_python(module))
-        facts.arena = self.new_arena()
-        if facts.arena is not None:
-            self.arenas.add(facts.arena)
+        facts.memory = arena = self.new_arena()
+        if arena is not None:
+            self.arenas.add(arena)
         compile_graph = aot_autograd(
             fw_compiler=partial(self._lower, facts, "forward"),
             bw_compiler=partial(self._lower, facts, "backward"),
@@ -209,21 +210,24 @@ class Backend:
 
     def _lower(self, facts: _Facts, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """What AOTAutograd calls for one of the two modules of the first plan."""
-        run = within(facts.arena, phase, self.lower)(module, inputs)
+        run = within(facts.memory, phase, self.lower)(module, inputs)
         return run if facts.open is None else facts.open.code.first(phase, run)
 
     def _going_on(self, facts: _Facts, open: _Open, asked: int) -> PlanOn:
         """Have planning go on, and what comes of it take over."""
-        lower = self.lower  # alone: a backend that is dropped is gone at once, and what goes on for it ends
+        lower, pools = (
+            self.lower,
+            self.pools,
+        )  # alone: a backend that is dropped is gone at once, and what goes on for it ends
 
         def write(plan: Solution) -> tuple[Any, Any] | None:
             modules = plan.modules
             sharing = sharing_of(open.counts, modules.forward, modules.backward, open.results, facts.names)
             if sharing != facts.sharing:
                 return None
-            expect(facts.arena, plan, open.device)
+            facts.memory = serving(facts.memory, plan, open.device, pools=pools)
             facts.needs.become(needs_of(open.joint, modules, facts.names))
-            forward, backward = (within(facts.arena, phase, lower) for phase in PHASES)
+            forward, backward = (within(facts.memory, phase, lower) for phase in PHASES)
             return forward(modules.forward, []), backward(modules.backward, [])
 
         going = PlanOn(self.plans[-1], open.rest, open.code, write, [self.plans], asked=asked)
@@ -290,7 +294,7 @@ class Backend:
             solution = self.plan(problem)
         modules = solution.modules
         self.plans.append(solution)
-        expect(facts.arena, solution, device)
+        facts.memory = serving(facts.memory, solution, device, pools=self.pools)
         self.last = joint
         if self.exact:
             facts.sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)

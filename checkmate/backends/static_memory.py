@@ -1,4 +1,4 @@
-"""The arena of a captured step: where its addresses come from, and its place around forward and backward."""
+"""What a captured step allocates from, an arena or a pool: where addresses come from, its place around both phases."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ import torch.fx as fx
 from checkmate.backends.planner import Memory
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.core.solution import Solution
+from checkmate.inspection.addresses import lives_of
 from checkmate.memory import build
 from checkmate.memory.arena import Arena, Lives, Phase
+from checkmate.memory.cuda_pool import CudaPool, segment_bytes
 from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block
 
 PLACE_SECONDS = 3.0  # to place what a step allocates: the second step waits for it
 PLACE_GAP = 1e-3  # an arena that could be lower by a smaller share is low enough
+Static = Arena | CudaPool
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
@@ -36,17 +39,37 @@ def arenas(memory: Memory | None, *, cache: bool) -> Callable[[], Arena | None]:
     return lambda: Arena(place)
 
 
-def expect(arena: Arena | None, plan: Solution, device: torch.device) -> None:
-    """Tell an arena what its step will take; on another device than the CPU it serves nothing."""
-    if arena is not None and device.type == "cpu" and plan.peak is not None:
-        arena.expect(plan.peak - plan.problem.resident)
+def serving(memory: Static | None, plan: Solution, device: torch.device, *, pools: bool) -> Static | None:
+    """What a step that follows a plan allocates from: its arena, told what it will take, or a pool on a CUDA device.
+
+    Args:
+        memory: what served the step before, or would on the CPU; None: PyTorch's allocator.
+        plan: of the step.
+        device: of the step.
+        pools: on CUDA a step has a pool of its own. No device has run these yet: a user asks for them.
+    """
+    if memory is None or plan.peak is None:
+        return None
+    if device.type == "cuda":
+        return CudaPool(device, segment_bytes(_lives(plan))) if pools else None
+    if device.type != "cpu" or not isinstance(memory, Arena):
+        return None
+    memory.expect(plan.peak - plan.problem.resident)
+    return memory
 
 
-def within(arena: Arena | None, phase: Phase, lower: Lower) -> Lower:
-    """What lowers a module to a function that allocates from the arena; without one as it is."""
-    if arena is None:
+def within(memory: Static | None, phase: Phase, lower: Lower) -> Lower:
+    """What lowers a module to a function that allocates from an arena or a pool; without one as it is."""
+    if memory is None:
         return lower
-    return lambda module, inputs: takes_one_list(arena.within(phase, lower(module, inputs)))
+    return lambda module, inputs: takes_one_list(memory.within(phase, lower(module, inputs)))
+
+
+def _lives(plan: Solution) -> Lives:
+    """Of what a plan makes."""
+    lives = lives_of(plan)
+    first, last, sizes = (np.array([getattr(life, name) for life in lives]) for name in ("first", "last", "bytes"))
+    return Lives(sizes.astype(np.int64), first.astype(np.int64), last.astype(np.int64) + 1)
 
 
 def place(lives: Lives) -> np.ndarray:

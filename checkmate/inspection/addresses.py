@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from checkmate.core.solution import Solution
 from checkmate.core.table import Printed, Table
@@ -15,16 +15,26 @@ from checkmate.units import format_bytes
 ALIGNMENT = 64  # bytes; PyTorch's allocator on the CPU gives such addresses
 
 
-@dataclass(frozen=True)
-class Box:
+class Life(NamedTuple):
     """One copy of a value, or the workspace of an op that runs: bytes over time."""
 
     name: str  # of the value; of the op for workspace
     role: str  # as in `checkmate.inspection.timeline.ROLES`
     first: int  # which execution of the plan makes it
     last: int  # the last one at which it is at hand
-    offset: int  # bytes from the begin of the arena
-    bytes: int  # as the plan counts; addresses are multiples of 64 bytes
+    bytes: int  # as the plan counts
+
+
+@dataclass(frozen=True)
+class Box:
+    """A `Life` with its place."""
+
+    name: str
+    role: str
+    first: int
+    last: int
+    bytes: int
+    offset: int  # bytes from the begin of the arena, a multiple of 64
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,10 +91,16 @@ def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresse
     """
     if solution.plan is None:
         raise ValueError(f"There are no addresses without a plan: {solution.status.meaning}.")
-    line = timeline(solution.plan, solution.problem)
-    lives = [(span.name, span.role, span.first, span.last, span.bytes) for span in line.spans]
-    lives += [(m.name, "workspace", m.index, m.index, m.workspace) for m in line.moments if m.workspace]
-    blocks = [Block(first, last + 1, -(-size // ALIGNMENT) * ALIGNMENT) for _, _, first, last, size in lives]
+    lives = lives_of(solution)
+    blocks = [Block(life.first, life.last + 1, -(-life.bytes // ALIGNMENT) * ALIGNMENT) for life in lives]
     placed = place(blocks, time_limit=time_limit)
-    boxes = (Box(*life[:4], offset, life[4]) for offset, life in zip(placed.offsets, lives, strict=True))
-    return Addresses(tuple(boxes), placed.height, placed.bound)
+    boxes = tuple(Box(*life, offset) for offset, life in zip(placed.offsets, lives, strict=True))
+    return Addresses(boxes, placed.height, placed.bound)
+
+
+def lives_of(solution: Solution) -> list[Life]:
+    """What a plan makes, each copy of a value, and the workspace of each op that runs."""
+    assert solution.plan is not None
+    line = timeline(solution.plan, solution.problem)
+    lives = [Life(span.name, span.role, span.first, span.last, span.bytes) for span in line.spans]
+    return lives + [Life(m.name, "workspace", m.index, m.index, m.workspace) for m in line.moments if m.workspace]

@@ -7,8 +7,8 @@ as it does. What does not fit, since the step is not as planned, gets further se
 address changes what is computed.
 
 A step whose pool is in use already, by another thread or from within itself, runs without. When another step's forward
-begins, a pool in which nothing is alive goes back to the device; so does that of a step that is deleted. This has not
-been run on a device by us yet.
+begins, a pool in which nothing is alive goes back to the device; so does that of a step that is deleted. No device has
+run this yet.
 """
 
 from __future__ import annotations
