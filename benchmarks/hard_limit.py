@@ -69,7 +69,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
         self.step: Any = self.loss
         if kind != "plain":
-            self.step = checkmate.compile(self.loss, budget=budget, time_limit=5, memory=kind)
+            self.step = checkmate.compile(self.loss, budget=budget, time_limit=5, memory=kind, wait="best")
         if kind == "arena" and (failure := build.wait()) is not None:
             sys.exit(f"No arena: {failure}.")
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.solve.comparison import HERE, facts, load, origin
-from checkmate.solvers.auto import MOST_OPS_AT_ONCE, MOST_OPS_EXACT, STAGES
+from checkmate.solvers.auto import MOST_OPS_AT_ONCE, MOST_OPS_BACKWARD, MOST_OPS_EXACT, STAGES
 from checkmate.solvers.solve import solve
 
 RESULTS = HERE / "results" / "stages.jsonl"
@@ -81,7 +81,8 @@ def markdown(rows: Sequence[Row]) -> str:
         "the first plan, and in all: medians, divided by those with all stages. No plan counts as a gap of 100%.",
         "",
         f"The stage exact at once looks at graphs of up to {MOST_OPS_AT_ONCE} ops only, exact of up to "
-        f"{MOST_OPS_EXACT}: on larger ones their rows differ from those with all stages by luck alone, of what is done "
+        f"{MOST_OPS_EXACT} and backward bound of up to {MOST_OPS_BACKWARD}: on larger ones their rows differ from "
+        "those with all stages by luck alone, of what is done "
         "last in the time.",
         "",
         *_head(HEADER, 1),
