@@ -41,6 +41,7 @@ from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.unet import AttentionUNet
 from checkmate.backends import eager
+from checkmate.backends.planner import Planner
 from checkmate.core.files import VARIABLE
 from checkmate.core.table import Table
 
@@ -160,7 +161,7 @@ def first_step(name: str, budget: int, time_limit: float) -> Row:
     spent: Counter[str] = Counter()
     _adds_up(eager.Backend, "__call__", "backend", spent)
     _adds_up(eager, "problem_of", "measure", spent)
-    _adds_up(eager.Backend, "plan", "plan", spent)
+    _adds_up(Planner, "_plan", "plan", spent)
     _adds_up(eager, "emit", "code", spent)
     _adds_up(eager, "boxed", "code", spent)
     compiled = checkmate.compile(step, budget=budget, time_limit=time_limit)

@@ -52,7 +52,7 @@ def serving(memory: Static | None, plan: Solution, device: torch.device, *, pool
         return None
     if device.type == "cuda":
         return CudaPool(device, segment_bytes(_lives(plan))) if pools else None
-    if device.type != "cpu" or not isinstance(memory, Arena):
+    if device.type != "cpu" or isinstance(memory, CudaPool):
         return None
     memory.expect(plan.peak - plan.problem.resident)
     return memory

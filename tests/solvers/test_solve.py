@@ -317,7 +317,7 @@ def test_auto_keeps_its_plan_where_a_stage_fails_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(highs, "run", _fails)
-    solution = solve(dags.unit_chain(8), 6, time_limit=5)
+    solution = solve(dags.unit_chain(30), 8, time_limit=5)
     assert solution.status is Status.FEASIBLE
     assert "HiGHS failed to run." in solution.details["failed"]
     assert any("HiGHS failed to run." in record.getMessage() for record in caplog.records)

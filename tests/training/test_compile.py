@@ -203,7 +203,7 @@ def test_ctrl_c_while_planning_trains_with_the_best_plan_so_far(monkeypatch: pyt
     def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())]
+    layers = [layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.GELU())]
     model, x = nn.Sequential(*layers), torch.randn(256, 32)
     problem = checkmate.trace(lambda x: model(x).sum(), x)
     budget = (checkmate.min_budget(problem).peak + problem.keep_all_peak) // 2

@@ -51,10 +51,11 @@ def quick(function: Habit) -> Habit:
 def _tight(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
     """Whatever the budget says, plan close to the smallest."""
 
-    def plan(self: Planner, problem: Problem, beside: int = 0) -> Solution:
-        return solve(problem, checkmate.min_budget(problem, time_limit=0.2).peak, method="auto", time_limit=0.2)
+    def plan(self: Planner, problem: Problem, reserve: int, wait: float) -> tuple[Solution, None]:
+        smallest = checkmate.min_budget(problem, time_limit=0.2).peak
+        return solve(problem, smallest, method="auto", time_limit=0.2), None
 
-    monkeypatch.setattr(Planner, "plan", plan)
+    monkeypatch.setattr(Planner, "_plan", plan)
     yield
     torch._dynamo.reset()
 
