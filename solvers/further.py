@@ -8,25 +8,20 @@ process that trains: more wait for their turn. Where it fails, the step keeps th
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import pickle
-import subprocess
-import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from checkmate.core.solution import Solution
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.incumbent import Incumbent
+from checkmate.solvers.common.low_priority import Gone, Process
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.recall import WAVER, Rest
 from checkmate.solvers.solve import solve
@@ -35,24 +30,6 @@ from checkmate.units import format_seconds
 log = logging.getLogger("checkmate.solve")
 
 TELL_SECONDS = 0.5  # between two looks at what the process has found
-GRACE_SECONDS = 10.0  # for a process to end that tells nothing any more
-NICENESS = 10  # training goes first
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-_PR_SET_PDEATHSIG = 1
-_CHILD = f"""
-import ctypes, os, pickle, signal, sys
-if sys.platform == "linux":  # first of all: a process that was forked from the parent may hold our input open
-    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[1]):
-        os._exit(0)
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who trains
-getattr(os, "nice", int)({NICENESS})
-answers = os.fdopen(os.dup(1), "wb")
-os.dup2(2, 1)  # what is printed must not stand among the answers
-sys.path[:] = pickle.load(sys.stdin.buffer)  # first: what follows is found there
-from checkmate.solvers import further
-further.serve(sys.stdin.buffer, answers)
-"""
 
 
 @dataclass(frozen=True)
@@ -79,7 +56,7 @@ class Search:
         self.better: News | None = None  # the last with a plan
         self.failure = ""  # why it ended early, if it failed
         self._over, self._ended = threading.Event(), False
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: Process | None = None
         self._thread = threading.Thread(target=self._run, name="checkmate-planning", daemon=True)
         _searches.add(self)
 
@@ -107,14 +84,14 @@ class Search:
         self._over.set()
         child = self._child
         if child is not None:
-            child.kill()
+            child.end()
 
     def _run(self) -> None:
         try:
             with _turn:
                 if not self._ended:
                     self._converse()
-        except OSError as error:
+        except (Gone, OSError) as error:
             self.failure = str(error)
         finally:
             if self.failure and not self._ended:
@@ -123,36 +100,15 @@ class Search:
             self._over.set()
 
     def _converse(self) -> None:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with tempfile.TemporaryFile() as said:
-            command = [sys.executable, "-c", _CHILD, str(os.getpid())]
-            child = subprocess.Popen(command, **pipes, stderr=said, env={**os.environ, **ONE_THREAD})
-            with child:
-                self._child = child
-                try:
-                    if not self._ended:
-                        self._ask(child)
-                except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        child.wait(GRACE_SECONDS)
-                    child.kill()
-                    self.failure = f"Its process ended with code {child.wait()}: {_last_line(said)}"
-                finally:
-                    child.kill()
-                    with contextlib.suppress(BrokenPipeError):  # what it did not read any more
-                        child.stdin.close()  # type: ignore[union-attr]
-
-    def _ask(self, child: subprocess.Popen[bytes]) -> None:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdin.write(pickle.dumps(sys.path) + pickle.dumps(self.rest.bare()))
-        child.stdin.flush()  # and left open: its end would end the process
-        over = False
-        while not over:
-            self.news = news = pickle.load(child.stdout)
-            if news.runs is not None:
-                self.better = news
-            over = news.over
+        with Process(search, self.rest.bare()) as self._child:
+            if self._ended:
+                return
+            for news in self._child.answers():
+                self.news = news
+                if news.runs is not None:
+                    self.better = news
+                if news.over:
+                    break
         log.info(
             "planning has ended: step %.6g s, bound %.6g s, %s", news.cost, news.bound, format_seconds(news.seconds)
         )
@@ -175,33 +131,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_without_the_parents)
 
 
-def _last_line(said: IO[bytes]) -> str:
-    said.seek(0)
-    return next(iter(reversed(said.read().decode(errors="replace").strip().splitlines())), "it said nothing")
-
-
-def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
-    """What the process does: read what is asked, search, and tell."""
-    rest = pickle.load(asked)
-    threading.Thread(target=_end_with, args=[asked], daemon=True).start()
-    with contextlib.suppress(OSError):  # not on Linux
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory is short, this goes and the training stays
-
-    def tell(news: News) -> None:
-        pickle.dump(news, answers)
-        answers.flush()
-
-    search(rest, tell)
-
-
-def _end_with(asked: IO[bytes]) -> None:
-    """End this process once nobody holds the other end of its input: its parent is gone, or wants no more."""
-    os.read(asked.fileno(), 1)  # not from the buffer, whose lock would be held when the process ends by itself
-    os._exit(0)
-
-
 def search(rest: Rest, tell: Callable[[News], None]) -> Solution:
     """Look for better plans from a known one on, until the time is over or no notably better one can be.
+
+    It is what the process does.
 
     Args:
         rest: what is open.

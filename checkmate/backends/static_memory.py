@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ from checkmate.memory import build
 from checkmate.memory.arena import Arena, Lives, Phase
 from checkmate.memory.cuda_pool import CudaPool, segment_bytes
 from checkmate.solvers import addresses
-from checkmate.solvers.addresses import Block
+from checkmate.solvers.addresses import Block, Placement
+from checkmate.solvers.common.low_priority import Aside
 
-PLACE_SECONDS = 3.0  # to place what a step allocates: the second step waits for it
+PLACE_SECONDS = 0.5  # to place what a step allocates: the second step waits for it
+PLACE_ON_SECONDS = 30.0  # to place it lower, in a process of its own
 PLACE_GAP = 1e-3  # an arena that could be lower by a smaller share is low enough
 Static = Arena | CudaPool
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -36,7 +39,7 @@ def arenas(memory: Memory | None, *, cache: bool) -> Callable[[], Arena | None]:
     if memory == "allocator":
         return lambda: None
     build.start(keep=cache, level=logging.INFO if memory is None else logging.WARNING)
-    return lambda: Arena(place)
+    return lambda: Arena(place, place_on=place_on)
 
 
 def serving(memory: Static | None, plan: Solution, device: torch.device, *, pools: bool) -> Static | None:
@@ -72,7 +75,15 @@ def _lives(plan: Solution) -> Lives:
     return Lives(sizes.astype(np.int64), first.astype(np.int64), last.astype(np.int64) + 1)
 
 
-def place(lives: Lives) -> np.ndarray:
-    """An offset for each, by `checkmate.solvers.addresses.place`."""
-    blocks = [Block(*block) for block in zip(*(a.tolist() for a in (lives.born, lives.died, lives.sizes)), strict=True)]
-    return np.array(addresses.place(blocks, time_limit=PLACE_SECONDS, gap=PLACE_GAP).offsets, dtype=np.int64)
+def place(lives: Lives) -> Placement:
+    """An offset for each, soon."""
+    return addresses.place(_blocks(lives), time_limit=PLACE_SECONDS, gap=PLACE_GAP)
+
+
+def place_on(lives: Lives) -> Aside:
+    """The same with more time, in a process of its own."""
+    return Aside(partial(addresses.place, time_limit=PLACE_ON_SECONDS, gap=PLACE_GAP), _blocks(lives))
+
+
+def _blocks(lives: Lives) -> list[Block]:
+    return [Block(*block) for block in zip(*(a.tolist() for a in (lives.born, lives.died, lives.sizes)), strict=True)]

@@ -17,10 +17,10 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from checkmate.memory import build
 
 ALIGNMENT = 64  # bytes, as of PyTorch's allocator
 ROOM = 1.25  # times the bytes of a plan: of the mapping in which a first step finds its addresses
+WORTH = 0.002  # of an arena: what it could be lower by is looked for, and taken
 TOLD_STEPS = 4  # in which it is measured what the machine gives beside the arena: libraries take theirs at once
 _HELD = Path("/proc/self/statm")  # pages; the second number says how many the machine holds
 Phase = Literal["forward", "backward"]
@@ -52,7 +53,41 @@ class Lives:
         return int(np.cumsum(changes).max(initial=0))
 
 
-Place = Callable[[Lives], np.ndarray]  # the offset of each
+class Placed(Protocol):
+    """Where each allocation lies."""
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """(N,) bytes from the begin of the arena."""
+
+
+class Later(Protocol):
+    """Places that are looked for elsewhere."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come."""
+
+    @property
+    def result(self) -> Placed | None:
+        """What was found, if anything was."""
+
+
+Place = Callable[[Lives], Placed]
+PlaceOn = Callable[[Lives], Later]
+
+
+class _Noted(NamedTuple):
+    """What a step has allocated, for the allocator."""
+
+    lives: Lives
+    stays: np.ndarray  # (N,) uint8: alive when the next step began
+    sizes: np.ndarray  # (N,) int64, bytes as they were asked for
+    boundary: int  # how many are the forward's
+
+    def height(self, placed: Placed) -> int:
+        """Bytes of the arena."""
+        return int((np.array(placed.offsets, dtype=np.int64) + self.lives.sizes).max())
 
 
 @dataclass(frozen=True)
@@ -76,12 +111,15 @@ class Arena:
     """What one captured step allocates from.
 
     Args:
-        place: finds an offset for each allocation.
+        place: finds an offset for each allocation, at once.
+        place_on: looks longer, where the arena could be lower by `WORTH`; what it finds holds from a later step on.
         capacity: bytes that the step is expected to allocate at most, at once; `expect` can say it later.
     """
 
-    def __init__(self, place: Place, capacity: int = 0) -> None:
-        self._place, self.capacity = place, capacity
+    def __init__(self, place: Place, capacity: int = 0, place_on: PlaceOn | None = None) -> None:
+        self._place, self._place_on, self.capacity = place, place_on, capacity
+        self._noted: _Noted | None = None  # by which addresses were planned
+        self._lower: Later | None = None  # others, for the same
         self.live_peak = 0  # bytes alive at once, in the step for which addresses were planned
         self.outside = 0  # bytes that the first steps made the machine give beside the mapping
         self._watched = 2 * TOLD_STEPS  # calls, forward and backward, for which that is measured yet
@@ -94,7 +132,7 @@ class Arena:
 
         Not to be called while a step runs.
         """
-        self.capacity, self.live_peak = capacity, 0
+        self.capacity, self.live_peak, self._lower = capacity, 0, None
         if self._handle is not None:
             self._library.checkmate_renew(self._handle, int(ROOM * capacity))
 
@@ -141,8 +179,11 @@ class Arena:
     def _enter(self, phase: int) -> bool:
         if self._handle is None and not self._open():
             return False
-        if phase == 0 and self._library.checkmate_wants_layout(self._handle):
-            self._lay_out()
+        if phase == 0:
+            if self._library.checkmate_wants_layout(self._handle):
+                self._lay_out()
+            elif self._lower is not None and self._lower.is_over:
+                self._lay_lower(self._lower.result)
         return bool(self._library.checkmate_enter(self._handle, phase))
 
     def _open(self) -> bool:
@@ -159,15 +200,28 @@ class Arena:
 
     def _lay_out(self) -> None:
         """Plan addresses for what the last step allocated."""
-        lives, stays, sizes, boundary = self._record()
-        offsets = np.ascontiguousarray(self._place(lives), dtype=np.int64)
-        height = int((offsets + lives.sizes).max())
-        self.live_peak = lives.peak
-        arrays = (array.ctypes.data for array in (sizes, offsets, stays))
-        self._library.checkmate_lay_out(self._handle, len(sizes), *arrays, boundary, height)
+        self._noted = noted = self._record()
+        height = self._lay(noted, self._place(noted.lives))
+        self.live_peak = noted.lives.peak
+        could_be_lower = height - self.live_peak >= WORTH * self.live_peak
+        self._lower = self._place_on(noted.lives) if self._place_on is not None and could_be_lower else None
 
-    def _record(self) -> tuple[Lives, np.ndarray, np.ndarray, int]:
-        """The last step's allocations; which are alive now; their sizes as asked for; how many are the forward's.
+    def _lay_lower(self, placed: Placed | None) -> None:
+        """Take other addresses for the same allocations, if they are worth it."""
+        self._lower, noted = None, self._noted
+        assert noted is not None
+        if placed is not None and (1 + WORTH) * noted.height(placed) <= self.counts.bytes:
+            self._lay(noted, placed)
+
+    def _lay(self, noted: _Noted, placed: Placed) -> int:
+        """Have these addresses from now on; bytes of the arena."""
+        offsets, height = np.array(placed.offsets, dtype=np.int64), noted.height(placed)
+        arrays = (array.ctypes.data for array in (noted.sizes, offsets, noted.stays))
+        self._library.checkmate_lay_out(self._handle, len(noted.sizes), *arrays, noted.boundary, height)
+        return height
+
+    def _record(self) -> _Noted:
+        """The last step's allocations.
 
         What is alive when the next step begins has its address for the whole of it. What died after the last
         allocation has it to the end.
@@ -180,4 +234,5 @@ class Arena:
         stays = died < 0
         born = np.where(stays, 0, np.arange(count))
         rounded = -(-sizes // ALIGNMENT) * ALIGNMENT
-        return Lives(rounded, born, np.where(stays, count, died)), stays.astype(np.uint8), sizes, boundary.value
+        lives = Lives(rounded, born, np.where(stays, count, died))
+        return _Noted(lives, stays.astype(np.uint8), sizes, boundary.value)

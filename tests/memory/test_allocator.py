@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,16 +55,34 @@ class Blocks:
         return np.asarray(type("Words", (), {"__array_interface__": about})())
 
 
-def nowhere(lives: Lives) -> np.ndarray:
+@dataclass(frozen=True)
+class Offsets:
+    """What an arena asks of a placement."""
+
+    offsets: Sequence[int]
+
+
+def nowhere(lives: Lives) -> Offsets:
     """A plan that puts everything in the same place."""
-    return np.zeros(len(lives.sizes), dtype=np.int64)
+    return Offsets([0] * len(lives.sizes))
 
 
-def mixed(lives: Lives) -> np.ndarray:
+def mixed(lives: Lives) -> Offsets:
     """A plan of which every second address is wrong."""
-    offsets = place(lives)
-    offsets[::2] = (offsets[::2] // 128) * 64
-    return offsets
+    return Offsets([at if i % 2 else at // 128 * 64 for i, at in enumerate(place(lives).offsets)])
+
+
+def above_each_other(lives: Lives) -> Offsets:
+    """A plan that needs more bytes than any other."""
+    return Offsets([0, *np.cumsum(lives.sizes)[:-1].tolist()])
+
+
+@dataclass
+class Later:
+    """Offsets that are found later."""
+
+    result: Offsets | None
+    is_over: bool = False
 
 
 Event = tuple[str, int]  # take so many bytes, or free the block of that position
@@ -125,7 +144,8 @@ def test_no_two_blocks_that_live_overlap(library: Any, seed: int, plan: Any) -> 
     rng = random.Random(seed)
     often = 0.03 if seed % 2 else 0.0
     blocks = Blocks(library)
-    arenas = [(Arena(plan, 2_000_000), draw_steps(rng, 120)) for _ in range(2)]
+    soon = lambda lives: Later(place(lives), is_over=rng.random() < 0.5)  # noqa: E731  # other addresses, or none
+    arenas = [(Arena(plan, 2_000_000, soon), draw_steps(rng, 120)) for _ in range(2)]
     stay: list[int] = []
     for step in range(24):
         arena, phases = arenas[(step // 3) % 2]
@@ -179,6 +199,31 @@ def test_another_step_that_is_expected_is_served_whole_at_once(library: Any) -> 
             assert arena.counts.fallbacks == 0
             assert arena.counts.layouts == layouts + min(step, 1)
         arena.expect(4_000_000)
+
+
+@pytest.mark.parametrize("found", ["lower", "nothing", "no lower"])
+def test_lower_addresses_that_are_found_later_hold_from_then_on(library: Any, found: str) -> None:
+    rng = random.Random(5)
+    phases, asked = draw_steps(rng, 150), list[Later]()
+
+    def later(lives: Lives) -> Later:
+        results = {"lower": place(lives), "nothing": None, "no lower": above_each_other(lives)}
+        asked.append(Later(results[found]))
+        return asked[-1]
+
+    arena, blocks = Arena(above_each_other, 4_000_000, later), Blocks(library)
+    heights = []
+    for step in range(6):
+        if step == 4:
+            asked[0].is_over = True
+        for address in run_step(arena, blocks, phases, lambda: False, rng):
+            blocks.free(address)
+        heights.append(arena.counts.bytes)
+        assert len(asked) == min(step, 1)
+    assert arena.counts.fallbacks == 0
+    assert (heights[4] == heights[5] < 0.7 * heights[3]) == (found == "lower")
+    assert heights[1] == heights[2] == heights[3]
+    assert arena.counts.layouts == 1 + (found == "lower")
 
 
 def test_what_is_not_of_the_step_is_not_the_arenas(library: Any) -> None:

@@ -335,7 +335,7 @@ def test_a_module_with_a_name_of_ours_keeps_its_own() -> None:
 
 def test_by_the_name_that_torch_compile_knows(monkeypatch: pytest.MonkeyPatch, found_by_name: None) -> None:
     made: list[Arena] = []
-    monkeypatch.setattr(static_memory, "Arena", lambda *args: made.append(Arena(*args)) or made[-1])
+    monkeypatch.setattr(static_memory, "Arena", lambda *args, **more: made.append(Arena(*args, **more)) or made[-1])
     model, again = net(), net()
     options = {"budget": "460 kB", "time_limit": 1, "memory": "arena"}
     compiled = torch.compile(model, backend="checkmate", options=options, dynamic=False)

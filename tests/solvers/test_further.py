@@ -17,7 +17,7 @@ import pytest
 
 from checkmate import Problem, Solution, solve
 from checkmate.solvers import further, recall
-from checkmate.solvers.common import plan_store
+from checkmate.solvers.common import low_priority, plan_store
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.further import News, Search
 from checkmate.solvers.recall import BETTER, Rest, begin
@@ -186,7 +186,7 @@ class TestProcess:
         maps = Path(f"/proc/{pid}/maps").read_text()
         assert "highspy" in maps
         assert "torch" not in maps
-        assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.nice(0) + further.NICENESS)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.nice(0) + low_priority.NICENESS)
         assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "1000"
         search.end()
         assert _is_gone(pid)
