@@ -82,6 +82,10 @@ def row(name: str, threads: int, share: float, time_limit: float, rounds: int) -
 
     run(steps["arena"])()
     (first,) = steps["arena"].memory().rows
+    run(steps["arena"])()
+    while not steps["arena"].memory().rows[0].settled:  # lower addresses are looked for beside the training
+        time.sleep(0.5)
+        run(steps["arena"])()
     let_go = small_step()
     grown = {kind: growth(module, run(step), let_go) for kind, step in steps.items()}
     seconds: dict[str, list[float]] = {kind: [] for kind in steps}

@@ -168,6 +168,11 @@ class Arena:
         return Counts(*numbers.tolist())
 
     @property
+    def settled(self) -> bool:
+        """Whether nobody looks for lower addresses any more."""
+        return self._lower is None
+
+    @property
     def resident(self) -> int:
         """Bytes of the mapping that the machine holds now."""
         return 0 if self._handle is None else int(self._library.checkmate_resident(self._handle))

@@ -30,6 +30,7 @@ class ArenaUse:
     alive: int  # of the mapping, now
     steps: int
     layouts: int  # times that addresses were found
+    settled: bool  # nobody looks for lower ones any more
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,7 +60,8 @@ def report(arenas: Iterable[Arena]) -> ArenaReport:
         if c.steps:
             told = (c.served, c.served_bytes, c.fallbacks, c.fallback_bytes, c.unplanned, c.occupied, c.full)
             held = (c.bytes, arena.resident, arena.outside)
-            uses.append(ArenaUse(arena.capacity, arena.live_peak, *held, *told, c.alive_bytes, c.steps, c.layouts))
+            since = (c.alive_bytes, c.steps, c.layouts, arena.settled)
+            uses.append(ArenaUse(arena.capacity, arena.live_peak, *held, *told, *since))
     return ArenaReport(tuple(sorted(uses, key=lambda use: -use.planned)))
 
 

@@ -220,6 +220,7 @@ def test_lower_addresses_that_are_found_later_hold_from_then_on(library: Any, fo
             blocks.free(address)
         heights.append(arena.counts.bytes)
         assert len(asked) == min(step, 1)
+        assert arena.settled == (step not in (1, 2, 3))
     assert arena.counts.fallbacks == 0
     assert (heights[4] == heights[5] < 0.7 * heights[3]) == (found == "lower")
     assert heights[1] == heights[2] == heights[3]
