@@ -60,8 +60,8 @@ def report(arenas: Iterable[Arena]) -> ArenaReport:
         if c.steps:
             told = (c.served, c.served_bytes, c.fallbacks, c.fallback_bytes, c.unplanned, c.occupied, c.full)
             held = (c.bytes, arena.resident, arena.outside)
-            since = (c.alive_bytes, c.steps, c.layouts, arena.settled)
-            uses.append(ArenaUse(arena.capacity, arena.live_peak, *held, *told, *since))
+            since = (c.alive_bytes, c.steps, c.layouts)
+            uses.append(ArenaUse(arena.capacity, arena.live_peak, *held, *told, *since, settled=arena.settled))
     return ArenaReport(tuple(sorted(uses, key=lambda use: -use.planned)))
 
 
