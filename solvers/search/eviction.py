@@ -231,7 +231,7 @@ class _State:
                 if j > self.now:
                     break
                 for w in tables.outputs[j]:
-                    if self.movable[w] and self._needed_at(np.array([w]))[0] < NEVER:
+                    if self.movable[w] and self._is_needed(w):
                         total += tables.size[w]
                     elif len(tables.inputs[j]) == 1:
                         todo.append(w)
@@ -242,6 +242,11 @@ class _State:
         first, last = self.shadow_first[values], self.shadow_last[values]
         shadow = np.where(first > self.now, first, np.where(last > self.now, last, NEVER))
         return np.minimum(self.next_use[values], shadow)
+
+    def _is_needed(self, v: int) -> bool:
+        """Some stage still needs the value, as `_needed_at` says for many."""
+        first = self.shadow_first[v]
+        return bool(self.next_use[v] < NEVER or (first < NEVER if first > self.now else self.shadow_last[v] > self.now))
 
     def _claim_ancestors(self, v: int) -> None:
         """Value v leaves and must come back: what its op reads is needed then, and if missing, what that needs."""

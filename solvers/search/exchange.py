@@ -8,6 +8,7 @@ and the bytes at hand along them: microseconds, where a simulation takes millise
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator
 
 import numpy as np
@@ -223,9 +224,17 @@ class Line:
         """Places that are off where a value at hand but idle at p could be made again, the cheapest byte first."""
         at_hand = self.cheap[(self.begins[self.cheap] < p) & (self.ends[self.cheap] > p)]
         for v in at_hand.tolist():
-            following = next(((q, makes) for q, makes in self.touches[v] if q >= p and self.on[q]), None)
+            following = self._following(v, p)
             if following is None or following[1] or following[0] == p:
                 continue
             q = self.place.get((int(self.stage[following[0]]), self.tables.producer[v]))
             if q is not None and p < q and not self.on[q]:
                 yield q
+
+    def _following(self, v: int, p: int) -> tuple[int, bool] | None:
+        """The first touch of v from place p on that is on."""
+        touches, on = self.touches[v], self.on
+        for i in range(bisect_left(touches, (p, False)), len(touches)):
+            if on[touches[i][0]]:
+                return touches[i]
+        return None
