@@ -217,14 +217,14 @@ class _State:
         for v in values:
             if self.room >= goal:
                 break
-            if self.only_copy[v] and self._makes_bytes(v) > self.tables.size[v]:
+            if self.only_copy[v] and self._makes_more(v):
                 spared.append(v)
             else:
                 self._drop(v)
         return spared
 
-    def _makes_bytes(self, v: int) -> int:
-        """Bytes at hand, and still needed, that were made from v, be it through others that come from it alone."""
+    def _makes_more(self, v: int) -> bool:
+        """More bytes than v has are at hand and still needed, made from v, be it through others that come from it alone."""
         tables, total, todo = self.tables, 0, [v]
         while todo:
             for j in tables.users[todo.pop()]:
@@ -233,9 +233,11 @@ class _State:
                 for w in tables.outputs[j]:
                     if self.movable[w] and self._is_needed(w):
                         total += tables.size[w]
+                        if total > tables.size[v]:
+                            return True
                     elif len(tables.inputs[j]) == 1:
                         todo.append(w)
-        return total
+        return False
 
     def _needed_at(self, values: np.ndarray) -> np.ndarray:
         """The next stage that needs each value, for itself or to bring back another; NEVER without one."""
