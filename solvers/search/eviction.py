@@ -224,7 +224,7 @@ class _State:
         return spared
 
     def _makes_more(self, v: int) -> bool:
-        """More bytes than v has are at hand and still needed, made from v, be it through others that come from it alone."""
+        """More bytes, at hand and still needed, were made from v, be it through others that come from it alone."""
         tables, total, todo = self.tables, 0, [v]
         while todo:
             for j in tables.users[todo.pop()]:
