@@ -26,7 +26,7 @@ from checkmate.solvers.common.obey import obeys
 from checkmate.solvers.common.runs import choose_places
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.milp import milp
-from checkmate.solvers.linear.moments import Bound, lift, moment_bound, next_moments
+from checkmate.solvers.linear.moments import Bound, lifted_runs, moment_bound, next_moments
 from checkmate.solvers.linear.places import restricted
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
 from checkmate.solvers.search.backward_bound import WIDTHS, backward_bound
@@ -189,10 +189,15 @@ def _bound(search: Portfolio, task: Task, most: int) -> None:
     """More and more moments, from those of the last bound on."""
     known, problem = search.relaxed, task.problem
     moments = None if known is None or not known.moments else next_moments(problem, task.budget, known)
-    found = moment_bound(replace(task, gap=FINER_BOUND * task.gap), search.incumbent, moments=moments, most=most)
+
+    def offer(R: np.ndarray) -> None:
+        search.incumbent.offer(R, "bound")
+
+    finer = replace(task, gap=FINER_BOUND * task.gap)
+    found = moment_bound(finer, search.incumbent, moments=moments, most=most, on_runs=offer)
     search.relaxed = found if found.moments or known is None else known
     if found.moments and not found.infeasible:
-        search.incumbent.offer(lift(problem, found).R, "bound")
+        offer(lifted_runs(problem, found))
 
 
 def _guide(search: Portfolio) -> Guide | None:
@@ -215,7 +220,7 @@ def _places(search: Portfolio) -> np.ndarray:
     problem, R, relaxed = search.task.problem, search.incumbent.R, search.relaxed
     again = set() if R is None else set(np.flatnonzero(R.sum(axis=0) > 1).tolist())
     if relaxed is not None and relaxed.moments:
-        again |= set(np.flatnonzero(lift(problem, relaxed).recomputed).tolist())
+        again |= set(np.flatnonzero(lifted_runs(problem, relaxed).sum(axis=0) > 1).tolist())
     return choose_places(problem, again, also=R, most=MOST_PLACES)
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import scipy.sparse as sp
 
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
@@ -44,18 +43,25 @@ class Schedule:
         and for every result of the step once it is made.
         """
         R = np.asarray(R, dtype=bool)
-        reads, made_by = _reads(graph), _producers(graph)
+        T, V = len(graph.ops), len(graph.values)
+        stage, op = np.nonzero(R)
+        made_by = _producers(graph)
         made = made_by >= 0
-        used = (sp.csr_array(R, dtype=np.float32) @ reads).astype(bool).toarray()  # (T, V): a user of v runs in stage t
-        remade = R[:, made_by] & made  # (T, V): the producer of v runs in stage t
-        older = np.arange(len(graph.ops))[:, None] > made_by  # (T, V): v was made in a stage before t
-        S = np.zeros_like(used)
-        needed = np.zeros(len(graph.values), dtype=bool)
-        for t in reversed(range(len(graph.ops))):
-            needed = (needed | used[t]) & ~remade[t] & made
-            S[t] = needed
+        # moments of a value in one row of numbers: (T + 1) v, and after it one more for each stage
+        makes = (T + 1) * np.arange(V)
+        makes = np.unique(np.concatenate([makes, _touched(stage, op, [k.outputs for k in graph.ops], T)]))
+        reads = _touched(stage, op, [k.inputs for k in graph.ops], T)
+        last = makes.copy()  # for each run of a producer, the last read before the next; for what was never made, too
+        np.maximum.at(last, np.searchsorted(makes, reads, side="right") - 1, reads)
+        read = (last > makes) & made[makes // (T + 1)]
+        S = np.zeros((T + 1, V), dtype=bool)
+        for ends in (makes[read], last[read]):  # where being at hand begins and ends
+            S[ends % (T + 1), ends // (T + 1)] = True
+        S = S[:T]
+        for t in range(1, T):
+            np.logical_xor(S[t - 1], S[t], out=S[t])
         outputs = list(graph.outputs)
-        S[:, outputs] = older[:, outputs] & made[outputs]
+        S[:, outputs] = (np.arange(T)[:, None] > made_by[outputs]) & made[outputs]
         return cls(R, S)
 
     def cost(self, problem: Problem) -> float:
@@ -132,11 +138,13 @@ class Schedule:
         return self.R.sum(axis=0) - 1
 
 
-def _reads(graph: Graph) -> sp.csr_array:
-    """(T, V) float32, sparse: 1 where op reads value."""
-    k = [k for k, op in enumerate(graph.ops) for _ in op.inputs]
-    v = [v for op in graph.ops for v in op.inputs]
-    return sp.csr_array((np.ones(len(k), dtype=np.float32), (k, v)), shape=(len(graph.ops), len(graph.values)))
+def _touched(stage: np.ndarray, op: np.ndarray, values: list[tuple[int, ...]], T: int) -> np.ndarray:
+    """(N,) int: (T + 1) v + t + 1 for each value v of each op that runs in a stage t."""
+    counts = np.array([len(vs) for vs in values])
+    flat, begins = np.array([v for vs in values for v in vs], dtype=np.int64), np.cumsum(counts) - counts
+    of_run = counts[op]
+    place = np.arange(of_run.sum()) - np.repeat(np.cumsum(of_run) - of_run, of_run)
+    return (T + 1) * flat[np.repeat(begins[op], of_run) + place] + np.repeat(stage, of_run) + 1
 
 
 def _producers(graph: Graph) -> np.ndarray:

@@ -43,13 +43,13 @@ def lower(graph: Graph, schedule: Schedule) -> Plan:
     (Run(op=0), Run(op=1), Free(value=0), Run(op=2), Free(value=1))
     """
     steps: list[Step] = []
-    boundary = 0
+    boundary, results = 0, np.array(graph.outputs, dtype=np.int64)
     at_hand = np.zeros(len(graph.values), dtype=bool)  # an array, as is kept: what is alive in each of T stages is much
     for t in range(len(graph.ops)):
         ops: list[int] = np.flatnonzero(schedule.R[t]).tolist()
         last_use = {v: k for k in ops for v in (*graph.ops[k].outputs, *graph.ops[k].inputs)}
         kept = schedule.S[t + 1].copy() if t + 1 < len(graph.ops) else np.zeros_like(at_hand)
-        kept[[*graph.outputs]] = True
+        kept[results] = True
         for k in ops:
             steps.append(Run(k))
             at_hand[[*graph.ops[k].outputs]] = True

@@ -18,7 +18,7 @@ and adds one where the plan that the answer suggests breaks the budget.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -63,7 +63,14 @@ class Relaxed:
     carried: np.ndarray  # X as what follows a moment finds it: without what a rule has made again in the backward
 
 
-def moment_bound(task: Task, incumbent: Incumbent, *, moments: Sequence[int] | None = None, most: int = 12) -> Bound:
+def moment_bound(
+    task: Task,
+    incumbent: Incumbent,
+    *,
+    moments: Sequence[int] | None = None,
+    most: int = 12,
+    on_runs: Callable[[np.ndarray], object] | None = None,
+) -> Bound:
     """The best bound of models with more and more moments.
 
     Args:
@@ -71,6 +78,8 @@ def moment_bound(task: Task, incumbent: Incumbent, *, moments: Sequence[int] | N
         incumbent: the solver starts from its schedule, where there is one.
         moments: ops to begin with; by default where keeping everything peaks and where most is unavoidable.
         most: moments at most.
+        on_runs: called, from another thread, with the lifted runs (T, T) of each better answer while a model is solved.
+            They may break the budget.
 
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> tasks = [Task(problem, budget) for budget in (3, 2)]
@@ -81,7 +90,7 @@ def moment_bound(task: Task, incumbent: Incumbent, *, moments: Sequence[int] | N
     at = sorted(set(moments)) if moments is not None else default_moments(problem)
     best = Bound(problem.keep_all_cost)
     while True:
-        best = _round(task, incumbent, at, best)
+        best = _round(task, incumbent, at, best, on_runs)
         incumbent.prove(best.value)
         in_time = clock.elapsed < LAST_MODEL * clock.limit
         if best.infeasible or best.schedule is not None or not in_time or best.moments != tuple(at):
@@ -91,17 +100,25 @@ def moment_bound(task: Task, incumbent: Incumbent, *, moments: Sequence[int] | N
             return best
 
 
-def _round(task: Task, incumbent: Incumbent, at: list[int], best: Bound) -> Bound:
+def _round(
+    task: Task, incumbent: Incumbent, at: list[int], best: Bound, on_runs: Callable[[np.ndarray], object] | None
+) -> Bound:
     """Solve the model of these moments; the better bound of it and what was known, and its answer if it has one."""
     problem, budget = task.problem, task.budget
     x = build(problem, budget, at)
     unit = cost_unit(problem)
+
+    def answer(values: np.ndarray) -> None:
+        if on_runs is not None:
+            on_runs(_lifted(problem, at, x.model.value(values, x.X) > 0.5))
+
     result = highs.run(
         x.model,
         gap=task.gap,
         time_limit=task.clock.left,
         threads=task.threads,
         start=_start(x, at, incumbent.R),
+        on_incumbent=answer,
         on_bound=lambda bound: incumbent.prove(bound * unit),
     )
     value = max(best.value, result.bound * unit)
@@ -209,8 +226,16 @@ def lift(problem: Problem, bound: Bound) -> Schedule:
 
     Its cost is at most the model's; its peak may exceed the budget between the moments.
     """
-    kept = {t: np.flatnonzero(at).tolist() for t, at in zip(bound.moments, bound.kept, strict=True)}
-    return Schedule.from_runs(problem.graph, on_demand(problem, kept))
+    return Schedule.from_runs(problem.graph, lifted_runs(problem, bound))
+
+
+def lifted_runs(problem: Problem, bound: Bound) -> np.ndarray:
+    """R (T, T) bool of the lifted schedule."""
+    return _lifted(problem, bound.moments, bound.kept)
+
+
+def _lifted(problem: Problem, moments: Sequence[int], kept: np.ndarray) -> np.ndarray:
+    return on_demand(problem, {t: np.flatnonzero(at).tolist() for t, at in zip(moments, kept, strict=True)})
 
 
 def next_moments(problem: Problem, budget: int, bound: Bound) -> list[int]:

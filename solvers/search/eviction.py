@@ -217,31 +217,38 @@ class _State:
         for v in values:
             if self.room >= goal:
                 break
-            if self.only_copy[v] and self._makes_bytes(v) > self.tables.size[v]:
+            if self.only_copy[v] and self._makes_more(v):
                 spared.append(v)
             else:
                 self._drop(v)
         return spared
 
-    def _makes_bytes(self, v: int) -> int:
-        """Bytes at hand, and still needed, that were made from v, be it through others that come from it alone."""
+    def _makes_more(self, v: int) -> bool:
+        """More bytes, at hand and still needed, were made from v, be it through others that come from it alone."""
         tables, total, todo = self.tables, 0, [v]
         while todo:
             for j in tables.users[todo.pop()]:
                 if j > self.now:
                     break
                 for w in tables.outputs[j]:
-                    if self.movable[w] and self._needed_at(np.array([w]))[0] < NEVER:
+                    if self.movable[w] and self._is_needed(w):
                         total += tables.size[w]
+                        if total > tables.size[v]:
+                            return True
                     elif len(tables.inputs[j]) == 1:
                         todo.append(w)
-        return total
+        return False
 
     def _needed_at(self, values: np.ndarray) -> np.ndarray:
         """The next stage that needs each value, for itself or to bring back another; NEVER without one."""
         first, last = self.shadow_first[values], self.shadow_last[values]
         shadow = np.where(first > self.now, first, np.where(last > self.now, last, NEVER))
         return np.minimum(self.next_use[values], shadow)
+
+    def _is_needed(self, v: int) -> bool:
+        """Some stage still needs the value, as `_needed_at` says for many."""
+        first = self.shadow_first[v]
+        return bool(self.next_use[v] < NEVER or (first < NEVER if first > self.now else self.shadow_last[v] > self.now))
 
     def _claim_ancestors(self, v: int) -> None:
         """Value v leaves and must come back: what its op reads is needed then, and if missing, what that needs."""

@@ -8,6 +8,7 @@ and the bytes at hand along them: microseconds, where a simulation takes millise
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator
 
 import numpy as np
@@ -140,6 +141,8 @@ class Line:
         self.cheap = np.array(sorted(movable, key=lambda v: tables.seconds[tables.producer[v]] / tables.size[v]), int)
         self.begins = np.array([touches[0][0] if touches else 0 for touches in self.touches])
         self.ends = np.array([touches[-1][0] if touches else 0 for touches in self.touches])
+        self.asked_at, self.around = -1, self.cheap  # the place that offers were last for, and values touched around it
+        self.barred = np.zeros(len(tables.producer), dtype=bool)  # values that are not at hand or not idle there
         self.bytes_at = np.zeros(len(places), dtype=np.int64)
         self.most_runs, self.runs_of = tables.most_runs, np.bincount(self.op[self.on], minlength=T)
         self.forward_ends = self.place.get((tables.boundary - 1, tables.boundary - 1), 0)
@@ -170,6 +173,7 @@ class Line:
         """Run at p if it does not, and the reverse."""
         tables, k = self.tables, int(self.op[p])
         touched = [v for v in (*tables.inputs[k], *tables.outputs[k]) if self.size[v]]
+        self.barred[touched] = False
         for v in touched:
             self._count(v, -self.size[v])
         sign = -1 if self.on[p] else 1
@@ -221,11 +225,22 @@ class Line:
 
     def offers(self, p: int) -> Iterator[int]:
         """Places that are off where a value at hand but idle at p could be made again, the cheapest byte first."""
-        at_hand = self.cheap[(self.begins[self.cheap] < p) & (self.ends[self.cheap] > p)]
-        for v in at_hand.tolist():
-            following = next(((q, makes) for q, makes in self.touches[v] if q >= p and self.on[q]), None)
+        if p != self.asked_at:
+            self.asked_at, self.barred[:] = p, False
+            self.around = self.cheap[(self.begins[self.cheap] < p) & (self.ends[self.cheap] > p)]
+        for v in self.around[~self.barred[self.around]].tolist():
+            following = self._following(v, p)
             if following is None or following[1] or following[0] == p:
+                self.barred[v] = True
                 continue
             q = self.place.get((int(self.stage[following[0]]), self.tables.producer[v]))
             if q is not None and p < q and not self.on[q]:
                 yield q
+
+    def _following(self, v: int, p: int) -> tuple[int, bool] | None:
+        """The first touch of v from place p on that is on."""
+        touches, on = self.touches[v], self.on
+        for i in range(bisect_left(touches, (p, False)), len(touches)):
+            if on[touches[i][0]]:
+                return touches[i]
+        return None

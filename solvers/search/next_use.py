@@ -47,16 +47,18 @@ def next_use(task: Task, incumbent: Incumbent, *, guide: Guide | None = None) ->
     4.0
     """
     problem, passes = task.problem, Passes(Tables.of(task.problem), task.budget)
-    clock = task.clock.share(PASSES_TAKE)
+    clock, by = task.clock.share(PASSES_TAKE), METHOD if guide is None else f"{METHOD}, guided"
     for weights in variants(guide):
-        passes.run(weights)
+        stages = passes.run(weights)
+        if incumbent.R is None and not isinstance(stages, Stuck):
+            incumbent.offer(as_matrix(stages), by)  # a usable plan at once
         if clock.is_over:
             break
     if not passes.best:
         assert passes.stuck is not None
         op, short = problem.graph.ops[passes.stuck.op].name, format_bytes(passes.stuck.missing_bytes)
         return Remarks(f"every pass was stuck; the last at {op}, {short} short", stuck=passes.stuck.op)
-    _improve(task, incumbent, passes, METHOD if guide is None else f"{METHOD}, guided")
+    _improve(task, incumbent, passes, by)
     return Remarks(details={"passes": passes.count, "best pass": passes.best[0][0]})
 
 

@@ -43,6 +43,20 @@ def random_runs(problem: Problem, seed: int) -> np.ndarray:
     return R
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_keeps_what_is_read_before_it_is_made_again(seed: int) -> None:
+    problem = random_problem(seed, most_ops=10)
+    graph, R = problem.graph, random_runs(problem, seed)
+    S = Schedule.from_runs(graph, R).S
+    for v, value in enumerate(graph.values):
+        for t in range(len(R)):
+            read = [s for s in range(t, len(R)) if R[s, list(graph.users[v])].any()]
+            made = [] if value.producer is None else [s for s in range(t, len(R)) if R[s, value.producer]]
+            needed = bool(read) and (not made or read[0] < made[0])
+            result = v in graph.outputs and value.producer is not None and value.producer < t
+            assert S[t, v] == (value.producer is not None and (result if v in graph.outputs else needed))
+
+
 def test_running_once_keeps_what_is_read_later() -> None:
     assert ONCE.S.astype(int).tolist() == [
         [0, 0, 0, 0, 0],

@@ -14,7 +14,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.runs import peak_of
+from checkmate.solvers.common.runs import cost_of, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import EXACT, Bound, default_moments, lift
 from checkmate.solvers.linear.moments import moment_bound as bound_of
@@ -125,3 +125,13 @@ def test_a_known_schedule_is_a_start() -> None:
     bound = moment_bound(problem, budget, start=start.schedule)
     assert isinstance(bound, Bound)
     assert bound.value <= start.cost * (1 + 1e-6)
+
+
+def test_tells_what_each_better_answer_would_run() -> None:
+    problem = dags.gpt(4)
+    told: list[float] = []
+    bound = moment_bound(
+        problem, int(0.5 * problem.keep_all_peak), most=2, on_runs=lambda R: told.append(cost_of(problem, R))
+    )
+    assert told
+    assert told[-1] == min(told) == pytest.approx(lift(problem, bound).cost(problem))

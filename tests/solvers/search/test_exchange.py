@@ -38,6 +38,20 @@ def test_bytes_are_the_simulators_whatever_runs(seed: int) -> None:
         assert line.bytes_at.max() == line.bytes_at[line.on].max()  # where nothing runs is never the peak
 
 
+def test_offers_at_a_place_are_those_of_a_line_that_was_never_asked() -> None:
+    problem, rng = dags.unet(2), np.random.default_rng(0)
+    line = Line(problem, problem.keep_all_peak, np.eye(len(problem.graph.ops), dtype=bool))
+    for p in (len(line.on) // 3, len(line.on) // 2):
+        places = list(line.offers(p))[:4]
+        for _ in range(20):
+            line.flip(int(rng.choice(places)))  # runs there or no longer does: its value comes and goes around p
+            fresh = Line(problem, problem.keep_all_peak, np.eye(line.T, dtype=bool))
+            fresh.become(line.on)
+            offers = list(line.offers(p))
+            assert offers == list(fresh.offers(p))
+        assert not set(places) <= set(offers)
+
+
 @pytest.mark.parametrize("name", ["vgg", "unet", "gpt"])
 def test_never_worse_and_within_the_budget(name: str) -> None:
     problem = {"vgg": dags.vgg(10), "unet": dags.unet(3), "gpt": dags.gpt(2)}[name]

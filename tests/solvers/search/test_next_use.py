@@ -107,6 +107,16 @@ def test_the_same_seed_gives_the_same_plan() -> None:
     assert np.array_equal(first.schedule.R, second.schedule.R)
 
 
+def test_the_plan_of_the_first_pass_is_offered_at_once() -> None:
+    problem, tables = STEPS["mobilenet"], Tables.of(STEPS["mobilenet"])
+    budget = int(0.7 * problem.keep_all_peak)
+    passes = [run_pass(tables, budget, weights) for weights in GRID]
+    first, *others = [tables.seconds_of(stages) for stages in passes if not isinstance(stages, Stuck)]
+    assert first > min(others)
+    _, cost, _ = next_use(problem, budget).details["trajectory"][0]
+    assert cost == pytest.approx(first)
+
+
 def test_a_first_plan_of_a_thousand_ops_takes_less_than_two_seconds() -> None:
     problem = dags.gpt(24)
     began = time.perf_counter()
