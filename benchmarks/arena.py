@@ -8,7 +8,7 @@ from then on; and what the first steps made the machine give beside it.
 Before these steps no gradient is alive, garbage is collected, and malloc has given back what it keeps; so has the
 arena, as another step has run. Plain PyTorch, the planned step by the allocator and that in the arena
 take turns when they are timed. A share is of the bytes of keeping everything; below the smallest budget it is that.
-The networks are those of the comparison with other ways to save memory, and the demo's two.
+The networks are those of the comparison with other ways to save memory, the demo's two, and one of few large values.
 Linux only: it reads and resets what /proc says of this process.
 """
 
@@ -51,10 +51,19 @@ def _of_the_demo(task: Task) -> Made:
     return *task.make(), task.batches[0]
 
 
+def _wide() -> Made:
+    """Each value has 67 MB, which malloc maps and faults anew at each step."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())]
+    module = nn.Sequential(*layers)
+    return module, lambda x: module(x).square().mean(), (torch.randn(65_536, 256),)
+
+
 CASES: dict[str, Callable[[], Made]] = {
     **{name: partial(_compared, network) for name, network in NETWORKS.items()},
     "demo-letters": lambda: _of_the_demo(letters_task(1)),
     "demo-text": lambda: _of_the_demo(text_task(1)),
+    "wide": _wide,
 }
 
 

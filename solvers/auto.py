@@ -1,7 +1,7 @@
 """The method "auto", several methods in turn: a usable plan almost at once, a bound, then what closes the gap.
 
     a known plan adapted, or next use
-             -> exact search backwards, where the graph is tiny
+             -> exact search backwards, where the graph is tiny; detours from a plan that no pass has found
              -> bound of few moments -> next use guided by it -> bound of more moments -> guided again
              -> detours from the plan, backwards -> a bound by the search backwards -> tilted passes
              -> exact model on promising places -> exact model, where the graph is small
@@ -156,6 +156,12 @@ def _next_use(search: Portfolio, task: Task) -> None:
         search.incumbent.offer(slim(problem, budget, least_runs(problem, time_limit=0.0)[1], clock), "least")
 
 
+def _detours_at_once(search: Portfolio, task: Task) -> None:
+    """Where no pass fits, the plan of the smallest peak is far from good: bounds can wait."""
+    if search.stuck is not None:
+        _detours(search, task)
+
+
 def _exact_at_once(search: Portfolio, task: Task) -> None:
     if len(task.problem.graph.ops) <= MOST_OPS_AT_ONCE:
         backward_bound(task, search.incumbent, widths=WIDTHS[-1:])
@@ -307,6 +313,7 @@ STAGES = (
     Stage("known", _known, 0.1),
     Stage("next-use", _next_use, SHARE_OF_PASSES),
     Stage("exact at once", _exact_at_once, 0.3),
+    Stage("detours at once", _detours_at_once, 0.5),
     Stage("first bound", _first_bound, 0.3),
     Stage("guided", _guided, SHARE_OF_PASSES),
     Stage("better bound", _better_bound, 0.4),
