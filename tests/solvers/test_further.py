@@ -240,7 +240,8 @@ class TestProcess:
             os.kill(forked, signal.SIGKILL)
 
     def test_ctrl_c_is_for_who_trains(self) -> None:
-        script = SEARCHING + (
+        # A job in the background of a shell is started with Ctrl-C ignored.
+        script = f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{SEARCHING}" + (
             "try:\n    while search.news.seconds == 0: time.sleep(0.01)\n    print('told', flush=True)\n"
             "    search.wait()\nexcept KeyboardInterrupt:\n    told = search.news.seconds\n"
             "    while search.goes_on and search.news.seconds == told: time.sleep(0.01)\n    print(search.goes_on)"
