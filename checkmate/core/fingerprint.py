@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from weakref import WeakKeyDictionary
 
 from checkmate.core.problem import Problem
@@ -16,7 +16,7 @@ class Fingerprints:
     """SHA-256 of the parts of a problem, in hexadecimal."""
 
     structure: str  # the ops, what they read and make, and what rules forbid; not their names
-    sizes: str  # bytes of each value and workspace of each op; what is resident is not among them
+    sizes: str  # bytes of each value, workspace and ways of each op; what is resident is not among them
     costs: str  # seconds of each op
 
 
@@ -37,6 +37,8 @@ def fingerprints(problem: Problem) -> Fingerprints:
         if limits := problem.limits:
             structure = *structure, [*limits.most_runs.items()], sorted(limits.gone)  # type: ignore[assignment]
         sizes = problem.sizes.tolist(), problem.workspace.tolist()
+        if problem.profile.ways:
+            sizes = *sizes, [*map(astuple, problem.profile.ways)]  # type: ignore[assignment]
         _known[problem] = Fingerprints(_hash(structure), _hash(sizes), _hash(problem.seconds.tolist()))
     return _known[problem]
 

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Run:
-    """Execute an op: its outputs are made; where one is still at hand, the new copy goes when the op is done."""
+    """Execute an op: its outputs are made; where one is still at hand, the new copy goes when the op is done.
+
+    ``over``: a value that is gone then, since the op has written over it (`checkmate.core.ways`).
+    """
 
     op: int
+    over: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,5 +52,9 @@ class Plan:
         lines = []
         for i, step in enumerate(self.steps):
             lines += [half[i]] if i in half else []
-            lines.append(f"{i:>6}  run {step.op}" if isinstance(step, Run) else f"{i:>6}  free {step.value}")
+            if isinstance(step, Run):
+                over = "" if step.over is None else f" over {step.over}"
+                lines.append(f"{i:>6}  run {step.op}{over}")
+            else:
+                lines.append(f"{i:>6}  free {step.value}")
         return "\n".join(lines)

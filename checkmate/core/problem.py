@@ -7,7 +7,7 @@ import json
 import operator
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +19,13 @@ from checkmate.core.files import check_header
 from checkmate.core.graph import MAX_BYTES, Graph, Op, Value
 from checkmate.core.limits import Limits, Rule
 from checkmate.core.plan import Plan
+from checkmate.core.ways import Saving, Way, savings
 from checkmate.errors import InvalidProblem
 
 FORMAT = "checkmate-problem"
 VERSION = 1
 WITH_RULES = 2  # the version of files whose problem has rules: who does not know them would break them
+WITH_WAYS = 3  # and of those whose ops have ways: who does not know them would count other bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,7 @@ class Profile:
     resident_bytes: int = 0  # there before the step begins and until its end: parameters, buffers, inputs
     source: str = "given"  # where the numbers come from, e.g. "measured on cpu, 2 threads; 3 ops estimated"
     estimated: tuple[int, ...] = ()  # the ops whose costs are no measurements
+    ways: tuple[Way, ...] = ()  # to run ops other than plainly; the same seconds, the same bits
 
     def __post_init__(self) -> None:
         try:
@@ -60,7 +63,7 @@ class Problem:
     """What to schedule: the input of every solver.
 
     Raises:
-        InvalidProblem: if the profile does not fit the graph, or a cost is negative or not finite.
+        InvalidProblem: if the profile does not fit the graph, or a cost is negative or not finite, or a way is none.
 
     >>> problem = Problem.from_dag(deps=[[], [0], [0, 1]], seconds=[1, 1, 1], sizes=[4, 4, 4])
     >>> problem.keep_all_peak
@@ -86,6 +89,8 @@ class Problem:
         for rule in self.rules:
             if not all(type(k) is int and 0 <= k < len(ops) for k in (*rule.ops, *(k for k, _ in rule.exempt))):
                 raise InvalidProblem(f"The rule {rule.text} is for ops that are not there.")
+        for way in self.profile.ways:
+            way.check(self.graph)
         if not 0 <= self.resident <= MAX_BYTES:
             raise InvalidProblem(f"{self.resident} resident bytes; they are between 0 and 2**53.")
 
@@ -99,6 +104,7 @@ class Problem:
         workspace: Sequence[int] | None = None,
         resident_bytes: int = 0,
         forward: int | None = None,
+        over: Mapping[int, Sequence[int]] | None = None,
     ) -> Problem:
         """A problem from plain lists, one value per op, for experiments without PyTorch.
 
@@ -110,12 +116,15 @@ class Problem:
             workspace: for each op, bytes needed only while it runs; by default none.
             resident_bytes: bytes there all the time.
             forward: how many of the ops, the first ones, are of the forward; by default all.
+            over: for some ops, those whose values they may write over, if these are not needed any more.
 
         Raises:
             InvalidProblem: naming the op with a bad dependency, cost or size.
 
         >>> Problem.from_dag([[], [0]], seconds=[1.0, 2.0], sizes=[10, 20]).graph.outputs
         (1,)
+        >>> Problem.from_dag([[], [0]], seconds=[1.0, 2.0], sizes=[10, 10], over={1: [0]}).keep_all_peak
+        10
         """
         n = len(deps)
         workspace = [0] * n if workspace is None else workspace
@@ -132,7 +141,9 @@ class Problem:
             values=tuple(Value(f"v{k}", _size(sizes[k], k), k) for k in range(n)),
             outputs=tuple(_index(k, n, "outputs") for k in outputs),
         )
-        return cls(graph, Profile(seconds, workspace, resident_bytes))  # type: ignore[arg-type]  # it makes arrays of them
+        ways = tuple(Way(k, k, v, int(workspace[k])) for k, vs in (over or {}).items() for v in vs)
+        profile = Profile(seconds, workspace, resident_bytes, ways=ways)  # type: ignore[arg-type]  # it makes arrays
+        return cls(graph, profile)
 
     def __repr__(self) -> str:
         graph = self.graph
@@ -155,6 +166,15 @@ class Problem:
     def resident(self) -> int:
         """Bytes that are there all the time."""
         return self.profile.resident_bytes
+
+    @cached_property
+    def savings(self) -> tuple[tuple[Saving, ...], ...]:
+        """For each op what its ways save, the most first: (value that is written over, bytes less where it goes)."""
+        return savings(self.profile.ways, self.sizes, self.workspace)
+
+    def saved(self, k: int, dying: Container[int]) -> Saving | None:
+        """What a run of op k writes over, and the bytes less while it runs, if these values go with it."""
+        return next((saving for saving in self.savings[k] if saving[0] in dying), None)
 
     @cached_property
     def limits(self) -> Limits:
@@ -183,7 +203,8 @@ class Problem:
         live, at = self.resident, []
         for k, op in enumerate(self.graph.ops):
             live += int(self.sizes[list(op.outputs)].sum())
-            at.append(live + int(self.workspace[k]))
+            saved = next((saved for v, saved in self.savings[k] if last[v] == k), 0)
+            at.append(live + int(self.workspace[k]) - saved)
             live -= dying[k]
         return np.array(at, dtype=np.int64)
 
@@ -197,7 +218,8 @@ class Problem:
         """(T,) int64: bytes that every schedule has at hand while each op runs for the first time.
 
         Its inputs, outputs and workspace, the results of the step made so far, and the values that only a pinned op
-        makes and a later op still reads. No budget below the largest of these can be met.
+        makes and a later op still reads; less what the best way of the op saves where its value may go. No budget below
+        the largest of these can be met.
         """
         graph = self.graph
         results, bytes_at = set(graph.outputs), []
@@ -205,7 +227,9 @@ class Problem:
         for k, op in enumerate(graph.ops):
             held = {v for v in held if v in results or graph.users[v][-1] >= k}
             here = held.union(op.inputs, op.outputs)
-            bytes_at.append(self.resident + int(self.sizes[list(here)].sum()) + int(self.workspace[k]))
+            stay = {v for v in held if graph.users[v] and graph.users[v][-1] > k}
+            saved = next((saved for v, saved in self.savings[k] if v not in stay), 0)
+            bytes_at.append(self.resident + int(self.sizes[list(here)].sum()) + int(self.workspace[k]) - saved)
             held.update(v for v in op.outputs if v in results or (op.pinned and graph.users[v]))
         return np.array(bytes_at, dtype=np.int64)
 
@@ -213,7 +237,7 @@ class Problem:
         """Write everything a solver needs to a JSON file, compressed where the name ends in ``.gz``."""
         document = {
             "format": FORMAT,
-            "version": WITH_RULES if self.rules else VERSION,
+            "version": WITH_WAYS if self.profile.ways else WITH_RULES if self.rules else VERSION,
             "ops": [_without_defaults(op) for op in self.graph.ops],
             "values": [asdict(value) for value in self.graph.values],
             "outputs": self.graph.outputs,
@@ -223,6 +247,7 @@ class Problem:
             "source": self.profile.source,
             "estimated": self.profile.estimated,
             **({"rules": [asdict(rule) for rule in self.rules]} if self.rules else {}),
+            **({"ways": [asdict(way) for way in self.profile.ways]} if self.profile.ways else {}),
         }
         text = json.dumps(document, allow_nan=False).encode()
         path = Path(path)
@@ -242,7 +267,8 @@ class Problem:
             document = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
         except (ValueError, OSError, EOFError, zlib.error, RecursionError) as error:
             raise InvalidProblem(f"{path} is not JSON: {error}") from None
-        version = WITH_RULES if isinstance(document, dict) and document.get("version") == WITH_RULES else VERSION
+        newer = isinstance(document, dict) and document.get("version") in (WITH_RULES, WITH_WAYS)
+        version = document["version"] if newer else VERSION
         check_header(document, path, format=FORMAT, version=version, what="problem file")
         try:
             graph = Graph(
@@ -254,7 +280,10 @@ class Problem:
                 outputs=tuple(document["outputs"]),
             )
             costs = {name: document[name] for name in ("seconds", "workspace_bytes", "resident_bytes", "source")}
-            profile = Profile(**costs, estimated=tuple(document.get("estimated", ())))  # older files lack it
+            ways = tuple(Way(**way) for way in document.get("ways", ()))
+            profile = Profile(
+                **costs, estimated=tuple(document.get("estimated", ())), ways=ways
+            )  # older files lack both
             return cls(graph, profile, rules=tuple(map(_read_rule, document.get("rules", ()))))
         except KeyError as error:
             raise InvalidProblem(f"{path} describes no valid problem: {error} is missing") from None

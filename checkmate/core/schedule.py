@@ -72,7 +72,8 @@ class Schedule:
         """(T, T) int64: U[t, k], bytes at hand while op k runs in stage t, or would, Eqs. (2)-(5); 0 for k > t.
 
         U[t, k+1] = U[t, k] - freed_t(k) + R[t, k+1] Σ_{v in out(k+1)} M_v, with FREE[t, v, k] = 1 where op k is the
-        last to touch v in stage t and v is not kept for stage t+1. Workspace is added where the op runs.
+        last to touch v in stage t and v is not kept for stage t+1. Workspace is added where the op runs, less the most
+        that a way of it saves which writes over a v with FREE[t, v, k] = 1 (`checkmate.core.ways`).
         """
         graph, sizes = problem.graph, problem.sizes
         T, results = len(graph.ops), set(graph.outputs)
@@ -87,12 +88,16 @@ class Schedule:
                     continue
                 new = sum(int(sizes[v]) for v in op.outputs if not (v in results and t > k))
                 second_copies = sum(int(sizes[v]) for v in op.outputs if v in results and t > k)
-                U[t, k] = live + new + second_copies + int(problem.workspace[k])
-                live += new
-                for v in {*op.inputs, *op.outputs}:
-                    used_later = any(self.R[t, j] for j in graph.users[v] if k < j <= t)
-                    if not kept[v] and not used_later and graph.values[v].producer is not None:
-                        live -= int(sizes[v])
+                freed = {
+                    v
+                    for v in {*op.inputs, *op.outputs}
+                    if not kept[v]
+                    and not any(self.R[t, j] for j in graph.users[v] if k < j <= t)
+                    and graph.values[v].producer is not None
+                }
+                saved = problem.saved(k, freed)
+                U[t, k] = live + new + second_copies + int(problem.workspace[k]) - (saved[1] if saved else 0)
+                live += new - sum(int(sizes[v]) for v in freed)
         return U
 
     def peak(self, problem: Problem) -> int:

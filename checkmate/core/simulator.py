@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from checkmate.core.graph import Graph
 from checkmate.core.plan import Free, Plan, Run, Step
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
@@ -35,13 +34,20 @@ class Usage:
         return self.ops[self.bytes_at.index(self.peak)]
 
 
-def lower(graph: Graph, schedule: Schedule) -> Plan:
+def lower(problem: Problem, schedule: Schedule) -> Plan:
     """The steps of a schedule: each stage's ops in order, each value freed right after its last use in a stage.
 
-    >>> graph = Problem.from_dag([[], [0], [1]], [1, 1, 1], [1, 1, 1]).graph
-    >>> lower(graph, Schedule.from_runs(graph, np.eye(3, dtype=bool))).steps
-    (Run(op=0), Run(op=1), Free(value=0), Run(op=2), Free(value=1))
+    Of the values that go with a run, the op writes over the one by which it saves the most.
+
+    >>> problem = Problem.from_dag([[], [0], [1]], seconds=[1, 1, 1], sizes=[1, 1, 1], over={2: [1]})
+    >>> print(lower(problem, Schedule.from_runs(problem.graph, np.eye(3, dtype=bool))))
+    forward
+         0  run 0
+         1  run 1
+         2  free 0
+         3  run 2 over 1
     """
+    graph = problem.graph
     steps: list[Step] = []
     boundary, results = 0, np.array(graph.outputs, dtype=np.int64)
     at_hand = np.zeros(len(graph.values), dtype=bool)  # an array, as is kept: what is alive in each of T stages is much
@@ -51,12 +57,14 @@ def lower(graph: Graph, schedule: Schedule) -> Plan:
         kept = schedule.S[t + 1].copy() if t + 1 < len(graph.ops) else np.zeros_like(at_hand)
         kept[results] = True
         for k in ops:
-            steps.append(Run(k))
+            touched = {*graph.ops[k].inputs, *graph.ops[k].outputs}
             at_hand[[*graph.ops[k].outputs]] = True
-            for v in sorted({*graph.ops[k].inputs, *graph.ops[k].outputs}):
-                if at_hand[v] and last_use[v] == k and not kept[v]:
-                    steps.append(Free(v))
-                    at_hand[v] = False
+            dying = sorted(v for v in touched if at_hand[v] and last_use[v] == k and not kept[v])
+            saved = problem.saved(k, dying)
+            over = None if saved is None else saved[0]
+            steps.append(Run(k, over))
+            steps += [Free(v) for v in dying if v != over]
+            at_hand[dying] = False
         steps += map(Free, np.flatnonzero(at_hand & ~kept).tolist())  # kept though nothing in this stage needed them
         at_hand &= kept
         if t + 1 == graph.forward_length:
@@ -65,7 +73,10 @@ def lower(graph: Graph, schedule: Schedule) -> Plan:
 
 
 def simulate(plan: Plan, problem: Problem) -> Usage:
-    """Run the plan on paper: bytes at hand are the resident ones, the values not yet freed and the op's workspace."""
+    """Run the plan on paper: bytes at hand are the resident ones, the values not yet freed and the op's workspace.
+
+    An op that writes over a value has as much less as that way of it saves.
+    """
     graph, sizes = problem.graph, problem.sizes
     at_hand: set[int] = set()
     live = problem.resident
@@ -74,10 +85,14 @@ def simulate(plan: Plan, problem: Problem) -> Usage:
         if isinstance(step, Run):
             outputs = graph.ops[step.op].outputs
             new = sum(int(sizes[v]) for v in outputs)
+            saved = 0 if step.over is None else dict(problem.savings[step.op]).get(step.over, 0)
             ops.append(step.op)
-            bytes_at.append(live + new + int(problem.workspace[step.op]))
+            bytes_at.append(live + new + int(problem.workspace[step.op]) - saved)
             live += sum(int(sizes[v]) for v in outputs if v not in at_hand)
             at_hand.update(outputs)
+            if step.over in at_hand:
+                live -= int(sizes[step.over])
+                at_hand.remove(step.over)
         elif step.value in at_hand:
             live -= int(sizes[step.value])
             at_hand.remove(step.value)
@@ -93,9 +108,10 @@ def verify(plan: Plan, problem: Problem, budget: int | None = None) -> list[str]
     """Everything that is wrong with a plan, in words; empty when nothing is.
 
     Each op runs at least once, pinned ones exactly once, for the first time in the order of the graph and on its own
-    side of the boundary; every input is at hand; only what is at hand is freed, and no result of the step; the results
-    are at hand in the end; no op runs more often than a rule allows, and what a rule has made again in the backward is
-    not at hand when that begins; the simulated peak is within the budget.
+    side of the boundary; every input is at hand; only what is at hand is freed, and no result of the step; an op writes
+    over what one of its ways writes over, and nothing reads that afterwards; the results are at hand in the end; no op
+    runs more often than a rule allows, and what a rule has made again in the backward is not at hand when that begins;
+    the simulated peak is within the budget.
     """
     return list(_faults(plan, problem, budget))
 
@@ -130,6 +146,10 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
         if i >= plan.boundary and op.phase == "forward" and times[step.op] == 1:
             yield f"step {i} runs {op.name} of the forward for the first time in the backward"
         at_hand.update(op.outputs)
+        if step.over is not None:
+            if step.over not in dict(problem.savings[step.op]):
+                yield f"step {i} runs {op.name} over {graph.values[step.over].name}, which no way of it does"
+            at_hand.discard(step.over)
     for k, op in enumerate(graph.ops):
         if times[k] == 0:
             yield f"{op.name} never runs"

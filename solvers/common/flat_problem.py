@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from checkmate.core.problem import Problem
+from checkmate.core.ways import Saving
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Tables:
     result: list[bool]  # per value: an output of the step
     seconds: list[float]  # per op
     workspace: list[int]  # per op, bytes
+    savings: tuple[tuple[Saving, ...], ...]  # per op, the most first: what goes with its run, and the bytes less then
     pinned: list[bool]  # per op: it must run exactly once
     resident: int  # bytes
     most_runs: Mapping[int, int]  # per op under such a rule, how often it may run
@@ -41,6 +43,7 @@ class Tables:
             result=[v in results and producer[v] >= 0 for v in range(len(producer))],
             seconds=problem.seconds.tolist(),
             workspace=problem.workspace.tolist(),
+            savings=problem.savings,
             pinned=[op.pinned is not None for op in graph.ops],
             resident=problem.resident,
             most_runs=problem.limits.most_runs,

@@ -80,7 +80,7 @@ class Incumbent:
         cost = cost_of(problem, R)
         if cost >= self.cost:
             return False
-        plan = simulator.lower(problem.graph, Schedule.from_runs(problem.graph, R))
+        plan = simulator.lower(problem, Schedule.from_runs(problem.graph, R))
         if R.diagonal().all() and not self._is_within(simulator.simulate(plan, problem).peak):
             return False
         if wrong := simulator.verify(plan, problem, budget):

@@ -125,7 +125,7 @@ class Record:
         if len(problem.graph.ops) != self.ops:
             return None
         schedule = Schedule.from_runs(problem.graph, self.runs())
-        return None if simulator.verify(simulator.lower(problem.graph, schedule), problem) else schedule
+        return None if simulator.verify(simulator.lower(problem, schedule), problem) else schedule
 
     def certified(self, problem: Problem, budget: int) -> Solution | None:
         """The plan for a problem of the same structure, verified and simulated; None if it does not fit the budget."""

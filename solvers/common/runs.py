@@ -83,7 +83,7 @@ def peak_of(problem: Problem, R: np.ndarray) -> int:
         k = int(np.argmin(R.diagonal()))
         raise SolverError(f"An answer of the solver never runs {problem.graph.ops[k].name}.")
     schedule = Schedule.from_runs(problem.graph, R)
-    return simulator.simulate(simulator.lower(problem.graph, schedule), problem).peak
+    return simulator.simulate(simulator.lower(problem, schedule), problem).peak
 
 
 def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:

@@ -130,7 +130,7 @@ def _round(
     kept, R = (x.model.value(result.x, family) > 0.5 for family in (x.X, x.R))
     found = Bound(value, tuple(at), kept, R, cut=result.outcome is Outcome.STOPPED)
     schedule = lift(problem, found)
-    fits = simulator.simulate(simulator.lower(problem.graph, schedule), problem).peak <= budget
+    fits = simulator.simulate(simulator.lower(problem, schedule), problem).peak <= budget
     fits = fits and obeys(problem, schedule.R)
     proven = schedule.cost(problem) <= value * (1 + EXACT)
     return replace(found, schedule=schedule if fits and proven else None)
@@ -245,7 +245,7 @@ def next_moments(problem: Problem, budget: int, bound: Bound) -> list[int]:
     """
     if bound.cut:
         return list(bound.moments)
-    usage = simulator.simulate(simulator.lower(problem.graph, lift(problem, bound)), problem)
+    usage = simulator.simulate(simulator.lower(problem, lift(problem, bound)), problem)
     excess: dict[int, int] = {}
     stage = 0
     for op, live in zip(usage.ops, usage.bytes_at, strict=True):

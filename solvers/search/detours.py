@@ -77,7 +77,7 @@ class Detours:
 
 def fullness(problem: Problem, budget: int, R: np.ndarray) -> np.ndarray:
     """(T,) float: the most bytes that a schedule (T, T) has at hand in each stage, as a share of the budget."""
-    usage = simulator.simulate(simulator.lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem)
+    usage = simulator.simulate(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem)
     ops, bytes_at = np.array(usage.ops), np.array(usage.bytes_at)
     first = np.concatenate([[0], np.maximum.accumulate(ops)[:-1] + 1])  # ops run for the first time in their order
     most = np.zeros(len(R))

@@ -22,7 +22,7 @@ def test_a_result_that_an_op_makes_again_is_handed_out_as_it_was_made_first() ->
     )
     graph = problem.graph
     (norm,) = (k for k, op in enumerate(graph.ops) if "native_layer_norm_backward" in op.target)
-    plan = lower(graph, Schedule.from_runs(graph, np.eye(len(graph.ops), dtype=bool)))
+    plan = lower(problem, Schedule.from_runs(graph, np.eye(len(graph.ops), dtype=bool)))
     at = plan.steps.index(Run(norm))
     twice = Plan((*plan.steps[:at], Run(norm), *plan.steps[at:]), plan.boundary)
     assert verify(twice, problem) == []

@@ -205,7 +205,7 @@ def test_keep_all_by_hand() -> None:
 def test_keep_all_is_what_the_simulator_sees(seed: int) -> None:
     problem = random_problem(seed, most_ops=9)
     once = Schedule.from_runs(problem.graph, np.eye(len(problem.graph.ops), dtype=bool))
-    usage = simulator.simulate(simulator.lower(problem.graph, once), problem)
+    usage = simulator.simulate(simulator.lower(problem, once), problem)
     assert usage.bytes_at == tuple(problem.live_bytes)
     assert usage.peak == problem.keep_all_peak
     assert once.cost(problem) == pytest.approx(problem.keep_all_cost)
@@ -229,7 +229,7 @@ def test_no_schedule_uses_less_than_is_unavoidable(seed: int) -> None:
     assert (problem.unavoidable_bytes <= problem.live_bytes).all()
     for again in range(5):
         schedule = Schedule.from_runs(problem.graph, random_runs(problem, 100 * seed + again))
-        usage = simulator.simulate(simulator.lower(problem.graph, schedule), problem)
+        usage = simulator.simulate(simulator.lower(problem, schedule), problem)
         first = np.array([usage.bytes_at[usage.ops.index(k)] for k in range(len(problem.graph.ops))])
         assert (first >= problem.unavoidable_bytes).all()
 

@@ -167,7 +167,7 @@ def test_any_runs_can_be_completed_and_memory_is_the_simulators(seed: int) -> No
     problem = random_problem(seed, most_ops=9)
     schedule = Schedule.from_runs(problem.graph, random_runs(problem, seed))
     assert schedule.violations(problem) == []
-    plan = simulator.lower(problem.graph, schedule)
+    plan = simulator.lower(problem, schedule)
     assert simulator.verify(plan, problem) == []
     assert simulator.simulate(plan, problem).bytes_at == tuple(schedule.memory(problem)[schedule.R])
     assert simulator.cost(plan, problem) == pytest.approx(schedule.cost(problem))
@@ -193,7 +193,7 @@ def test_more_kept_than_needed_still_lowers_to_a_plan(seed: int) -> None:
             most[t, v] = p >= 0 and (least.R[t - 1, p] or most[t - 1, v])
     kept = Schedule(least.R, most)
     assert kept.violations(problem) == []
-    plan = simulator.lower(problem.graph, kept)
+    plan = simulator.lower(problem, kept)
     assert simulator.verify(plan, problem) == []
     assert simulator.simulate(plan, problem).peak <= kept.peak(problem)
 

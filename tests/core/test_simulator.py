@@ -37,7 +37,7 @@ GRAPH = Graph(
 PROBLEM = Problem(
     GRAPH, Profile(np.array([1.0, 2.0, 4.0, 8.0, 16.0]), np.array([0, 0, 0, 7, 0]), resident_bytes=2_000_000)
 )
-KEEP_ALL = lower(GRAPH, Schedule.from_runs(GRAPH, np.eye(5, dtype=bool)))
+KEEP_ALL = lower(PROBLEM, Schedule.from_runs(GRAPH, np.eye(5, dtype=bool)))
 AGAIN = Plan((Run(0), Run(1), Free(1), Run(2), Free(2), Run(0), Run(3), Free(1), Free(3), Run(4), Free(5)), boundary=5)
 
 
@@ -47,7 +47,7 @@ def test_lower() -> None:
     assert KEEP_ALL.runs == (0, 1, 2, 3, 4)
     R = np.eye(5, dtype=bool)
     R[3, 0] = True
-    assert lower(GRAPH, Schedule.from_runs(GRAPH, R)) == AGAIN
+    assert lower(PROBLEM, Schedule.from_runs(GRAPH, R)) == AGAIN
 
 
 def test_simulate_by_hand() -> None:
@@ -118,7 +118,7 @@ def test_a_peak_beyond_the_budget_is_found() -> None:
 def test_any_missing_run_is_found(seed: int) -> None:
     """Every run of a lowered plan is needed: each is the first of its op, or what is read later is not at hand."""
     problem = random_problem(seed, most_ops=7)
-    plan = lower(problem.graph, Schedule.from_runs(problem.graph, _least(problem, seed)))
+    plan = lower(problem, Schedule.from_runs(problem.graph, _least(problem, seed)))
     assert verify(plan, problem) == []
     for i, step in enumerate(plan.steps):
         if isinstance(step, Run):
@@ -130,7 +130,7 @@ def test_any_missing_run_is_found(seed: int) -> None:
 def test_any_free_of_what_is_still_read_is_found(seed: int) -> None:
     problem = random_problem(seed, most_ops=7)
     graph = problem.graph
-    plan = lower(graph, Schedule.from_runs(graph, random_runs(problem, seed)))
+    plan = lower(problem, Schedule.from_runs(graph, random_runs(problem, seed)))
     for i, step in enumerate(plan.steps):
         if isinstance(step, Run):
             for v in graph.ops[step.op].inputs:

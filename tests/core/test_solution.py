@@ -21,7 +21,7 @@ FOUND = Solution(
     budget=9000,
     method="milp",
     schedule=SCHEDULE,
-    plan=simulator.lower(PROBLEM.graph, SCHEDULE),
+    plan=simulator.lower(PROBLEM, SCHEDULE),
     cost=11.0,
     bound=10.45,
     peak=8000,
@@ -85,7 +85,7 @@ def test_modules_are_written_once() -> None:
 def test_a_step_that_costs_nothing() -> None:
     nothing = Problem.from_dag([[]], [0.0], [0])
     once = Schedule.from_runs(nothing.graph, np.eye(1, dtype=bool))
-    plan = simulator.lower(nothing.graph, once)
+    plan = simulator.lower(nothing, once)
     solution = Solution(Status.OPTIMAL, nothing, 1, "milp", once, plan, 0.0, 0.0, 0)
     assert (solution.gap, solution.overhead) == (0.0, 0.0)
     assert "peak       0 B (0.0% of keeping all)" in str(solution)

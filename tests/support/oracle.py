@@ -13,6 +13,7 @@ from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.rules import with_rules
 from checkmate.core.schedule import Schedule
+from checkmate.core.ways import Way
 
 
 def all_schedules(problem: Problem) -> Iterator[Schedule]:
@@ -29,7 +30,7 @@ def outcomes(problem: Problem) -> list[tuple[float, int]]:
     """The (cost in seconds, simulated peak in bytes) of every valid schedule."""
     found = []
     for schedule in all_schedules(problem):
-        plan = simulator.lower(problem.graph, schedule)
+        plan = simulator.lower(problem, schedule)
         if not simulator.verify(plan, problem):
             found.append((simulator.cost(plan, problem), simulator.simulate(plan, problem).peak))
     return found
@@ -77,6 +78,26 @@ def random_problem(seed: int, *, most_ops: int = 5) -> Problem:
     workspace = rng.integers(0, 5, T) * (rng.random(T) < 0.4)
     resident = int(rng.integers(0, 20)) if rng.random() < 0.5 else 0
     return Problem(Graph(tuple(ops), tuple(values), results), Profile(seconds, workspace, resident))
+
+
+def random_problem_with_ways(seed: int, *, most_ops: int = 5) -> Problem:
+    """A small problem, most ops of which may write over some input; a way may need more or less workspace."""
+    problem, rng = random_problem(seed, most_ops=most_ops), np.random.default_rng((seed, 1))
+    ops, values = problem.graph.ops, list(problem.graph.values)
+    for k, op in enumerate(ops):
+        mine = [v for v in op.inputs if values[v].producer is not None and v not in problem.graph.outputs]
+        if mine and rng.random() < 0.8:
+            size = values[int(rng.choice(mine))].size_bytes
+            values[op.outputs[0]] = Value(f"v{op.outputs[0]}", size, k)
+    graph = replace(problem.graph, values=tuple(values))
+    ways = [
+        Way(k, made, v, int(rng.integers(0, 5)) if rng.random() < 0.4 else int(problem.workspace[k]))
+        for k, op in enumerate(ops)
+        for v in op.inputs
+        for made in op.outputs
+        if values[v].producer is not None and v not in graph.outputs and values[made].size_bytes == values[v].size_bytes
+    ]
+    return replace(problem, graph=graph, profile=replace(problem.profile, ways=tuple(ways)))
 
 
 def random_ruled_problem(seed: int, *, most_ops: int = 5) -> Problem:

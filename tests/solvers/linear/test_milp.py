@@ -145,7 +145,7 @@ def random_runs(problem: Problem, seed: int) -> np.ndarray:
 def test_equations_and_simulator_agree_on_every_run(seed: int) -> None:
     problem = random_problem(seed, most_ops=8)
     schedule = Schedule.from_runs(problem.graph, random_runs(problem, seed))
-    usage = simulator.simulate(simulator.lower(problem.graph, schedule), problem)
+    usage = simulator.simulate(simulator.lower(problem, schedule), problem)
     assert schedule.memory(problem)[schedule.R].tolist() == list(usage.bytes_at)
     assert schedule.peak(problem) == usage.peak
 

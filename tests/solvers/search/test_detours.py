@@ -58,7 +58,7 @@ def test_fullness_is_the_peak_of_each_stage(seed: int) -> None:
     R = np.tril(np.ones((len(problem.graph.ops),) * 2, dtype=bool))
     R[:, [op.pinned is not None for op in problem.graph.ops]] = False
     np.fill_diagonal(R, True)
-    usage = simulator.simulate(simulator.lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem)
+    usage = simulator.simulate(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem)
     stage, most = 0, [0] * len(R)
     for op, live in zip(usage.ops, usage.bytes_at, strict=True):
         most[stage] = max(most[stage], live)

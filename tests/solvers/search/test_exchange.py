@@ -19,7 +19,7 @@ from tests.support.oracle import random_problem
 
 def bytes_at_runs(problem: Problem, R: np.ndarray) -> tuple[int, ...]:
     """What the simulator sees at each run."""
-    return simulator.simulate(simulator.lower(problem.graph, Schedule.from_runs(problem.graph, R)), problem).bytes_at
+    return simulator.simulate(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem).bytes_at
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -72,7 +72,7 @@ def test_no_schedule_holds_less_than_is_needed_and_owed(seed: int) -> None:
     problem = random_problem(seed, most_ops=4) if seed % 2 else with_pinned(seed, most_ops=5 if seed % 30 == 0 else 4)
     needs = Needs(problem)
     for schedule in all_schedules(problem):
-        plan = simulator.lower(problem.graph, schedule)
+        plan = simulator.lower(problem, schedule)
         if simulator.verify(plan, problem):
             continue
         usage = simulator.simulate(plan, problem)
