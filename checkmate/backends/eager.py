@@ -53,6 +53,7 @@ from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Profiler
 from checkmate.solvers.recall import Rest
+from checkmate.solvers.late_results import late_results
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
 
@@ -305,7 +306,10 @@ class Backend:
 
 
 def problem_of(joint: Joint, profile: Profiler = MEASURE) -> Problem:
-    """The problem that a captured step poses, its ops measured or estimated."""
+    """The problem that a captured step poses, its ops measured or estimated, in the order with the lower floor."""
+    order = late_results(joint.graph)
+    if order is not None:
+        joint = joint.in_order(order)
 
     def write(plan: Plan) -> Any:
         return emit(joint, plan)

@@ -67,6 +67,10 @@ class Joint:
         """Bytes of the tensors in which Dynamo hands in numbers."""
         return sum(self.graph.values[v].size_bytes for op in self.graph.ops if op.name == NUMBERS for v in op.outputs)
 
+    def in_order(self, order: Sequence[int]) -> Joint:
+        """The same step, its ops in another order, as `checkmate.core.graph.Graph.in_order` has them."""
+        return replace(self, graph=self.graph.in_order(order), nodes=tuple(self.nodes[k] for k in order))
+
 
 def read_joint(
     module: fx.GraphModule,

@@ -6,7 +6,8 @@ normalization: an output and two statistics), and because a view is neither: it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -132,6 +133,21 @@ class Graph:
     def forward_length(self) -> int:
         """How many ops belong to the forward; the backward begins with the op of this index."""
         return sum(op.phase == "forward" for op in self.ops)
+
+    def in_order(self, order: Sequence[int]) -> Graph:
+        """The same ops and values, the ops in another order: ``order[i]`` is now the op i.
+
+        Raises:
+            InvalidProblem: if an op then reads what is made only later, or a forward op follows a backward op.
+
+        >>> ops = Op("a", "f", (), (0,)), Op("b", "f", (), (1,))
+        >>> Graph(ops, (Value("x", 4, 0), Value("y", 4, 1)), (0, 1)).in_order([1, 0]).values[0].producer
+        1
+        """
+        place = {k: i for i, k in enumerate(order)}
+        made = (None if value.producer is None else place[value.producer] for value in self.values)
+        values = tuple(replace(value, producer=k) for value, k in zip(self.values, made, strict=True))
+        return Graph(tuple(self.ops[k] for k in order), values, self.outputs)
 
     def to_networkx(self) -> nx.DiGraph:
         """The ops as nodes (by index, with the `Op` as attribute ``op``), an edge from each producer to each user."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -361,3 +362,29 @@ def test_the_budget_counts_what_the_step_holds_and_does_not_read() -> None:
     assert held + use.peak == compiled.plans[0].peak == problem.keep_all_peak
     with pytest.raises(checkmate.InfeasibleBudget):
         checkmate.compile(step, budget=held, time_limit=1)(batch)
+
+
+class _Wide(nn.Module):
+    """The head's weight, and so its gradient, is larger than what the convolutions make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU())
+        self.head = nn.Linear(16 * 14 * 14, 200)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.body(x).flatten(1)), y)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_large_gradient_that_can_wait_is_made_last() -> None:
+    torch.manual_seed(0)
+    module, batch = _Wide(), (torch.randn(128, 3, 16, 16), torch.randint(200, (128,)))
+    plain = copy.deepcopy(module)
+    problem = checkmate.trace(module, *batch)
+    assert problem.graph.ops[-1].target == "aten.mm.default"
+    compiled = checkmate.compile(module, budget=checkmate.min_budget(problem).peak, time_limit=1.0)
+    found = train(module, compiled, batch)
+    assert_same(found, train(plain, plain, batch))
+    (plan,) = compiled.plans
+    assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
