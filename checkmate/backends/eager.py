@@ -52,8 +52,8 @@ from checkmate.errors import Unsupported
 from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Profiler
-from checkmate.solvers.recall import Rest
 from checkmate.solvers.late_results import late_results
+from checkmate.solvers.recall import Rest
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
 
