@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import numbers
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from checkmate.core.fingerprint import same_ops
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
+from checkmate.core.ways import Way
 from checkmate.solvers.search.adapt import Start
 from checkmate.solvers.solve import solve
 
@@ -111,8 +112,17 @@ def _mixed(problems: list[Problem], shares: list[float]) -> Problem:
         resident_bytes=int(whole([np.array(p.resident) for p in problems])),
         source=f"{problems[0].profile.source}; another size, estimated",
         estimated=tuple(range(len(graph.ops))),
+        ways=tuple(way for way in _mixed_ways(problems, whole) if sizes[way.makes] == sizes[way.over]),
     )
     return Problem(replace(graph, values=values), profile)
+
+
+def _mixed_ways(problems: list[Problem], whole: Callable[[list[np.ndarray]], np.ndarray]) -> Iterator[Way]:
+    """The ways that all problems have, their workspaces mixed."""
+    workspaces = [{(way.op, way.makes, way.over): way.workspace for way in p.profile.ways} for p in problems]
+    for key in workspaces[0]:
+        if all(key in of for of in workspaces):
+            yield Way(*key, int(whole([np.array(of[key]) for of in workspaces])))
 
 
 def check_overhead(max_overhead: Overhead) -> None:

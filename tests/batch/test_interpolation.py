@@ -20,19 +20,20 @@ from checkmate.batch.interpolation import (
     plan_within,
 )
 from checkmate.core.problem import Profile
-from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 
 
 def grown(problem: Problem, size: int, block: int = 1) -> Problem:
     """The problem with bytes and seconds that grow with the size; sizes rounded up to a block, as allocators do."""
     values = tuple(replace(v, size_bytes=-(-v.size_bytes * size // block) * block) for v in problem.graph.values)
     seconds = problem.seconds * size + 0.5
-    profile = Profile(seconds, problem.workspace * size, problem.resident + 10)
+    ways = tuple(replace(way, workspace=way.workspace * size) for way in problem.profile.ways)
+    profile = Profile(seconds, problem.workspace * size, problem.resident + 10, ways=ways)
     return Problem(replace(problem.graph, values=values), profile)
 
 
-def test_an_estimate_of_what_is_affine_is_the_truth() -> None:
-    base = random_problem(3)
+@pytest.mark.parametrize("base", [random_problem(3), random_problem_with_ways(3)])
+def test_an_estimate_of_what_is_affine_is_the_truth(base: Problem) -> None:
     family = Family(lambda n: grown(base, n))
     family.at(2), family.at(5)
     for n in (1, 3, 4, 9, 100):
@@ -41,6 +42,7 @@ def test_an_estimate_of_what_is_affine_is_the_truth() -> None:
         assert estimate.sizes.tolist() == truth.sizes.tolist()
         assert estimate.workspace.tolist() == truth.workspace.tolist()
         assert estimate.resident == truth.resident
+        assert estimate.profile.ways == truth.profile.ways
         np.testing.assert_allclose(estimate.seconds, truth.seconds, rtol=1e-12)
     assert sorted(family.traced) == [2, 5]
 
