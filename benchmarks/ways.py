@@ -1,0 +1,160 @@
+"""What ways to run ops are worth: smallest budgets, costs and planning, before and after, on the eleven graphs.
+
+    python -m benchmarks.ways [NETWORK ...] [--time-limit SECONDS] [--out FILE]
+    python -m benchmarks.ways --report      # from the rows: results/ways.md
+
+Three forms of each step: "file" is the problem of `benchmarks/problems`, ops as PyTorch has them, each gradient of a
+convolution with the other, in PyTorch's order; "plain" is the step traced here, with convolutions in two and large
+results late; "ways" is that with ops that may write over what dies at them. One row for each form: the peak of keeping
+everything, the smallest budget, plan and proof; and two plans, within 1.1 times the smallest budget of the file and
+within 40 % of its keep-all peak, or 1.5 times the smallest where that is more. Costs are relative to running each op
+of the form once. Each network is a process of its own, on one thread; seconds are those that the process computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.common.own_seconds import count_own_seconds
+from benchmarks.common.rows import Row, add_names, append, latest, origin, read, shown
+from benchmarks.solve.comparison import FILES, HERE, load
+from checkmate.core.problem import Problem
+from checkmate.core.table import Table
+from checkmate.solvers.search.min_budget import min_budget
+from checkmate.solvers.solve import solve
+from checkmate.units import format_bytes
+
+RESULTS = HERE / "results" / "ways.jsonl"
+TIME_LIMIT = 20.0  # seconds for each solve, and each smallest budget
+CLOSE, ROOMY = 1.1, 0.4  # of the smallest budget, of the keep-all peak of the file
+ROOM = 1.5  # of the smallest budget, where that is more
+FORMS = ("file", "plain", "ways")
+HEADER = ("graph", "ways", "keep all", "after", "smallest", "after", "lower by", "1.1 x: cost", "after")
+HEADER_OF_PLANNING = ("graph", "budget", "cost", "after", "gap", "after", "seconds", "after")
+
+
+def forms_of(name: str) -> dict[str, Problem]:
+    """The step as each form has it."""
+    from benchmarks.graphs import problem_of  # with PyTorch
+
+    traced = problem_of(name)
+    plain = replace(traced, profile=replace(traced.profile, ways=()))
+    return dict(zip(FORMS, (load(name), plain, traced), strict=True))
+
+
+def rows_of(name: str, time_limit: float) -> list[Row]:
+    """Solve in this process, in seconds that it computes."""
+    forms = forms_of(name)
+    count_own_seconds()
+    file = forms["file"]
+    least = min_budget(file, time_limit=time_limit).peak
+    budgets = {"close": int(CLOSE * least), "roomy": max(int(ROOMY * file.keep_all_peak), int(ROOM * least))}
+    return [{"network": name, "form": form, **row_of(problem, budgets, time_limit)} for form, problem in forms.items()]
+
+
+def row_of(problem: Problem, budgets: dict[str, int], time_limit: float) -> Row:
+    """What there is to say of one form, and of its plan within each budget."""
+    ends = min_budget(problem, time_limit=time_limit)
+    row: Row = {
+        "ops": len(problem.graph.ops),
+        "ways": len(problem.profile.ways),
+        "time_limit": time_limit,
+        "keep_all_peak": problem.keep_all_peak,
+        "smallest": ends.peak,
+        "smallest_bound": ends.bound,
+    }
+    for at, budget in budgets.items():
+        found = solve(problem, budget, time_limit=time_limit, progress=False)
+        cost = None if found.plan is None else found.cost / problem.keep_all_cost
+        over = 0 if found.plan is None else found.plan.runs_over
+        row |= {f"{at}_budget": budget, f"{at}_cost_ratio": cost, f"{at}_gap": found.gap if found.plan else None}
+        row |= {f"{at}_seconds": found.seconds, f"{at}_written_over": over, f"{at}_peak": found.peak}
+    return row
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Two tables with a line that says where the rows are from."""
+    commits, machines = (", ".join(sorted({row[key] for row in rows})) for key in ("commit", "cpu"))
+    limits = ", ".join(sorted({f"{row['time_limit']:g} s" for row in rows}))
+    graphs: dict[str, dict[str, Row]] = {}
+    for row in sorted(latest(rows, "network", "form"), key=lambda row: (row["ops"], row["network"])):
+        graphs.setdefault(row["network"], {})[row["form"]] = row
+    whole = {name: forms for name, forms in graphs.items() if len(forms) == len(FORMS)}
+    lines = [
+        "# Ways to run an op",
+        "",
+        f"Made by `python -m benchmarks.ways` at {commits} on {machines}, one thread, {limits} for each plan; "
+        "seconds are those that the process computed, as the machine was busy with other work. Before: ops as PyTorch has them. "
+        "After: convolutions' gradients apart, large results late, and ops that write over what dies at them.",
+        "",
+        Table(HEADER, [_floor(name, forms) for name, forms in whole.items()], HEADER[1:]).markdown(),
+        "",
+        "Planning within 40 % of the keep-all peak, or 1.5 times the smallest budget where that is more, of the same "
+        "step without and with ways:",
+        "",
+        Table(
+            HEADER_OF_PLANNING, [_planning(name, forms) for name, forms in whole.items()], HEADER_OF_PLANNING[1:]
+        ).markdown(),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _floor(name: str, forms: dict[str, Row]) -> list[str]:
+    before, after = forms["file"], forms["ways"]
+    return [
+        name,
+        str(after["ways"]),
+        *(format_bytes(row["keep_all_peak"]) for row in (before, after)),
+        *(format_bytes(row["smallest"]) for row in (before, after)),
+        f"{1 - after['smallest'] / before['smallest']:.1%}",
+        *(_overhead(row["close_cost_ratio"]) for row in (before, after)),
+    ]
+
+
+def _planning(name: str, forms: dict[str, Row]) -> list[str]:
+    pair = forms["plain"], forms["ways"]
+    return [
+        name,
+        format_bytes(pair[0]["roomy_budget"]),
+        *(_overhead(row["roomy_cost_ratio"]) for row in pair),
+        *(shown(row["roomy_gap"], ".2%") for row in pair),
+        *(shown(row["roomy_seconds"], ".1f", " s") for row in pair),
+    ]
+
+
+def _overhead(cost: float | None) -> str:
+    return "–" if cost is None else f"{cost - 1:+.2%}"
+
+
+def main() -> None:
+    """Solve what was asked for and append the rows to the file, and make the report of all its rows."""
+    parser = argparse.ArgumentParser(description="What ways to run ops are worth.")
+    add_names(parser, FILES)
+    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT, help="seconds for each solve")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help="solve nothing, write the table")
+    args = parser.parse_args()
+    source = origin("torch", "numpy", "highspy")
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as apart:
+        for name in () if args.report else args.names:
+            for row in apart.apply(rows_of, (name, args.time_limit)):
+                append(args.out, {**source, **row})
+                print(
+                    name,
+                    row["form"],
+                    row["ways"],
+                    row["smallest"],
+                    row["close_cost_ratio"],
+                    row["roomy_seconds"],
+                    flush=True,
+                )
+    args.out.with_suffix(".md").write_text(markdown(read(args.out)))
+
+
+if __name__ == "__main__":
+    main()
