@@ -294,9 +294,7 @@ def _held(spans: Iterable[Span], length: int) -> np.ndarray:
     return changes.cumsum()[:-1]
 
 
-def _moments(
-    problem: Problem, runs: list[_Run], spans: tuple[Span, ...], places: list[Place]
-) -> tuple[Moment, ...]:
+def _moments(problem: Problem, runs: list[_Run], spans: tuple[Span, ...], places: list[Place]) -> tuple[Moment, ...]:
     live = problem.resident + _held(spans, len(runs))
     times = [0] * len(problem.graph.ops)
     moments, begin = [], 0.0

@@ -178,16 +178,15 @@ def test_it_says_what_the_simulator_says(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_it_says_so_of_what_is_written_over(seed: int) -> None:
     problem = oracle.random_problem_with_ways(seed, most_ops=9)
-    schedules = (np.eye(len(problem.graph.ops), dtype=bool), random_runs(problem, seed))
-    for R in schedules:
+    for R in (np.eye(len(problem.graph.ops), dtype=bool), random_runs(problem, seed)):
         plan = simulator.lower(problem, Schedule.from_runs(problem.graph, R))
         line = timeline(plan, problem)
         _agrees(line, plan, problem)
-        taken = {span.continues: span for span in line.spans if span.continues is not None}
-        overs = [(i, step.over) for i, step in enumerate(s for s in plan.steps if isinstance(s, Run)) if step.over is not None]
-        assert [(new.first, line.spans[old].value) for old, new in sorted(taken.items(), key=lambda p: p[1].first)] == overs
-        assert all(line.spans[old].last == new.first - 1 == line.spans[old].uses[-1] - 1 for old, new in taken.items())
-        assert all(line.spans[old].bytes == new.bytes for old, new in taken.items())
+        runs = [step for step in plan.steps if isinstance(step, Run)]
+        overs = [(i, run.over) for i, run in enumerate(runs) if run.over is not None]
+        taken = [(span, line.spans[span.continues]) for span in line.spans if span.continues is not None]
+        assert [(new.first, old.value) for new, old in taken] == overs
+        assert all(old.last + 1 == new.first == old.uses[-1] and old.bytes == new.bytes for new, old in taken)
 
 
 @pytest.mark.parametrize("problem", [dags.vgg(), dags.unet(2), dags.gpt(2)], ids=["vgg", "unet", "gpt"])
