@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from checkmate.core.plan import Run
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Run, Step
 from checkmate.core.rules import as_mapping
 from checkmate.core.solution import Solution
 
@@ -29,6 +30,7 @@ def solution_record(solution: Solution) -> dict[str, Any]:
         "min_budget": None if s.refusal is None else s.refusal.min_budget,
         "op": None if s.refusal is None else s.refusal.op,
         "source": s.problem.profile.source,
+        "runs_over": 0 if s.plan is None else s.plan.runs_over,
         "runs_again": {s.problem.graph.ops[k].name: times for k, times in again if times},
         **({"rules": as_mapping(s.problem)} if s.problem.rules else {}),
         **({"min_budget_without": s.refusal.without} if s.refusal is not None and s.refusal.without else {}),
@@ -36,13 +38,16 @@ def solution_record(solution: Solution) -> dict[str, Any]:
 
 
 def steps_of(solution: Solution) -> list[dict[str, str]]:
-    """The plan in order: which op runs, which value is freed."""
+    """The plan in order: which op runs, over which value if it writes over one, which value is freed."""
     assert solution.plan is not None
-    graph = solution.problem.graph
-    return [
-        {"run": graph.ops[step.op].name} if isinstance(step, Run) else {"free": graph.values[step.value].name}
-        for step in solution.plan.steps
-    ]
+    return [_step(step, solution.problem.graph) for step in solution.plan.steps]
+
+
+def _step(step: Step, graph: Graph) -> dict[str, str]:
+    if not isinstance(step, Run):
+        return {"free": graph.values[step.value].name}
+    over = {} if step.over is None else {"over": graph.values[step.over].name}
+    return {"run": graph.ops[step.op].name, **over}
 
 
 def finite(document: Any) -> Any:

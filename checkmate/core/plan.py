@@ -47,6 +47,11 @@ class Plan:
         """The ops in the order in which they run, repeats included."""
         return tuple(step.op for step in self.steps if isinstance(step, Run))
 
+    @property
+    def runs_over(self) -> int:
+        """How many of these write over a value."""
+        return sum(isinstance(step, Run) and step.over is not None for step in self.steps)
+
     def __str__(self) -> str:
         half = {0: "forward", self.boundary: "backward"}
         lines = []

@@ -146,9 +146,10 @@ class Problem:
         return cls(graph, profile)
 
     def __repr__(self) -> str:
-        graph = self.graph
+        graph, in_place = self.graph, sum(map(bool, self.savings))
+        ways = f"{in_place} ops in place, " if in_place else ""
         return (
-            f"Problem({len(graph.ops)} ops, {len(graph.values)} values, keep_all_peak={self.keep_all_peak}, "
+            f"Problem({len(graph.ops)} ops, {len(graph.values)} values, {ways}keep_all_peak={self.keep_all_peak}, "
             f"keep_all_cost={self.keep_all_cost:g}, {self.profile.source})"
         )
 

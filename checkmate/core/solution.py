@@ -107,5 +107,7 @@ class Solution:
                 ("bound", f"{format_seconds(self.bound)} (gap {self.gap:.2%})"),
                 ("runs again", f"{(again > 0).sum()} of {len(again)} ops, {again.sum()} times in all"),
             ]
+            if over := self.plan.runs_over:
+                facts.append(("in place", f"{over} of {len(self.plan.runs)} runs write over an input"))
         facts.append(("solved in", format_seconds(self.seconds)))
         return "\n".join([*lines, *(f"  {name:<11}{text}" for name, text in facts)])

@@ -8,26 +8,43 @@ from typing import Any, NamedTuple
 
 from checkmate.core.solution import Solution
 from checkmate.core.table import Printed, Table
-from checkmate.inspection.timeline import timeline
+from checkmate.inspection.timeline import Span, timeline
 from checkmate.solvers.addresses import TIME_LIMIT, Block, place
 from checkmate.units import format_bytes
 
 ALIGNMENT = 64  # bytes; PyTorch's allocator on the CPU gives such addresses
 
 
-class Life(NamedTuple):
-    """One copy of a value, or the workspace of an op that runs: bytes over time."""
+class Content(NamedTuple):
+    """One copy of a value, or the workspace of an op that runs."""
 
     name: str  # of the value; of the op for workspace
     role: str  # as in `checkmate.inspection.timeline.ROLES`
     first: int  # which execution of the plan makes it
     last: int  # the last one at which it is at hand
+
+
+@dataclass(frozen=True)
+class Life:
+    """One storage over time: a copy of a value with the copies that are written over it, one after another."""
+
     bytes: int  # as the plan counts
+    contents: tuple[Content, ...]  # in time; each begins when the one before has ended
+
+    @property
+    def first(self) -> int:
+        """Which execution of the plan begins it."""
+        return self.contents[0].first
+
+    @property
+    def last(self) -> int:
+        """The last one at which it is at hand."""
+        return self.contents[-1].last
 
 
 @dataclass(frozen=True)
 class Box:
-    """A `Life` with its place."""
+    """A copy of a value, or a workspace, with its place. Where it is written over another, that has the same place."""
 
     name: str
     role: str
@@ -35,13 +52,14 @@ class Box:
     last: int
     bytes: int
     offset: int  # bytes from the begin of the arena, a multiple of 64
+    over: str = ""  # the value that it is written over
 
 
 @dataclass(frozen=True, repr=False)
 class Addresses(Printed):
     """An address for each copy of a value that a plan makes, and for the workspace of each op.
 
-    What is resident, parameters and the batch, lies outside.
+    What an op writes over a value lies where that lay. What is resident, parameters and the batch, lies outside.
     """
 
     boxes: tuple[Box, ...]
@@ -61,6 +79,9 @@ class Addresses(Printed):
         return f"{len(self.boxes)} boxes in an arena of {format_bytes(self.height)}"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
+        over = sum(box.over != "" for box in self.boxes)
+        if over:
+            yield "in place", f"{over} of them are written over another, in its place"
         proof = "no placement is lower" if self.height == self.bound else f"gap {self.gap:.2%}"
         yield "bound", f"{format_bytes(self.bound)} ({proof})"
 
@@ -94,13 +115,28 @@ def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresse
     lives = lives_of(solution)
     blocks = [Block(life.first, life.last + 1, -(-life.bytes // ALIGNMENT) * ALIGNMENT) for life in lives]
     placed = place(blocks, time_limit=time_limit)
-    boxes = tuple(Box(*life, offset) for offset, life in zip(placed.offsets, lives, strict=True))
+    boxes = tuple(box for offset, life in zip(placed.offsets, lives, strict=True) for box in _boxes(life, offset))
     return Addresses(boxes, placed.height, placed.bound)
 
 
 def lives_of(solution: Solution) -> list[Life]:
-    """What a plan makes, each copy of a value, and the workspace of each op that runs."""
+    """The storages that a plan needs: of what it makes, and of the workspace of each op that runs."""
     assert solution.plan is not None
     line = timeline(solution.plan, solution.problem)
-    lives = [Life(span.name, span.role, span.first, span.last, span.bytes) for span in line.spans]
-    return lives + [Life(m.name, "workspace", m.index, m.index, m.workspace) for m in line.moments if m.workspace]
+    storages: list[list[Span]] = []
+    storage_of: list[int] = []  # by span
+    for span in line.spans:
+        if span.continues is None:
+            storage_of.append(len(storages))
+            storages.append([span])
+        else:
+            storage_of.append(storage_of[span.continues])
+            storages[storage_of[-1]].append(span)
+    lives = [Life(spans[0].bytes, tuple(Content(s.name, s.role, s.first, s.last) for s in spans)) for spans in storages]
+    work = (m for m in line.moments if m.workspace)
+    return lives + [Life(m.workspace, (Content(m.name, "workspace", m.index, m.index),)) for m in work]
+
+
+def _boxes(life: Life, offset: int) -> Iterator[Box]:
+    for before, content in zip((None, *life.contents), life.contents, strict=False):
+        yield Box(*content, life.bytes, offset, "" if before is None else before.name)

@@ -83,6 +83,9 @@ class Difference(Printed):
         yield "step", f"{format_seconds(a.cost)} to {format_seconds(b.cost)} ({seconds})"
         low, high = a.peak or 0, b.peak or 0
         yield "peak", f"{format_bytes(low)} to {format_bytes(high)} ({signed(high - low, format_bytes)})"
+        over_a, over_b = (0 if s.plan is None else s.plan.runs_over for s in (a, b))
+        if over_a or over_b:
+            yield "in place", f"{over_a} to {over_b} runs write over an input"
         for word, sign in (("runs more", 1), ("runs less", -1)):
             rows = [row for row in self.ops if (row.runs_b - row.runs_a) * sign > 0]
             times = sum(abs(row.runs_b - row.runs_a) for row in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from checkmate.core.problem import Problem
@@ -64,6 +64,8 @@ class Explanation(Printed):
         yield "keep all", format_bytes(self.problem.keep_all_peak)
         yield "smallest", f"{format_bytes(smallest.peak)} (proven: none below {format_bytes(smallest.bound)})"
         yield "resident", f"{format_bytes(self.problem.resident)} of parameters, buffers and inputs"
+        if any(self.problem.savings):
+            yield "in place", _in_place(self.problem)
         waiting = format_bytes(self.held_bytes)
         yield "pinned", f"{len(self.pinned)} ops run once; {waiting} of what they make wait for the backward"
 
@@ -89,6 +91,15 @@ class Explanation(Printed):
             yield Table(_RULE_HEADS, list(_rule_rows(self.problem)), {"ops", "makes"}, title="rules")
         if self.breaks:
             yield Notes(("graph break", "why"), [(b.where, b.why) for b in self.breaks], title="graph breaks")
+
+
+def _in_place(problem: Problem) -> str:
+    """How many ops can write over an input, and what that takes off the peak of keeping everything."""
+    plain = replace(problem, profile=replace(problem.profile, ways=()))
+    saved = plain.keep_all_peak - problem.keep_all_peak
+    worth = f"they take {format_bytes(saved)} off it" if saved else "they leave it as it is"
+    over = sum(map(bool, problem.savings))
+    return f"{over} ops can write over an input that is not needed any more; keeping all, {worth}"
 
 
 _HEADS = ("op", "runs once: it", "phase", "makes", "held", "where")

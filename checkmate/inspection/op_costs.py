@@ -28,6 +28,8 @@ class OpCosts:
     workspace_bytes: int  # while it runs, beyond inputs and outputs
     byte_seconds: float  # sum over its outputs: bytes times the seconds that they stay
     estimated: bool  # not measured
+    over: tuple[str, ...] = ()  # values that it can be written over where they are not needed any more, the best first
+    saves_bytes: int = 0  # less while it runs, where it is written over the best of them
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,6 +72,10 @@ class Costs(Printed):
             f"{len(self.rows)} ops, {format_seconds(self.seconds)} and at most {format_bytes(self.peak)} a step "
             f"({self.source})"
         )
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        if over := sum(bool(row.over) for row in self.rows):
+            yield "in place", f"{over} ops can write over an input that is not needed any more"
 
     def _tables(self) -> Iterator[Table]:
         for name, rows in (
@@ -124,6 +130,8 @@ def costs_of(problem: Problem, top: int = 10) -> Costs:
             workspace_bytes=int(problem.workspace[k]),
             byte_seconds=sum(int(sizes[v]) * lifetime(v, k) for v in op.outputs),
             estimated=k in estimated,
+            over=tuple(graph.values[v].name for v, _ in problem.savings[k]),
+            saves_bytes=max((saved for _, saved in problem.savings[k]), default=0),
         )
         for k, op in enumerate(graph.ops)
     ]

@@ -62,6 +62,7 @@ class PeakExplanation(Printed):
     resident: dict[str, int]  # bytes that are there all the time, by role
     seconds: float  # of the plan's step
     top: int = 10  # how many values are printed
+    not_over: str = ""  # what the op could write over if it were not kept, in words
     better: Solution | None = None  # a faster plan within the same budget, if the prices came upon one
 
     def __iter__(self) -> Iterator[Held]:
@@ -89,6 +90,10 @@ class PeakExplanation(Printed):
         if self.resident:
             parts = ", ".join(f"{role} {format_bytes(size)}" for role, size in self.resident.items())
             yield "resident", f"{format_bytes(sum(self.resident.values()))}: {parts}"
+        if self.moment.over:
+            yield "in place", f"{self.moment.name} is written over {self.moment.over}, which is not counted any more"
+        if self.not_over:
+            yield "not over", self.not_over
         if self.moment.workspace:
             yield "workspace", f"{format_bytes(self.moment.workspace)} of {self.moment.target}"
 
@@ -196,8 +201,24 @@ def explain_peak(
     asked = list(_prices(solution, size, time_limit)) if prices else []
     best = _better(solution, [answer for _, answer in asked])
     bought = tuple(price for price, _ in asked)
-    about = (line.peak, solution.budget, moment, line.resident, solution.cost, top, best)
+    about = (line.peak, solution.budget, moment, line.resident, solution.cost, top, _not_over(solution, line), best)
     return PeakExplanation(held, bought, *about)
+
+
+def _not_over(solution: Solution, line: Timeline) -> str:
+    """What the op at the peak could write over to take less, and which op still reads that; empty: nothing."""
+    moment, problem = line.peak_moment, solution.problem
+    for v, saved in problem.savings[moment.op]:
+        name = problem.graph.values[v].name
+        if name == moment.over:
+            break
+        span = next(span for span in line.alive(moment.index) if span.value == v)
+        use = span.next_use(moment.index)
+        if use is None and span.last == moment.index:  # it goes, and yet nothing is written over it
+            continue
+        keeps = "is kept" if use is None else f"{line.moments[use].name} reads later"
+        return f"{name}, which {keeps}: {moment.name} could be written over it, and take {format_bytes(saved)} less"
+    return ""
 
 
 class Remaking:
@@ -207,7 +228,8 @@ class Remaking:
         self.graph, self.seconds = solution.problem.graph, solution.problem.seconds
         self.spans: dict[int, list[tuple[int, int]]] = {}  # by value, when its copies are made and gone, ascending
         for span in line.spans:
-            self.spans.setdefault(span.value, []).append((span.first, span.last))
+            last = max((span.last, *span.uses))  # what is written over is there for the execution that does so
+            self.spans.setdefault(span.value, []).append((span.first, last))
 
     def at_hand(self, value: int, index: int) -> bool:
         """Whether a copy made before this execution is still there."""
@@ -237,7 +259,7 @@ def _held(solution: Solution, line: Timeline, moment: Moment, span: Span, remake
     pinned = [graph.ops[k] for k in sorted(needed) if graph.ops[k].pinned]
     why_not = ""
     if span.first == moment.index:
-        why_not = "made here"
+        why_not = "made here" if span.continues is None else f"made here, over {moment.over}"
     elif moment.index in span.uses:
         why_not = "read here"
     elif span.role == "results":

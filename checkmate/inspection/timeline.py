@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from checkmate.core.plan import Plan, Run
 from checkmate.core.problem import Problem
+from checkmate.core.ways import Way
 from checkmate.inspection.module_groups import fold
 
 RESIDENT = ("parameters", "buffers", "inputs", "other resident")
@@ -58,13 +59,17 @@ class Moment:
     seconds: float  # that it takes
     bytes: int  # at hand while it runs: resident, values, workspace
     workspace: int  # bytes, of these
+    over: str  # name of the value that it writes over, which is gone then; empty where it writes over none
     where: str  # as `Op.where`, empty where not known
     place: Place  # the same in parts
 
 
 @dataclass(frozen=True)
 class Span:
-    """One copy of a value: at hand while the executions from ``first`` to ``last`` run, both included."""
+    """One copy of a value: at hand while the executions from ``first`` to ``last`` run, both included.
+
+    A copy that is written over ends before the execution that does so, though this one reads it yet.
+    """
 
     value: int  # index in the graph
     name: str  # of the value
@@ -75,6 +80,7 @@ class Span:
     first: int  # index of the Moment that makes it
     last: int  # index of the last Moment at which it is at hand
     uses: tuple[int, ...]  # indices of the Moments that read this copy, ascending
+    continues: int | None  # index of the Span in whose storage it is, which ends where this begins; None: in its own
     where: str  # of the producer
     place: Place
 
@@ -183,32 +189,66 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
     """
     graph = problem.graph
     places = [place_of(op.where) for op in graph.ops]
-    made: list[list[int]] = []  # [value, copies before, first, last, *uses]
-    open_: dict[int, list[int]] = {}  # by value, the copy at hand
+    ways = _best_ways(problem)
+    made: list[_Copy] = []
+    open_: dict[int, int] = {}  # by value, which copy is at hand
     copies = [0] * len(graph.values)
-    runs: list[tuple[int, bool]] = []  # op, whether in the forward
+    runs: list[_Run] = []
     for position, step in enumerate(plan.steps):
         if not isinstance(step, Run):
             if step.value in open_:
-                open_.pop(step.value)[3] = len(runs) - 1
+                made[open_.pop(step.value)].last = len(runs) - 1
             continue
         index, op = len(runs), graph.ops[step.op]
-        runs.append((step.op, position < plan.boundary))
+        way = None if step.over is None else ways[step.op, step.over]
+        runs.append(_Run(step.op, position < plan.boundary, way))
         for v in op.inputs:
             if v in open_:
-                open_[v].append(index)
+                made[open_[v]].uses.append(index)
+        ended = None if way is None else open_.pop(way.over)
+        if ended is not None:
+            made[ended].last = index - 1
         for v in op.outputs:
-            made.append([v, copies[v], index, index])  # it goes at once where a copy is still at hand
+            continues = ended if way is not None and way.makes == v else None
+            made.append(_Copy(v, copies[v], index, index, continues))  # it goes at once where a copy is still at hand
             copies[v] += 1
-            open_.setdefault(v, made[-1])
+            open_.setdefault(v, len(made) - 1)
     if not runs:
         raise ValueError("The plan runs nothing: it has no timeline.")
-    for copy in open_.values():
-        copy[3] = len(runs) - 1
+    for i in open_.values():
+        made[i].last = len(runs) - 1
     results = frozenset(graph.outputs)
     spans = tuple(_span(problem, copy, places, results) for copy in made)
     moments = _moments(problem, runs, spans, places)
-    return Timeline(moments, spans, _resident(problem), sum(forward for _, forward in runs))
+    return Timeline(moments, spans, _resident(problem), sum(run.forward for run in runs))
+
+
+@dataclass
+class _Copy:
+    """What becomes a `Span`, while its end is not known."""
+
+    value: int
+    before: int
+    first: int
+    last: int
+    continues: int | None
+    uses: list[int] = field(default_factory=list)
+
+
+class _Run(NamedTuple):
+    op: int
+    forward: bool  # whether it runs in the forward
+    way: Way | None  # None: plainly
+
+
+def _best_ways(problem: Problem) -> dict[tuple[int, int], Way]:
+    """For an op and a value that it may write over, the way that saves the most."""
+    best: dict[tuple[int, int], Way] = {}
+    for way in problem.profile.ways:
+        known = best.setdefault((way.op, way.over), way)
+        if way.workspace < known.workspace:
+            best[way.op, way.over] = way
+    return best
 
 
 def place_of(where: str | None) -> Place:
@@ -229,8 +269,8 @@ def place_of(where: str | None) -> Place:
     return Place(module, named, line)
 
 
-def _span(problem: Problem, copy: list[int], places: list[Place], results: frozenset[int]) -> Span:
-    v, before, first, last, *uses = copy
+def _span(problem: Problem, copy: _Copy, places: list[Place], results: frozenset[int]) -> Span:
+    v, before = copy.value, copy.before
     value, size = problem.graph.values[v], int(problem.sizes[v])
     k = value.producer
     assert k is not None  # an op made it
@@ -241,7 +281,8 @@ def _span(problem: Problem, copy: list[int], places: list[Place], results: froze
         role = "made again"
     else:
         role = "activations" if op.phase == "forward" else "gradients"
-    return Span(v, value.name, size, role, before, k, first, last, tuple(uses), op.where or "", places[k])
+    when = (copy.first, copy.last, tuple(copy.uses))
+    return Span(v, value.name, size, role, before, k, *when, copy.continues, op.where or "", places[k])
 
 
 def _held(spans: Iterable[Span], length: int) -> np.ndarray:
@@ -253,17 +294,17 @@ def _held(spans: Iterable[Span], length: int) -> np.ndarray:
     return changes.cumsum()[:-1]
 
 
-def _moments(
-    problem: Problem, runs: list[tuple[int, bool]], spans: tuple[Span, ...], places: list[Place]
-) -> tuple[Moment, ...]:
+def _moments(problem: Problem, runs: list[_Run], spans: tuple[Span, ...], places: list[Place]) -> tuple[Moment, ...]:
     live = problem.resident + _held(spans, len(runs))
     times = [0] * len(problem.graph.ops)
     moments, begin = [], 0.0
-    for index, (k, forward) in enumerate(runs):
-        op, seconds, workspace = problem.graph.ops[k], float(problem.seconds[k]), int(problem.workspace[k])
+    for index, (k, forward, way) in enumerate(runs):
+        op, seconds = problem.graph.ops[k], float(problem.seconds[k])
+        workspace = int(problem.workspace[k]) if way is None else way.workspace
+        over = "" if way is None else problem.graph.values[way.over].name
         phase = "forward" if forward else "backward"
         size = int(live[index]) + workspace
-        figures = (times[k], begin, seconds, size, workspace)
+        figures = (times[k], begin, seconds, size, workspace, over)
         moments.append(Moment(index, k, op.name, op.target, op.phase, phase, *figures, op.where or "", places[k]))
         times[k] += 1
         begin += seconds

@@ -69,7 +69,9 @@ def graph(problem: Problem, *, most: int = NODES, ax: Axes | None = None) -> Axe
     ax.set_axis_off()
     drawn = "" if len(nodes) == len(problem.graph.ops) else f" in {len(nodes)} boxes"
     step = f"{format_seconds(problem.keep_all_cost)}, {format_bytes(problem.keep_all_peak)} keeping all"
-    ax.set_title(f"{len(problem.graph.ops)} ops{drawn}: {step}")
+    in_place = sum(map(bool, problem.savings))
+    ways = f"; {in_place} can write over an input" if in_place else ""
+    ax.set_title(f"{len(problem.graph.ops)} ops{drawn}: {step}{ways}")
     return ax
 
 

@@ -111,9 +111,10 @@ def _name_peak(ax: Axes, line: Timeline, height: float) -> None:
     moment = line.peak_moment
     middle = moment.begin + moment.seconds / 2
     where = f"\n{moment.where}" if moment.where else ""
+    over = f" over {moment.over}" if moment.over else ""
     left = middle < line.seconds / 2
     ax.annotate(
-        f"peak {format_bytes(line.peak)}\n{moment.name}{where}",
+        f"peak {format_bytes(line.peak)}\n{moment.name}{over}{where}",
         (middle, line.peak),
         (middle + (0.03 if left else -0.03) * line.seconds, height),
         ha="left" if left else "right",

@@ -46,7 +46,7 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     ax.scatter(k, t, s=size, marker="X", c=RED, ec="black", lw=0.4, label=label, zorder=3)
     ax.set(xlabel="op, in the order of first execution", ylabel="stage, which ends with the first execution of its op")
     ax.set(xlim=(-0.5, T - 0.5), ylim=(T - 0.5, -0.5))
-    ax.set_title(f"{solution.method}: {(again > 0).sum()} of {T} ops run again, {again.sum()} times in all", pad=22)
+    ax.set_title(_title(solution), pad=22)
     if T <= NAMED:
         names = [op.name for op in solution.problem.graph.ops]
         ax.set_xticks(range(T), names, rotation=90)
@@ -58,6 +58,12 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     for mark in marks:
         mark.set_sizes([LEGEND_SIZE])  # a mark as large as a cell of a small schedule covers the words
     return ax
+
+
+def _title(solution: Solution) -> str:
+    again, over = with_plan(solution).recomputed, 0 if solution.plan is None else solution.plan.runs_over
+    in_place = f", {over} runs write over an input" if over else ""
+    return f"{solution.method}: {(again > 0).sum()} of {len(again)} ops run again, {again.sum()} times in all{in_place}"
 
 
 def _kept(solution: Solution) -> np.ndarray:

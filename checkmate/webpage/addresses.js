@@ -8,7 +8,7 @@ const addresses = (() => {
   area.append(below, above);
   const readout = el("p", { id: "addresses-readout", class: "hint", role: "status" });
   const margin = { left: 74, right: 14, top: 8, bottom: 38 };
-  const { height: arena, boxes } = data.arena; // [role, first moment, last moment, offset, bytes, name]
+  const { height: arena, boxes } = data.arena; // [role, first moment, last moment, offset, bytes, name, over]
 
   /** The picture within its margins, in pixels of the page. */
   function scales() {
@@ -56,13 +56,13 @@ const addresses = (() => {
   function show(box) {
     const { pen } = cleared(above);
     const { x, y } = scales();
-    const [role, first, last, offset, bytes, name] = box;
+    const [role, first, last, offset, bytes, name, over] = box;
     pen.strokeStyle = colour("mark");
     pen.lineWidth = 2;
     pen.strokeRect(x(first), y(offset + bytes), x(last + 1) - x(first), y(offset) - y(offset + bytes));
     const during = first === last ? `execution ${first + 1}` : `executions ${first + 1} to ${last + 1}`;
     readout.replaceChildren(...broken(
-      `${data.texts[name]} (${data.roles[role].name}): ${formatBytes(bytes)} from byte ${offset} on, ${during}`));
+      `${data.texts[name]}${inPlace(over)} (${data.roles[role].name}): ${formatBytes(bytes)} from byte ${offset} on, ${during}`));
   }
 
   function at(event) {

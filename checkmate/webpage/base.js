@@ -16,6 +16,17 @@ for (const table of data.tables) {
 }
 const again = data.moments.nth.flatMap((nth, i) => (nth ? [i] : [])); // moments at which an op runs again
 
+/** That a moment writes over a value; empty where it writes over none. */
+function runsOver(i) {
+  const over = data.texts[data.moments.over[i]];
+  return over ? `, over ${over}` : "";
+}
+
+/** Whose place something is in, by the index of that name. */
+function inPlace(text) {
+  return data.texts[text] ? `, in place of ${data.texts[text]}` : "";
+}
+
 /** A text in parts between which a line may end: long names have no spaces, but underscores. */
 function broken(text) {
   const parts = text.split(/(?<=\w_)(?=[^_])/);

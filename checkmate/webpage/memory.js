@@ -140,7 +140,7 @@ const memory = (() => {
   function describe(i) {
     const k = data.moments.op[i];
     const times = data.moments.nth[i] ? `, run for the ${data.moments.nth[i]} time` : "";
-    return `${data.ops.name[k]}${times}, ${formatBytes(data.moments.bytes[i])} at hand, ${i + 1} of ${N}`;
+    return `${data.ops.name[k]}${times}${runsOver(i)}, ${formatBytes(data.moments.bytes[i])} at hand, ${i + 1} of ${N}`;
   }
 
   function fillReadout(i) {
@@ -148,10 +148,10 @@ const memory = (() => {
     const here = data.spans.filter(([, , , from, to]) => from <= i && i <= to); // the most bytes first, as all are
     const half = i < data.moments.boundary ? "forward" : "backward";
     const times = data.moments.nth[i] ? `, for the ${data.moments.nth[i]} time` : "";
-    const rows = here.slice(0, 100).map(([value, role, copy, , , uses]) => {
+    const rows = here.slice(0, 100).map(([value, role, copy, , , uses, over]) => {
       const next = uses.find((use) => use > i);
       return [
-        data.values.name[value] + (copy ? ` (copy ${copy + 1})` : ""),
+        data.values.name[value] + (copy ? ` (copy ${copy + 1})` : "") + inPlace(over),
         formatBytes(data.values.bytes[value]),
         data.texts[role],
         next === undefined ? "" : data.ops.name[data.moments.op[next]],
@@ -165,7 +165,8 @@ const memory = (() => {
         ["begins at", data.moments.begins[i]],
         ["takes", data.ops.takes[k]],
         ["at hand", `${formatBytes(data.moments.bytes[i])}, ${here.length} value${here.length === 1 ? "" : "s"}`],
-        ["workspace", data.ops.workspace[k] ? formatBytes(data.ops.workspace[k]) : ""],
+        ["writes over", data.texts[data.moments.over[i]]],
+        ["workspace", data.moments.workspace[i] ? formatBytes(data.moments.workspace[i]) : ""],
         ["module", data.ops.module[k]],
         ["line", data.ops.line[k]],
         ["must run once", data.pinned[k] ?? ""],

@@ -11,7 +11,7 @@ import numpy as np
 from checkmate.core.solution import Solution
 from checkmate.inspection.addresses import Addresses
 from checkmate.inspection.peak import PeakExplanation, nth
-from checkmate.inspection.timeline import Place, Timeline, place_of
+from checkmate.inspection.timeline import Place, Span, Timeline, place_of
 from checkmate.plot.draw_frontier import by_method, proven_seconds
 from checkmate.plot.style import ROLE_STYLES
 from checkmate.units import format_bytes, format_seconds
@@ -32,7 +32,7 @@ def page_data(
     places = [place_of(op.where) for op in graph.ops]
     roles = line.by_role()
     names = list(roles)
-    sizes, workspace = problem.sizes.tolist(), problem.workspace.tolist()
+    sizes, workspace = problem.sizes.tolist(), [moment.workspace for moment in line.moments]
     shown = {*sizes, *workspace, *line.bytes.tolist(), *(size for row in roles.values() for size in row.tolist())}
     return {
         "budget": {"bytes": solution.budget, "label": f"budget {format_bytes(solution.budget)}"},
@@ -55,7 +55,6 @@ def page_data(
             "line": [texts[place.line] for place in places],
             "where": [texts[op.where or ""] for op in graph.ops],
             "takes": [format_seconds(seconds) for seconds in problem.seconds],
-            "workspace": workspace,
         },
         "values": {
             "name": [texts[value.name] for value in graph.values],
@@ -69,18 +68,20 @@ def page_data(
             "begin": [*(moment.begin for moment in line.moments), line.seconds],
             "begins": [format_seconds(moment.begin) for moment in line.moments],
             "bytes": line.bytes.tolist(),
+            "workspace": workspace,
+            "over": [texts[moment.over] for moment in line.moments],
             "boundary": line.boundary,
         },
-        # the most bytes first: value, role, copies before, first and last moment, moments that read it
+        # the most bytes first: value, role, copies before, first and last moment, moments that read it, what it is over
         "spans": [
-            [span.value, texts[span.role], span.copy, span.first, span.last, span.uses]
+            [span.value, texts[span.role], span.copy, span.first, span.last, span.uses, texts[_over(line, span)]]
             for span in sorted(line.spans, key=lambda span: -span.bytes)
         ],
         "kept": _intervals(solution.schedule.S),
         "arena": {
             "height": placed.height,
             "boxes": [
-                [names.index(box.role), box.first, box.last, box.offset, box.bytes, texts[box.name]]
+                [names.index(box.role), box.first, box.last, box.offset, box.bytes, texts[box.name], texts[box.over]]
                 for box in placed.boxes
                 if box.bytes
             ],
@@ -103,6 +104,11 @@ class _Texts(dict[str, int]):
 
     def cells(self, row: Sequence[Cell]) -> list[Any]:
         return [self[cell] if isinstance(cell, str) else (self[cell[0]], cell[1]) for cell in row]
+
+
+def _over(line: Timeline, span: Span) -> str:
+    """Name of the value that a copy is written over."""
+    return "" if span.continues is None else line.spans[span.continues].name
 
 
 def _module(place: Place) -> str:

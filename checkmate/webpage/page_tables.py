@@ -77,7 +77,7 @@ def _peak_tables(line: Timeline, peak: PeakExplanation) -> Iterator[dict[str, An
 def _op_tables(line: Timeline, problem: Problem) -> Iterator[dict[str, Any]]:
     """What each op costs, the most seconds first; and of those that run again, what that takes."""
     ops = costs_of(problem).rows
-    stages = stages_of(line)
+    stages, moments = stages_of(line), line.moments
     executions: list[list[int]] = [[] for _ in ops]
     for moment in line.moments:
         executions[moment.op].append(moment.index)
@@ -103,6 +103,8 @@ def _op_tables(line: Timeline, problem: Problem) -> Iterator[dict[str, Any]]:
             ],
             "go": [executions[op.op][1] for op in again],
         }  # fmt: skip
+    over = [next((moments[i].over for i in executions[op.op] if moments[i].over), "") for op in ops]
+    in_place = any(over)
     spent = [len(executions[op.op]) * op.seconds for op in ops]
     by_cost = sorted(ops, key=lambda op: -spent[op.op])
     yield {
@@ -110,14 +112,15 @@ def _op_tables(line: Timeline, problem: Problem) -> Iterator[dict[str, Any]]:
         "title": f"Ops by cost ({len(ops)})",
         "heads": [
             ("op", False), ("computes", False), ("of the", False), ("runs", True), ("each", True), ("in all", True),
-            ("share", True), ("makes", True), ("workspace", True), ("where", False),
+            ("share", True), ("makes", True), *([("written over", False)] if in_place else []), ("workspace", True),
+            ("where", False),
         ],
         "rows": [
             (
                 op.name, op.target, op.phase, (str(len(executions[op.op])), len(executions[op.op])),
                 _seconds(op.seconds), _seconds(spent[op.op]),
                 (f"{spent[op.op] / line.seconds:.2%}" if line.seconds else "", spent[op.op]),
-                _bytes(op.output_bytes), _bytes(op.workspace_bytes), op.where,
+                _bytes(op.output_bytes), *([over[op.op]] if in_place else []), _bytes(op.workspace_bytes), op.where,
             )
             for op in by_cost
         ],

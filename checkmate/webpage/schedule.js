@@ -127,6 +127,7 @@ const schedule = (() => {
     if (k === t) runs = "runs for the first time and ends the stage";
     else if (k > t) runs = "cannot run yet: its first execution is later";
     else if (moment !== undefined) runs = `is run again, for the ${data.moments.nth[moment]} time`;
+    if (moment !== undefined) runs += runsOver(moment);
     readout.replaceChildren(
       el("h3", {}, `Stage ${t}, op ${k}`),
       facts([

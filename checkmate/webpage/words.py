@@ -67,6 +67,10 @@ def _proof_in_words(solution: Solution) -> str:
     )
 
 
+def _runs_over(solution: Solution) -> int:
+    return 0 if solution.plan is None else solution.plan.runs_over
+
+
 def _counted(count: int, word: str) -> str:
     return f"{count:,} {word}{'s' * (count != 1)}"
 
@@ -81,6 +85,8 @@ def figures(solution: Solution) -> Iterator[tuple[str, str, str]]:
     yield "bound", format_seconds(solution.bound), "every plan within the budget takes so long, proven"
     yield "gap", f"{solution.gap:.2%}", "of the step could be saved at most"
     yield "overhead", f"{solution.overhead:+.2%}", "recomputation, of a step that runs each op once"
+    if over := _runs_over(solution):
+        yield "in place", f"{over:,}", "runs write over an input that is not needed any more"
     yield "solved by", solution.method, f"in {format_seconds(solution.seconds)}"
 
 
@@ -98,6 +104,8 @@ def facts(solution: Solution) -> Iterator[tuple[str, str]]:
         cannot = f"; {_counted(len(rule.exempt), 'op')} cannot obey it" if rule.exempt else ""
         yield "rule", f"{rule.text}, for {_counted(len(rule.ops), 'op')}{cannot}"
     yield "ops that must run once", f"{sum(op.pinned is not None for op in graph.ops):,}"
+    if in_place := sum(map(bool, problem.savings)):
+        yield "ops that can write over an input", f"{in_place:,}"
     yield "keeping everything", f"{format_bytes(problem.keep_all_peak)}, {format_seconds(problem.keep_all_cost)}"
     yield "no budget can be below", f"{format_bytes(int(problem.unavoidable_bytes.max()))}"
     yield "profile", problem.profile.source + (f"; {_counted(estimated, 'op')} estimated" if estimated else "")
@@ -121,11 +129,14 @@ def memory_text(solution: Solution, line: Timeline) -> str:
     if 0 < line.boundary < len(line.moments):
         held = line.moments[line.boundary - 1].bytes
         between = f" When the forward ends, {format_bytes(held)} are at hand."
+    over = f", written over {moment.over}" if moment.over else ""
+    written = _runs_over(solution)
+    in_place = f" What goes with a run may be written over by it: {_counted(written, 'run')} do so." if written else ""
     return (
         f"Bytes at hand while each op runs, from {format_bytes(int(line.bytes[0]))} at the first op to "
         f"{format_bytes(int(line.bytes[-1]))} at the last. The peak of {format_bytes(line.peak)} is at {moment.name}"
-        f"{where}, execution {moment.index + 1:,} of {len(line.moments):,}, in the {moment.phase}; the budget is "
-        f"{format_bytes(solution.budget)}.{halves}{between}"
+        f"{over}{where}, execution {moment.index + 1:,} of {len(line.moments):,}, in the {moment.phase}; the budget is "
+        f"{format_bytes(solution.budget)}.{halves}{between}{in_place}"
     )
 
 
@@ -146,11 +157,12 @@ def schedule_text(solution: Solution) -> str:
 def addresses_text(placed: Addresses) -> str:
     """What the picture of the addresses shows."""
     alive = format_bytes(placed.bound)
+    places = "" if not any(box.over for box in placed.boxes) else " What is written over a value takes over its place."
     low = "no arena is lower" if placed.gap == 0 else f"at most {placed.gap:.2%} of it could be saved"
     return (
         f"Each copy of a value that the step makes, and the workspace of each op, has a place in one arena of "
-        f"{format_bytes(placed.height)}, for as long as it is needed. At most {alive} are alive at one moment: {low}. "
-        "What is there all the time lies outside."
+        f"{format_bytes(placed.height)}, for as long as it is needed. At most {alive} are alive at one moment: {low}."
+        f"{places} What is there all the time lies outside."
     )
 
 

@@ -4,12 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 import checkmate
 from benchmarks.networks import dags
+from checkmate.core.plan import Run
 from checkmate.core.simulator import simulate
+from checkmate.inspection.addresses import lives_of
 from checkmate.solvers.addresses import Block, overlaps
+from checkmate.solvers.common.certify import certify
+from tests.core.test_schedule import random_runs
+from tests.support.oracle import random_problem_with_ways
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_written_over_gives_its_place_and_nothing_else_overlaps(seed: int) -> None:
+    problem = random_problem_with_ways(seed, most_ops=9)
+    for R in (np.eye(len(problem.graph.ops), dtype=bool), random_runs(problem, seed)):
+        solution = certify(problem, 10**6, R, method="by hand")
+        assert solution.plan is not None
+        placed, usage = checkmate.addresses(solution), simulate(solution.plan, problem)
+        for moment, taken in enumerate(usage.bytes_at):
+            assert problem.resident + sum(b.bytes for b in placed.boxes if b.first <= moment <= b.last) == taken
+        rounded = [block._replace(size=-(-block.size // 64) * 64) for block in _blocks(placed)]
+        assert not list(overlaps(rounded, [box.offset for box in placed.boxes]))
+        runs = [step for step in solution.plan.steps if isinstance(step, Run)]
+        names = [value.name for value in problem.graph.values]
+        written = sorted((i, names[run.over]) for i, run in enumerate(runs) if run.over is not None)
+        assert sorted((box.first, box.over) for box in placed.boxes if box.over) == written
+        for box in placed.boxes:
+            before = [b for b in placed.boxes if (b.name, b.last, b.offset) == (box.over, box.first - 1, box.offset)]
+            assert len(before) == bool(box.over)
+        assert len(lives_of(solution)) == len(placed.boxes) - len(written)
 
 
 def _blocks(placed: checkmate.Addresses) -> list[Block]:
@@ -44,6 +71,7 @@ def test_it_prints_and_gives_records() -> None:
         "last": 3,
         "offset": 512,
         "bytes": 128,
+        "over": "",
     }
 
 

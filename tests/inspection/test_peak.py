@@ -105,6 +105,10 @@ def _tight(problem: Problem, share: float) -> Any:
 
 PLANS: dict[str, Callable[[], Any]] = {
     **{f"random {seed}": lambda seed=seed: _tight(oracle.random_problem(seed, most_ops=7), 1.0) for seed in range(12)},
+    **{
+        f"random in place {seed}": lambda seed=seed: _tight(oracle.random_problem_with_ways(seed, most_ops=9), 1.2)
+        for seed in range(12)
+    },
     "unet": lambda: _tight(dags.unet(2, wide=8), 0.8),
     "gpt": lambda: _tight(dags.gpt(1), 0.8),
     "chain": lambda: _tight(dags.unit_chain(12), 0.6),
@@ -217,6 +221,18 @@ def test_a_peak_at_a_rematerialization_says_so() -> None:
     assert (moment.name, moment.time) == ("op0", 1)
     assert "op0, run for the 2nd time, in the backward." in repr(checkmate.explain_peak(solution, prices=False))
     assert "workspace  9 B of op" in repr(checkmate.explain_peak(solution, prices=False))
+
+
+def test_what_the_op_at_the_peak_is_written_over_is_said() -> None:
+    """Op 3 reads what ops 1 and 2 made, and could be written over either; op 4 reads that of op 1 yet."""
+    problem = Problem.from_dag(
+        [[], [0], [1], [1, 2], [1, 3]], [1] * 5, [4, 64, 64, 64, 4], workspace=[0, 0, 0, 40, 0], over={3: [1, 2]}
+    )
+    peak = checkmate.explain_peak(_by_hand(problem), prices=False)
+    assert (peak.peak, peak.moment.over) == (64 + 64 + 40, "v2")
+    assert peak.not_over == "v1, which op4 reads later: op3 could be written over it, and take 64 B less"
+    assert [(row.name, row.why_not) for row in peak] == [("v1", "read here"), ("v3", "made here, over v2")]
+    assert "in place   op3 is written over v2" in repr(peak)
 
 
 def test_html_is_escaped() -> None:

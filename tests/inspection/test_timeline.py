@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -14,8 +15,11 @@ from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Profile
+from checkmate.core.schedule import Schedule
+from checkmate.core.ways import Way
 from checkmate.inspection.timeline import ROLES, Place, Timeline, place_of, timeline
 from checkmate.solvers.catalogue import METHODS
+from tests.core.test_schedule import random_runs
 from tests.support import oracle
 
 next_use = METHODS["next-use"].solve
@@ -103,6 +107,22 @@ def test_alive_lists_the_most_bytes_first() -> None:
     assert [s.name for s in timeline(AGAIN, _chain()).alive(4)] == ["vd", "vc", "va"]
 
 
+def test_what_writes_over_a_value_takes_its_storage() -> None:
+    """Op 2 writes over op 1's value with 3 bytes more of workspace; op 3 over that of op 2."""
+    ways = (Way(2, 2, 1, 6), Way(2, 2, 1, 4), Way(3, 3, 2, 0))
+    problem = Problem.from_dag([[], [0], [1], [0, 2]], [1.0] * 4, [10] * 4, workspace=[0, 0, 1, 2])
+    problem = replace(problem, profile=replace(problem.profile, ways=ways))
+    plan = Plan((Run(0), Run(1), Run(2, over=1), Run(3, over=2), Free(0)), 4)
+    line = timeline(plan, problem)
+    assert [(m.bytes, m.workspace, m.over) for m in line.moments] == [
+        (10, 0, ""), (20, 0, ""), (20 + 4, 4, "v1"), (20, 0, "v2"),
+    ]  # fmt: skip
+    assert [(s.name, s.first, s.last, s.uses, s.continues) for s in line.spans] == [
+        ("v0", 0, 3, (1, 3), None), ("v1", 1, 1, (2,), None), ("v2", 2, 2, (3,), 1), ("v3", 3, 3, (), 2),
+    ]  # fmt: skip
+    _agrees(line, plan, problem)
+
+
 def test_values_that_share_bytes_are_resident_without_a_role() -> None:
     problem = _chain()
     less = Problem(problem.graph, Profile(problem.seconds, problem.workspace, 6))
@@ -153,6 +173,20 @@ def test_it_says_what_the_simulator_says(seed: int) -> None:
         plan = simulator.lower(problem, schedule)
         if not simulator.verify(plan, problem):
             _agrees(timeline(plan, problem), plan, problem)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_it_says_so_of_what_is_written_over(seed: int) -> None:
+    problem = oracle.random_problem_with_ways(seed, most_ops=9)
+    for R in (np.eye(len(problem.graph.ops), dtype=bool), random_runs(problem, seed)):
+        plan = simulator.lower(problem, Schedule.from_runs(problem.graph, R))
+        line = timeline(plan, problem)
+        _agrees(line, plan, problem)
+        runs = [step for step in plan.steps if isinstance(step, Run)]
+        overs = [(i, run.over) for i, run in enumerate(runs) if run.over is not None]
+        taken = [(span, line.spans[span.continues]) for span in line.spans if span.continues is not None]
+        assert [(new.first, old.value) for new, old in taken] == overs
+        assert all(old.last + 1 == new.first == old.uses[-1] and old.bytes == new.bytes for new, old in taken)
 
 
 @pytest.mark.parametrize("problem", [dags.vgg(), dags.unet(2), dags.gpt(2)], ids=["vgg", "unet", "gpt"])

@@ -88,6 +88,16 @@ def _rows() -> checkmate.Frontier:
     return checkmate.frontier(dags.unit_chain(8), [2, 3, 4, 6, 10], methods=["auto", "checkpoint-all"], jobs=1)
 
 
+@cache
+def _in_place() -> Solution:
+    """Five ops, of which the third is written over the second's value, the last over the fourth's."""
+    problem = Problem.from_dag(
+        [[], [0], [1], [0, 2], [3]], [1] * 5, [64, 64, 64, 128, 128], workspace=[0, 0, 8, 0, 0],
+        over={2: [1], 4: [3]}, forward=2,
+    )  # fmt: skip
+    return checkmate.solve(problem, 256, method="checkpoint-all")
+
+
 def _plan(solution: Solution) -> Schedule:
     assert solution.schedule is not None
     return solution.schedule
@@ -150,8 +160,26 @@ def test_the_data_are_those_of_the_timeline(seed: int, tmp_path: Path) -> None:
     }
     for index, moment in enumerate(line.moments):
         assert R[moments["stage"][index], moment.op]
-        here = [data["values"]["name"][v] for v, _, _, first, last, _ in data["spans"] if first <= index <= last]
+        here = [data["values"]["name"][v] for v, _, _, first, last, _, _ in data["spans"] if first <= index <= last]
         assert here == [span.name for span in line.alive(index)]
+
+
+def test_what_is_written_over_is_told(tmp_path: Path) -> None:
+    path = checkmate.report(_in_place(), tmp_path / "plan.html")
+    data, words = _data(path), " ".join(_Elements(path.read_text(encoding="utf-8")).texts)
+    texts = data["texts"]
+    assert [texts[over] for over in data["moments"]["over"]] == ["", "", "v1", "", "v3"]
+    named = data["values"]["name"]
+    assert {named[span[0]]: texts[span[-1]] for span in data["spans"] if texts[span[-1]]} == {"v2": "v1", "v4": "v3"}
+    boxes = {texts[box[5]]: box for box in data["arena"]["boxes"]}
+    assert boxes["v2"][3] == boxes["v1"][3]
+    assert texts[boxes["v2"][6]] == "v1"
+    ops = data["tables"][-1]
+    over = [head for head, _ in ops["heads"]].index("written over")
+    assert {row[0]: row[over] for row in ops["rows"]} == {"op0": "", "op1": "", "op2": "v1", "op3": "", "op4": "v3"}
+    assert "2 runs do so" in words
+    assert "ops that can write over an input" in words
+    assert "takes over its place" in words
 
 
 def test_every_number_of_bytes_on_the_page_is_written_as_in_the_library(tmp_path: Path) -> None:
@@ -159,7 +187,7 @@ def test_every_number_of_bytes_on_the_page_is_written_as_in_the_library(tmp_path
     data = _data(checkmate.report(solution, tmp_path / "plan.html"))
     assert data["written"] == {size: format_bytes(int(size)) for size in data["written"]}
     rows = [role["bytes"] for role in data["roles"]]
-    for sizes in (*rows, data["moments"]["bytes"], data["values"]["bytes"], data["ops"]["workspace"]):
+    for sizes in (*rows, data["moments"]["bytes"], data["values"]["bytes"], data["moments"]["workspace"]):
         assert {str(size) for size in sizes} <= set(data["written"])
 
 
@@ -736,6 +764,16 @@ def test_a_run_in_the_schedule_leads_to_the_memory(opened: Open) -> None:
     _one(driver, "#schedule-readout button").click()
     line = timeline(solution.plan, solution.problem)
     assert _shown(driver) == next(moment.index for moment in line.moments if moment.time)
+
+
+def test_what_an_op_writes_over_is_shown_beside_it(opened: Open) -> None:
+    driver = opened(_in_place())
+    _press(driver, "#memory-area", _keys().HOME, _keys().ARROW_RIGHT, _keys().ARROW_RIGHT)
+    assert _one(driver, "#memory-area").get_attribute("aria-valuetext").startswith("op2, over v1, ")
+    assert "writes over\nv1" in _one(driver, "#memory-readout").text
+    assert "v2, in place of v1" in _one(driver, "#memory .values").text
+    _press(driver, "#schedule-area", *[_keys().ARROW_DOWN, _keys().ARROW_RIGHT] * 2)
+    assert "op2 runs for the first time and ends the stage, over v1." in _one(driver, "#schedule-readout").text
 
 
 def test_the_pointer_finds_each_box_and_a_click_leads_to_its_op(opened: Open) -> None:
