@@ -89,7 +89,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "",
         f"Made by `python -m benchmarks.ways` at {commits} on {machines}, one thread, {limits} for each plan; "
         "seconds are those that the process computed, as the machine was busy with other work. Before: ops as PyTorch "
-        "has them. After: convolutions' gradients apart, large results late, and ops that write over what dies at them.",
+        "has them. After: convolutions' gradients apart, large results late, ops that write over what dies at them.",
         "",
         Table(HEADER, [_floor(name, forms) for name, forms in whole.items()], HEADER[1:]).markdown(),
         "",
