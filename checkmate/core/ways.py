@@ -61,6 +61,8 @@ Saving = tuple[int, int]  # a value, and the bytes less where it goes with the r
 def savings(ways: Sequence[Way], sizes: np.ndarray, workspace: np.ndarray) -> tuple[tuple[Saving, ...], ...]:
     """For each op what its ways save, the most first: (value that is written over, bytes), all more than none.
 
+    A value of no bytes is nothing to write over.
+
     Args:
         ways: of all ops.
         sizes: (V,) bytes of each value.
@@ -69,6 +71,6 @@ def savings(ways: Sequence[Way], sizes: np.ndarray, workspace: np.ndarray) -> tu
     best: list[dict[int, int]] = [{} for _ in workspace]
     for way in ways:
         saved = int(sizes[way.over]) + int(workspace[way.op]) - way.workspace
-        if saved > best[way.op].get(way.over, 0):
+        if sizes[way.over] and saved > best[way.op].get(way.over, 0):
             best[way.op][way.over] = saved
     return tuple(tuple(sorted(of.items(), key=lambda item: (-item[1], item[0]))) for of in best)

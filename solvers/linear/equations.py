@@ -20,6 +20,10 @@ We differ from the paper in that values, not ops, are kept and freed, in that a 
 first execution to the end, and in that an op has a workspace. A value that is a result or that nobody reads has no
 variables: its (second) copy counts while its op runs, as workspace does.
 
+An op may have ways that write over an input v and save so many bytes (`checkmate.core.ways`): OVER[t, v, k] is 1 where
+op k writes over v in stage t. It need not be integer, since where R and FREE are, the best is to write over the one
+value that goes and saves the most. Where no op has a way, there are none of its columns and rows.
+
 Paper: https://arxiv.org/abs/1910.02653
 """
 
@@ -46,6 +50,7 @@ class Touches:
     value: np.ndarray  # (E,) int
     op: np.ndarray  # (E,) int
     made_by: np.ndarray  # (E,) int: the producer of the value
+    saved: np.ndarray  # (E,) int64: bytes less while the op runs if it writes over the value; 0 where it cannot
     earlier: tuple[np.ndarray, np.ndarray]  # pairs (e, i) of touches of one value, i before e
 
     @property
@@ -61,6 +66,7 @@ class Variables:
     R: np.ndarray  # (T, T), op k runs in stage t
     S: np.ndarray  # (T, V), value v is at hand when stage t begins; none for results, which always are
     FREE: np.ndarray  # (T, E), touch e is the last in stage t of a value that is not kept for the next
+    OVER: np.ndarray  # (T, E), the op of touch e writes over its value in stage t
     U: np.ndarray  # (T, T), bytes at hand when op k runs in stage t, less resident, results and workspace
     touches: Touches  # the columns of FREE
 
@@ -85,7 +91,10 @@ def build(problem: Problem, budget: int, *, formulation: str = "strengthened") -
         R=model.variables(R, name="R", lower=np.eye(len(R)), cost=cost, integer=True),  # (1a, 8a)
         S=model.variables(S, name="S", integer=True),
         FREE=model.variables(FREE, name="FREE", integer=paper),
-        U=model.variables(np.tril(np.ones_like(R)), name="U", upper=_capacity(problem, budget)[:, None]),
+        OVER=model.variables(FREE & (touches.saved > 0), name="OVER"),
+        U=model.variables(
+            np.tril(np.ones_like(R)), name="U", upper=_capacity(problem, budget)[:, None] + R * _most_saved(problem)
+        ),
         touches=touches,
     )
     if paper:
@@ -100,6 +109,9 @@ def build(problem: Problem, budget: int, *, formulation: str = "strengthened") -
     begin_stage(model, x, problem)
     run_and_free(model, x, problem)
     fit(model, x, problem, budget)
+    if touches.saved.any():
+        write_over(model, x)
+        keep_one_copy(model, x)
     run_at_most(model, x.R, problem)
     return model, x
 
@@ -228,13 +240,46 @@ def run_and_free(model: Model, x: Variables, problem: Problem) -> None:
 
 
 def fit(model: Model, x: Variables, problem: Problem, budget: int) -> None:
-    """The budget holds while each op runs (9). Where W_k = 0 this is the upper bound of U.
+    """The budget holds while each op runs (9). Where W_k = 0 and op k has no ways this is the upper bound of U.
 
-    U[t, k] + W_k R[t, k] <= budget      W_k with what op k makes that is a result or that nobody reads
+    U[t, k] + W_k R[t, k] - Σ_v (M_v + W_k - W_w) OVER[t, v, k] <= budget
+
+    W_k with what op k makes that is a result or that nobody reads; W_w the workspace of the way that writes over v.
     """
-    W = _working_bytes(problem, x.touches)
-    t, k = np.nonzero((x.R != NONE) & (W > 0))
-    model.constrain("fit", [(x.U[t, k], 1.0), (x.R[t, k], W[k])], upper=_capacity(problem, budget)[t])
+    W, touch = _working_bytes(problem, x.touches), x.touches
+    there = (x.R != NONE) & ((W > 0) | (_most_saved(problem) > 0))
+    t, k = np.nonzero(there)
+    rows = np.full(x.R.shape, NONE)
+    rows[t, k] = own = np.arange(len(t))
+    s, e = np.nonzero(x.OVER != NONE)
+    saved = (rows[s, touch.op[e]], x.OVER[s, e], -touch.saved[e] / size_unit(problem))
+    terms: list[Entry] = [(own, x.U[t, k], 1.0), (own, x.R[t, k], W[k]), saved]
+    model.constrain_sparse("fit", len(t), terms, upper=_capacity(problem, budget)[t])
+
+
+def write_over(model: Model, x: Variables) -> None:
+    """An op that runs writes over one value at most, and only over what is let go after it.
+
+    OVER[t, v, k] <= FREE[t, v, k]      every stage t, op k, input v that a way of k writes over
+    Σ_v OVER[t, v, k] <= R[t, k]        every stage t, op k with ways
+    """
+    t, e = np.nonzero(x.OVER != NONE)
+    model.constrain("write over what goes", [(x.OVER[t, e], 1.0), (x.FREE[t, e], -1.0)], upper=0.0)
+    runs, of = np.unique(x.R[t, x.touches.op[e]], return_inverse=True)
+    terms = [(of, x.OVER[t, e], 1.0), (np.arange(len(runs)), runs, -1.0)]
+    model.constrain_sparse("write over one", len(runs), terms, upper=0.0)
+
+
+def keep_one_copy(model: Model, x: Variables) -> None:
+    """What is kept is not made again beside it, so that what is written over is no second copy.
+
+    S[t, v] + R[t, prod(v)] <= 1      every stage t, value v that a way writes over
+    """
+    v = np.unique(x.touches.value[x.touches.saved > 0])
+    values, made_by = _values(x.touches)
+    p = made_by[np.searchsorted(values, v)]
+    t, i = np.nonzero((x.S[:, v] != NONE) & (x.R[:, p] != NONE))
+    model.constrain("keep one copy", [(x.S[t, v[i]], 1.0), (x.R[t, p[i]], 1.0)], upper=1.0)
 
 
 def fit_first_runs(model: Model, x: Variables, problem: Problem, budget: int) -> None:
@@ -244,15 +289,21 @@ def fit_first_runs(model: Model, x: Variables, problem: Problem, budget: int) ->
 
     What is kept for stage t+1 is at hand in the last moment of stage t. These are knapsacks of binaries, which (2)-(9)
     are not, so that solvers derive cover inequalities from them: the bounds of the linear program change little, those
-    after the cuts a lot.
+    after the cuts a lot. An op with ways may take as much less as it saves at most; one that could write over a single
+    value v saves that only where v is not kept, that is, saved · (1 - S[t+1, v]).
     """
-    M, graph = _sizes(problem), problem.graph
-    own = _own_bytes(problem) / size_unit(problem)
+    M, graph, unit = _sizes(problem), problem.graph, size_unit(problem)
+    own = _own_bytes(problem) / unit
     kept = np.vstack([x.S[1:], np.full((1, x.S.shape[1]), NONE)])
+    written = np.full(len(graph.ops), NONE)  # per stage: the column of the one value that its op could write over
     for k, op in enumerate(graph.ops):
+        if len(problem.savings[k]) == 1:
+            written[k] = kept[k, problem.savings[k][0][0]]
         kept[k, [*op.inputs, *op.outputs]] = NONE
+    saved = _most_saved(problem)
     t = np.flatnonzero((kept != NONE).any(axis=1))
-    model.constrain("fit first runs", [(kept[t], M)], upper=(_capacity(problem, budget) - own)[t])
+    room = (_capacity(problem, budget) - own + saved)[t]
+    model.constrain("fit first runs", [(kept[t], M), (written[t], saved[t])], upper=room)
 
 
 def run_at_most(model: Model, R: np.ndarray, problem: Problem) -> None:
@@ -286,7 +337,8 @@ def _touches(problem: Problem) -> Touches:
         earlier += [(e, i) for e in range(first, len(pairs)) for i in range(first, e)]
     value_, op, made_by = np.array(pairs, dtype=np.int64).reshape(-1, 3).T
     late, early = np.array(earlier, dtype=np.int64).reshape(-1, 2).T
-    return Touches(value_, op, made_by, (late, early))
+    saved = np.array([dict(problem.savings[k]).get(v, 0) for v, k, _ in pairs], dtype=np.int64)
+    return Touches(value_, op, made_by, saved, (late, early))
 
 
 def _values(touch: Touches) -> tuple[np.ndarray, np.ndarray]:
@@ -313,7 +365,7 @@ def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, n
         inputs = list(graph.ops[k].inputs)
         read[inputs] = np.maximum(read[inputs], useful[k])
     room = budget - problem.resident - _results_bytes(problem)
-    fits = _own_bytes(problem) <= room[:, None]
+    fits = _own_bytes(problem) - most_saved_bytes(problem) <= room[:, None]
     R = (stage == np.arange(T)) | ((stage > np.arange(T)) & (stage <= useful) & fits)
     v, made_by = _values(touch)
     S = np.zeros((T, V), dtype=bool)
@@ -341,6 +393,16 @@ def _own_bytes(problem: Problem) -> np.ndarray:
     return np.array([problem.sizes[vs].sum() for vs in touched], dtype=np.int64) + problem.workspace
 
 
+def most_saved_bytes(problem: Problem) -> np.ndarray:
+    """(T,) int64: what the best way of each op saves where its value goes."""
+    return np.array([of[0][1] if of else 0 for of in problem.savings], dtype=np.int64)
+
+
+def _most_saved(problem: Problem) -> np.ndarray:
+    """(T,): the same in units of size."""
+    return most_saved_bytes(problem) / size_unit(problem)
+
+
 def _made_bytes(problem: Problem, touch: Touches) -> np.ndarray:
     """(T,): what each op makes that stays at hand until freed, in units of size."""
     made = touch.op == touch.made_by
@@ -364,6 +426,7 @@ def _capacity(problem: Problem, budget: int) -> np.ndarray:
 
     Sums of sizes are multiples of their greatest common divisor, so the budget is rounded down to one.
     """
-    step = int(np.gcd.reduce(np.concatenate([problem.sizes, problem.workspace]))) or 1
+    ways = np.array([way.workspace for way in problem.profile.ways], dtype=np.int64)
+    step = int(np.gcd.reduce(np.concatenate([problem.sizes, problem.workspace, ways]))) or 1
     room = budget - problem.resident - _results_bytes(problem)
     return room // step * step / size_unit(problem)

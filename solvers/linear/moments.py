@@ -10,6 +10,11 @@ runs between moments i-1 and i, the last included. Of the rules of a schedule we
     X[i, v] = 1 for what o_i reads and makes
     Σ_i R[i, k] <= most_k; 0 for X[i-1, v] in (1b, 1c) where o_{i-1} ends the forward     by rules
 
+Where o_i may write over some of its inputs (`checkmate.core.ways`), X[i, v] of these says that v is at hand after the
+moment, all of them count as at hand at it, and OVER[i, v] takes off what writing over v saves:
+
+    OVER[i, v] + X[i, v] <= 1,   Σ_v OVER[i, v] <= 1
+
 Any schedule maps to such R and X at no more cost: the least cost here is a bound for all of them. It has O(T m)
 variables, where the exact model has O(T^2). Which moments matters more than how many: `moment_bound` starts with two
 and adds one where the plan that the answer suggests breaks the budget.
@@ -61,6 +66,7 @@ class Relaxed:
     R: np.ndarray
     X: np.ndarray
     carried: np.ndarray  # X as what follows a moment finds it: without what a rule has made again in the backward
+    OVER: np.ndarray  # (m, V): the op of moment i writes over value v
 
 
 def moment_bound(
@@ -169,11 +175,14 @@ def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
     for i, o in enumerate(moments):
         own[i, [*graph.ops[o].inputs, *graph.ops[o].outputs]] = True
     X_there = ~held & (made_by <= ends[:-1]) & ((read > ends[:-1]) | own)
+    over = np.zeros((m, V), dtype=bool)
+    for i, o in enumerate(moments):
+        over[i, [v for v, _ in problem.savings[o]]] = True
     R = model.variables(R_there, lower=first, cost=problem.seconds / cost_unit(problem), integer=True)
-    X = model.variables(X_there, lower=own)
+    X = model.variables(X_there, lower=own & ~over)
     carried = X.copy()
     carried[np.ix_([o == graph.forward_length - 1 for o in moments], [*problem.limits.gone])] = NONE
-    x = Relaxed(model, R, X, carried)
+    x = Relaxed(model, R, X, carried, model.variables(over))
     _depend(x, problem, begins[:, 0], made_by, held)
     _keep(x, begins[:, 0], made_by)
     _fit(x, problem, budget, moments, made_by)
@@ -212,13 +221,23 @@ def _keep(x: Relaxed, begins: np.ndarray, made_by: np.ndarray) -> None:
 
 
 def _fit(x: Relaxed, problem: Problem, budget: int, moments: Sequence[int], made_by: np.ndarray) -> None:
-    """Σ_v M_v X[i, v] <= budget - resident - results so far - workspace of o_i      at each moment i."""
+    """Σ_v M_v X[i, v] - saved by OVER <= budget - resident - results so far - workspace of o_i      at each moment."""
     room = []
     for o in moments:
         results = [v for v in problem.graph.outputs if 0 <= made_by[v] <= o]
         room.append(budget - problem.resident - int(problem.sizes[results].sum()) - int(problem.workspace[o]))
+    i, v = np.nonzero(x.OVER != NONE)  # these are at hand at the moment, whether they are after it or not
+    there = np.zeros(x.X.shape, dtype=np.int64)
+    there[i, v] = problem.sizes[v]
+    at = np.where(there > 0, NONE, x.X)
+    saved = np.zeros(x.X.shape)
+    saved[i, v] = [dict(problem.savings[moments[row]])[of] for row, of in zip(i.tolist(), v.tolist(), strict=True)]
     unit = size_unit(problem)
-    x.model.constrain("fit", [(x.X, problem.sizes / unit)], upper=np.array(room) / unit)
+    terms = [(at, problem.sizes / unit), (x.OVER, -saved / unit)]
+    x.model.constrain("fit", terms, upper=(np.array(room) - there.sum(axis=1)) / unit)
+    if len(i):
+        x.model.constrain("write over what goes", [(x.OVER[i, v], 1.0), (x.X[i, v], 1.0)], upper=1.0)
+        x.model.constrain("write over one", [(x.OVER, 1.0)], upper=1.0)
 
 
 def lift(problem: Problem, bound: Bound) -> Schedule:

@@ -7,7 +7,11 @@ variable for each such gap:
     r[p] <= y[e-1]                         the op at place p reads the value of touch e                     (1b)
     y[e] <= y[e-1] + r[p] [p makes it]     at hand after touch e, until the next touch of the value         (1c)
     L[p] = L[p-1] + Σ_{e at p} M (y[e] - y[e-1])                                                            (2)-(4)
-    L[p-1] + r[p] (W + Σ_{v in out} M_v) <= budget - resident - results so far                              (9)
+    L[p-1] + r[p] (W + Σ_{v in out} M_v) - Σ_e saved_e over[e] <= budget - resident - results so far        (9)
+
+where over[e] says that the op at place p writes over the value of touch e (`checkmate.core.ways`), which goes with it:
+
+    over[e] <= y[e-1] - y[e],   Σ_{e at p} over[e] <= r[p]
 
 Every r is a schedule (`checkmate.core.schedule.Schedule.from_runs`), with y the least that it needs: with all places
 this is the exact model, with fewer a restriction of it. Its answers are plans; its bound holds for the chosen places
@@ -132,7 +136,8 @@ def build(
     kept = np.flatnonzero((y != NONE) & e.follows)
     made = np.where(e.makes, r[e.place], NONE)
     model.constrain("keep", [(y[kept], 1.0), (before[kept], -1.0), (made[kept], -1.0)], upper=0.0)
-    _remember(model, problem, budget, places, e, r, y, before)
+    over = _write_over(model, problem, places, e, r, y, before)
+    _remember(model, problem, budget, places, e, r, y, before, over)
     if problem.limits.most_runs:
         by_op = np.full((len(problem.graph.ops), len(problem.graph.ops)), NONE)
         by_op[stage, op] = r
@@ -155,6 +160,7 @@ def _remember(
     r: np.ndarray,
     y: np.ndarray,
     before: np.ndarray,
+    over: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """The bytes at hand after each place, and the budget while its op runs."""
     unit, graph, P = size_unit(problem), problem.graph, len(places)
@@ -172,4 +178,32 @@ def _remember(
     changes = [(own, L, 1.0), (own, earlier, -1.0), (e.place, y, -M), (e.place, before, M)]
     model.constrain_sparse("remember", P, changes, lower=0.0, upper=0.0)
     made = np.array([problem.sizes[list(o.outputs)].sum() for o in graph.ops]) + problem.workspace
-    model.constrain("fit", [(earlier, 1.0), (r, made[op] / unit)], upper=room)
+    columns, saved = over
+    there = np.flatnonzero(columns != NONE)
+    terms = [(own, earlier, 1.0), (own, r, made[op] / unit), (e.place[there], columns[there], -saved[there] / unit)]
+    model.constrain_sparse("fit", P, terms, upper=room)
+
+
+def _write_over(
+    model: Model,
+    problem: Problem,
+    places: np.ndarray,
+    e: _Touches,
+    r: np.ndarray,
+    y: np.ndarray,
+    before: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Columns (E,) of over, and the bytes that each saves; both of touches that write over nothing are none."""
+    savings = [dict(of) for of in problem.savings]
+    ops = places[e.place, 1].tolist()
+    reads = zip(ops, e.value.tolist(), e.makes.tolist(), strict=True)
+    saved = np.array([0 if makes else savings[k].get(v, 0) for k, v, makes in reads], dtype=np.int64)
+    columns = model.variables((saved > 0) & (before != NONE))
+    at = np.flatnonzero(columns != NONE)
+    if len(at):
+        terms = [(columns[at], 1.0), (before[at], -1.0), (y[at], 1.0)]
+        model.constrain("write over what goes", terms, upper=0.0)
+        place, of = np.unique(e.place[at], return_inverse=True)
+        one = [(of, columns[at], 1.0), (np.arange(len(place)), r[place], -1.0)]
+        model.constrain_sparse("write over one", len(place), one, upper=0.0)
+    return columns, saved

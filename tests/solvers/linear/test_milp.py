@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -16,6 +17,7 @@ from checkmate.core import simulator
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
+from checkmate.core.ways import Way
 from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import without_useless
@@ -25,26 +27,37 @@ from checkmate.solvers.linear.highs import Outcome, Result
 from checkmate.solvers.linear.milp import export, relax
 from checkmate.solvers.linear.model import NONE, Model
 from tests.support import oracle
-from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every, slow
 
 milp = METHODS["milp"].solve
 
 GOLDEN = {3: 45, 4: 26, 5: 22, 6: 21, 8: 19}  # budget -> cost of the chain of 8 layers, unit costs and sizes
+GOLDEN_IN_PLACE = {
+    3: 27,
+    4: 22,
+    5: 21,
+    6: 20,
+    8: 18,
+}  # the same where each op of the backward may write over the gradient that it reads
 GOLDEN_16 = {8: 43, 10: 41, 12: 39}
 
 
 @cache
-def known(seed: int, most_ops: int = 5) -> tuple[Problem, list[tuple[float, int]], list[int]]:
+def known(
+    seed: int, most_ops: int = 5, make: Callable[..., Problem] = random_problem
+) -> tuple[Problem, list[tuple[float, int]], list[int]]:
     """A random problem, all that can happen in it, and budgets worth asking for: the loosest and the tightest."""
-    problem = random_problem(seed, most_ops=most_ops)
+    problem = make(seed, most_ops=most_ops)
     every = outcomes(problem)
     budgets = interesting_budgets(every)
     return problem, every, sorted({*budgets[:2], *budgets[-3:]})
 
 
-def check_against_brute_force(seed: int, formulation: str, most_ops: int = 5) -> None:
-    problem, every, budgets = known(seed, most_ops)
+def check_against_brute_force(
+    seed: int, formulation: str, most_ops: int = 5, make: Callable[..., Problem] = random_problem
+) -> None:
+    problem, every, budgets = known(seed, most_ops, make)
     for budget in budgets:
         best = optimum(every, budget)
         solution = milp(problem, budget, formulation=formulation)
@@ -69,6 +82,12 @@ def test_paper_form_equals_brute_force(seed: int) -> None:
     check_against_brute_force(seed, "paper")
 
 
+@pytest.mark.parametrize("seed", every(6, range(0, 80, 2)))
+def test_with_ways_both_forms_equal_brute_force(seed: int) -> None:
+    for formulation in FORMULATIONS:
+        check_against_brute_force(seed, formulation, make=random_problem_with_ways)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1004, 1009, 1012])
 def test_six_ops_equal_brute_force(seed: int) -> None:
@@ -77,8 +96,11 @@ def test_six_ops_equal_brute_force(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", every(5, range(0, 80, 4)))
-def test_relaxations_bound_the_optimum_and_the_strengthened_one_is_tighter(seed: int) -> None:
-    problem, every, budgets = known(seed)
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
+def test_relaxations_bound_the_optimum_and_the_strengthened_one_is_tighter(
+    seed: int, make: Callable[..., Problem]
+) -> None:
+    problem, every, budgets = known(seed, make=make)
     for budget in budgets:
         best = optimum(every, budget)
         strengthened = relax(problem, budget).bound
@@ -106,6 +128,22 @@ def test_golden_chain_of_8_paper(budget: int, cost: float) -> None:
 def test_golden_chain_of_16(budget: int, cost: float) -> None:
     solution = milp(dags.unit_chain(16), budget)
     assert (solution.status, solution.cost) == (Status.OPTIMAL, cost)
+
+
+@pytest.mark.parametrize(("budget", "cost"), GOLDEN_IN_PLACE.items())
+def test_golden_chain_of_8_whose_backward_writes_over_gradients(budget: int, cost: float) -> None:
+    chain = dags.unit_chain(8)
+    ways = tuple(Way(k, k, k - 1, 0) for k in range(9, 17))
+    solution = milp(replace(chain, profile=replace(chain.profile, ways=ways)), budget)
+    assert (solution.status, solution.cost) == (Status.OPTIMAL, cost)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_without_ways_the_model_has_no_trace_of_them(seed: int) -> None:
+    problem = random_problem(seed)
+    model, x = build(problem, problem.keep_all_peak)
+    assert (x.OVER == NONE).all()
+    assert not {"write over what goes", "write over one", "keep one copy"} & set(model.families)
 
 
 @pytest.mark.parametrize(("budget", "cost"), GOLDEN_16.items())
@@ -153,7 +191,7 @@ def test_equations_and_simulator_agree_on_every_run(seed: int) -> None:
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), formulation=st.sampled_from(FORMULATIONS))
 def test_the_model_admits_a_schedule_exactly_from_its_simulated_peak_on(seed: int, formulation: str) -> None:
-    problem = random_problem(seed, most_ops=6)
+    problem = (random_problem, random_problem_with_ways)[seed % 2](seed, most_ops=6)
     R = random_runs(problem, seed)
     peak = Schedule.from_runs(problem.graph, R).peak(problem)
     for budget, outcome in ((peak, Outcome.OPTIMAL), (peak - 1, Outcome.INFEASIBLE)):

@@ -18,7 +18,7 @@ from checkmate.solvers.common.runs import cost_of, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import EXACT, Bound, default_moments, lift
 from checkmate.solvers.linear.moments import moment_bound as bound_of
-from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every
 
 next_use = METHODS["next-use"].solve
@@ -38,7 +38,7 @@ def moment_bound(
 @pytest.mark.parametrize("block", every(5, range(10)))
 def test_never_above_the_optimum(block: int) -> None:
     for seed in range(25 * block, 25 * block + 25):
-        problem = random_problem(seed, most_ops=4)
+        problem = (random_problem, random_problem_with_ways)[seed % 2](seed, most_ops=4)
         known = outcomes(problem)
         for budget in interesting_budgets(known):
             best = optimum(known, budget)
@@ -53,7 +53,7 @@ def test_never_above_the_optimum(block: int) -> None:
 @pytest.mark.parametrize("block", every(4, range(4)))
 def test_any_moments_give_a_bound(block: int) -> None:
     for seed in range(300 + 10 * block, 310 + 10 * block):
-        problem = random_problem(seed, most_ops=5)
+        problem = (random_problem, random_problem_with_ways)[seed % 2](seed, most_ops=5)
         known = outcomes(problem)
         ops = range(len(problem.graph.ops))
         for budget in interesting_budgets(known)[:-1]:

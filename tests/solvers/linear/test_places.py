@@ -16,7 +16,7 @@ from checkmate.solvers.common.runs import choose_places, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.highs import Outcome
 from checkmate.solvers.linear.places import restricted
-from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every
 
 next_use = METHODS["next-use"].solve
@@ -38,7 +38,8 @@ def all_places(problem: Problem) -> np.ndarray:
 @pytest.mark.parametrize("block", every(10, range(10)))
 def test_with_all_places_it_is_exact(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
-        problem = random_problem(seed, most_ops=5 if seed % 4 == 0 else 4)
+        make = (random_problem, random_problem_with_ways)[seed % 2]
+        problem = make(seed, most_ops=5 if seed % 4 == 0 else 4)
         known = outcomes(problem)
         for budget in interesting_budgets(known):
             best = optimum(known, budget)
