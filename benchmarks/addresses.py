@@ -20,7 +20,7 @@ from pathlib import Path
 import checkmate
 from benchmarks.common.rows import Row, append, origin
 from checkmate.core.table import Table
-from checkmate.inspection.addresses import ALIGNMENT
+from checkmate.inspection.addresses import ALIGNMENT, lives_of
 from checkmate.solvers.addresses import Block, Placement, live_peak, overlaps, place
 from checkmate.solvers.search.packing import pack
 
@@ -69,8 +69,10 @@ def plan_rows(graph: str, time_limit: float) -> Iterator[Row]:
         began = time.perf_counter()
         addresses = checkmate.addresses(solution, time_limit=time_limit)
         seconds = time.perf_counter() - began
-        blocks = [Block(box.first, box.last + 1, -(-box.bytes // ALIGNMENT) * ALIGNMENT) for box in addresses.boxes]
-        placement = Placement(tuple(box.offset for box in addresses.boxes), addresses.height, addresses.bound)
+        lives = lives_of(solution)
+        blocks = [Block(life.first, life.last + 1, -(-life.bytes // ALIGNMENT) * ALIGNMENT) for life in lives]
+        offsets = tuple(box.offset for box in addresses.boxes if not box.over)  # one for each life
+        placement = Placement(offsets, addresses.height, addresses.bound)
         name = f"{graph} {share:g}"
         yield {"name": name, "method": method, "budget": budget, **figures(blocks, placement, seconds)}
 

@@ -177,7 +177,7 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
     """What is at hand at each execution of a plan that `checkmate.core.simulator.verify` accepts.
 
     Raises:
-        ValueError: if the plan runs nothing.
+        ValueError: if the plan runs nothing, or writes over what no way of an op does.
 
     >>> from checkmate import solve
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[10, 20, 20, 5])
@@ -200,7 +200,10 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
                 made[open_.pop(step.value)].last = len(runs) - 1
             continue
         index, op = len(runs), graph.ops[step.op]
-        way = None if step.over is None else ways[step.op, step.over]
+        way = ways.get((step.op, step.over))
+        if step.over is not None and (way is None or step.over not in open_):
+            over = graph.values[step.over].name
+            raise ValueError(f"The plan runs {op.name} over {over}, which no way of it does, or which is not at hand.")
         runs.append(_Run(step.op, position < plan.boundary, way))
         for v in op.inputs:
             if v in open_:
@@ -241,9 +244,9 @@ class _Run(NamedTuple):
     way: Way | None  # None: plainly
 
 
-def _best_ways(problem: Problem) -> dict[tuple[int, int], Way]:
+def _best_ways(problem: Problem) -> dict[tuple[int, int | None], Way]:
     """For an op and a value that it may write over, the way that saves the most."""
-    best: dict[tuple[int, int], Way] = {}
+    best: dict[tuple[int, int | None], Way] = {}
     for way in problem.profile.ways:
         known = best.setdefault((way.op, way.over), way)
         if way.workspace < known.workspace:

@@ -223,6 +223,13 @@ def test_a_peak_at_a_rematerialization_says_so() -> None:
     assert "workspace  9 B of op" in repr(checkmate.explain_peak(solution, prices=False))
 
 
+def test_what_is_written_over_is_at_hand_for_the_op_that_does_so() -> None:
+    """Dropped at op 2, v1 is made again for op 3 from v0, over which op 3 writes."""
+    problem = Problem.from_dag([[], [0], [], [0, 1, 2]], [1] * 4, [4] * 4, workspace=[0, 0, 9, 0], over={3: [0]})
+    rows = {row.name: row for row in checkmate.explain_peak(_by_hand(problem), prices=False)}
+    assert (rows["v1"].next_op, rows["v1"].drop_seconds) == ("op3", 1.0)
+
+
 def test_what_the_op_at_the_peak_is_written_over_is_said() -> None:
     """Op 3 reads what ops 1 and 2 made, and could be written over either; op 4 reads that of op 1 yet."""
     problem = Problem.from_dag(

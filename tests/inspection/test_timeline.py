@@ -123,6 +123,15 @@ def test_what_writes_over_a_value_takes_its_storage() -> None:
     _agrees(line, plan, problem)
 
 
+@pytest.mark.parametrize("over", [0, 1])
+def test_a_plan_that_writes_over_what_it_cannot_is_refused(over: int) -> None:
+    """Op 2 has no way to write over the value of op 0, and that of op 1 is gone."""
+    problem = Problem.from_dag([[], [0], [1], [0, 2]], [1.0] * 4, [10] * 4, over={2: [1]})
+    plan = Plan((Run(0), Run(1), Free(1), Run(2, over=over), Run(3)), 5)
+    with pytest.raises(ValueError, match=f"runs op2 over v{over}, which no way"):
+        timeline(plan, problem)
+
+
 def test_values_that_share_bytes_are_resident_without_a_role() -> None:
     problem = _chain()
     less = Problem(problem.graph, Profile(problem.seconds, problem.workspace, 6))

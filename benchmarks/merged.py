@@ -1,0 +1,280 @@
+"""Activations merged by hand, beside plans for the plain ones: swish, and batch normalization with a leaky ReLU.
+
+    python -m benchmarks.merged [swish ...] [--only h100 cpu] [--time-limit SECONDS] [--out FILE]
+    python -m benchmarks.merged --report     # from the rows: the tables of docs/merged.md
+
+A ResNet-50 with its activations written plainly, and as a `torch.autograd.Function` by hand that keeps less
+(`benchmarks.common.merged_forms`). Ours runs the plain one: within the bytes of each other form, and within the seconds
+of each that takes no fewer than the plain one. For an H100, at batch 32 of 224 x 224, nothing runs: bytes and seconds
+of all forms are those of their captured steps, each op once, seconds estimated. On the CPU a narrower one is trained,
+at batch 16 of 64 x 64: peaks are those of PyTorch's allocator, and steps of all forms take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from benchmarks.common.merged_forms import FORMS, Form, ResNet50
+from benchmarks.common.rows import Row, add_names, append, latest, origin, plan_facts, read, shown
+from benchmarks.common.timing import Batch, Step, distance, nothing_on_disk, step_and_back, train
+from checkmate.backends.state import differing
+from checkmate.core.table import Table
+from checkmate.memory import measure_peak
+from checkmate.units import format_bytes, format_seconds
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "merged.jsonl"
+PAGE = ROOT / "docs" / "merged.md"
+OURS = "checkmate"
+HALVINGS = 7  # of the bytes between the smallest budget and those of keeping everything
+ROUNDING = 1e-9  # of seconds
+TITLES = {"h100": "on an H100, estimated", "cpu": "on a CPU, measured"}
+HEADER = ("peak", "of plain", "step", "of plain", "run again")
+
+
+Number = TypeVar("Number", int, float)
+Turn = tuple[nn.Module, Step, Batch]
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a network and its batch."""
+
+    batch: int
+    side: int  # of an image
+    base: int  # channels of the first stage
+    classes: int
+
+
+SIZES = {"h100": Size(32, 224, 64, 1000), "cpu": Size(16, 64, 32, 10)}
+
+
+def made(form: Form, size: Size, device: str) -> Turn:
+    """The network, its step and a batch."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        module = ResNet50(form, size.base, size.classes)
+        x = torch.randn(size.batch, 3, size.side, size.side)
+        y = torch.randint(size.classes, (size.batch,))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(module(x), y)
+
+    return module, step, (x, y)
+
+
+def estimated(activation: str, time_limit: float, size: Size = SIZES["h100"]) -> Iterator[Row]:
+    """A row for each form, and for each plan of ours, from captured steps."""
+    problems: dict[str, checkmate.Problem] = {}
+    as_run: dict[str, checkmate.Problem] = {}  # by PyTorch, which writes over nothing
+    for name, form in FORMS[activation].items():
+        _, step, batch = made(form, size, "meta")
+        problem = checkmate.trace(step, *batch, profile="roofline:h100")
+        problems[name] = problem
+        as_run[name] = replace(problem, profile=replace(problem.profile, ways=()))
+        yield {"form": name, "peak": as_run[name].keep_all_peak, "step": as_run[name].keep_all_cost}
+    for plain in filter(is_plain, problems):
+        problem = problems[plain]
+        yield _planned(_ours(plain, "nothing twice"), _within(problem, problem.keep_all_peak, time_limit))
+        others = [name for name in as_run if name != plain]
+        for what, budget in _different({f"bytes of '{name}'": as_run[name].keep_all_peak for name in others}):
+            if budget < problem.keep_all_peak:
+                yield _planned(_ours(plain, what), _within(problem, budget, time_limit))
+        for what, seconds in _different({f"time of '{name}'": as_run[name].keep_all_cost for name in others}):
+            if seconds > (1 + ROUNDING) * problem.keep_all_cost:
+                yield _planned(_ours(plain, what), least_bytes(problem, seconds, time_limit))
+
+
+def _different(named: Mapping[str, Number]) -> Iterator[tuple[str, Number]]:
+    """Each number with the first of its names."""
+    first: dict[Number, str] = {}
+    for name, number in named.items():
+        first.setdefault(number, name)
+    yield from ((name, number) for number, name in first.items())
+
+
+def is_plain(form: str) -> bool:
+    """Whether a form is one that ours runs."""
+    return form.startswith("plain")
+
+
+def _ours(plain: str, what: str) -> str:
+    return f"{OURS}{plain.removeprefix('plain')}, {what}"
+
+
+def _within(problem: checkmate.Problem, budget: int, time_limit: float) -> checkmate.Solution:
+    return checkmate.solve(problem, budget, time_limit=time_limit, progress=False)
+
+
+def least_bytes(problem: checkmate.Problem, seconds: float, time_limit: float) -> checkmate.Solution:
+    """Of the plans that take no more seconds, the one of fewest bytes that halving finds."""
+    best = _within(problem, problem.keep_all_peak, time_limit)
+    low, high = checkmate.min_budget(problem).peak - 1, problem.keep_all_peak
+    for _ in range(HALVINGS):
+        budget = (low + high) // 2
+        found = checkmate.solve(problem, budget, time_limit=time_limit, start=best, progress=False)
+        if found.peak is not None and found.cost <= seconds:
+            best, high = found, found.peak
+        else:
+            low = budget
+    return best
+
+
+def _planned(name: str, solution: checkmate.Solution) -> Row:
+    again = None if solution.schedule is None else int(solution.schedule.recomputed.sum())
+    over = None if solution.plan is None else solution.plan.runs_over
+    cost = None if solution.plan is None else solution.cost
+    ran = {"runs_again": again, "runs_over": over, "budget": solution.budget, **plan_facts(solution)}
+    return {"form": name, "peak": solution.peak, "step": cost, **ran}
+
+
+def measured(activation: str, time_limit: float, rounds: int, size: Size = SIZES["cpu"]) -> Iterator[Row]:
+    """The same for steps that run on a thread of a CPU; ours within the bytes that each other form was seen to take."""
+    torch.set_num_threads(1)
+    forms = FORMS[activation]
+    turns = [made(form, size, "cpu") for form in forms.values()]
+    expected = trained(made(forms["plain"], size, "cpu"))
+    problems = {name: checkmate.trace(*_call(turn)) for name, turn in zip(forms, turns, strict=True) if is_plain(name)}
+    resident = next(iter(problems.values())).resident  # parameters and batch, the same for all
+    rows = [{"form": name, **_measured(resident, turn, expected)} for name, turn in zip(forms, turns, strict=True)]
+    seen = {row["form"]: row["peak"] for row in rows}
+    for plain, problem in problems.items():
+        least, most = checkmate.min_budget(problem).peak, problem.keep_all_peak
+        asked = {"nothing twice": most, **{f"bytes of '{n}'": peak for n, peak in seen.items() if n != plain}}
+        for what, budget in _different(asked):
+            if not least <= budget <= min(most, seen[plain]):
+                continue
+            module, step, batch = made(forms[plain], size, "cpu")
+            compiled = checkmate.compile(step, budget=budget, time_limit=time_limit, wait="best")
+            turns.append((module, compiled, batch))
+            with nothing_on_disk():
+                found = _measured(resident, turns[-1], expected)
+            (solution,) = compiled.plans
+            rows.append({**_planned(_ours(plain, what), solution), "predicted": solution.peak, **found})
+    for row, seconds in zip(rows, in_turns(turns, rounds), strict=True):
+        yield {**row, **seconds, "rounds": rounds}
+
+
+def trained(turn: Turn) -> list[Tensor]:
+    """All there is to compare after one step."""
+    module, step, batch = turn
+    return train(module, step, [batch], optimizer=torch.optim.SGD(module.parameters(), lr=0.01))
+
+
+def _call(turn: Turn) -> tuple[Any, ...]:
+    return turn[1], *turn[2]
+
+
+def _measured(resident: int, turn: Turn, expected: Sequence[Tensor]) -> Row:
+    """The peak of a step, and whether what another one made is what is expected."""
+    made_here = trained(turn)
+    use = measure_peak(partial(step_and_back, *turn))
+    return {"peak": resident + use.peak, **_numbers(made_here, expected)}
+
+
+def _numbers(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Row:
+    same = not differing(found, expected)
+    return {"bitwise": same, "distance": distance(found[:-1], expected[:-1])}
+
+
+def in_turns(turns: Sequence[Turn], rounds: int) -> list[Row]:
+    """Median seconds of each step, and of its ratio to the first one's in the same round."""
+    taken: list[list[float]] = [[] for _ in turns]
+    for i in range(rounds + 1):
+        for seconds, (module, step, batch) in list(zip(taken, turns, strict=True))[:: 1 if i % 2 else -1]:
+            module.zero_grad(set_to_none=True)
+            began = time.perf_counter()
+            step(*batch).backward()
+            seconds.append(time.perf_counter() - began)
+    kept = [seconds[1:] for seconds in taken]  # the first round warms up
+    return [
+        {
+            "step": statistics.median(seconds),
+            "ratio": statistics.median(a / b for a, b in zip(seconds, kept[0], strict=True)),
+        }
+        for seconds in kept
+    ]
+
+
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """For each setting and activation that has rows its table in Markdown, by its first head."""
+    found = {}
+    last = latest(rows, "activation", "setting", "form")
+    for setting in SIZES:
+        for activation in FORMS:
+            run = [row for row in last if (row["setting"], row["activation"]) == (setting, activation)]
+            newest = max((row["run"] for row in run), default=None)
+            run = [row for row in run if row["run"] == newest]
+            if run:
+                head = f"{activation}, {TITLES[setting]}"
+                heads = (head, *HEADER, *(["numbers"] if setting == "cpu" else []))
+                found[head] = Table(heads, [_cells(row, run[0])[: len(heads)] for row in run], HEADER).markdown()
+    return found
+
+
+def _cells(row: Row, plain: Row) -> list[str]:
+    peak, step = row["peak"], row["step"]
+    ratio = None if step is None else row.get("ratio", step / plain["step"])
+    numbers = "–"
+    if "bitwise" in row:
+        numbers = "same bits" if row["bitwise"] else f"differ by {row['distance']:.0e}"
+    return [
+        f"**{row['form']}**" if row["form"].startswith(OURS) else row["form"],
+        row["status"] if peak is None else format_bytes(peak),
+        shown(None if peak is None else peak / plain["peak"], ".1%"),
+        "–" if step is None else format_seconds(step),
+        shown(ratio, ".3f"),
+        shown(row.get("runs_again"), "d", missing=""),
+        numbers,
+    ]
+
+
+def renewed(page: str, found: dict[str, str]) -> str:
+    """The page with its tables, told by their first heads, as the rows have them."""
+    for head, table in found.items():
+        there = re.findall(rf"^\| {re.escape(head)} \|.*\n(?:\|.*\n)*", page, flags=re.MULTILINE)
+        if len(there) != 1:
+            raise ValueError(f"docs/merged.md has {len(there)} tables that begin with {head!r}, not one.")
+        page = page.replace(there[0], f"{table}\n")
+    return page
+
+
+def main() -> None:
+    """Make the rows that were asked for, and the tables of the page from all rows."""
+    parser = argparse.ArgumentParser(description="Activations merged by hand, and plans for plain ones.")
+    parser.add_argument("--only", nargs="+", choices=[*SIZES], default=[*SIZES])
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each plan")
+    parser.add_argument("--rounds", type=int, default=60, help="timed steps of each form")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help="run nothing, renew the tables of docs/merged.md")
+    add_names(parser, FORMS)
+    args = parser.parse_args()
+    about = origin()
+    for setting in () if args.report else args.only:
+        for activation in args.names:
+            torch._dynamo.reset()
+            with_limit = partial(estimated, activation, args.time_limit)
+            rows = with_limit() if setting == "h100" else measured(activation, args.time_limit, args.rounds)
+            for row in rows:
+                asked = {"setting": setting, "activation": activation, "run": about["date"]}
+                append(args.out, {**about, **asked, **row})
+                print(setting, activation, row["form"], row["peak"], row["step"], row.get("bitwise", ""), flush=True)
+    if args.report:
+        PAGE.write_text(renewed(PAGE.read_text(), tables(read(args.out))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The benchmark of activations merged by hand: its forms compute the same, and its page shows its rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import merged
+from benchmarks.common import merged_forms
+from benchmarks.common.merged_forms import FORMS
+from benchmarks.common.rows import read
+from benchmarks.merged import OURS, PAGE, RESULTS, Size
+from checkmate.backends.state import differing
+
+TINY = Size(batch=4, side=32, base=8, classes=10)
+SAME_BITS = {"plain", "plain, inplace=True", "by hand, recomputing"}
+
+
+@pytest.fixture(autouse=True)
+def _one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merged_forms, "BLOCKS", (1,))
+
+
+@pytest.mark.parametrize("activation", FORMS)
+def test_all_forms_compute_the_same(activation: str) -> None:
+    expected = merged.trained(merged.made(FORMS[activation]["plain"], TINY, "cpu"))
+    for name, form in FORMS[activation].items():
+        found = merged.trained(merged.made(form, TINY, "cpu"))
+        assert merged.distance(found[:-1], expected[:-1]) < 1e-4, name
+        assert (name in SAME_BITS) == (not differing(found, expected)), name
+
+
+@pytest.mark.slow
+def test_estimates_are_of_each_form_and_of_plans_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merged, "HALVINGS", 2)
+    rows = {row["form"]: row for row in merged.estimated("norm and leaky ReLU", 1.0, TINY)}
+    plain, inverting = rows["plain"], rows["by hand, inverting"]
+    assert inverting["peak"] < plain["peak"]
+    assert inverting["step"] > plain["step"]
+    assert rows[f"{OURS}, nothing twice"]["peak"] <= plain["peak"]
+    assert rows[f"{OURS}, bytes of 'by hand, inverting'"]["peak"] <= inverting["peak"]
+    assert rows[f"{OURS}, time of 'by hand, inverting'"]["step"] <= inverting["step"]
+    assert all(row["peak"] <= row["budget"] for row in rows.values() if "budget" in row)
+
+
+def test_the_tables_show_the_rows_of_the_last_run() -> None:
+    about = {"setting": "cpu", "activation": "swish", "run": "2"}
+    rows = [
+        {**about, "form": "plain", "peak": 2000, "step": 0.5, "ratio": 1.0, "bitwise": True, "distance": 0.0},
+        {**about, "form": "by hand", "peak": 1000, "step": 0.6, "ratio": 1.2, "bitwise": False, "distance": 3e-6},
+        {**about, "form": f"{OURS}, gone", "run": "1", "peak": 1, "step": 0.1},
+        {**about, "form": f"{OURS}, here", "peak": None, "step": None, "status": "not found"},
+    ]
+    ((head, table),) = merged.tables(rows).items()
+    assert head == "swish, on a CPU, measured"
+    assert table.splitlines()[2:] == [
+        "| plain | 2.00 kB | 100.0% | 500.0 ms | 1.000 |  | same bits |",
+        "| by hand | 1.00 kB | 50.0% | 600.0 ms | 1.200 |  | differ by 3e-06 |",
+        "| **checkmate, here** | not found | – | – | – |  | – |",
+    ]
+    assert merged.renewed(f"Text\n\n| {head} | x |\n|---|---|\n| old | 1 |\n\nMore\n", {head: table}) == (
+        f"Text\n\n{table}\n\nMore\n"
+    )
+    with pytest.raises(ValueError, match="0 tables that begin with 'swish"):
+        merged.renewed("Text\n", {head: table})
+
+
+def test_the_page_has_the_committed_rows() -> None:
+    page = PAGE.read_text()
+    found = merged.tables(read(RESULTS))
+    assert len(found) == len(FORMS) * len(merged.SIZES)
+    assert merged.renewed(page, found) == page
+
+
+def test_the_committed_rows_keep_their_promises() -> None:
+    ours = [row for row in read(RESULTS) if row["form"].startswith(OURS)]
+    assert ours
+    assert all(row["peak"] is None or row["peak"] <= row["budget"] for row in ours)
+    measured = [row for row in ours if row["setting"] == "cpu"]
+    assert measured
+    assert all(row["bitwise"] and row["predicted"] == row["peak"] for row in measured)
