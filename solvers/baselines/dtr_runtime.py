@@ -8,6 +8,8 @@ eviction) and can come back; it is forgotten, and counts in no neighbourhood, on
 What a pinned op makes cannot come back. When the program is done with such a value but others are made from it, it
 stays, or goes for good if what is made from it stays instead (the paper's banishing): whichever takes fewer bytes.
 
+An op that may write over a value (`checkmate.core.ways`) does so where that is evicted or forgotten right after it.
+
 A re-run drops the old copies of its outputs first; a result of the step is held, so that a second copy counts.
 
 Paper: https://arxiv.org/abs/2006.09616
@@ -43,6 +45,7 @@ class Runtime:
         self.tables, self.heuristic, self.clock, self.rng = tables, heuristic, clock, rng
         self.neighbours = heuristic.neighbours(tables)
         self.room = budget - tables.resident
+        self.turn = 0  # the op of the program that is to run
         self.now = 0.0  # seconds that the step has taken
         self.runs_left = MOST_RUNS * T
         self.size = np.array(tables.size, dtype=np.float64)
@@ -75,7 +78,7 @@ class Runtime:
 
     def _stage(self, t: int) -> list[int] | Stuck:
         """Run op t for the first time; before it whatever it misses, the deepest first."""
-        tables, ran, waiting = self.tables, [], [t]
+        tables, ran, waiting, self.turn = self.tables, [], [t], t
         self.locks[list(tables.inputs[t])] += 1
         while waiting:
             k = waiting[-1]
@@ -132,7 +135,15 @@ class Runtime:
         """Bytes that are missing for op k to run."""
         tables = self.tables
         new = sum(tables.size[v] for v in tables.outputs[k] if not self.at_hand[v] or tables.result[v])
-        return new + tables.workspace[k] - self.room
+        return new + tables.workspace[k] - self._saved(k) - self.room
+
+    def _saved(self, k: int) -> int:
+        """Bytes that op k saves by writing over an input that goes as soon as it has run."""
+        tables, reads = self.tables, int(k == self.turn)
+        for v, saved in tables.savings[k]:
+            if self.locks[v] == 1 and self.to_read[v] == reads and self.may_run[tables.producer[v]]:
+                return saved
+        return 0
 
     def _choose(self) -> int | None:
         """The value with the least score, the first of equals; None where nothing can go."""

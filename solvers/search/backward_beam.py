@@ -96,10 +96,11 @@ class Beam:
         needs, waiting = self.needs, _Waiting(self.needs)
         done: States = {}
         of, seconds_of, room = needs.bytes_of, needs.tables.seconds, self.budget - needs.base[t]
-        reads, writes = needs.inputs[t], needs.outputs[t]
+        reads, writes, ways = needs.inputs[t], needs.outputs[t], needs.savings[t]
         earlier = needs.free & needs.below[t]
         for needed, (seconds, held, trail) in states.items():
-            if held + of((reads | writes) & ~needed) + needs.working[t] <= room:
+            short = held + of((reads | writes) & ~needed) + needs.working[t] - room
+            if short <= 0 or (ways and short <= needs.saved(t, t, needed)):
                 held += of(reads & ~needed) - of(needed & writes)
                 before = needed & ~writes | reads
                 asked = (before if self.every else reads) & earlier
@@ -107,14 +108,18 @@ class Beam:
         while waiting.queue:
             k, now = waiting.pop()
             reads, writes, takes, working = needs.inputs[k], needs.outputs[k], seconds_of[k], needs.working[k]
+            ways = needs.savings[k]
             for (needed, asked), state in now.items():
                 kept = asked & ~writes
                 if not self.every or self._fits(t - 1, needed & ~kept):
                     waiting.add(needed, kept, state, done)
                 seconds, held, trail = state
                 seconds += takes
+                if seconds >= self.most:
+                    continue
                 missing = of(reads & ~needed)
-                if seconds < self.most and held + missing + of(writes & ~needed) + working <= room:
+                short = held + missing + of(writes & ~needed) + working - room
+                if short <= 0 or (ways and short <= needs.saved(t, k, needed)):
                     again = seconds, held + missing - of(needed & writes), (trail, t, k)
                     waiting.add(needed & ~writes | reads, kept | reads & earlier, again, done)
             if self.clock.is_over:

@@ -14,6 +14,7 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
+from checkmate.core.ways import Saving
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.obey import obeys
 from checkmate.solvers.common.runs import cost_of, without_useless
@@ -88,14 +89,14 @@ class _Stages:
             for share in SHARES:
                 start = self.needed[t].union(extra[: int(share * len(extra))])
                 ops = self._missing(t, start)
-                level, idle = self._levels(t, start, ops)
+                level, idle, over = self._levels(t, start, ops)
                 if level.max() <= self.room[t] or not share:
                     break
             R[t, ops] = True
             for v in self.tables.inputs[t]:
                 self.turn[v] += 1
                 self.next_use[v] = float(users[v][self.turn[v]]) if self.turn[v] < len(users[v]) else np.inf
-            there = self._keep(t, ops, level, idle, worth)
+            there = self._keep(t, level, idle, over, worth)
         return R
 
     def _missing(self, t: int, there: set[int]) -> list[int]:
@@ -111,8 +112,13 @@ class _Stages:
                 todo += tables.inputs[k]
         return sorted(ops)
 
-    def _levels(self, t: int, start: set[int], ops: list[int]) -> tuple[np.ndarray, dict[int, int]]:
-        """Bytes at hand beside results while each op runs; and from which op on each value is idle in this stage."""
+    def _levels(
+        self, t: int, start: set[int], ops: list[int]
+    ) -> tuple[np.ndarray, dict[int, int], dict[int, list[Saving]]]:
+        """Bytes at hand beside results while each op runs, and from which op on each value is idle in this stage.
+
+        And what each op may write over as long as it is not kept for the next stage, which counts in the bytes.
+        """
         tables = self.tables
         change = np.zeros(len(ops) + 1, dtype=np.int64)
         own = np.zeros(len(ops), dtype=np.int64)
@@ -134,9 +140,17 @@ class _Stages:
                 change[end + 1] -= tables.size[v]
             if v not in self.needed[t + 1]:
                 idle[v] = end + 1
-        return change.cumsum()[:-1] + own, idle
+        over = {}
+        for i, k in enumerate(ops):
+            dying = [saving for saving in tables.savings[k] if idle.get(saving[0]) == i + 1]
+            if dying:
+                over[i] = dying
+                own[i] -= dying[0][1]
+        return change.cumsum()[:-1] + own, idle, over
 
-    def _keep(self, t: int, ops: list[int], level: np.ndarray, idle: dict[int, int], worth: Worth) -> set[int]:
+    def _keep(
+        self, t: int, level: np.ndarray, idle: dict[int, int], over: dict[int, list[Saving]], worth: Worth
+    ) -> set[int]:
         """What is at hand for the next stage: what the plan needs, and what else there is room for."""
         slack = self.room[t] - level
         kept = set(self.needed[t + 1])
@@ -144,7 +158,19 @@ class _Stages:
         useful = [v for v in idle if self.next_use[v] < np.inf and v not in going]
         for v in sorted(useful, key=lambda v: worth(v, t), reverse=True):
             begin, size = idle[v], self.tables.size[v]
-            if size <= slack[begin:].min(initial=self.room[t + 1]):
+            written = next((saving for saving in over.get(begin - 1, ()) if saving[0] == v), None)
+            less = 0 if written is None else _without(over[begin - 1], written)
+            if size <= slack[begin:].min(initial=self.room[t + 1]) and (not less or less <= slack[begin - 1]):
                 slack[begin:] -= size
                 kept.add(v)
+                if written is not None:
+                    over[begin - 1].remove(written)
+                    slack[begin - 1] -= less
         return kept
+
+
+def _without(savings: list[Saving], one: Saving) -> int:
+    """By how many bytes the best of the savings is less without this one; they are in order, the best first."""
+    if savings[0] != one:
+        return 0
+    return one[1] - (savings[1][1] if len(savings) > 1 else 0)

@@ -5,6 +5,9 @@ next use takes the place of staleness, as in Belady's rule for caches. The pass 
 missing ancestors of op t run in ascending order, then op t. What it runs is a schedule in the sense of
 `checkmate.core.schedule`, and the memory it counts is never below that schedule's.
 
+Where room lacks for an op that may write over one of its inputs (`checkmate.core.ways`), that input goes with the run
+if nothing needs it any more. If something does, letting it go with the run competes with the evictions of others.
+
 Paper: https://arxiv.org/abs/2006.09616
 """
 
@@ -71,6 +74,7 @@ class _State:
         self.changed: set[int] = set()  # values that came or went since worth was right
         self.spent = [*tables.pinned]  # per op: it must not run again
         self.runs_left = dict(tables.most_runs)
+        self.going_with_run = -1  # the value that the op to run writes over
         self.going: dict[int, list[int]] = {}  # after each stage: what nothing of the forward reads any more
         self._foresee()
         tilt = np.ones(V) if weights.tilt is None else weights.tilt
@@ -93,10 +97,16 @@ class _State:
                     self._drop(v)
         for k in ops:
             lacking = sum(tables.size[v] for v in tables.outputs[k]) + tables.workspace[k] - self.room
-            if lacking > 0 and not self._evict(lacking):
+            if lacking > 0 and tables.savings[k]:
+                lacking = self._write_over_unneeded(k, lacking)
+            if lacking > 0 and not self._evict(lacking, k):
                 return Stuck(k, t, lacking)
             self._run(k)
+            if k < t and self.going_with_run >= 0:
+                self._go_with_run()
         self._advance(t)
+        if self.going_with_run >= 0:
+            self._go_with_run()
         if tables.gone and t < tables.boundary:
             self._let_go(t)
         return ops
@@ -111,6 +121,46 @@ class _State:
                 again.add(k)
                 todo += [v for v in self.tables.inputs[k] if not self.at_hand[v]]
         return again
+
+    def _after(self, v: int, k: int) -> int:
+        """The next stage that needs input v of op k once k has run in this one; NEVER without one, 0 for this one."""
+        if self.claims[v] > 1:
+            return 0
+        users, i = self.tables.users[v], self.user_index[v] + 1
+        use = int(self.next_use[v]) if k < self.now else users[i] if i < len(users) else NEVER
+        first, last = int(self.shadow_first[v]), int(self.shadow_last[v])
+        return min(use, first if first > self.now else last if last > self.now else NEVER)
+
+    def _write_over_unneeded(self, k: int, lacking: int) -> int:
+        """What is still lacking where op k writes over an input that nothing needs any more."""
+        for v, saved in self.tables.savings[k]:
+            if self._after(v, k) == NEVER and not (self.only_copy[v] and self._makes_more(v)):
+                self.going_with_run = v
+                return lacking - saved
+        return lacking
+
+    def _ways_out(self, k: int) -> dict[int, int]:
+        """Bytes more that op k saves by writing over one of these inputs, which are still needed, or only copies."""
+        savings = self.tables.savings[k]
+        saved = dict(savings).get(self.going_with_run, 0)
+        return {v: more - saved for v, more in savings if more > saved and self._after(v, k)}
+
+    def _write_over(self, v: int, ways: dict[int, int]) -> int:
+        """Have the op to run write over v; the bytes that it saves thereby, and the ways that would save more yet."""
+        self.going_with_run, more = v, ways[v]
+        for other, saved in [*ways.items()]:
+            if saved <= more:
+                del ways[other]
+            else:
+                ways[other] = saved - more
+        return more
+
+    def _go_with_run(self) -> None:
+        """What was written over is gone."""
+        v, self.going_with_run = self.going_with_run, -1
+        if self._is_needed(v):
+            self._claim_ancestors(v)
+        self._drop(v)
 
     def _run(self, k: int) -> None:
         for v in self.tables.inputs[k]:
@@ -173,8 +223,8 @@ class _State:
                         (stale if at_hand[w] else todo).append(w)
         return stale
 
-    def _evict(self, lacking: int) -> bool:
-        """Make room for so many bytes more, and put back what need not have gone."""
+    def _evict(self, lacking: int, k: int) -> bool:
+        """Make room for so many bytes more that op k lacks, and put back what need not have gone."""
         goal = self.room + lacking
         free = np.flatnonzero(self.movable & (self.claims == 0))
         needed = self._needed_at(free)
@@ -184,11 +234,18 @@ class _State:
         urgency = np.full(len(self.worth), np.inf)
         alive = needed < NEVER
         urgency[free[alive]] = (needed[alive] - self.now + 1.0) ** -self.weights.c
+        ways, before = (self._ways_out(k) if self.tables.savings[k] else {}), self.going_with_run
+        for v in ways:
+            after = self._after(v, k)
+            urgency[v] = (after - self.now + 1.0) ** -self.weights.c
+            if after == NEVER:
+                spared.append(v)
         for stage, outside in self.weights.outside:
             if self.now <= stage:
                 urgency[outside] *= 1e-9
                 break
         gone: list[tuple[float, int]] = []
+        written = 0  # bytes that are saved by what is needed later
         while self.room < goal:
             self._refresh()
             scores = self.worth * urgency
@@ -196,14 +253,26 @@ class _State:
             if not np.isfinite(scores[v]):
                 if not spared:
                     return False
-                self._drop(spared.pop())
+                v = spared.pop()
+                if v in ways:
+                    goal -= self._write_over(v, ways)
+                else:
+                    self._drop(v)
                 continue
-            gone.append((float(scores[v]), v))
             urgency[v] = np.inf
-            self._claim_ancestors(v)
-            self._drop(v)
+            if v in ways:
+                more = self._write_over(v, ways)
+                goal, written = goal - more, written + more
+                urgency[[u for u, _ in self.tables.savings[k] if u not in ways]] = np.inf
+            else:
+                self._claim_ancestors(v)
+                self._drop(v)
+            gone.append((float(scores[v]), v))
         for _, v in sorted(gone, reverse=True):
-            if self.room - self.tables.size[v] >= goal:
+            if self.at_hand[v]:
+                if v == self.going_with_run and self.room - written >= goal:
+                    self.going_with_run, goal = before, goal + written
+            elif self.room - self.tables.size[v] >= goal:
                 self._arrive(v)
         return True
 

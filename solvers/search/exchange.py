@@ -122,13 +122,14 @@ class Line:
         self.tables, self.T, self.room = tables, T, budget - tables.resident
         places = choose_places(problem, range(T), also=R, most=8 * T)
         self.stage, self.op = places.T
+        self.op_at: list[int] = self.op.tolist()
         self.on: np.ndarray = R[self.stage, self.op].copy()
         self.fixed = self.stage == self.op
         self.seconds = np.array(tables.seconds)[self.op]
         self.cost = float(self.seconds[self.on].sum())
         self.place = {(t, k): p for p, (t, k) in enumerate(places.tolist())}
         self.touches: list[list[tuple[int, bool]]] = [[] for _ in tables.producer]  # (place, it makes the value)
-        for p, k in enumerate(self.op.tolist()):
+        for p, k in enumerate(self.op_at):
             for v in tables.inputs[k]:
                 self.touches[v].append((p, False))
             for v in tables.outputs[k]:
@@ -147,8 +148,13 @@ class Line:
         self.most_runs, self.runs_of = tables.most_runs, np.bincount(self.op[self.on], minlength=T)
         self.forward_ends = self.place.get((tables.boundary - 1, tables.boundary - 1), 0)
         self.size = [size or int(v in tables.gone) for v, size in enumerate(tables.size)]  # what is gone, counts
+        self.saves: dict[int, dict[int, int]] = {}  # per value that ops may write over, the bytes that each saves
+        for k, savings in enumerate(tables.savings):
+            for v, saved in savings:
+                self.saves.setdefault(v, {})[k] = saved
+        self.saved: dict[int, list[int]] = {}  # per place, by each value that goes with its run
         for v in range(len(tables.producer)):
-            self._count(v, self.size[v])
+            self._count(v, 1)
         self.bytes_at[self.on] += np.array(tables.workspace)[self.op[self.on]]
 
     def runs(self) -> np.ndarray:
@@ -172,31 +178,45 @@ class Line:
     def flip(self, p: int) -> None:
         """Run at p if it does not, and the reverse."""
         tables, k = self.tables, int(self.op[p])
-        touched = [v for v in (*tables.inputs[k], *tables.outputs[k]) if self.size[v]]
+        touched = [v for v in (*tables.inputs[k], *tables.outputs[k]) if self.size[v] or v in self.saves]
         self.barred[touched] = False
         for v in touched:
-            self._count(v, -self.size[v])
+            self._count(v, -1)
         sign = -1 if self.on[p] else 1
         self.on[p] = not self.on[p]
         self.cost += sign * float(self.seconds[p])
         self.bytes_at[p] += sign * tables.workspace[k]
         self.runs_of[k] += sign
         for v in touched:
-            self._count(v, self.size[v])
+            self._count(v, 1)
 
-    def _count(self, v: int, size: int) -> None:
-        """Add the bytes of v wherever it is at hand."""
+    def _count(self, v: int, sign: int) -> None:
+        """Add the bytes of v wherever it is at hand; or take them off, with the sign -1."""
+        size = sign * self.size[v]
         if self.tables.result[v]:
             makes = [p for p, made in self.touches[v] if made and self.on[p]]
             self.bytes_at[makes[0] :] += size
             for p in makes[1:]:
                 self.bytes_at[p] += size
             return
-        gone = v in self.tables.gone
+        gone, saves = v in self.tables.gone, self.saves.get(v)
         for first, last in self.intervals(v):
             self.bytes_at[first : last + 1] += size
             if gone and first <= self.forward_ends < last:  # as if nothing had room for it there
-                self.bytes_at[self.forward_ends] += (abs(self.room) + 1) * (1 if size > 0 else -1)
+                self.bytes_at[self.forward_ends] += (abs(self.room) + 1) * sign
+            if saves and (saved := saves.get(self.op_at[last])):
+                self._count_saved(last, saved, goes=sign > 0)
+
+    def _count_saved(self, p: int, saved: int, *, goes: bool) -> None:
+        """A value that the op at p may write over goes with that run, or no longer; of several the best counts."""
+        others = self.saved.setdefault(p, [])
+        if not goes:
+            others.remove(saved)
+        more = saved - max(others) if others else saved
+        if goes:
+            others.append(saved)
+        if more > 0:
+            self.bytes_at[p] -= more if goes else -more
 
     def intervals(self, v: int) -> list[tuple[int, int]]:
         """Where v is at hand: from each run of its producer to the last reader before the next."""
@@ -228,8 +248,11 @@ class Line:
         if p != self.asked_at:
             self.asked_at, self.barred[:] = p, False
             self.around = self.cheap[(self.begins[self.cheap] < p) & (self.ends[self.cheap] > p)]
+        ways = dict(self.tables.savings[int(self.op[p])])
         for v in self.around[~self.barred[self.around]].tolist():
             following = self._following(v, p)
+            if following is not None and following[0] == p and v in ways:  # it can go with the run
+                following = self._following(v, p + 1)
             if following is None or following[1] or following[0] == p:
                 self.barred[v] = True
                 continue

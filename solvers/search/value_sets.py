@@ -2,8 +2,9 @@
 
 A set of values is one Python int, a bit for each value, in the order of their producers: set operations on hundreds of
 values take a fraction of a microsecond. Only values that may come and go have a bit: those that an op makes and an op
-reads, that are no results of the step, and that are larger than a grain or gone before the backward by a rule. Results
-are at hand from their first run on; what nobody reads counts as workspace.
+reads, that are no results of the step, and that are larger than a grain, or save more than that where they are written
+over, or are gone before the backward by a rule. Results are at hand from their first run on; what nobody reads counts
+as workspace.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ class Needs:
         tables = Tables.of(problem)
         self.problem, self.tables, self.T = problem, tables, len(tables.inputs)
         self.forward_length = problem.graph.forward_length
+        large = {v for savings in tables.savings for v, saved in savings if saved > grain} | tables.gone
         moving = [
             v
             for v, k in enumerate(tables.producer)
-            if k >= 0 and (tables.size[v] > grain or v in tables.gone) and tables.users[v] and not tables.result[v]
+            if k >= 0 and (tables.size[v] > grain or v in large) and tables.users[v] and not tables.result[v]
         ]
         self.values = sorted(moving, key=lambda v: tables.producer[v])
         self.bit = {v: 1 << i for i, v in enumerate(self.values)}
@@ -64,6 +66,9 @@ class Needs:
         self.working = [  # per op: workspace, and what it makes that is a result or that nobody reads
             sum(tables.size[v] for v in vs if tables.result[v] or not tables.users[v]) + workspace
             for vs, workspace in zip(tables.outputs, tables.workspace, strict=True)
+        ]
+        self.savings = [  # per op, the most first: the bit of what is written over, bytes, the op up to which it stays
+            tuple((self.bit.get(v, 0), saved, self._until(v)) for v, saved in savings) for savings in tables.savings
         ]
         self.below = [0] * (self.T + 1)  # per op, the values made before it
         for k, made in enumerate(self.outputs):
@@ -80,6 +85,10 @@ class Needs:
 
     def _set(self, values: list[int] | tuple[int, ...]) -> int:
         return sum(self.bit.get(v, 0) for v in values)
+
+    def _until(self, v: int) -> int:
+        """The op up to whose first run a value is at hand in every schedule once it is made; -1 if it may go before."""
+        return self.tables.users[v][-1] if self.tables.pinned[self.tables.producer[v]] else -1
 
     def _base(self) -> list[int]:
         made = [sum(self.tables.size[v] for v in vs if self.tables.result[v]) for vs in self.tables.outputs]
@@ -103,7 +112,18 @@ class Needs:
     def at(self, t: int, k: int, needed: int) -> int:
         """Bytes at least while op k runs in stage t, if the set ``needed`` is at hand when it is done."""
         held = needed | self.inputs[k] | self.outputs[k]
-        return self.base[t] + self.bytes_of(held) + self.working[k] + self.owed(t, held)
+        saved = self.saved(t, k, needed) if self.savings[k] else 0
+        return self.base[t] + self.bytes_of(held) + self.working[k] + self.owed(t, held) - saved
+
+    def saved(self, t: int, k: int, needed: int) -> int:
+        """Bytes at most that op k saves in stage t by writing over an input, if ``needed`` is at hand when it is done.
+
+        What has no bit is taken to go in any case: that is no more than a grain too much.
+        """
+        for one, saved, until in self.savings[k]:
+            if not one & needed and until < t + (k == t):
+                return saved
+        return 0
 
     def owed(self, t: int, held: int) -> int:
         """Bytes that every schedule has at hand in stage t beside the set ``held``."""
@@ -120,6 +140,7 @@ class Needs:
         while values not in self._scratch:
             k = self.producer[values.bit_length() - 1]
             peak = self.bytes_of(values | (self.inputs[k] & self.free) | self.outputs[k]) + self.working[k]
+            peak -= next((saved for one, saved, _ in self.savings[k] if one & self.free & ~values), 0)
             chain.append((values, peak, self.inputs[k] & ~self.free))
             values = self.before(k, values) & self.free
         scratch = self._scratch[values]

@@ -19,7 +19,7 @@ from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.task import Clock, OutOfTime
 from tests.solvers.search.test_next_use import masked
-from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every
 
 dtr = METHODS["dtr"].solve
@@ -69,6 +69,26 @@ def test_never_below_the_optimum_of_small_problems(heuristic: str, block: int) -
                 assert solution.cost >= optimum(known, budget) - 1e-9
                 if solution.plan is not None:
                     check(solution)
+
+
+def test_it_writes_over_what_goes_right_after_the_run() -> None:
+    chain = Problem.from_dag([[], [0], [1]], [1] * 3, [8] * 3, over={1: [0], 2: [1]})
+    assert dtr(chain, 8).cost == 3.0
+    read_later = Problem.from_dag([[], [0], [0, 1]], [1] * 3, [8, 8, 8], over={1: [0], 2: [1]})
+    assert dtr(read_later, 16).cost == 3.0
+    assert dtr(read_later, 15).status is Status.NOT_FOUND
+
+
+@pytest.mark.parametrize("block", every(3, range(3)))
+def test_with_ways_it_is_never_below_the_optimum_of_small_problems(block: int) -> None:
+    for seed in range(15 * block, 15 * block + 15):
+        problem = random_problem_with_ways(seed, most_ops=4)
+        known = outcomes(problem)
+        for budget in interesting_budgets(known):
+            solution = dtr(problem, budget)
+            assert solution.cost >= optimum(known, budget) - 1e-9
+            if solution.plan is not None:
+                check(solution)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from checkmate.solvers.common.runs import cost_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_beam import Beam, prices
 from checkmate.solvers.search.value_sets import Needs
-from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every
 
+Make = Callable[..., Problem]
 MANY = 10**6  # states: more than there are
 
 
@@ -26,10 +28,11 @@ def beam(problem: Problem, budget: int, width: int, *, worth: float = 0.1, secon
     return Beam(needs, budget, width, price, Clock(seconds))
 
 
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
 @pytest.mark.parametrize("block", every(8, range(8)))
-def test_with_every_state_it_is_the_optimum(block: int) -> None:
+def test_with_every_state_it_is_the_optimum(make: Make, block: int) -> None:
     for seed in range(10 * block, 10 * block + 10):
-        problem = random_problem(seed, most_ops=4)
+        problem = make(seed, most_ops=4)
         known = outcomes(problem)
         for budget in interesting_budgets(known):
             best, search = optimum(known, budget), beam(problem, budget, MANY)
@@ -44,11 +47,12 @@ def test_with_every_state_it_is_the_optimum(block: int) -> None:
             assert certify(problem, budget, R, method="beam").cost == pytest.approx(best)
 
 
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
 @pytest.mark.parametrize("block", every(8, range(8)))
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_merged_states_are_never_above_the_optimum(block: int, width: int) -> None:
+def test_merged_states_are_never_above_the_optimum(make: Make, block: int, width: int) -> None:
     for seed in range(10 * block, 10 * block + 10):
-        problem = random_problem(seed, most_ops=4)
+        problem = make(seed, most_ops=4)
         known = outcomes(problem)
         for budget in interesting_budgets(known):
             for worth in (0.0, 0.3):

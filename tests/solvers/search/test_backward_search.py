@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from benchmarks.networks import dags
+from checkmate.core.problem import Problem
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.backward_search import find_plan, refute
 from checkmate.solvers.search.value_sets import Needs
-from tests.support.oracle import outcomes, random_problem
+from tests.support.oracle import outcomes, random_problem, random_problem_with_ways
 
 FOREVER = Clock()
+Make = Callable[..., Problem]
 
 
-@pytest.mark.parametrize("block", range(8))
-def test_the_exact_search_finds_a_plan_exactly_where_there_is_one(block: int) -> None:
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
+@pytest.mark.parametrize("block", range(4))
+def test_the_exact_search_finds_a_plan_exactly_where_there_is_one(make: Make, block: int) -> None:
     for seed in range(2000 + 10 * block, 2010 + 10 * block):
-        problem = random_problem(seed, most_ops=5 if seed % 10 == 0 else 4)
+        problem = make(seed, most_ops=5 if seed % 10 == 0 else 4)
         truth = min(peak for _, peak in outcomes(problem))
         needs = Needs(problem)
         R, _ = find_plan(needs, truth, width=10**6, clock=FOREVER, exact=True)
@@ -30,12 +35,13 @@ def test_the_exact_search_finds_a_plan_exactly_where_there_is_one(block: int) ->
         assert search.least <= truth
 
 
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
 @pytest.mark.parametrize("width", [1, 3, 1000])
 @pytest.mark.parametrize("block", range(4))
-def test_plans_fit_and_refutations_are_true_at_any_width(block: int, width: int) -> None:
+def test_plans_fit_and_refutations_are_true_at_any_width(make: Make, block: int, width: int) -> None:
     refuted = 0
     for seed in range(3000 + 20 * block, 3020 + 20 * block):
-        problem = random_problem(seed, most_ops=4)
+        problem = make(seed, most_ops=4)
         truth = min(peak for _, peak in outcomes(problem))
         needs = Needs(problem)
         for budget in range(truth - 4, truth + 3):

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from benchmarks.networks import dags
+from checkmate.core.problem import Problem
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.drop_runs import slim
 from checkmate.solvers.search.value_sets import Needs
-from tests.support.oracle import all_schedules, random_problem
+from tests.support.oracle import all_schedules, random_problem, random_problem_with_ways
+
+Make = Callable[..., Problem]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_any_valid_schedule_becomes_no_dearer_and_fits_what_it_fitted(seed: int) -> None:
-    problem = random_problem(seed, most_ops=4)
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
+@pytest.mark.parametrize("seed", range(25))
+def test_any_valid_schedule_becomes_no_dearer_and_fits_what_it_fitted(make: Make, seed: int) -> None:
+    problem = make(seed, most_ops=4)
     pinned = [op.pinned is not None for op in problem.graph.ops]
     for schedule in all_schedules(problem):
         if (schedule.recomputed[pinned] > 0).any() or schedule.violations(problem):
@@ -43,3 +49,11 @@ def test_more_room_makes_it_cheaper_on_a_training_step() -> None:
     tight = certify(problem, budget, slim(problem, budget, R, Clock()), method="slim")
     wide = certify(problem, 2 * budget, slim(problem, 2 * budget, R, Clock()), method="slim")
     assert wide.cost <= tight.cost < float(R.sum(axis=0) @ problem.seconds)
+
+
+def test_what_is_written_over_leaves_room_for_others() -> None:
+    """Only where op 2 writes over what it reads is there room to keep the value of op 0."""
+    problem = Problem.from_dag([[], [], [1], [0, 2]], [1] * 4, [4, 4, 4, 0], over={2: [1]})
+    again = np.eye(4, dtype=bool)
+    again[3, 0] = True
+    assert slim(problem, 8, again, Clock()).sum() == 4

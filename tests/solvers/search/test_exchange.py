@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,9 @@ from checkmate.solvers.common.runs import as_matrix, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.exchange import Line, exchange
-from tests.support.oracle import random_problem
+from tests.support.oracle import random_problem, random_problem_with_ways
+
+Make = Callable[..., Problem]
 
 
 def bytes_at_runs(problem: Problem, R: np.ndarray) -> tuple[int, ...]:
@@ -22,9 +26,10 @@ def bytes_at_runs(problem: Problem, R: np.ndarray) -> tuple[int, ...]:
     return simulator.simulate(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem).bytes_at
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_bytes_are_the_simulators_whatever_runs(seed: int) -> None:
-    problem = random_problem(2000 + seed, most_ops=12)
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
+@pytest.mark.parametrize("seed", range(40))
+def test_bytes_are_the_simulators_whatever_runs(make: Make, seed: int) -> None:
+    problem = make(2000 + seed, most_ops=12)
     T = len(problem.graph.ops)
     line = Line(problem, problem.keep_all_peak, np.eye(T, dtype=bool))
     rng = np.random.default_rng(seed)
@@ -80,4 +85,14 @@ def test_runs_a_cheap_op_again_to_save_a_dear_one() -> None:
     dear = np.eye(4, dtype=bool)
     dear[3, 0] = True
     found = exchange(Task(problem, 6, Clock(5.0)), dear)
+    assert found.sum(axis=0).tolist() == [1, 2, 1, 1]
+
+
+def test_a_value_goes_with_the_run_that_writes_over_it() -> None:
+    problem = Problem.from_dag(
+        [[], [], [1], [0, 1, 2]], [9, 1, 1, 1], [4, 4, 4, 0], workspace=[0, 0, 4, 0], over={2: [1]}
+    )
+    dear = np.eye(4, dtype=bool)
+    dear[3, 0] = True
+    found = exchange(Task(problem, 12, Clock(5.0)), dear)
     assert found.sum(axis=0).tolist() == [1, 2, 1, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from checkmate.solvers.search import min_budget as least
 from checkmate.solvers.search.min_budget import MinBudget, bottleneck, least_runs, min_budget
 from checkmate.solvers.solve import solve
 from checkmate.units import exact_bytes
-from tests.support.oracle import outcomes, random_problem
+from tests.support.oracle import outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every
 
+Make = Callable[..., Problem]
 STEPS = {
     "vgg": (dags.vgg, 0.002),
     "resnet": (dags.resnet, 0.002),
@@ -34,25 +36,27 @@ def smallest(problem: Problem) -> int:
     return min(peak for _, peak in outcomes(problem))
 
 
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
 @pytest.mark.parametrize("block", range(10))
-def test_both_ends_are_the_smallest_peak_of_all_schedules(block: int) -> None:
+def test_both_ends_are_the_smallest_peak_of_all_schedules(make: Make, block: int) -> None:
     for seed in range(12 * block, 12 * block + 12):
-        problem = random_problem(seed, most_ops=5 if seed % 12 == 0 else 4)
+        problem = make(seed, most_ops=5 if seed % 12 == 0 else 4)
         truth = smallest(problem)
         assert min_budget(problem) == MinBudget(truth, truth)
         assert peak_of(problem, least_runs(problem)[1]) == truth
 
 
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
 @pytest.mark.parametrize("block", every(5, range(10)))
 def test_the_way_of_large_problems_keeps_the_truth_between_its_ends(
-    block: int, monkeypatch: pytest.MonkeyPatch
+    make: Make, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(least, "MOST_OPS_EXACT", 0)
     monkeypatch.setattr(least, "_known", OrderedDict())
     monkeypatch.setattr(least, "WIDTHS", (1, 2, 8) if block % 2 else (8,))
     monkeypatch.setattr(least, "GRAIN", 0.2 * (block % 3))
     for seed in range(12 * block, 12 * block + 12):
-        problem = random_problem(1000 + seed, most_ops=5 if seed % 12 == 0 else 4)
+        problem = make(1000 + seed, most_ops=5 if seed % 12 == 0 else 4)
         ends = min_budget(problem)
         assert ends.bound <= smallest(problem) <= ends.peak
         assert peak_of(problem, least_runs(problem)[1]) == ends.peak

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -19,9 +20,10 @@ from checkmate.solvers.common.runs import as_matrix, peak_of
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from checkmate.solvers.search.next_use import GRID, Guide
-from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every
 
+Make = Callable[..., Problem]
 next_use = METHODS["next-use"].solve
 
 STEPS = {
@@ -55,9 +57,10 @@ def test_plans_of_training_steps_verify(name: str, share: float) -> None:
     assert solution.overhead < 0.35
 
 
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
 @pytest.mark.parametrize("seed", every(8, range(24)))
-def test_never_below_the_optimum_and_mostly_on_it(seed: int) -> None:
-    problem = random_problem(seed)
+def test_never_below_the_optimum_and_mostly_on_it(make: Make, seed: int) -> None:
+    problem = make(seed)
     known = outcomes(problem)
     for budget in interesting_budgets(known):
         best = optimum(known, budget)
@@ -78,9 +81,10 @@ def test_finds_the_optimum_of_nearly_all_small_problems() -> None:
     assert misses <= 0.02 * hits
 
 
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
 @pytest.mark.parametrize("seed", range(40))
-def test_the_memory_that_a_pass_counts_is_never_below_the_simulators(seed: int) -> None:
-    problem = random_problem(1000 + seed, most_ops=16)
+def test_the_memory_that_a_pass_counts_is_never_below_the_simulators(make: Make, seed: int) -> None:
+    problem = make(1000 + seed, most_ops=16)
     low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak
     for budget in {low, (low + high) // 2, high}:
         for weights in GRID[::5]:
@@ -150,6 +154,25 @@ def test_pinned_ops_and_results_are_never_evicted() -> None:
     problem = masked(noise=4, mask=8)  # the mask is too large to stay: its noise has to
     assert next_use(problem, budget=12).cost == 5.0
     assert next_use(problem, budget=11).status is Status.NOT_FOUND
+
+
+def test_what_is_needed_later_goes_with_the_run_that_writes_over_it() -> None:
+    problem = Problem.from_dag([[], [0], [1], [0, 2]], [1] * 4, [8, 8, 1, 1], over={1: [0]})
+    solution = next_use(problem, 10)
+    check(solution)
+    assert solution.schedule is not None
+    assert solution.schedule.recomputed.tolist() == [1, 0, 0, 0]
+
+
+def test_what_is_written_over_is_not_made_again_where_others_are_cheaper() -> None:
+    """Op 2 has no room beside all three: either what it reads goes with it, or the value of op 0."""
+    deps, over = [[], [], [1], [0, 1, 2]], {2: [1]}
+    for seconds, again in (([1, 9, 1, 1], [1, 0, 0, 0]), ([9, 1, 1, 1], [0, 1, 0, 0])):
+        problem = Problem.from_dag(deps, seconds, [4, 4, 4, 0], workspace=[0, 0, 4, 0], over=over)
+        solution = next_use(problem, 12)
+        check(solution)
+        assert solution.schedule is not None
+        assert solution.schedule.recomputed.tolist() == again
 
 
 def test_a_guide_decides_what_goes_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import networkx as nx
@@ -18,7 +19,9 @@ from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_search import refute
 from checkmate.solvers.search.value_sets import Needs
-from tests.support.oracle import all_schedules, outcomes, random_problem
+from tests.support.oracle import all_schedules, outcomes, random_problem, random_problem_with_ways
+
+Make = Callable[..., Problem]
 
 
 def as_bits(needs: Needs, values: set[int]) -> int:
@@ -42,9 +45,9 @@ def test_a_grain_leaves_out_what_is_small_and_results_and_what_nobody_reads() ->
     assert Needs(problem).working == [0, 0, 4, 16]
 
 
-def with_pinned(seed: int, *, most_ops: int, share: float = 0.5) -> Problem:
+def with_pinned(seed: int, *, most_ops: int, share: float = 0.5, make: Make = random_problem) -> Problem:
     """A random problem in which about so many of the ops are pinned."""
-    problem, rng = random_problem(seed, most_ops=most_ops), np.random.default_rng(seed)
+    problem, rng = make(seed, most_ops=most_ops), np.random.default_rng(seed)
     ops = [replace(op, pinned="draws" if rng.random() < share else None) for op in problem.graph.ops]
     return replace(problem, graph=replace(problem.graph, ops=tuple(ops)))
 
@@ -66,10 +69,12 @@ def smallest_cut(needs: Needs, t: int) -> int:
     return int(nx.maximum_flow_value(graph, "from", "to"))
 
 
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
 @pytest.mark.parametrize("seed", range(120))
-def test_no_schedule_holds_less_than_is_needed_and_owed(seed: int) -> None:
+def test_no_schedule_holds_less_than_is_needed_and_owed(make: Make, seed: int) -> None:
     """At each run of each schedule the bytes are at least those of what later runs need, and of what is owed."""
-    problem = random_problem(seed, most_ops=4) if seed % 2 else with_pinned(seed, most_ops=5 if seed % 30 == 0 else 4)
+    few = 5 if seed % 30 == 0 else 4
+    problem = make(seed, most_ops=4) if seed % 2 else with_pinned(seed, most_ops=few, make=make)
     needs = Needs(problem)
     for schedule in all_schedules(problem):
         plan = simulator.lower(problem, schedule)
@@ -82,21 +87,22 @@ def test_no_schedule_holds_less_than_is_needed_and_owed(seed: int) -> None:
             if isinstance(step, Free):
                 at_hand.discard(step.value)
                 continue
-            after = at_hand.union(problem.graph.ops[step.op].outputs)
+            at_hand = at_hand.union(problem.graph.ops[step.op].outputs) - {step.over}
+            after = set(at_hand)
             for free in plan.steps[i + 1 :]:
                 if isinstance(free, Run):
                     break
                 after.discard(free.value)
             assert needs.at(stage, step.op, as_bits(needs, after)) <= next(runs)
-            at_hand.update(problem.graph.ops[step.op].outputs)
             stage += step.op == stage
 
 
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
 @pytest.mark.parametrize("block", range(4))
-def test_refutations_are_true_where_half_of_the_ops_are_pinned(block: int) -> None:
+def test_refutations_are_true_where_half_of_the_ops_are_pinned(make: Make, block: int) -> None:
     refuted = 0
     for seed in range(4000 + 15 * block, 4015 + 15 * block):
-        problem = with_pinned(seed, most_ops=5 if seed % 15 == 0 else 4)
+        problem = with_pinned(seed, most_ops=5 if seed % 15 == 0 else 4, make=make)
         truth = min(peak for _, peak in outcomes(problem))
         needs = Needs(problem)
         for budget in range(truth - 4, truth + 3):
