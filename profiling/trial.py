@@ -29,7 +29,7 @@ from checkmate.profiling.one_op import attempt, flat, repeat
 SETS = ("special", "finite", "usual")
 POINTWISE_SETS = ("special",)
 LENGTH = 2**14  # of the numbers of a set, which repeat
-SPECIAL = 2**10  # of these are at the begin of a tensor in the special set
+SPECIAL = 2**12  # of these are at the begin of a tensor in the special set
 STRIDE = 5003  # by how many numbers the sets of two arguments are apart; a prime, so that all kinds meet
 
 Call = Callable[[], Any]

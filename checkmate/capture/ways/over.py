@@ -18,7 +18,7 @@ def take_over(x: torch.Tensor, *, memory_format: torch.memory_format | None = No
 
 def rsub_over(x: torch.Tensor, other: Number, alpha: Number = 1, *, out: torch.Tensor) -> torch.Tensor:
     """``other - alpha * x``."""
-    return aten.sub.out(torch.scalar_tensor(other, dtype=x.dtype, device=x.device), x, alpha=alpha, out=out)
+    return aten.sub.out(other, x, alpha=alpha, out=out)
 
 
 def safe_softmax_over(

@@ -41,7 +41,7 @@ _UNARY = (
     *("hardswish", "hardtanh", "leaky_relu", "log", "log1p", "log2", "mish", "neg", "reciprocal", "round", "rsqrt"),
     *("sgn", "sigmoid", "sign", "silu", "sin", "sinh", "softplus", "sqrt", "square", "tan", "tanh"),
 )
-_BINARY = ("add", "div", "mul", "sub")
+_BINARY = ("add", "div", "mul", "sub")  # also with a number, which ``mul_`` rounds to half precision before
 _OF_GRADIENT_AND_ONE_MORE = (
     *("gelu", "hardsigmoid", "hardtanh", "leaky_relu", "sigmoid", "silu", "softplus", "tanh", "threshold"),
 )
@@ -58,7 +58,7 @@ def _backward(name: str) -> tuple[Any, Any]:
 TABLE: Mapping[Any, Written] = {
     **{getattr(aten, name).default: Written(getattr(aten, name).out, (0,)) for name in _UNARY},
     **{getattr(aten, name).Tensor: Written(getattr(aten, name).out, (0, 1)) for name in _BINARY},
-    **{getattr(aten, name).Scalar: Written(getattr(aten, f"{name}_").Scalar, (0,), None) for name in _BINARY},
+    **{getattr(aten, name).Scalar: Written(getattr(aten, name).out, (0,)) for name in _BINARY},
     **{getattr(aten, name).default: Written(getattr(aten, name).out, (0, 1)) for name in ("maximum", "minimum")},
     aten.relu.default: Written(aten.relu_.default, (0,), None),
     aten.selu.default: Written(aten.selu_.default, (0,), None),
