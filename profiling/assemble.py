@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 import numpy as np
@@ -10,7 +10,9 @@ import torch.fx as fx
 
 from checkmate.capture.device import BLOCK_BYTES, as_allocated
 from checkmate.capture.joint import Joint
+from checkmate.capture.ways.legal import candidates
 from checkmate.core.problem import Profile
+from checkmate.core.ways import Way
 from checkmate.errors import Unsupported
 from checkmate.profiling.cost_table import OpCost
 from checkmate.profiling.one_op import device_of_op
@@ -23,7 +25,7 @@ def fill(joint: Joint, costs: Sequence[OpCost | None], source: str) -> Profile:
     """The profile of a step.
 
     An op without a cost takes the seconds of its roofline estimate, times the median ratio of measured to estimated
-    seconds of the others; its workspace is taken to be as large as all that it touches.
+    seconds of the others; its workspace is taken to be as large as all that it touches, and it writes over nothing.
 
     Args:
         joint: the step.
@@ -46,7 +48,20 @@ def fill(joint: Joint, costs: Sequence[OpCost | None], source: str) -> Profile:
             seconds[k], workspace[k] = cost.seconds, max(0, cost.allocated_bytes - outputs)
     if estimated:
         source += f"; {len(estimated)} op{'s' if len(estimated) > 1 else ''} estimated"
-    return Profile(seconds, workspace, joint.resident_bytes, source, estimated)
+    return Profile(seconds, workspace, joint.resident_bytes, source, estimated, tuple(_ways(joint, costs)))
+
+
+def _ways(joint: Joint, costs: Sequence[OpCost | None]) -> Iterator[Way]:
+    """What ops may write over, where that was tried and left the same bits."""
+    for candidate in candidates(joint):
+        k, makes, over, position = candidate
+        node, cost = joint.nodes[k], costs[k]
+        allocated = None if cost is None else cost.over.get(position)
+        if node is not None and allocated is not None:
+            block = BLOCK_BYTES.get(device_of_op(node).type, 1)
+            others = (v for v in joint.graph.ops[k].outputs if v != makes)
+            made = sum(as_allocated(joint.graph.values[v].size_bytes, block) for v in others)
+            yield Way(k, makes, over, max(0, allocated - made))
 
 
 def _estimate(node: fx.Node) -> float:

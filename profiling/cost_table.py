@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from checkmate.errors import InvalidProblem
 
 log = logging.getLogger("checkmate.profiling")
 
-FORMAT, VERSION = "checkmate-op-costs", 1
+FORMAT = "checkmate-op-costs"
+WITHOUT_WAYS, VERSION = 1, 2  # of files: in those of the former nothing was tried over an argument
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class OpCost:
 
     seconds: float
     allocated_bytes: int  # at the op's own peak, outputs included
+    over: Mapping[int, int | None] = field(default_factory=dict)
+    """For each argument, by position, that the op was tried to write over: bytes that it allocates so; None: it cannot.
+
+    What was not tried is no way here, and is tried where costs are measured.
+    """
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ def read(path: str | os.PathLike[str]) -> OpTable:
         InvalidProblem: if it is no such file.
         OSError: if it cannot be read.
     """
-    document = files.read_json(Path(path), format=FORMAT, version=VERSION, what="table of measured ops")
+    document = files.read_json(Path(path), format=FORMAT, version=(WITHOUT_WAYS, VERSION), what="table of measured ops")
     try:
         place = Place(**document["place"])
         if not isinstance(place.threads, int) or not all(map(_is_text, (place.device, place.torch, place.settings))):
@@ -92,12 +98,19 @@ def _is_text(what: object) -> bool:
     return isinstance(what, str)
 
 
-def _cost(seconds: Any, allocated: Any) -> OpCost:
+def _cost(seconds: Any, allocated: Any, *tried: Any) -> OpCost:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
         raise ValueError(f"{seconds!r} is no number of seconds")
-    if isinstance(allocated, bool) or not isinstance(allocated, int) or not 0 <= allocated <= MAX_BYTES:
-        raise ValueError(f"{allocated!r} is no number of bytes")
-    return OpCost(float(seconds), allocated)
+    over = {position: None if count is None else _bytes(count) for position, count in tried}
+    if any(isinstance(position, bool) or not isinstance(position, int) or position < 0 for position in over):
+        raise ValueError(f"{[*over]!r} are no positions of arguments")
+    return OpCost(float(seconds), _bytes(allocated), over)
+
+
+def _bytes(count: Any) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_BYTES:
+        raise ValueError(f"{count!r} is no number of bytes")
+    return count
 
 
 def write(path: str | os.PathLike[str], table: OpTable) -> None:
@@ -106,7 +119,10 @@ def write(path: str | os.PathLike[str], table: OpTable) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    ops = {key: None if cost is None else (cost.seconds, cost.allocated_bytes) for key, cost in table.ops.items()}
+    ops = {
+        key: None if cost is None else (cost.seconds, cost.allocated_bytes, *cost.over.items())
+        for key, cost in table.ops.items()
+    }
     document = {"format": FORMAT, "version": VERSION, "place": asdict(table.place), "ops": ops}
     files.write_json(Path(path), document, indent=0)
 

@@ -1,7 +1,8 @@
 """What ops cost on the CPU: the allocator's events for bytes, the median of repeated runs for seconds.
 
 A long op runs twice so that its bytes are counted, and then, on the same inputs, a few times for its seconds. A short
-one is timed on its own, since the allocator's events take time too, and more often, since its times spread more.
+one is timed on its own, since the allocator's events take time too, and more often, since its times spread more. What
+can write over an argument is tried while bytes are counted (`checkmate.profiling.trial`).
 
 Within a step an op seldom finds its inputs in the processor's nearest caches: other ops ran since they were made. So
 between repeats a buffer of twice the second-level cache is overwritten. Without this pointwise ops took half the time
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -23,6 +25,7 @@ import torch.fx as fx
 from checkmate.memory import record_allocations
 from checkmate.profiling.cost_table import OpCost
 from checkmate.profiling.one_op import attempt, call_of
+from checkmate.profiling.trial import ways_of
 
 SECOND_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")  # on Linux; text such as "1024K"
 USUAL_SECOND_LEVEL = 2**20  # bytes, where the system does not say
@@ -40,31 +43,52 @@ def measure_ops(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, OpCost | None]]
     """
     for begin in range(0, len(nodes), RECORDED_AT_ONCE):
         some = nodes[begin : begin + RECORDED_AT_ONCE]
-        counts, long = _recorded(some)
-        for i, (node, count) in enumerate(zip(some, counts, strict=True)):
-            cost = None if count is None else OpCost(long.get(i) or time_call(call_of(node)), count)
+        for i, (node, cost) in enumerate(zip(some, _recorded(some), strict=True)):
+            if cost is not None and not cost.seconds:
+                cost = replace(cost, seconds=time_call(call_of(node)))
             yield begin + i, cost
 
 
-def _recorded(nodes: Sequence[fx.Node]) -> tuple[list[int | None], dict[int, float]]:
-    """Bytes that each op allocates at its own peak, None where it does not run; the seconds of those that are long."""
+def _recorded(nodes: Sequence[fx.Node]) -> list[OpCost | None]:
+    """Bytes of each op at its own peak, its ways, and its seconds if it is long; None where it does not run."""
     ran: list[bool] = []
-    long: dict[int, float] = {}
+    seconds = [0.0] * len(nodes)
+    ways: list[dict[int, bool]] = [{} for _ in nodes]
     with record_allocations() as recording:
         for i, node in enumerate(nodes):
-            ran.append(attempt(node, partial(_run_within, f"checkmate.op{i}", node, i, long)))
-    return [int(recording.within(f"checkmate.op{i}").max()) if ran[i] else None for i in range(len(nodes))], long
+            ran.append(attempt(node, partial(_run_within, node, i, seconds, ways)))
+
+    def count(*span: int) -> int:
+        return int(recording.within(_span(*span)).max())
+
+    return [
+        OpCost(seconds[i], count(i), {p: count(i, p) if does else None for p, does in ways[i].items()})
+        if ran[i]
+        else None
+        for i in range(len(nodes))
+    ]
 
 
-def _run_within(span: str, node: fx.Node, i: int, long: dict[int, float]) -> None:
+def _span(*numbers: int) -> str:
+    """What a recording calls the run of an op, or that over its argument at a position."""
+    return f"checkmate.op{'.'.join(map(str, numbers))}"
+
+
+def _run_within(node: fx.Node, i: int, seconds: list[float], ways: list[dict[int, bool]]) -> None:
     run, now = call_of(node), _clock()
     run()  # the first run may fill caches
-    with torch.profiler.record_function(span):
+    with torch.profiler.record_function(_span(i)):
         began = now()
         run()
         taken = now() - began
     if taken > LONG:
-        long[i] = _median_of(run)
+        seconds[i] = _median_of(run)
+
+    def within(position: int, call: Callable[[], Any]) -> Any:
+        with torch.profiler.record_function(_span(i, position)):
+            return call()
+
+    ways[i] = ways_of(node, run, within)
 
 
 def time_call(run: Callable[[], Any]) -> float:

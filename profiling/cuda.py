@@ -20,6 +20,7 @@ import torch.fx as fx
 
 from checkmate.profiling.cost_table import OpCost
 from checkmate.profiling.one_op import attempt, call_of, device_of_op
+from checkmate.profiling.trial import ways_of
 
 REPEATS = 5  # between two looks at the clock
 MOST_REPEATS = 50
@@ -42,8 +43,16 @@ def _measure(node: fx.Node, costs: list[OpCost]) -> None:
     with torch.cuda.device(device):
         run = call_of(node)
         run()  # the first run loads kernels and takes the libraries' workspaces
-        allocated = allocated_bytes(run, device)
-        costs.append(OpCost(time_call(run, device), allocated))
+        allocated, seconds = allocated_bytes(run, device), time_call(run, device)
+        counts: dict[int, int] = {}
+        ways = ways_of(node, run, partial(_counted, device, counts))
+        costs.append(OpCost(seconds, allocated, {p: counts[p] if does else None for p, does in ways.items()}))
+
+
+def _counted(device: torch.device, counts: dict[int, int], position: int, call: Callable[[], Any]) -> Any:
+    made: list[Any] = []
+    counts[position] = allocated_bytes(lambda: made.append(call()), device)
+    return made[0]
 
 
 def allocated_bytes(run: Callable[[], Any], device: torch.device) -> int:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import target_name, tensors
+from checkmate.capture.ways.table import positions_to_try
 from checkmate.core.problem import Profile
 from checkmate.errors import Unsupported
 from checkmate.profiling import cpu, cuda
@@ -53,7 +54,8 @@ def measure(joint: Joint, *, cache: bool = True) -> Profile:
     """Measure every distinct op of a captured step.
 
     Ops are the same if target, shapes, strides, types and other arguments are. Neither the global random state nor any
-    tensor of the model is touched. Ops that do not run on their own are estimated, and marked in the profile.
+    tensor of the model is touched. Ops that do not run on their own are estimated, and marked in the profile. An op may
+    write over an argument where it was tried and left the same bits.
 
     Args:
         joint: the step.
@@ -68,7 +70,7 @@ def measure(joint: Joint, *, cache: bool = True) -> Profile:
     keys = [None if node is None else (places[device_of_op(node)], key_of(node)) for node in joint.nodes]
     distinct = {key: node for key, node in zip(keys, joint.nodes, strict=True) if key is not None and node is not None}
     known = _recall(list(places.values())) if cache else {}
-    found = _measure_ops({key: node for key, node in distinct.items() if key not in known})
+    found = _measure_ops({key: node for key, node in distinct.items() if key not in known or _lacks(known[key], node)})
     if cache:
         _keep(found)
     known |= found
@@ -152,6 +154,11 @@ def _refuse_other_devices(joint: Joint) -> None:
                     f"{node.name} is on {leaf.device}: ops are measured on {' and '.join(BY_DEVICE)} only. "
                     'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
                 )
+
+
+def _lacks(cost: OpCost | None, node: fx.Node) -> bool:
+    """Whether the op was measured when fewer of its ways were known than are now."""
+    return cost is not None and not cost.over.keys() >= set(positions_to_try(node))
 
 
 def _recall(places: list[Place]) -> dict[Key, OpCost | None]:

@@ -12,6 +12,7 @@ import logging
 import operator
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def runs_alone(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and not is_collective(node) and not is_with_effects(node)
 
 
-def call_of(node: fx.Node) -> Callable[[], Any]:
+def call_of(node: fx.Node) -> partial[Any]:
     """The op with made-up inputs, ready to run. Draws from the global random state."""
     bounds = _index_bounds(node)
 
@@ -104,7 +105,7 @@ def call_of(node: fx.Node) -> Callable[[], Any]:
 
     args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), make)
     target: Any = node.target
-    return lambda: target(*args, **kwargs)
+    return partial(target, *args, **kwargs)
 
 
 def make_up(leaf: Any, bound: int | None = None) -> Any:
@@ -112,24 +113,37 @@ def make_up(leaf: Any, bound: int | None = None) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return value_of(leaf)
     real = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-    flat = real.as_strided((real.untyped_storage().nbytes() // real.element_size(),), (1,), 0)
+    memory = flat(real)
     if leaf.dtype.is_complex:
-        _fill(torch.view_as_real(flat).view(-1))
+        _fill(torch.view_as_real(memory).view(-1))
     elif leaf.dtype.is_floating_point:
-        _fill(flat)
+        _fill(memory)
     elif leaf.dtype is torch.bool:
-        flat.fill_(True)
+        memory.fill_(True)
     elif bound:
-        flat.random_(0, bound)
+        memory.random_(0, bound)
     else:
-        flat.zero_()
+        memory.zero_()
     return real
 
 
-def _fill(flat: torch.Tensor) -> None:
-    drawn = flat[:DRAWN].uniform_(0.1, 0.9)
-    for begin in range(DRAWN, len(flat), DRAWN):
-        flat[begin : begin + DRAWN] = drawn[: len(flat) - begin]
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """(N,) all of the memory of a tensor."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def _fill(memory: torch.Tensor) -> None:
+    repeat(memory, memory[:DRAWN].uniform_(0.1, 0.9))
+
+
+def repeat(memory: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Fill memory with numbers, again and again."""
+    whole = len(memory) // len(numbers) * len(numbers) if len(numbers) else 0
+    if numbers.data_ptr() != memory.data_ptr():
+        memory[: len(numbers)] = numbers[: len(memory)]
+    if whole:
+        memory[:whole].view(-1, len(numbers))[1:] = memory[: len(numbers)]
+    memory[whole:] = numbers[: len(memory) - whole]
 
 
 def _index_bounds(node: fx.Node) -> dict[fx.Node, int]:

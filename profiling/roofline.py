@@ -8,7 +8,8 @@ to be bound by memory. Bytes are all tensors that an op reads and writes, once e
 nothing, and lookups read only what they pick. An op of several kernels counts as one.
 
 Workspaces are estimated as zero for every op: what cuDNN and cuBLAS take for themselves depends on their version and on
-the algorithm they choose. Leave room for it with ``reserve`` when you compile.
+the algorithm they choose. Leave room for it with ``reserve`` when you compile. That an op which can write over an
+argument leaves the same bits is taken from the table of such ops (`checkmate.capture.ways.table`): nothing is tried.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from torch.utils.flop_counter import flop_registry
 from checkmate.capture.device import BLOCK_BYTES
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage, tensors
+from checkmate.capture.ways.legal import candidates
 from checkmate.core.problem import Profile
+from checkmate.core.ways import Way
 from checkmate.errors import Unsupported
 
 aten = torch.ops.aten
@@ -138,8 +141,9 @@ def roofline(joint: Joint, device: Device) -> Profile:
         if node is not None:
             seconds[k] = roofline_seconds(node, device)
     source = f"roofline estimate for {device.name}"
-    ops = tuple(range(len(joint.nodes)))
-    return Profile(seconds, np.zeros(len(joint.nodes), dtype=np.int64), joint.resident_bytes, source, estimated=ops)
+    ops, workspace = tuple(range(len(joint.nodes))), np.zeros(len(joint.nodes), dtype=np.int64)
+    ways = tuple(Way(c.op, c.makes, c.over, 0) for c in candidates(joint))
+    return Profile(seconds, workspace, joint.resident_bytes, source, estimated=ops, ways=ways)
 
 
 def roofline_seconds(node: fx.Node, device: Device) -> float:

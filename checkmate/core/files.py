@@ -30,13 +30,13 @@ def folder() -> Path:
     return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_path("checkmate", appauthor=False))
 
 
-def read_json(path: Path, *, format: str, version: int, what: str) -> dict[str, Any]:
+def read_json(path: Path, *, format: str, version: int | tuple[int, ...], what: str) -> dict[str, Any]:
     """Read what `write_json` wrote.
 
     Args:
         path: of the file.
         format: what it must say that it is, and its version.
-        version: the one that can be read.
+        version: the one that can be read, or those that can.
         what: the same for a person, e.g. "table of measured ops".
 
     Raises:
@@ -53,7 +53,9 @@ def read_json(path: Path, *, format: str, version: int, what: str) -> dict[str, 
     return check_header(document, path, format=format, version=version, what=what)
 
 
-def check_header(document: Any, path: Path, *, format: str, version: int, what: str) -> dict[str, Any]:
+def check_header(
+    document: Any, path: Path, *, format: str, version: int | tuple[int, ...], what: str
+) -> dict[str, Any]:
     """The document, if it says that it is of this format and version.
 
     Raises:
@@ -61,8 +63,10 @@ def check_header(document: Any, path: Path, *, format: str, version: int, what: 
     """
     if not isinstance(document, dict) or document.get("format") != format:
         raise InvalidProblem(f"{path} is no {what}: its 'format' is not {format!r}.")
-    if document.get("version") != version:
-        raise InvalidProblem(f"{path} has version {document.get('version')!r}; this checkmate reads {version}.")
+    versions = (version,) if isinstance(version, int) else version
+    if document.get("version") not in versions:
+        reads = " and ".join(map(str, versions))
+        raise InvalidProblem(f"{path} has version {document.get('version')!r}; this checkmate reads {reads}.")
     return document
 
 

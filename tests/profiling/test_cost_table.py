@@ -66,7 +66,7 @@ DAMAGED = {
     "half": '{"format": "checkmate-op-costs", "ver',
     "list": "[]",
     "another": '{"format": "other"}',
-    "later": json.dumps({**GOOD, "version": 2}),
+    "later": json.dumps({**GOOD, "version": cache.VERSION + 1}),
     "place": json.dumps({**GOOD, "place": {"device": 1, "torch": "t", "threads": 1}}),
     "no place": json.dumps({**GOOD, "place": {"torch": "t"}}),
     "ops": json.dumps({**GOOD, "ops": [1]}),
@@ -74,6 +74,8 @@ DAMAGED = {
     "nan": json.dumps({**GOOD, "ops": {"a": [float("nan"), 1]}}),
     "text": json.dumps({**GOOD, "ops": {"a": ["1", 1]}}),
     "half a byte": json.dumps({**GOOD, "ops": {"a": [1.0, 0.5]}}),
+    "no position": json.dumps({**GOOD, "ops": {"a": [1.0, 1, [-1, 1]]}}),
+    "over half a byte": json.dumps({**GOOD, "ops": {"a": [1.0, 1, [0, 0.5]]}}),
     "three": json.dumps({**GOOD, "ops": {"a": [1.0, 1, 1]}}),
     "deep": "[" * 100_000,
 }
@@ -99,6 +101,12 @@ def test_a_good_file_is_read() -> None:
     path.parent.mkdir()
     path.write_text(json.dumps({**GOOD, "ops": {"a": [1, 2], "b": None}}))
     assert read(path).ops == {"a": OpCost(1.0, 2), "b": None}
+
+
+def test_what_was_tried_is_kept_with_the_costs(tmp_path: Path) -> None:
+    tried = {"add": OpCost(1.0, 8, {0: 0, 1: None}), "mm": OpCost(1.0, 8)}
+    write(tmp_path / "ops.json", OpTable(PLACE, tried))
+    assert read(tmp_path / "ops.json").ops == tried
 
 
 def test_a_file_of_another_place_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,15 +1,33 @@
-"""Where an op of a captured step may write over an argument: where nothing else could still see what it overwrites."""
+"""Where an op of a captured step may write over an argument: where nothing else could still see what it overwrites.
+
+That the argument's value is not needed any more is for the plan to see to, run by run. What it cannot see is here: who
+holds a tensor without being an op of the step, and which bytes are not the value's alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from enum import Enum
 from typing import NamedTuple
 
 import torch.fx as fx
 
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import leaf_nodes
-from checkmate.capture.ways.table import positions
+from checkmate.capture.ways.table import first_result, is_whole, positions_to_try
+
+
+class Reason(Enum):
+    """Why an op must not write over an argument, whatever the plan."""
+
+    CALLERS = "it belongs to the caller"  # a parameter, a buffer, an input
+    HELD = "autograd or Dynamo handed it in, and holds it"
+    HANDED_OUT = "the step hands it out, or a view of it"
+    PART = "it shows a part of its memory, or repeats it"
+    OTHER_SIZE = "its memory is of another size than the result's"
+    TWICE = "it is an argument twice"
+    OTHER_VIEW = "another argument shows it too"
+    SEVERAL = "several values are behind it, or none"
 
 
 class Candidate(NamedTuple):
@@ -23,31 +41,53 @@ class Candidate(NamedTuple):
 
 def candidates(joint: Joint) -> Iterator[Candidate]:
     """What the ops of a step may write over, as far as shapes, layouts and aliases tell; bits are another question."""
-    shown = {v for n in leaf_nodes((*joint.forward_outputs, *joint.backward_outputs)) for v in joint.value_of[n]}
+    shown = handed_out(joint)
     for k, node in enumerate(joint.nodes):
-        for i in () if node is None else positions(node):
+        for i in () if node is None else positions_to_try(node):
             assert node is not None
             argument = node.args[i]
             assert isinstance(argument, fx.Node)
-            over, makes = joint.value_of[argument], joint.graph.ops[k].outputs
-            if len(over) == 1 and makes and reason_against(joint, node, argument, over[0], shown) is None:
-                yield Candidate(k, makes[0], over[0], i)
+            if reason_against(joint, k, argument, shown) is None:
+                yield Candidate(k, joint.graph.ops[k].outputs[0], joint.value_of[argument][0], i)
 
 
-def reason_against(joint: Joint, node: fx.Node, argument: fx.Node, v: int, shown: set[int]) -> str | None:
-    """Why a node must not write over an argument that shows value v; None: it may, once nothing else needs v.
+def handed_out(joint: Joint) -> set[int]:
+    """Values that the caller sees, in whole or in part, or that stay to the end of the step."""
+    outputs = leaf_nodes((*joint.forward_outputs, *joint.backward_outputs))
+    return {v for n in outputs for v in joint.value_of[n]}.union(joint.graph.outputs)
+
+
+def reason_against(joint: Joint, k: int, argument: fx.Node, shown: Collection[int]) -> Reason | None:
+    """Why op k must not write its first result over an argument; None: it may, once nothing else needs the value.
 
     Args:
-        shown: values that the step hands out, or views of them.
+        shown: the values that are `handed_out`.
     """
-    producer = joint.graph.values[v].producer
-    if producer is None or joint.nodes[producer] is None:
-        return "it belongs to the caller"
-    if v in joint.graph.outputs or v in shown:
-        return "the step hands it out"
-    others = [n for n in node.all_input_nodes if n is not argument]
-    if any(v in joint.value_of[n] for n in others if n in joint.value_of):
-        return "another argument shows it too"
-    if sum(n is argument for n in leaf_nodes([*node.args, *node.kwargs.values()])) > 1:
-        return "it is an argument twice"
-    return None
+    node, outputs = joint.nodes[k], joint.graph.ops[k].outputs
+    assert node is not None
+    made, values = first_result(node), joint.value_of[argument]
+    if len(values) != 1 or made is None or not outputs:
+        return Reason.SEVERAL
+    (v,), values_of = values, joint.graph.values
+    producer = values_of[v].producer
+    if producer is None:
+        return Reason.CALLERS
+    if joint.nodes[producer] is None:
+        return Reason.HELD
+    if v in shown:
+        return Reason.HANDED_OUT
+    if not is_whole(argument):
+        return Reason.PART
+    if values_of[v].size_bytes != values_of[outputs[0]].size_bytes:
+        return Reason.OTHER_SIZE
+    read = [n for n in _arguments(node) if v in joint.value_of.get(n, ())]
+    if any(n is not argument for n in read):
+        return Reason.OTHER_VIEW
+    return Reason.TWICE if len(read) > 1 else None
+
+
+def _arguments(node: fx.Node) -> list[fx.Node]:
+    """All nodes among a node's arguments, as often as they are there."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found

@@ -1,0 +1,125 @@
+"""Whether an op that writes over an argument leaves the bits that it leaves otherwise: it is tried.
+
+An op of the table of candidates (`checkmate.capture.ways.table`) runs plainly and over each of its arguments, in the
+shapes, strides and types of the trace, on sets of numbers:
+
+    finite     of both signs and many sizes, with zeros of both signs and denormal numbers among them
+    special    the same, and in the first elements of each tensor infinities, NaNs and the largest numbers
+    usual      between 0.1 and 0.9, as for its seconds
+
+What is special spreads to no other element where each is made of the same element of the arguments: such ops run on the
+special set only. A way counts if all that it makes is the same each time, bit by bit, and its first result lies where
+the argument lay. What the argument held is not kept: no more memory is taken than by the op, its arguments and results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from checkmate.capture.nodes import tensors
+from checkmate.capture.ways.table import TABLE, call_over, positions_to_try
+from checkmate.profiling.one_op import attempt, flat, repeat
+
+SETS = ("special", "finite", "usual")
+POINTWISE_SETS = ("special",)
+LENGTH = 2**14  # of the numbers of a set, which repeat
+SPECIAL = 2**12  # of these are at the begin of a tensor in the special set
+STRIDE = 5003  # by how many numbers the sets of two arguments are apart; a prime, so that all kinds meet
+
+Call = Callable[[], Any]
+Count = Callable[[int, Call], Any]  # makes a call over the argument at a position, and counts its bytes
+
+
+def ways_of(node: fx.Node, run: partial[Any], count: Count) -> dict[int, bool]:
+    """The positions of the arguments that an op could write over as far as the table tells, each with whether it can.
+
+    Args:
+        node: the op.
+        run: the op with made-up inputs, that are written to.
+        count: makes the last call of each position; where it was not called, the op cannot write there.
+    """
+    todo = dict.fromkeys(positions_to_try(node), False)
+    if todo:
+        attempt(node, lambda: _try(node, run, count, todo))
+    return todo
+
+
+def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) -> None:
+    target: Any = node.target
+    numbers = [t for t in tensors((run.args, run.keywords)) if t.is_floating_point() or t.dtype is torch.bool]
+    sets = POINTWISE_SETS if TABLE[target].pointwise else SETS
+    good = [*does]
+    for name in sets:
+        for i, tensor in enumerate(numbers):
+            _fill(tensor, name, i)
+        plain = tensors(run())
+        for position in [*good]:
+            over = run.args[position]
+            into, args, kwargs = call_over(target, run.args, run.keywords, position)
+            call = partial(into, *args, **kwargs)
+            if not _is_same(node, partial(count, position, call) if name == sets[-1] else call, over, plain):
+                good.remove(position)
+            _fill(over, name, next(i for i, t in enumerate(numbers) if t is over))
+        del plain  # before there is the next one
+    does.update(dict.fromkeys(good, True))
+
+
+def _is_same(node: fx.Node, call: Call, over: torch.Tensor, plain: list[torch.Tensor]) -> bool:
+    """Whether a call over an argument makes what the plain one made, there."""
+    made: list[torch.Tensor] = []
+    where = over.data_ptr(), over.untyped_storage().nbytes()
+    if not attempt(node, lambda: made.extend(tensors(call()))) or len(made) != len(plain):
+        return False
+    first = made[0].data_ptr(), made[0].untyped_storage().nbytes()
+    return first == where and all(map(same_bits, made, plain))
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one layout have the same bits, signs of zeros and NaNs included."""
+    if a.shape != b.shape or a.stride() != b.stride() or a.dtype != b.dtype:
+        return False
+    return torch.equal(_bytes(a), _bytes(b))  # noqa: TID251  # of whole numbers
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor as whole numbers."""
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(tensor.element_size(), torch.uint8)
+    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return (tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.contiguous().view(-1)).view(integers)
+
+
+def _fill(tensor: torch.Tensor, name: str, i: int) -> None:
+    """Fill argument i, the whole of its memory, with the numbers of a set."""
+    to = flat(tensor)
+    numbers = _numbers(name, tensor.dtype, tensor.device).roll(-i * STRIDE)
+    repeat(to, numbers)
+    if name == "special" and tensor.is_floating_point():
+        head = _numbers("head", tensor.dtype, tensor.device).roll(-i * STRIDE)[: min(SPECIAL, len(to))]
+        to[: len(head)] = head
+
+
+@cache
+def _numbers(name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """(LENGTH,) the numbers of a set: the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand(LENGTH, generator=generator, dtype=torch.float64)
+    if dtype is torch.bool:
+        return (drawn < 0.7).to(device)  # more are true than false
+    if name == "usual":
+        return drawn.mul_(0.8).add_(0.1).to(device, dtype)
+    signs = torch.where(drawn.roll(1) < 0.5, -1.0, 1.0)
+    sizes = 10.0 ** (drawn * 8 - 5)
+    info = torch.finfo(dtype)
+    rare = [0.0, info.tiny / 4, info.tiny, info.eps, 1.0]
+    if name == "head":
+        rare += [math.inf, math.nan, info.max, info.max / 2, 100.0]
+        sizes = torch.tensor(rare, dtype=torch.float64)[(drawn.roll(2) * len(rare)).long()]
+    else:
+        sizes[::64] = torch.tensor(rare, dtype=torch.float64).repeat(LENGTH)[: len(sizes[::64])]
+    return (sizes * signs).to(dtype).to(device)

@@ -1,0 +1,187 @@
+"""Only what leaves the same bits, in the very memory of its argument, is a way; and it is kept with the costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from checkmate.capture.ways import table
+from checkmate.capture.ways.table import TABLE, Written
+from checkmate.core.files import folder
+from checkmate.profiling import cpu, trial
+from checkmate.profiling import measure as measuring
+from checkmate.profiling.cost_table import OpCost
+from checkmate.profiling.measure import export
+
+aten = torch.ops.aten
+N = 3 * trial.LENGTH + 5
+
+
+@pytest.fixture(autouse=True)
+def _measured_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measuring, "_known", {})
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def _node(op: Any, *args: Any) -> fx.Node:
+    graph = fx.Graph()
+
+    def placeholder(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        node = graph.placeholder(f"x{len(graph.nodes)}")
+        node.meta["val"] = leaf
+        return node
+
+    node = graph.call_function(op, tuple(map(placeholder, args)))
+    node.meta["val"] = op(*args)
+    return node
+
+
+def _measure(node: fx.Node) -> OpCost:
+    ((_, cost),) = cpu.measure_ops([node])
+    assert cost is not None
+    return cost
+
+
+def _last_bit(x: Tensor) -> None:
+    x.view(torch.int32)[-1] ^= 1
+
+
+WRONG: dict[str, Callable[[Tensor], Any]] = {  # in place of abs
+    "sign of zero": lambda out: out.copy_(torch.where(out == 0, out, out.abs())),
+    "denormals": lambda out: out.copy_(torch.where(out.abs() < 1e-37, 0.0, out.abs())),
+    "not a number": lambda out: out.copy_(torch.where(out.isnan(), -out.abs(), out.abs())),
+    "infinity": lambda out: out.abs_().clamp_(max=torch.finfo(out.dtype).max),
+    "last bit": lambda out: (out.abs_(), _last_bit(out), out)[2],
+    "elsewhere": lambda out: out.abs(),
+    "nothing": lambda out: None,
+    "shorter": lambda out: out.abs_()[:-1],
+    "error": lambda out: out.view(7, 7),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
+def test_what_differs_in_any_way_is_not_offered(
+    wrong: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def over(x: Tensor, *, out: Tensor) -> Any:
+        return wrong(out)
+
+    monkeypatch.setattr(table, "TABLE", {**TABLE, aten.abs.default: Written(over, (0,))})
+    monkeypatch.setattr(trial, "TABLE", table.TABLE)
+    assert _measure(_node(aten.abs.default, torch.ones(N))).over == {0: None}
+
+
+def test_what_differs_on_usual_numbers_only_is_not_offered_where_elements_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where something special spreads, a result may be nothing but NaN."""
+
+    def over(x: Tensor, dim: int, half: bool, *, out: Tensor) -> Tensor:
+        aten._softmax.out(x, dim, half, out=out)
+        return out if out.isnan().any() else out.mul_(1 + 2e-7)
+
+    monkeypatch.setattr(table, "TABLE", {**TABLE, aten._softmax.default: Written(over, (0,), pointwise=False)})
+    monkeypatch.setattr(trial, "TABLE", table.TABLE)
+    assert _measure(_node(aten._softmax.default, torch.ones(8, 30), 1, False)).over == {0: None}
+
+
+def test_an_op_is_tried_over_each_argument_and_its_bytes_are_counted() -> None:
+    x, y = torch.ones(N), torch.ones(N)
+    cost = _measure(_node(aten.mul.Tensor, x, y))
+    assert (cost.allocated_bytes, cost.over) == (4 * N, {0: 0, 1: 0})
+    assert _measure(_node(aten.mul.Tensor, x, torch.ones(()))).over == {0: 0}
+    assert _measure(_node(aten.mm.default, torch.ones(8, 8), torch.ones(8, 8))).over == {}
+    cost = _measure(_node(aten._safe_softmax.default, torch.ones(64, 96), 1))
+    assert cost.over == {0: 64 * 96 + 64}  # where it is -inf, and in which rows
+    assert cost.allocated_bytes >= 64 * 96 * 4
+
+
+def test_two_arguments_meet_in_all_special_numbers() -> None:
+    x, y = torch.empty(N), torch.empty(N)
+    trial._fill(x, "special", 0)
+    trial._fill(y, "special", 1)
+    kinds = [torch.isnan, torch.isposinf, torch.isneginf, lambda t: (t == 0) & t.signbit(), lambda t: t == 1]
+    kinds += [lambda t: (t == 0) & ~t.signbit(), lambda t: (t != 0) & (t.abs() < 1e-38), lambda t: t.abs() > 3e38]
+    assert all((a(x) & b(y)).any() for a in kinds for b in kinds)
+    assert all((a(x[trial.SPECIAL :])).any() for a in kinds[3:4] + kinds[5:7])
+    assert torch.isfinite(x[trial.SPECIAL :]).all()
+
+
+class _Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 8))
+
+    def step(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self(x), torch.zeros(4, dtype=torch.int64))
+
+
+def _ways(problem: checkmate.Problem) -> list[tuple[str, str, int]]:
+    """Op, value that it writes over, workspace."""
+    graph = problem.graph
+    return sorted((graph.ops[w.op].target, graph.values[w.over].name, w.workspace) for w in problem.profile.ways)
+
+
+def test_ways_come_with_measured_costs_and_go_wherever_these_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, x = _Net().step, torch.randn(4, 3, 8, 8)
+    problem = checkmate.trace(step, x)
+    expected = _ways(problem)
+    targets = [target for target, _, _ in expected]
+    assert targets.count("aten.relu.default") == 1
+    assert targets.count("aten.threshold_backward.default") == 2  # the gradient, or what the forward rectified
+    (norm,) = (w for w in problem.profile.ways if "batch_norm" in problem.graph.ops[w.op].target)
+    assert problem.graph.values[norm.over].name == "convolution"
+    assert norm.workspace == problem.workspace[norm.op]  # statistics are outputs of its own, as of the plain op
+    monkeypatch.setattr(cpu, "measure_ops", lambda nodes: pytest.fail("they are known"))
+    assert _ways(checkmate.trace(step, x)) == expected  # from the process
+    monkeypatch.setattr(measuring, "_known", {})
+    assert _ways(checkmate.trace(step, x)) == expected  # from disk
+    export(tmp_path / "ops.json")
+    assert _ways(checkmate.trace(step, x, profile=tmp_path / "ops.json")) == expected
+    assert _ways(checkmate.trace(step, x, profile=problem.profile)) == expected
+    problem.to_json(tmp_path / "problem.json")
+    assert _ways(checkmate.Problem.from_json(tmp_path / "problem.json")) == expected
+    estimated = _ways(checkmate.trace(step, x, profile="roofline:laptop"))
+    assert {way[:2] for way in estimated} >= {way[:2] for way in expected}
+    assert {way[2] for way in estimated} == {0}
+
+
+def _as_before_ways(path: Path) -> None:
+    """Have a file say what it said before there were ways."""
+    document = json.loads(path.read_text())
+    document |= {"version": 1, "ops": {key: cost and cost[:2] for key, cost in document["ops"].items()}}
+    path.write_text(json.dumps(document))
+
+
+def test_files_of_before_ways_have_none_and_are_measured_again_where_they_are_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, x = _Net().step, torch.randn(4, 3, 8, 8)
+    expected = _ways(checkmate.trace(step, x))
+    export(tmp_path / "ops.json")
+    _as_before_ways(tmp_path / "ops.json")
+    assert _ways(checkmate.trace(step, x, profile=tmp_path / "ops.json")) == []
+    (cache,) = folder().glob("*.json")
+    _as_before_ways(cache)
+    monkeypatch.setattr(measuring, "_known", {})
+    measured: list[str] = []
+    measure_ops = cpu.measure_ops
+
+    def noting(nodes: list[fx.Node]) -> Any:
+        measured.extend(str(node.target) for node in nodes)
+        return measure_ops(nodes)
+
+    monkeypatch.setitem(measuring.BY_DEVICE, "cpu", noting)
+    assert _ways(checkmate.trace(step, x)) == expected
+    assert "aten.relu.default" in measured
+    assert "aten.convolution.default" not in measured
