@@ -37,7 +37,6 @@ from checkmate.capture.patches.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.questions import asking_first, taken_out
 from checkmate.capture.rewrite import drop_gradients_of_writes
-from checkmate.codegen.boxed import boxed
 from checkmate.codegen.changing import Changing, may_change
 from checkmate.codegen.contributions import counted_contributions, sharing_of, with_contributions
 from checkmate.codegen.emit import emit
@@ -45,6 +44,7 @@ from checkmate.codegen.fan_out import Sharing, fan_out
 from checkmate.codegen.result_hooks import computed_from, refuse_watching
 from checkmate.codegen.result_views import added_within, refuse_views
 from checkmate.codegen.undefined_gradients import keep_undefined, with_undefined
+from checkmate.codegen.writing_over import writable, writing_over
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
@@ -65,7 +65,7 @@ _BY_CUDNN = (torch.lstm, torch.gru)
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Run the generated code as it is."""
     forbid_donation()
-    return with_contributions(module, partial(with_undefined, boxed=boxed))
+    return with_contributions(module, partial(with_undefined, boxed=writing_over))
 
 
 def forbid_donation() -> None:
@@ -310,11 +310,12 @@ def problem_of(joint: Joint, profile: Profiler = MEASURE) -> Problem:
     order = late_results(joint.graph)
     if order is not None:
         joint = joint.in_order(order)
+    costs, over = writable(joint, profile(joint))
 
     def write(plan: Plan) -> Any:
-        return emit(joint, plan)
+        return emit(joint, plan, over)
 
-    return Problem(joint.graph, profile(joint), write)
+    return Problem(joint.graph, costs, write)
 
 
 def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0) -> Problem:

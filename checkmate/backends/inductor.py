@@ -69,8 +69,8 @@ class Inductor(Backend):
     exact: ClassVar[bool] = False
 
     def plan(self, problem: Problem) -> Solution:
-        """Within what Inductor's code is known to leave of the budget."""
-        return self.planner(problem, self.aside)
+        """Within what Inductor's code is known to leave of the budget. Inductor itself decides what is written over."""
+        return self.planner(replace(problem, profile=replace(problem.profile, ways=())), self.aside)
 
     def limit(self, plan: Solution) -> int:
         """The budget, of which the plan may have left something to what Inductor's code takes beside it."""

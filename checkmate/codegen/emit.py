@@ -2,7 +2,8 @@
 
 The generated code is plain Python: an op that runs again stands there again, as ``<name>_again<i>``, and a name is
 cleared after its last use, which is where the plan frees its value. Views cost nothing and are made anew from each copy
-of the value they show.
+of the value they show. What an op writes over is gone at once; the op is marked, and becomes a call that writes when
+the module becomes a function (`checkmate.codegen.writing_over`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch.fx as fx
@@ -27,6 +29,7 @@ from torch._functorch.partitioners import (
 from checkmate.capture import random_draws as randomness
 from checkmate.capture.joint import Joint
 from checkmate.codegen.boxed import Boxed
+from checkmate.codegen.writing_over import Positions, mark, mark_own, refuse_unwritable
 from checkmate.core.plan import Plan, Run, Step
 from checkmate.errors import SolverError
 
@@ -51,8 +54,15 @@ class Modules:
         return tuple(node.name for node in nodes if AGAIN in node.name)
 
 
-def emit(joint: Joint, plan: Plan) -> Modules:
-    """Write the modules of a plan."""
+def emit(joint: Joint, plan: Plan, over: Positions = MappingProxyType({})) -> Modules:
+    """Write the modules of a plan.
+
+    Args:
+        over: which argument an op writes over that writes over a value.
+
+    Raises:
+        SolverError: if the plan reads what is not at hand, or writes over what it must not.
+    """
     before, after = plan.steps[: plan.boundary], plan.steps[plan.boundary :]
     needed = _saved(joint, after)
     saved = sorted((n for n in needed if not is_sym_node(n)), key=is_unchecked)  # AOTAutograd wants the unchecked last
@@ -62,13 +72,15 @@ def emit(joint: Joint, plan: Plan) -> Modules:
     inputs = _placeholders(joint, _is_primal, _is_fwd_seed_offset)
     tangents = _placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state)
     times: Counter[fx.Node] = Counter()
-    forward = _Writer(joint, inputs, times).write(
+    forward = _Writer(joint, inputs, times, over).write(
         before, [*joint.forward_outputs, *saved, *numbers], [*joint.forward_descs, *descs]
     )
-    backward = _Writer(joint, [*numbers, *saved, *tangents], times).write(
+    backward = _Writer(joint, [*numbers, *saved, *tangents], times, over).write(
         after, joint.backward_outputs, joint.backward_descs
     )
     _draw_once(forward)
+    for module in (forward, backward):
+        refuse_unwritable(module.graph)
     for node in backward.graph.nodes:
         if node.op in ("call_function", "get_attr"):
             node.meta["autograd_backward"] = True
@@ -130,8 +142,9 @@ def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
 class _Writer:
     """Writes one module. ``env``: for each node of the joint graph at hand, its copy here."""
 
-    def __init__(self, joint: Joint, inputs: Sequence[fx.Node], times: Counter[fx.Node]) -> None:
+    def __init__(self, joint: Joint, inputs: Sequence[fx.Node], times: Counter[fx.Node], over: Positions) -> None:
         self.joint = joint
+        self.over = over
         self.times = times  # how often each op was written, in both modules together
         self.copies: Counter[fx.Node] = Counter()  # how often each other node was written in this one
         self.graph = fx.Graph()
@@ -142,11 +155,13 @@ class _Writer:
         for node in inputs:
             self.env[node] = self.graph.placeholder(node.name)
             self.env[node].meta = dict(node.meta)
+            if node.op == "call_function" and not is_sym_node(node):
+                mark_own(self.env[node])
 
     def write(self, steps: Iterable[Step], outputs: Sequence[Any], descs: Sequence[Any]) -> fx.GraphModule:
         for step in steps:
             if isinstance(step, Run):
-                self._run(step.op)
+                self._run(step)
             else:
                 self._forget(step.value)
         results = tuple(self.handed_over.get(n) or self._at_hand(n) if isinstance(n, fx.Node) else n for n in outputs)
@@ -158,7 +173,8 @@ class _Writer:
         self.graph.set_codegen(Boxed())
         return fx.GraphModule(self.joint.module, self.graph)
 
-    def _run(self, op: int) -> None:
+    def _run(self, step: Run) -> None:
+        op = step.op
         node, outputs = self.joint.nodes[op], self.joint.graph.ops[op].outputs
         if node is None:
             joint, inputs = self.joint, set(self.joint.graph.ops[op].inputs)
@@ -171,6 +187,10 @@ class _Writer:
         copy = self._copy(node, f"{node.name}{AGAIN}{n}" if n else node.name)
         if n:
             copy.target = randomness.AGAIN.get(copy.target, copy.target)
+        if step.over is not None:
+            if (op, step.over) not in self.over:
+                raise SolverError(f"The plan has {node.name} write over what it must not.")
+            mark(copy, self.over[op, step.over])
         faces = [face for v in outputs for face in self.joint.faces[v]]
         if node in faces:
             self.env.setdefault(node, copy)  # what is still at hand stays, as in the plan
@@ -179,6 +199,8 @@ class _Writer:
             for face in faces:
                 self._at_hand(face)
             del self.env[node]
+        if step.over is not None:
+            self._forget(step.over)
 
     def _forget(self, value: int) -> None:
         for node in (*self.joint.faces[value], *self.views.pop(value, ())):

@@ -26,6 +26,7 @@ from checkmate.capture.nodes import target_name, tensors
 from checkmate.capture.provenance import where
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.emit import AGAIN
+from checkmate.codegen.writing_over import written
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution
 
@@ -76,9 +77,13 @@ class _Notes:
         return replace(self.solution, problem=problem)
 
     def lower(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[[list[Any]], Any]:
-        """Run a module node by node; after the backward run the whole captured graph on the same inputs."""
+        """Run a module node by node, as it is run otherwise: a value is looked at before another is written over it.
+
+        After the backward the whole captured graph runs on the same inputs.
+        """
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         is_backward = any(node.meta.get("autograd_backward") for node in module.graph.nodes)
+        steps = written(module)
 
         @takes_one_list
         def run(inputs: list[Any]) -> Any:
@@ -89,7 +94,7 @@ class _Notes:
             elif self.joint is not None:
                 tangents = {name: given[name] for name in names if name not in self.inputs}
                 self._run_as_captured(self.joint, {**self.inputs, **_copied(tangents)})
-            return _Recorder(module, lambda name, prints: self.as_planned.append((name, prints))).run(*inputs)
+            return _Recorder(steps, lambda name, prints: self.as_planned.append((name, prints))).run(*inputs)
 
         return run
 

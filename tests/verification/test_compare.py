@@ -82,7 +82,7 @@ def _run_instead(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) ->
 
         return instead
 
-    monkeypatch.setattr("checkmate.backends.eager.boxed", changed)
+    monkeypatch.setattr("checkmate.backends.eager.writing_over", changed)
 
 
 def _next_bit(grad: Tensor | None) -> Tensor | None:

@@ -1,0 +1,239 @@
+"""Have ops write their results over inputs that die there, as a plan says, where nobody else could see it.
+
+A plan's modules are functional: an op that writes over an input stands there as it does in the captured graph, with a
+mark. Whatever makes another module of one, for gradients that are not defined or are handed out in pieces, copies the
+marks. Code is written last, and only then a marked op becomes a call that writes: where in this very module nothing
+reads the storage afterwards. That is told by the storages of the fake tensors, not by the plan.
+
+What else could see a write is looked for at each call. Saved tensors are another's too where the graph is retained for
+a second backward, a hook of the user's keeps what is saved, or somebody has asked autograd's graph for it: then the
+backward writes over none of them. Modes that watch each op may keep what it made: under them nothing is written over,
+nor where a batch of gradients is handed in as one. Bits are the same in each case; only bytes are not.
+
+Nothing is freed by a write, so streams of a device need not be told of it: what is written to was read, and is read
+again, in the order of the one stream on which the step runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._functorch.partitioners import _is_tangent
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from checkmate.capture.joint import Joint
+from checkmate.capture.nodes import is_view, storage, tensors
+from checkmate.capture.ways.legal import candidates
+from checkmate.capture.ways.table import call_over, positions
+from checkmate.codegen.boxed import boxed, takes_one_list
+from checkmate.core.problem import Profile
+from checkmate.errors import SolverError
+
+aten = torch.ops.aten
+Run = Callable[[list[Any]], Any]
+Positions = Mapping[tuple[int, int], int]  # of the argument, by op and by the value that it may write over
+_OVER = "writes_over"  # in a node's meta data: the position of the argument that its op writes over
+_OWN = "is_own"  # in a placeholder's: what the forward has made for the backward alone
+_CAN_COUNT = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+
+
+def writable(joint: Joint, profile: Profile) -> tuple[Profile, Positions]:
+    """A profile with those ways only that can be written, and the arguments that they write over.
+
+    Left out are those whose bytes others may hold: ops that are not PyTorch's own, which may keep what they read or
+    return it, and collectives, which read and write while later ops run.
+    """
+    if not profile.ways:
+        return profile, {}
+    nodes = zip(joint.graph.ops, joint.nodes, strict=True)
+    held = {v for op, n in nodes if n is not None and not _keeps_nothing(n) for v in (*op.inputs, *op.outputs)}
+    found = {(c.op, c.over): c.position for c in candidates(joint) if not held.intersection((c.over, c.makes))}
+    return replace(profile, ways=tuple(way for way in profile.ways if (way.op, way.over) in found)), found
+
+
+def _keeps_nothing(node: fx.Node) -> bool:
+    """Whether an op is PyTorch's own, or ours, and not one of those that exchange data."""
+    called = [node.target, *(a for a in node.args if callable(a))]  # ours may be called with an op
+    return all(
+        op.namespace in ("aten", "prims")
+        if isinstance(op, torch._ops.OpOverload)
+        else getattr(op, "__module__", "").partition(".")[0] == "checkmate"
+        for op in called
+    )
+
+
+def mark(node: fx.Node, position: int) -> None:
+    """Say that an op writes over one of its arguments."""
+    node.meta[_OVER] = position
+
+
+def mark_own(placeholder: fx.Node) -> None:
+    """Say that a saved tensor belongs to the backward alone."""
+    placeholder.meta[_OWN] = True
+
+
+def refuse_unwritable(graph: fx.Graph) -> None:
+    """Have each mark of a module be one that can be followed.
+
+    Raises:
+        SolverError: naming an op that would write over what is read afterwards, or belongs to another.
+    """
+    allowed = _writes(graph)
+    for node in graph.nodes:
+        if _OVER in node.meta and node not in allowed:
+            over = node.args[node.meta[_OVER]]
+            raise SolverError(f"The plan has {node.name} write over {over}, which is needed afterwards.")
+
+
+def _storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
+    """For each node the storages of its tensors: numbers, by those of the fake tensors.
+
+    An op that runs twice makes two storages, though its fake result is one.
+    """
+    found: dict[fx.Node, dict[int, int]] = {}
+    given: dict[int, int] = {}
+    numbers = itertools.count()
+    for node in graph.nodes:
+        known = {key: number for n in node.all_input_nodes for key, number in found[n].items()}
+        if node.op != "call_function":
+            known = given
+        keys = [] if node.op == "output" else [storage(t) for t in tensors(node.meta.get("val"))]
+        found[node] = {key: known[key] if key in known else next(numbers) for key in keys}
+        if node.op != "call_function":
+            given |= found[node]
+    return found
+
+
+def _writes(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
+    """The marked ops that can write over their argument, each with its position.
+
+    Args:
+        graph: of a module.
+        spare: what is handed in.
+    """
+    storages = _storages(graph)
+    last_read = {number: n for n in graph.nodes for a in n.all_input_nodes for number in storages[a].values()}
+    locked = {number for n in graph.nodes if _is_locked(n, spare=spare) for number in storages[n].values()}
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        position = node.meta.get(_OVER)
+        if position is None or position not in positions(node):
+            continue
+        over = {*storages[node.args[position]].values()}
+        reads: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), reads.append)
+        once = sum(not over.isdisjoint(storages[n].values()) for n in reads) == 1
+        if len(over) == 1 and once and over.isdisjoint(locked) and all(last_read[number] is node for number in over):
+            found[node] = position
+    return found
+
+
+def _is_locked(node: fx.Node, *, spare: bool) -> bool:
+    """Whether what a node makes is not to be written over: it is another's, or it is not known what it is a view of."""
+    if node.op != "call_function":
+        return spare or _OWN not in node.meta
+    return any(n.op == "call_function" and n.meta.get("val") is None for n in node.all_input_nodes)
+
+
+def written(module: fx.GraphModule, *, spare: bool = False) -> fx.GraphModule:
+    """A module whose marked ops write over their arguments.
+
+    Args:
+        module: of a plan, or one that was made of it.
+        spare: write over nothing that is handed in.
+    """
+    writes = _writes(module.graph, spare=spare)
+    if not writes:
+        return module
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op == "output":
+            graph.output(fx.node.map_arg(node.args[0], copies.__getitem__)).meta = node.meta
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        target = node.target
+        if node in writes:
+            args = [*args]
+            if is_view(node.args[writes[node]]):  # as a view, what is made could not be written to by who gets it
+                view = (args[writes[node]],)
+                args[writes[node]] = graph.create_node(
+                    "call_function", aten.detach.default, view, name=f"{node.name}_in"
+                )
+            target, args, kwargs = call_over(target, tuple(args), kwargs, writes[node])
+        copies[node] = graph.create_node(node.op, target, args, kwargs, node.name, node.type)
+        copies[node].meta = dict(node.meta)
+    graph.lint()
+    return fx.GraphModule(module, graph)
+
+
+def writing_over(module: fx.GraphModule) -> Run:
+    """The function of a module whose marked ops write over their arguments, where only this call could see it."""
+    writes = _writes(module.graph)
+    if not writes:
+        return boxed(module)
+    storages = _storages(module.graph)
+    over = {number for node, i in writes.items() for number in storages[node.args[i]].values()}  # type: ignore[index]
+    given = module.graph.find_nodes(op="placeholder")
+    saved = [i for i, node in enumerate(given) if not over.isdisjoint(storages[node].values())]
+    tangents = [i for i, node in enumerate(given) if _is_tangent(node)]
+    whole = boxed(written(module))
+
+    @cache
+    def sparing() -> Run:
+        return boxed(written(module, spare=True))
+
+    @cache
+    def plain() -> Run:
+        return boxed(module)
+
+    @takes_one_list
+    def run(inputs: list[Any]) -> Any:
+        if _is_watched() or any(_is_batch(inputs[i]) for i in tangents):
+            return plain()(inputs)
+        if saved and _is_any_shared(inputs, saved):
+            return sparing()(inputs)
+        return whole(inputs)
+
+    return run
+
+
+def _is_batch(tangent: Any) -> bool:
+    """Whether a gradient stands for a batch of them: ``torch.autograd.grad(..., is_grads_batched=True)``."""
+    return isinstance(tangent, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(tangent)
+
+
+def _is_watched() -> bool:
+    """Whether a mode of the user's sees each op, and may keep what it made; the default device is one that does not."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None:
+        return True
+    if not torch._C._len_torch_function_stack():
+        return False
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+
+
+def _holders(inputs: list[Any], i: int) -> tuple[int, int, int]:
+    """How often Python holds an entry of a list, C++ the tensor, and tensors its storage."""
+    tensor_storage = inputs[i].untyped_storage()._cdata
+    return sys.getrefcount(inputs[i]), inputs[i]._use_count(), torch._C._storage_Use_Count(tensor_storage)
+
+
+@cache
+def _alone() -> tuple[int, int, int]:
+    return _holders([torch.empty(1, device="cpu")], 0)
+
+
+def _is_any_shared(inputs: list[Any], which: Collection[int]) -> bool:
+    """Whether somebody else may hold one of these tensors, or another tensor in its storage."""
+    if not _CAN_COUNT:
+        return True
+    alone = _alone()
+    return any(held > own for i in which for held, own in zip(_holders(inputs, i), alone, strict=True))

@@ -1,0 +1,394 @@
+"""Ops write over inputs that die there: the bytes are the plan's, the bits plain PyTorch's, and nobody sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import checkmate
+from checkmate.codegen.boxed import boxed
+from checkmate.codegen.writing_over import written
+from checkmate.core.plan import Plan, Run
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution
+from checkmate.errors import SolverError
+from checkmate.memory import measure_peak
+from tests.support.bits import assert_same_bits
+from tests.support.ways import offering_ways
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _with_ways() -> Iterator[None]:
+    with offering_ways():
+        yield
+
+
+class _Net(nn.Module):
+    """Activations over what they are made of, gradients over gradients and over what was saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = (layer(x).relu() + 0.1).tanh() * torch.sigmoid(x)
+        return x.square().sum()
+
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+
+
+def _compiled(step: Callable[..., Any], budget: int | str = "1 GB", **options: Any) -> Any:
+    return checkmate.compile(step, budget=budget, time_limit=1, cache=False, **options)
+
+
+def _writes(solution: Solution) -> tuple[int, int]:
+    """How many ops write over an input in the forward and in the backward."""
+    modules = solution.modules
+    nodes = [written(module).graph.nodes for module in (modules.forward, modules.backward)]
+    forward, backward = (sum("out" in n.kwargs or "grad_input" in n.kwargs for n in found) for found in nodes)
+    return forward, backward
+
+
+def _saved_are_written(solution: Solution) -> bool:
+    backward = solution.modules.backward
+    both = written(backward), written(backward, spare=True)
+    whole, sparing = (sum("out" in n.kwargs or "grad_input" in n.kwargs for n in m.graph.nodes) for m in both)
+    return whole > sparing
+
+
+def _grads(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def _peak(net: nn.Module, step: Any) -> int:
+    """Measured, of a step that is not the first, with what is there all the time."""
+
+    def forward_backward() -> Tensor:
+        net.zero_grad()
+        loss: Tensor = step(X)
+        loss.backward()
+        return loss
+
+    forward_backward()
+    net.zero_grad()
+    return measure_peak(forward_backward).peak + int(step.plans[0].problem.resident)
+
+
+def _plain() -> list[Tensor | None]:
+    net = _Net()
+    net(X).backward()
+    return _grads(net)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
+def test_the_peak_is_the_plans_to_the_byte(share: float) -> None:
+    net = _Net()
+    problem = checkmate.trace(net, X)
+    least = checkmate.min_budget(problem, time_limit=0.2).peak
+    step = _compiled(net, int(least + share * (problem.keep_all_peak - least)))
+    peak = _peak(net, step)
+    (plan,) = step.plans
+    assert all(_writes(plan))
+    assert _saved_are_written(plan)
+    assert peak == plan.peak <= plan.budget
+    assert_same_bits(_grads(net), _plain())
+
+
+def test_a_graph_that_is_retained_serves_again() -> None:
+    net = _Net()
+    step = _compiled(net)
+    loss = step(X)
+    assert _saved_are_written(step.plans[0])
+    for keep in (True, True, False):
+        net.zero_grad()
+        loss.backward(retain_graph=keep)
+        assert_same_bits(_grads(net), _plain())
+
+
+def _kept_by_hooks(step: Callable[..., Tensor]) -> tuple[list[Tensor], Tensor]:
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        return kept, step(X)
+
+
+def _kept_by_hooks_elsewhere(step: Callable[..., Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The hook keeps another tensor in the same storage than it hands back."""
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.view(-1))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        return kept, step(X)
+
+
+def _asked_for(step: Callable[..., Tensor]) -> tuple[list[Tensor], Tensor]:
+    loss = step(X)
+    assert loss.grad_fn is not None
+    return [*loss.grad_fn.saved_tensors], loss
+
+
+def _as_arrays(step: Callable[..., Tensor]) -> tuple[list[Any], Tensor]:
+    kept, loss = _asked_for(step)
+    return [tensor.detach().numpy() for tensor in kept], loss
+
+
+@pytest.mark.parametrize("keeping", [_kept_by_hooks, _kept_by_hooks_elsewhere, _asked_for, _as_arrays])
+def test_saved_tensors_that_another_holds_stay_as_they_are(
+    keeping: Callable[[Callable[..., Tensor]], tuple[list[Any], Tensor]],
+) -> None:
+    net = _Net()
+    step = _compiled(net)
+    step(X)
+    assert _saved_are_written(step.plans[0])
+    kept, loss = keeping(step)
+    before = [torch.as_tensor(tensor).clone() for tensor in kept]
+    loss.backward()
+    assert_same_bits([torch.as_tensor(tensor) for tensor in kept], before)
+    assert_same_bits(_grads(net), _plain())
+
+
+class _Keeping(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[Tensor, Tensor]] = []  # what each op made, and a copy of it as it was then
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and "empty" not in str(func):  # autograd fills it afterwards
+            self.made.append((result, result.clone()))
+        return result
+
+
+class _KeepingFunctions(torch.overrides.TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and func is not torch.Tensor.clone:
+            self.made.append((result, result.clone()))
+        return result
+
+
+@pytest.mark.parametrize(("kind", "also_forward"), [(_Keeping, False), (_KeepingFunctions, True)])
+def test_what_a_mode_has_seen_stays_as_it_was(kind: Callable[[], Any], also_forward: bool) -> None:
+    """Under a mode that sees each op a forward is captured anew, and cannot be; a backward runs."""
+    net = _Net()
+    step = _compiled(net)
+    loss = step(X)
+    with kind() as mode:
+        (step(X) if also_forward else loss).backward()
+    assert len(mode.made) > 20
+    assert_same_bits([seen for seen, _ in mode.made], [was for _, was in mode.made])
+    assert_same_bits(_grads(net), _plain())
+
+
+def test_a_default_device_is_no_reason_to_take_more() -> None:
+    net = _Net()
+    step = _compiled(net)
+    with torch.device("cpu"):
+        assert _peak(net, step) == step.plans[0].peak
+
+
+def test_a_batch_of_gradients() -> None:
+    """Plain ops have a rule for batches, those that write have none."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh())
+    x, rows = torch.randn(4, 8), torch.randn(3, 4, 8)
+    step = _compiled(lambda x: net(x))
+    found = [torch.autograd.grad(run(x), [*net.parameters()], rows, is_grads_batched=True) for run in (step, net)]
+    assert all(_writes(step.plans[0]))
+    assert_same_bits(*found)
+
+
+def test_results_made_over_views_can_be_written_to() -> None:
+    """What a module hands out is no view, whatever it was written over: views of a custom function cannot be."""
+    layer = nn.Linear(8, 6)
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = layer(x).view(6, 8) * 1.5
+        return y.sum(), y
+
+    x = torch.randn(8, 8)
+    compiled = _compiled(step)
+    results = [compiled(x)[1], step(x)[1]]
+    for result in results:
+        result.add_(1.0)
+    assert_same_bits(*results)
+    (plan,) = compiled.plans
+    assert _writes(plan)[0]
+    with torch.no_grad():
+        handed_out = boxed(written(plan.modules.forward))([layer.weight, layer.bias, x])
+    assert not handed_out[1]._is_view()
+
+
+def test_gradients_that_are_handed_out_one_by_one_are_whole() -> None:
+    """A weight that a step uses again and again, and two calls before one backward."""
+    nets = [_Net(), _Net()]
+    x, y = X, X.flip(0)
+
+    def twice(net: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda x: net(x) + net(x * 0.5) * 0.3
+
+    steps = [_compiled(twice(nets[0])), twice(nets[1])]
+    for step in steps:
+        (step(x) + step(y)).backward()
+    assert all(_writes(steps[0].plans[0]))
+    assert_same_bits(_grads(nets[0]), _grads(nets[1]))
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
+def test_results_without_gradients_leave_no_trace(used: tuple[int, ...]) -> None:
+    nets = [_Net(), _Net()]
+
+    def of(net: _Net) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        def step(x: Tensor) -> tuple[Tensor, Tensor]:
+            h = (net.layers[0](x) + 1).relu()
+            return net(h), (net.layers[1](h).exp() - h).tanh()
+
+        return step
+
+    steps = [_compiled(of(nets[0])), of(nets[1])]
+    for step in steps:
+        results = step(X)
+        torch.stack([results[i].sum() for i in used]).sum().backward()
+    assert all(_writes(steps[0].plans[0]))
+    assert_same_bits(_grads(nets[0]), _grads(nets[1]))
+
+
+def test_a_backward_that_fails_half_way_can_be_tried_again() -> None:
+    """With its graph retained; without, plain PyTorch refuses a second one, too."""
+    net, fails = _Net(), [True]
+
+    @torch.library.custom_op("checkmate_tests::fails_once", mutates_args=())
+    def fails_once(x: Tensor) -> Tensor:
+        return x.clone()
+
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return fails_now(grad)
+
+    @torch.library.custom_op("checkmate_tests::fails_now", mutates_args=())
+    def fails_now(x: Tensor) -> Tensor:
+        if fails[0]:
+            raise RuntimeError("half way")
+        return x.clone()
+
+    fails_once.register_fake(torch.empty_like)
+    fails_now.register_fake(torch.empty_like)
+    fails_once.register_autograd(backward)
+
+    def step(x: Tensor) -> Tensor:
+        return net(fails_once(net.layers[0](x)))
+
+    fails[0] = False
+    compiled = _compiled(step)
+    compiled(X)
+    for retain in (True, False):
+        net.zero_grad()
+        loss = compiled(X)
+        fails[0] = True
+        with pytest.raises(RuntimeError, match="half way"):
+            loss.backward(retain_graph=retain)
+        fails[0] = False
+        if not retain:
+            with pytest.raises(RuntimeError, match="second time"):
+                loss.backward()
+            continue
+        net.zero_grad()
+        loss.backward()
+        found = _grads(net)
+        net.zero_grad()
+        step(X).backward()
+        assert_same_bits(found, _grads(net))
+
+
+def test_some_gradients_and_anomaly_mode() -> None:
+    net = _Net()
+    step = _compiled(net)
+    weights = [net.layers[1].weight, net.layers[3].bias]
+    expected = torch.autograd.grad(net(X), weights)
+    assert_same_bits(torch.autograd.grad(step(X), weights), expected)
+    with torch.autograd.set_detect_anomaly(True):
+        assert_same_bits(torch.autograd.grad(step(X), weights), expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_step_within_a_checkpoint(reentrant: bool) -> None:
+    net = _Net()
+    step = _compiled(net)
+    found: list[Any] = []
+    for run in (step, net):
+        x = X.clone().requires_grad_()
+        checkpoint(run, x, use_reentrant=reentrant).backward()
+        found += [[x.grad, *_grads(net)]]
+        net.zero_grad()
+    assert _saved_are_written(step.plans[0])
+    assert_same_bits(*found)
+
+
+def test_ops_of_others_may_keep_what_they_read() -> None:
+    net, kept = _Net(), list[Tensor]()
+
+    @torch.library.custom_op("checkmate_tests::keeps", mutates_args=())
+    def keeps(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x.clone()
+
+    keeps.register_fake(torch.empty_like)
+    keeps.register_autograd(lambda ctx, grad: grad)
+
+    def step(x: Tensor) -> Tensor:
+        h = net.layers[0](x)
+        return (keeps(h) * 2).sum() + net.layers[1](h.relu()).relu().sum()
+
+    compiled = _compiled(step)
+    compiled(X)
+    assert any(_writes(compiled.plans[0]))
+    kept.clear()
+    compiled(X).backward()
+    assert_same_bits(kept, [net.layers[0](X).detach()])
+
+
+def _problem() -> Problem:
+    x = torch.randn(4, 8, requires_grad=True)
+    return checkmate.trace(lambda: (x.exp().relu() * 2).sum(), profile="roofline:laptop")
+
+
+def test_a_plan_that_reads_what_was_written_over_is_refused() -> None:
+    problem = _problem()
+    graph = problem.graph
+    step = next(way for way in problem.profile.ways if graph.ops[way.op].name == "relu")
+    (reader,) = (k for k in graph.users[step.makes] if graph.ops[k].phase == "backward")
+    assert step.makes in graph.ops[reader].inputs
+    runs = [Run(k, step.over) if k == step.op else Run(k) for k in range(len(graph.ops))]
+    assert problem.emit is not None
+    with pytest.raises(SolverError, match=r"not at hand|is needed afterwards"):
+        problem.emit(Plan((*runs, Run(step.op)), graph.forward_length))
+
+
+def test_a_plan_that_writes_over_what_no_way_does_is_refused() -> None:
+    problem = _problem()
+    graph = problem.graph
+    k = next(k for k, op in enumerate(graph.ops) if op.target.startswith("aten.sum"))
+    runs = [Run(i, graph.ops[i].inputs[0] if i == k else None) for i in range(len(graph.ops))]
+    assert problem.emit is not None
+    with pytest.raises(SolverError, match="write over what it must not"):
+        problem.emit(Plan(tuple(runs), graph.forward_length))

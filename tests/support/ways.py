@@ -1,0 +1,66 @@
+"""Steps whose ops are offered all ways that the table of candidates has, where their costs come without ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.fx as fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from checkmate.backends import eager
+from checkmate.capture.joint import Joint
+from checkmate.capture.ways.legal import candidates
+from checkmate.capture.ways.table import call_over
+from checkmate.codegen.writing_over import Positions, writable
+from checkmate.core.problem import Profile
+from checkmate.core.ways import Way
+from checkmate.memory import measure_peak
+
+_KNOWN: dict[Any, int] = {}  # bytes that a call allocates which writes over an argument
+
+
+def offered(joint: Joint, costs: Profile) -> Profile:
+    """Costs with all candidates as ways, where they come without any: the bits of each are taken to be equal."""
+    found = () if costs.ways else tuple(candidates(joint))
+    ways = tuple(Way(c.op, c.makes, c.over, _workspace(joint, c.op, c.position)) for c in found)
+    return replace(costs, ways=ways) if ways else costs
+
+
+def _workspace(joint: Joint, op: int, position: int) -> int:
+    node = joint.nodes[op]
+    assert node is not None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _described(n.meta["val"]))
+    key = str((node.target, position, args, kwargs))
+    if key not in _KNOWN:
+        with _disable_current_modes(), torch.no_grad():
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _like(n.meta["val"]))
+            target, args, kwargs = call_over(node.target, args, kwargs, position)
+            target(*args, **kwargs)
+            _KNOWN[key] = measure_peak(lambda: target(*args, **kwargs)).peak
+    return _KNOWN[key]
+
+
+def _described(val: Any) -> Any:
+    return (tuple(val.shape), val.stride(), val.dtype) if isinstance(val, torch.Tensor) else val
+
+
+def _like(val: Any) -> Any:
+    if not isinstance(val, torch.Tensor):
+        return val
+    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="cpu").fill_(1)
+
+
+@contextmanager
+def offering_ways() -> Iterator[None]:
+    """Within the block whatever is captured is planned with ways."""
+
+    def with_ways(joint: Joint, costs: Profile) -> tuple[Profile, Positions]:
+        return writable(joint, offered(joint, costs))
+
+    with patch.object(eager, "writable", with_ways):
+        yield
