@@ -50,6 +50,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory.arena import PHASES, Arena, Phase
+from checkmate.profiling.in_two import same_in_two
 from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Profiler
 from checkmate.solvers.late_results import late_results
@@ -279,6 +280,7 @@ class Backend:
             input_names=facts.names,
             block_bytes=block_bytes,
             on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
+            in_two=None if device.type == "cpu" or any(map(is_fake, facts.known)) else same_in_two,
             numbers=facts.numbers,
             draws=facts.draws,
             noted=facts.noted,

@@ -7,7 +7,7 @@ tell what aliases what), tells views from ops, forward from backward, and which 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -80,6 +80,7 @@ def read_joint(
     input_names: Sequence[str] = (),
     block_bytes: int = 1,
     on_cpu: bool = True,
+    in_two: Callable[[fx.Node], bool] | None = None,
     numbers: Mapping[int, str] = MappingProxyType({}),
     draws: Collection[int] = (),
     noted: Noted = (),
@@ -92,7 +93,8 @@ def read_joint(
         static_inputs: positions of the inputs that are parameters and buffers.
         input_names: what to call the inputs, by position in what was traced.
         block_bytes: the allocator rounds every size up to a multiple of these.
-        on_cpu: the step is planned for the CPU: masks of dropout may be drawn again, convolutions are split.
+        on_cpu: the step is planned for the CPU: masks of dropout may be drawn again.
+        in_two: whether the backward of a convolution has the same bits in two calls; None: each has.
         numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.capture.numbers`.
         draws: positions of the inputs that are draws of Python's generator.
         noted: what the step has tagged.
@@ -102,7 +104,7 @@ def read_joint(
         Unsupported: for sizes that depend on data, ops that read draws of Python's generator, ops whose outputs alias
             only in part, and backward ops that read what the forward has overwritten.
     """
-    prepare(module.graph, on_cpu=on_cpu)
+    prepare(module.graph, on_cpu=on_cpu, in_two=in_two)
     let_go_of_unread(module)
     step = Traced(module, num_fwd_outputs, static_inputs, input_names, numbers, draws)
     check_sizes(module.graph, numbers, step.name)

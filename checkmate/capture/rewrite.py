@@ -32,8 +32,13 @@ from checkmate.errors import Unsupported
 aten = torch.ops.aten
 
 
-def prepare(graph: fx.Graph, *, on_cpu: bool = True) -> None:
-    """Rewrite a joint graph in place, pass by pass; ``on_cpu``: there it will run, not on a GPU."""
+def prepare(graph: fx.Graph, *, on_cpu: bool = True, in_two: Callable[[fx.Node], bool] | None = None) -> None:
+    """Rewrite a joint graph in place, pass by pass.
+
+    Args:
+        on_cpu: there it will run, not on a GPU.
+        in_two: whether the backward of a convolution has the same bits in two calls; None: each has.
+    """
     expose_dropout(graph)
     draw_as_in_place(graph)
     expose_cudnn(graph)
@@ -45,8 +50,8 @@ def prepare(graph: fx.Graph, *, on_cpu: bool = True) -> None:
     gather_copies(graph)
     sum_what_masks_select(graph)
     graph.eliminate_dead_code(lambda node: node.target in DRAWS or node.is_impure())
+    split_convolutions(graph, in_two)
     if on_cpu:
-        split_convolutions(graph)
         save_states(graph)  # of draws that somebody reads
     graph.lint()
 
@@ -169,7 +174,7 @@ def forget_running_statistics(graph: fx.Graph) -> None:
             node.update_arg(4, None)
 
 
-def split_convolutions(graph: fx.Graph) -> None:
+def split_convolutions(graph: fx.Graph, in_two: Callable[[fx.Node], bool] | None = None) -> None:
     """The gradient of a convolution's weight and that of its input become two ops, each with the bits it had.
 
     PyTorch calls a kernel for each in any case. They lay out anew what they read: the input x and the incoming gradient
@@ -180,7 +185,7 @@ def split_convolutions(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=op):
         *args, (needs_input, *needs_others) = node.args
         val = node.meta["val"]
-        if not needs_input or not any(needs_others):
+        if not needs_input or not any(needs_others) or not (in_two is None or in_two(node)):
             continue
         parts = {  # suffix: mask, results, bytes of the largest
             "weight": ([False, *needs_others], (None, *val[1:]), args[2].meta["val"].nbytes),
