@@ -35,28 +35,9 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.linear.model import NONE, Entry, Model
+from checkmate.solvers.linear.touches import Touches
 
 FORMULATIONS = ("strengthened", "paper")
-
-
-@dataclass(frozen=True, eq=False)
-class Touches:
-    """Who reads or makes the values that a schedule may keep: those with a producer and users that are no results.
-
-    A touch is a pair of a value and an op that makes or reads it. The touches of a value stand together, its producer's
-    first and then its users' in order.
-    """
-
-    value: np.ndarray  # (E,) int
-    op: np.ndarray  # (E,) int
-    made_by: np.ndarray  # (E,) int: the producer of the value
-    saved: np.ndarray  # (E,) int64: bytes less while the op runs if it writes over the value; 0 where it cannot
-    earlier: tuple[np.ndarray, np.ndarray]  # pairs (e, i) of touches of one value, i before e
-
-    @property
-    def reads(self) -> np.ndarray:
-        """(E,) bool: the op reads the value, and does not make it."""
-        return self.op != self.made_by
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +49,7 @@ class Variables:
     FREE: np.ndarray  # (T, E), touch e is the last in stage t of a value that is not kept for the next
     OVER: np.ndarray  # (T, E), the op of touch e writes over its value in stage t
     U: np.ndarray  # (T, T), bytes at hand when op k runs in stage t, less resident, results and workspace
-    touches: Touches  # the columns of FREE
+    touches: Touches  # the columns of FREE and OVER
 
 
 def build(problem: Problem, budget: int, *, formulation: str = "strengthened") -> tuple[Model, Variables]:
@@ -84,7 +65,7 @@ def build(problem: Problem, budget: int, *, formulation: str = "strengthened") -
     """
     if formulation not in FORMULATIONS:
         raise ValueError(f"Unknown formulation {formulation!r}: it is one of {', '.join(FORMULATIONS)}.")
-    model, touches = Model(), _touches(problem)
+    model, touches = Model(), Touches.of(problem)
     R, S, FREE = _where(problem, budget, touches)
     paper, cost = formulation == "paper", problem.seconds / cost_unit(problem)
     x = Variables(
@@ -132,7 +113,7 @@ def keep(model: Model, x: Variables) -> None:
 
     S[t+1, v] <= R[t, prod(v)] + S[t, v]      every stage t, value v
     """
-    v, made_by = _values(x.touches)
+    v, made_by = x.touches.values()
     t, i = np.nonzero(x.S[1:, v] != NONE)
     terms = [(x.S[t + 1, v[i]], 1.0), (x.R[t, made_by[i]], -1.0), (x.S[t, v[i]], -1.0)]
     model.constrain("keep", terms, upper=0.0)
@@ -201,7 +182,7 @@ def keep_or_free(model: Model, x: Variables) -> None:
     S[t+1, v] + Σ_k FREE[t, v, k] <= R[t, prod(v)] + S[t, v]      every stage t, value v
     """
     touch = x.touches
-    v, made_by = _values(touch)
+    v, made_by = touch.values()
     nth = np.searchsorted(v, touch.value)  # the row of each touch's value among those that may be kept
     kept = np.vstack([x.S[1:], np.full((1, x.S.shape[1]), NONE)])
     freed = np.zeros((len(x.S), len(v)), dtype=bool)
@@ -276,7 +257,7 @@ def keep_one_copy(model: Model, x: Variables) -> None:
     S[t, v] + R[t, prod(v)] <= 1      every stage t, value v that a way writes over
     """
     v = np.unique(x.touches.value[x.touches.saved > 0])
-    values, made_by = _values(x.touches)
+    values, made_by = x.touches.values()
     p = made_by[np.searchsorted(values, v)]
     t, i = np.nonzero((x.S[:, v] != NONE) & (x.R[:, p] != NONE))
     model.constrain("keep one copy", [(x.S[t, v[i]], 1.0), (x.R[t, p[i]], 1.0)], upper=1.0)
@@ -325,28 +306,6 @@ def cost_unit(problem: Problem) -> float:
     return float(problem.seconds.mean()) or 1.0
 
 
-def _touches(problem: Problem) -> Touches:
-    graph = problem.graph
-    pairs: list[tuple[int, int, int]] = []
-    earlier: list[tuple[int, int]] = []
-    for v, value in enumerate(graph.values):
-        if value.producer is None or v in graph.outputs or not graph.users[v]:
-            continue
-        first = len(pairs)
-        pairs += [(v, k, value.producer) for k in (value.producer, *graph.users[v])]
-        earlier += [(e, i) for e in range(first, len(pairs)) for i in range(first, e)]
-    value_, op, made_by = np.array(pairs, dtype=np.int64).reshape(-1, 3).T
-    late, early = np.array(earlier, dtype=np.int64).reshape(-1, 2).T
-    saved = np.array([dict(problem.savings[k]).get(v, 0) for v, k, _ in pairs], dtype=np.int64)
-    return Touches(value_, op, made_by, saved, (late, early))
-
-
-def _values(touch: Touches) -> tuple[np.ndarray, np.ndarray]:
-    """The values that may be kept, ascending, and their producers."""
-    v, first = np.unique(touch.value, return_index=True)
-    return v, touch.made_by[first]
-
-
 def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(T, T), (T, V), (T, E) bool: where R, S and FREE can be one in a schedule without useless runs.
 
@@ -367,7 +326,7 @@ def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, n
     room = budget - problem.resident - _results_bytes(problem)
     fits = _own_bytes(problem) - most_saved_bytes(problem) <= room[:, None]
     R = (stage == np.arange(T)) | ((stage > np.arange(T)) & (stage <= useful) & fits)
-    v, made_by = _values(touch)
+    v, made_by = touch.values()
     S = np.zeros((T, V), dtype=bool)
     S[:, v] = (stage > made_by) & (stage <= read[v])
     if problem.limits.gone:

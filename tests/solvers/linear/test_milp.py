@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.networks import dags
 from checkmate.core import simulator
+from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
@@ -248,6 +249,39 @@ def test_trap_leaving_free_bounds_out_undercounts() -> None:
     family = list(model.families).index("free with no hazard only")
     model._row_upper[family] = model._row_upper[family] + 1
     assert highs.run(model).objective < GOLDEN[5] - 0.5
+
+
+@pytest.mark.parametrize("formulation", FORMULATIONS)
+def test_trap_no_second_copy_goes_so_that_the_first_is_written_over(formulation: str) -> None:
+    """Within 15 bytes v, made again beside itself, would let op 3 save its 24 bytes and still leave v to op 4."""
+    made = [(0,), (1,), (2,), (3, 4, 5), (6,)]
+    reads: list[tuple[int, ...]] = [(), (0,), (), (1, 2), (1, 3, 4)]
+    pinned = ["draws random numbers", None, "draws random numbers", None, None]
+    sizes = [4, 4, 1, 4, 4, 1, 1]
+    graph = Graph(
+        ops=tuple(Op(f"op{k}", "op", reads[k], made[k], "forward", pinned[k]) for k in range(5)),
+        values=tuple(Value(f"v{v}", sizes[v], k) for k, vs in enumerate(made) for v in vs),
+        outputs=(6,),
+    )
+    ways = (Way(op=3, makes=3, over=1, workspace=0), Way(op=3, makes=5, over=2, workspace=20))
+    problem = Problem(graph, Profile(np.ones(5), np.array([0, 0, 0, 20, 0]), ways=ways))
+    assert interesting_budgets(outcomes(problem)) == [33, 16, 15]
+    assert milp(problem, 16, formulation=formulation).cost == 6
+    assert milp(problem, 15, formulation=formulation, time_limit=5).status is Status.INFEASIBLE
+
+
+@pytest.mark.parametrize("formulation", FORMULATIONS)
+def test_trap_what_fits_only_in_place_may_still_run_again(formulation: str) -> None:
+    problem = Problem.from_dag([[], [0], [1], [2], [1, 3]], [1] * 5, [4, 4, 4, 1, 1], over={1: [0], 2: [1]})
+    assert optimum(outcomes(problem), 6) == 7
+    assert milp(problem, 6, formulation=formulation).cost == 7
+
+
+@pytest.mark.parametrize("formulation", FORMULATIONS)
+def test_trap_the_budget_is_rounded_down_to_what_ways_leave_too(formulation: str) -> None:
+    plain = Problem.from_dag([[], [0]], [1, 1], [4, 4], workspace=[0, 4])
+    problem = replace(plain, profile=replace(plain.profile, ways=(Way(op=1, makes=1, over=0, workspace=1),)))
+    assert milp(problem, 5, formulation=formulation).cost == 2
 
 
 def test_trap_binaries_are_rounded_not_truncated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,12 @@ def test_says_that_nothing_fits() -> None:
     assert bound.value == math.inf
 
 
+def test_an_op_writes_over_one_value_only() -> None:
+    problem = Problem.from_dag([[], [], [0, 1]], [1] * 3, [4] * 3, over={2: [0, 1]})
+    assert moment_bound(problem, 8, moments=[2]).value == 3
+    assert moment_bound(problem, 7, moments=[2]).infeasible
+
+
 def test_holds_its_time_limit_and_proves_something_within_it() -> None:
     problem = dags.resnet((3, 4, 6, 3))
     began = time.perf_counter()
