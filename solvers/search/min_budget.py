@@ -4,7 +4,7 @@
                     -> what the plan need not run again is dropped
 
 The two ends mostly meet exactly, or within the grain: values so small that all of them together do not matter are left
-out of the search, and counted as if they were always at hand once made.
+out of the search, and counted as if they were always at hand once made, and as if they always could be written over.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class _Ends:
         self.grain = max(0, grain)
         self.needs = Needs(problem, grain=self.grain)
         self.once = self._needs_with_limited_ops_once() if problem.limits.most_runs else self.needs
-        self.small = int(problem.sizes[problem.sizes <= grain].sum())
+        self.small = int(problem.sizes[problem.sizes <= grain].sum()) + (self.grain if problem.profile.ways else 0)
         self.stuck: set[int] = set()  # stages that searches for plans did not get beyond
         self.fat = False  # the plan makes more again than it needs to
 

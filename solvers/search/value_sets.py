@@ -67,9 +67,7 @@ class Needs:
             sum(tables.size[v] for v in vs if tables.result[v] or not tables.users[v]) + workspace
             for vs, workspace in zip(tables.outputs, tables.workspace, strict=True)
         ]
-        self.savings = [  # per op, the most first: the bit of what is written over, bytes, the op up to which it stays
-            tuple((self.bit.get(v, 0), saved, self._until(v)) for v, saved in savings) for savings in tables.savings
-        ]
+        self.savings = [self._savings(k) for k in range(self.T)]
         self.below = [0] * (self.T + 1)  # per op, the values made before it
         for k, made in enumerate(self.outputs):
             self.below[k + 1] = self.below[k] | made
@@ -86,9 +84,19 @@ class Needs:
     def _set(self, values: list[int] | tuple[int, ...]) -> int:
         return sum(self.bit.get(v, 0) for v in values)
 
-    def _until(self, v: int) -> int:
-        """The op up to whose first run a value is at hand in every schedule once it is made; -1 if it may go before."""
-        return self.tables.users[v][-1] if self.tables.pinned[self.tables.producer[v]] else -1
+    def _savings(self, k: int) -> tuple[tuple[int, int, int], ...]:
+        """The bit of what op k may write over, the bytes less, and up to which op's first run it stays; the most first.
+
+        What has no bit counts no bytes anyway: only what a way saves beside them is less. What a pinned op made stays
+        until its last use; what others made need not stay, -1.
+        """
+        tables, found = self.tables, []
+        for v, saved in tables.savings[k]:
+            less = saved if v in self.bit else saved - tables.size[v]
+            until = tables.users[v][-1] if tables.pinned[tables.producer[v]] else -1
+            if less > 0:
+                found.append((self.bit.get(v, 0), less, until))
+        return tuple(sorted(found, key=lambda saving: -saving[1]))
 
     def _base(self) -> list[int]:
         made = [sum(self.tables.size[v] for v in vs if self.tables.result[v]) for vs in self.tables.outputs]
@@ -118,7 +126,7 @@ class Needs:
     def saved(self, t: int, k: int, needed: int) -> int:
         """Bytes at most that op k saves in stage t by writing over an input, if ``needed`` is at hand when it is done.
 
-        What has no bit is taken to go in any case: that is no more than a grain too much.
+        What has no bit is taken to go in any case.
         """
         for one, saved, until in self.savings[k]:
             if not one & needed and until < t + (k == t):

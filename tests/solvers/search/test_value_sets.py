@@ -155,6 +155,17 @@ def test_all_of_a_wide_mask_is_owed_though_what_is_made_of_it_in_the_end_is_smal
     assert 0.99 * pinned <= needs.owed(t, 0) <= smallest_cut(needs, t)
 
 
+def test_what_may_go_with_a_run_is_taken_off_and_what_a_pinned_op_made_only_after_its_last_use() -> None:
+    problem = Problem.from_dag([[], [0], [0, 1]], seconds=[1] * 3, sizes=[8, 8, 8], over={1: [0], 2: [0]})
+    ops = (replace(problem.graph.ops[0], pinned="draws"), *problem.graph.ops[1:])
+    pinned = replace(problem, graph=replace(problem.graph, ops=ops))
+    for needs, least in ((Needs(problem), 8), (Needs(pinned), 16)):
+        assert needs.at(1, 1, needs.bit[1]) == least
+        assert needs.at(1, 1, needs.bit[0] | needs.bit[1]) == 16
+        assert needs.at(2, 2, 0) == 16
+    assert Needs(problem, grain=8).at(1, 1, 0) == 0  # too small to be followed, so it may go in any case
+
+
 def test_base_is_resident_and_results() -> None:
     problem = dags.vgg(4)
     once = Schedule.from_runs(problem.graph, np.eye(len(problem.graph.ops), dtype=bool))
