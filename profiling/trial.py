@@ -9,7 +9,8 @@ shapes, strides and types of the trace, on sets of numbers:
 
 What is special spreads to no other element where each is made of the same element of the arguments: such ops run on the
 special set only. A way counts if all that it makes is the same each time, bit by bit, and its first result lies where
-the argument lay. What the argument held is not kept: no more memory is taken than by the op, its arguments and results.
+the argument lay. What the argument held is not kept: on the CPU that takes the memory of the op, its arguments and
+results, and of a few thousand numbers.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ import checkmate
 from checkmate.capture.ways import table
 from checkmate.capture.ways.table import TABLE, Written
 from checkmate.core.files import folder
-from checkmate.profiling import cpu, trial
+from checkmate.memory import measure_peak
+from checkmate.profiling import cpu, cuda, trial
 from checkmate.profiling import measure as measuring
 from checkmate.profiling.cost_table import OpCost
 from checkmate.profiling.measure import export
@@ -185,3 +188,18 @@ def test_files_of_before_ways_have_none_and_are_measured_again_where_they_are_a_
     assert _ways(checkmate.trace(step, x)) == expected
     assert "aten.relu.default" in measured
     assert "aten.convolution.default" not in measured
+
+
+def test_on_cuda_ways_are_tried_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here with the CPU in its place: what is not PyTorch's on CUDA is the same code."""
+
+    def allocated(run: Callable[[], Any], device: torch.device) -> int:
+        return measure_peak(run).peak
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(cuda, "allocated_bytes", allocated)
+    monkeypatch.setattr(cuda, "time_call", lambda run, device: 1.0)
+    node = _node(aten._safe_softmax.default, torch.ones(64, 96), 1)
+    ((_, cost),) = cuda.measure_ops([node])
+    assert cost == replace(_measure(node), seconds=1.0)
+    assert cost.over == {0: 64 * 96 + 64}
