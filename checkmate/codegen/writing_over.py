@@ -61,7 +61,7 @@ def writable(joint: Joint, profile: Profile) -> tuple[Profile, Positions]:
 
 def _keeps_nothing(node: fx.Node) -> bool:
     """Whether an op is PyTorch's own, or ours, and not one of those that exchange data."""
-    called = [node.target, *(a for a in node.args if callable(a))]  # ours may be called with an op
+    called = [node.target, *(a for a in node.args if isinstance(a, torch._ops.OpOverload))]  # which ours may call
     return all(
         op.namespace in ("aten", "prims")
         if isinstance(op, torch._ops.OpOverload)

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import checkmate
+from checkmate.backends.inductor import Inductor
+from checkmate.codegen import writing_over
 from checkmate.codegen.boxed import boxed
 from checkmate.codegen.writing_over import written
 from checkmate.core.plan import Plan, Run
@@ -19,6 +23,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import SolverError
 from checkmate.memory import measure_peak
+from checkmate.solvers.solve import solve
 from tests.support.bits import assert_same_bits
 from tests.support.ways import offering_ways
 
@@ -365,6 +370,56 @@ def test_ops_of_others_may_keep_what_they_read() -> None:
     kept.clear()
     compiled(X).backward()
     assert_same_bits(kept, [net.layers[0](X).detach()])
+
+
+def test_what_is_exchanged_with_other_ranks_is_not_written_over() -> None:
+    """It is read and written while later ops run."""
+
+    def step(x: Tensor) -> Tensor:
+        mean = x.detach().exp()
+        dist.all_reduce(mean)
+        return ((x * mean.neg()).tanh() * 2.0).sum()
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        problem = checkmate.trace(step, torch.randn(4, 3, requires_grad=True), profile="roofline:laptop")
+    finally:
+        dist.destroy_process_group()
+    graph = problem.graph
+    exchanged = {v for op in graph.ops if "c10d" in op.target for v in (*op.inputs, *op.outputs)}
+    assert len(exchanged) == 3
+    assert problem.profile.ways
+    assert not exchanged.intersection(v for way in problem.profile.ways for v in (way.over, way.makes))
+
+
+def test_inductor_is_offered_no_ways() -> None:
+    """It writes over buffers of its own accord."""
+    seen: list[Problem] = []
+
+    def plan(problem: Problem, aside: int) -> Solution:
+        seen.append(problem)
+        return solve(problem, problem.keep_all_peak, method="checkpoint-all")
+
+    Inductor(plan).plan(_problem())
+    assert _problem().profile.ways
+    assert not seen[0].profile.ways
+
+
+def test_a_kernel_that_gives_other_bits_in_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each value is looked at when it is made, as the step makes it, not when another is written over it."""
+    call = writing_over.call_over
+
+    def off(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.nextafter(torch.tanh(x), torch.tensor(9.0), out=x)
+
+    def spoiled(target: Any, *rest: Any) -> Any:
+        target, args, kwargs = call(target, *rest)
+        return (off if "tanh.out" in str(target) else target), args, kwargs
+
+    monkeypatch.setattr(writing_over, "call_over", spoiled)
+    step = checkmate.compile(_Net(), budget="1 GB", cache=False, time_limit=1, verify=True)
+    with pytest.raises(checkmate.VerificationError, match=r"first value that differs is tanh"):
+        step(X)
 
 
 def _problem() -> Problem:
