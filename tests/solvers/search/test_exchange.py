@@ -27,7 +27,7 @@ def bytes_at_runs(problem: Problem, R: np.ndarray) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_bytes_are_the_simulators_whatever_runs(make: Make, seed: int) -> None:
     problem = make(2000 + seed, most_ops=12)
     T = len(problem.graph.ops)
