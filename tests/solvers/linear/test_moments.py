@@ -116,6 +116,12 @@ def test_an_op_writes_over_one_value_only() -> None:
     assert moment_bound(problem, 7, moments=[2]).infeasible
 
 
+def test_what_is_carried_past_a_moment_is_not_written_over_at_it() -> None:
+    problem = Problem.from_dag([[], [0], [0, 1]], [1] * 3, [4, 4, 1], workspace=[0, 4, 0], over={1: [0]})
+    assert moment_bound(problem, 12, moments=[1]).value == 3
+    assert moment_bound(problem, 11, moments=[1]).value == optimum(outcomes(problem), 11) == 4
+
+
 def test_holds_its_time_limit_and_proves_something_within_it() -> None:
     problem = dags.resnet((3, 4, 6, 3))
     began = time.perf_counter()
