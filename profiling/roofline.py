@@ -7,8 +7,8 @@ of matrix products, convolutions and attention, from the formulas in `torch.util
 to be bound by memory. Bytes are all tensors that an op reads and writes, once each: views and expanded dimensions cost
 nothing, and lookups read only what they pick. An op of several kernels counts as one.
 
-Workspaces are estimated as zero for every op: what cuDNN and cuBLAS take for themselves depends on their version and on
-the algorithm they choose. Leave room for it with ``reserve`` when you compile.
+Workspaces are estimated as zero for every op that PyTorch has: what cuDNN and cuBLAS take for themselves depends on
+their version and on the algorithm they choose. Leave room for it with ``reserve`` when you compile.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
-from checkmate.capture.device import BLOCK_BYTES
+from checkmate.capture.device import BLOCK_BYTES, as_allocated
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage, tensors
+from checkmate.capture.splits.costs import estimate
 from checkmate.core.problem import Profile
 from checkmate.errors import Unsupported
 
@@ -133,13 +134,15 @@ def roofline(joint: Joint, device: Device) -> Profile:
     Raises:
         Unsupported: if a product is of a type for which the device has no rate.
     """
-    seconds = np.zeros(len(joint.nodes))
+    seconds, workspace = np.zeros(len(joint.nodes)), np.zeros(len(joint.nodes), dtype=np.int64)
     for k, node in enumerate(joint.nodes):
         if node is not None:
             seconds[k] = roofline_seconds(node, device)
+            if (of_parts := estimate(node)) is not None:
+                workspace[k] = as_allocated(of_parts.workspace_bytes, device.block_bytes)
     source = f"roofline estimate for {device.name}"
     ops = tuple(range(len(joint.nodes)))
-    return Profile(seconds, np.zeros(len(joint.nodes), dtype=np.int64), joint.resident_bytes, source, estimated=ops)
+    return Profile(seconds, workspace, joint.resident_bytes, source, estimated=ops)
 
 
 def roofline_seconds(node: fx.Node, device: Device) -> float:
@@ -154,6 +157,8 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
 def flop_of(node: fx.Node) -> int:
     """Floating-point operations of a matrix product, a convolution or attention, two for each product; else 0."""
     packet = _packet(node)
+    if (of_parts := estimate(node)) is not None:
+        return of_parts.flop
     if isinstance(packet, torch._ops.HigherOrderOperator):
         return 0  # what its subgraph computes is not known here
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -171,6 +176,8 @@ def _flop_of_convolution_backward(grad: Any, x: Any, weight: Any, bias_sizes: An
 
 def moved_bytes_of(node: fx.Node) -> int:
     """Bytes of all tensors that an op reads and writes, once each."""
+    if (of_parts := estimate(node)) is not None:
+        return of_parts.moved_bytes
     read = {n: sum(map(_bytes, tensors(n.meta.get("val")))) for n in node.all_input_nodes}
     inputs = {storage(t) for n in read for t in tensors(n.meta.get("val"))}
     written = sum(_bytes(t) for t in tensors(node.meta.get("val")) if storage(t) not in inputs)

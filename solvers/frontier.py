@@ -222,7 +222,7 @@ def _solve_here(problem: Problem, calls: list[Call]) -> list[Solution]:
 
 
 def _solve_there(problem: Problem, calls: list[Call], client: Any) -> list[Solution]:
-    bare = replace(problem, emit=None)  # which writes modules and cannot travel
+    bare = replace(problem, emit=None, smaller=None)  # which writes modules and cannot travel
     futures = [client.submit(_answer, bare, *call) for call in calls]
     solutions: list[Solution] = []
     interrupted = False

@@ -17,6 +17,7 @@ import numbers
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -112,7 +113,15 @@ def _mixed(problems: list[Problem], shares: list[float]) -> Problem:
         source=f"{problems[0].profile.source}; another size, estimated",
         estimated=tuple(range(len(graph.ops))),
     )
-    return Problem(replace(graph, values=values), profile)
+    smaller = partial(_smaller, problems, shares) if all(p.smaller is not None for p in problems) else None
+    return Problem(replace(graph, values=values), profile, splits=problems[0].splits, smaller=smaller)
+
+
+def _smaller(problems: list[Problem], shares: list[float]) -> Problem | None:
+    """The same of the steps split further; None where not all of them are split in the same way."""
+    split = [smaller for p in problems if p.smaller is not None and (smaller := p.smaller()) is not None]
+    alike = len(split) == len(problems) and all(same_ops(split[0], other) for other in split[1:])
+    return _mixed(split, shares) if alike else None
 
 
 def check_overhead(max_overhead: Overhead) -> None:

@@ -106,6 +106,7 @@ class Solution:
                 ("step", f"{format_seconds(self.cost)} ({self.overhead:+.2%} recomputation)"),
                 ("bound", f"{format_seconds(self.bound)} (gap {self.gap:.2%})"),
                 ("runs again", f"{(again > 0).sum()} of {len(again)} ops, {again.sum()} times in all"),
+                *(("in parts", text) for text in self.problem.splits),
             ]
         facts.append(("solved in", format_seconds(self.seconds)))
         return "\n".join([*lines, *(f"  {name:<11}{text}" for name, text in facts)])
