@@ -5,7 +5,7 @@
 This is the roofline model (Williams, Waterman & Patterson, CACM 2009) with a constant for each launch. FLOP are those
 of matrix products, convolutions and attention, from the formulas in `torch.utils.flop_counter`; all other ops are taken
 to be bound by memory. Bytes are all tensors that an op reads and writes, once each: views and expanded dimensions cost
-nothing, and lookups read only what they pick. An op of several kernels counts as one.
+nothing, and lookups read only what they pick. An op of several kernels counts as one, but for those that run in parts.
 
 Workspaces are estimated as zero for every op that PyTorch has: what cuDNN and cuBLAS take for themselves depends on
 their version and on the algorithm they choose. Leave room for it with ``reserve`` when you compile.
@@ -151,7 +151,9 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
     Raises:
         Unsupported: if it is a product of a type for which the device has no rate.
     """
-    return device.seconds(flop_of(node), _rate_of(node, device), moved_bytes_of(node))
+    of_parts = estimate(node)
+    launches = 0.0 if of_parts is None else (of_parts.launches - 1) * device.latency
+    return device.seconds(flop_of(node), _rate_of(node, device), moved_bytes_of(node)) + launches
 
 
 def flop_of(node: fx.Node) -> int:

@@ -24,7 +24,7 @@ from checkmate.core.solution import Solution, Status
 from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.plan_store import Question, Record
 from checkmate.solvers.common.task import Clock
-from checkmate.solvers.solve import attempt
+from checkmate.solvers.solve import attempt, refused
 from checkmate.units import format_seconds
 
 log = logging.getLogger("checkmate.solve")
@@ -59,10 +59,12 @@ def plan(
         cache: read plans from disk, and keep this one there.
 
     Returns:
-        What `attempt` returns, of any status. ``origin`` says "plan cache" where the plan is as it was on disk;
-        "other costs", "less time" or "another size" where it began with a plan that was found for or in these.
+        What `solve` returns, of any status, but a problem is not split further. ``origin`` says "plan cache" where the
+        plan is as it was on disk; "other costs", "less time" or "another size" where it began with a plan that was
+        found for or in these.
     """
-    return begin(problem, budget, method=method, time_limit=time_limit, earlier=earlier, cache=cache)[0]
+    solution, _ = begin(problem, budget, method=method, time_limit=time_limit, earlier=earlier, cache=cache)
+    return solution if solution.plan is not None else refused(solution, time_limit=time_limit)
 
 
 def begin(
@@ -76,6 +78,8 @@ def begin(
     wait: float = inf,
 ) -> tuple[Solution, Rest | None]:
     """The plan of a step after so many seconds, and what is then still open; None: nothing that could matter.
+
+    An answer without a plan does not say why; `checkmate.solvers.solve.refused` adds that.
 
     Args:
         problem, budget, method, time_limit, earlier, cache: as of `plan`.

@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -68,6 +68,7 @@ class MinBudget:
 
     peak: int  # bytes: a plan is known that reaches no more
     bound: int  # bytes: no schedule at all reaches less
+    splits: tuple[str, ...] = field(default=(), repr=False)  # what runs in parts there, in words
 
     @property
     def gap(self) -> float:
@@ -81,7 +82,7 @@ class MinBudget:
 
     def __str__(self) -> str:
         below = "no schedule fits less" if self.proven else f"no schedule fits below {format_bytes(self.bound)}"
-        return f"{format_bytes(self.peak)} ({below})"
+        return f"{format_bytes(self.peak)} ({'; '.join((below, *self.splits))})"
 
 
 @dataclass
@@ -116,7 +117,8 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
     """
     *others, last = (problem if rules is None else with_rules(problem, rules)).and_smaller()
     found = ends_of(last, time_limit=time_limit)
-    return MinBudget(found.peak, min([found.bound, *(int(other.unavoidable_bytes.max()) for other in others)]))
+    bound = min([found.bound, *(int(other.unavoidable_bytes.max()) for other in others)])
+    return MinBudget(found.peak, bound, last.splits)
 
 
 def ends_of(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
