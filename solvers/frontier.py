@@ -158,6 +158,8 @@ def frontier(
     """
     check_problem(problem)
     problem = problem if rules is None else with_rules(problem, rules)
+    if problem.smaller is not None:
+        problem = replace(problem, smaller=None)  # it is the frontier of the step as it is, not split further
     if isinstance(budgets, (int, float, str)):
         budgets = (budgets,)
     taken = _options_by_method(methods, options)
@@ -222,7 +224,7 @@ def _solve_here(problem: Problem, calls: list[Call]) -> list[Solution]:
 
 
 def _solve_there(problem: Problem, calls: list[Call], client: Any) -> list[Solution]:
-    bare = replace(problem, emit=None, smaller=None)  # which writes modules and cannot travel
+    bare = replace(problem, emit=None)  # which writes modules and cannot travel
     futures = [client.submit(_answer, bare, *call) for call in calls]
     solutions: list[Solution] = []
     interrupted = False
