@@ -292,7 +292,7 @@ class Backend:
             return with_what_is_held(problem_of(joint, self.profile), allocated, unread=unread)
 
         problem, rest = pose(joint), None
-        if self.exact and device.type == "cpu":
+        if self.exact:
             again = partial(read, prepared=True)
             problem = with_parts(problem, joint_module, again, pose, tried=not fakes and self.block_bytes == 1)
         if self.begin is not None and may_change(joint):

@@ -25,7 +25,7 @@ from checkmate.core.fingerprint import same_ops
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.solvers.search.adapt import Start
-from checkmate.solvers.solve import solve
+from checkmate.solvers.solve import attempt, refused
 
 ONE_FORWARD = "one-forward"
 Overhead = float | str | None
@@ -181,13 +181,25 @@ def plan_within(
     >>> plan_within(chain, 2, 5.0, time_limit=1.0).bound
     inf
     """
+    first: Solution | None = None
+    for one in problem.and_smaller():
+        found = _plan_one(one, budget, cap, time_limit=time_limit, start=start if one is problem else None)
+        if found.plan is not None or found.interrupted:
+            return found
+        first = found if first is None or is_beyond(first, cap) else first  # proven only if it is for each
+    assert first is not None
+    return first if is_beyond(first, cap) else refused(first, time_limit=time_limit)
+
+
+def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, start: Start | None) -> Solution:
+    """The same of a problem as it is, not split further."""
     if budget < problem.unavoidable_bytes.max():
         return Solution(Status.INFEASIBLE, problem, budget, "auto", bound=math.inf)
     deadline = time.perf_counter() + time_limit
     left, bound = time_limit, problem.keep_all_cost
     while True:
         gap = min(1.0, max(0.0, 1 - bound / cap)) if cap > 0 else 0.0
-        found = solve(problem, budget, time_limit=max(left, 0.01), gap=gap, start=start, progress=False)
+        found = attempt(problem, budget, time_limit=max(left, 0.01), gap=gap, start=start, progress=False)
         decided = found.plan is None or is_within(found, cap) or is_beyond(found, cap) or found.gap <= OPTIMAL_GAP
         left = deadline - time.perf_counter()
         if decided or left <= TINY * time_limit or found.interrupted:

@@ -42,7 +42,7 @@ def inputs_of(loss: Loss) -> int:
 
 def _about(node: fx.Node) -> tuple[Any, ...]:
     val = node.meta["val"]
-    return val.dtype, tuple(val.shape), tuple(val.stride())
+    return val.dtype, tuple(val.shape), tuple(val.stride()), val.device.type
 
 
 def _equal(loss: Loss, parts: int, seed: int) -> bool:
@@ -51,9 +51,9 @@ def _equal(loss: Loss, parts: int, seed: int) -> bool:
     h, w = _made_up(loss.h, draw, 1.0), _made_up(loss.w, draw, scale * loss.w.meta["val"].shape[0] ** -0.5)
     b = None if loss.b is None else _made_up(loss.b, draw, 1.0)
     ignore, (rows, columns) = loss.ignore_index, loss.softmax.meta["val"].shape
-    y = torch.randint(columns, (rows,), generator=draw)
+    y = torch.randint(columns, (rows,), generator=draw).to(h.device)
     y[:: 2 + rows // 8] = ignore
-    t = torch.ones(loss.backward.args[0].meta["val"].shape, dtype=loss.softmax.meta["val"].dtype)  # type: ignore[union-attr]
+    t = h.new_ones(loss.backward.args[0].meta["val"].shape, dtype=loss.softmax.meta["val"].dtype)  # type: ignore[union-attr]
     pairs = zip(_in_parts(loss, parts, h, w, b, y, t), _whole(loss, h, w, b, y, t), strict=True)
     return all(bool((_bytes(one) == _bytes(other)).all()) for one, other in pairs)
 
@@ -61,7 +61,8 @@ def _equal(loss: Loss, parts: int, seed: int) -> bool:
 def _made_up(node: fx.Node, draw: torch.Generator, scale: float) -> Tensor:
     val = node.meta["val"]
     made = torch.empty_strided(val.shape, val.stride(), dtype=torch.float32).normal_(generator=draw)
-    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype).copy_(made.mul_(scale))
+    like = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+    return like.copy_(made.mul_(scale))
 
 
 def _whole(loss: Loss, h: Tensor, w: Tensor, b: Tensor | None, y: Tensor, t: Tensor) -> Iterator[Tensor]:
