@@ -133,7 +133,7 @@ NETWORKS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "half"), zip(NETWORKS, (False, False, True, True), strict=True))
+@pytest.mark.parametrize(("name", "half"), [*zip(NETWORKS, (False, False, True, True), strict=True)])
 def test_language_models_of_transformers_need_no_change(name: str, half: bool) -> None:
     import benchmarks.networks.gpt2  # noqa: F401  # lets the library's warnings be left out of what is captured
 
