@@ -5,11 +5,12 @@
 This is the roofline model (Williams, Waterman & Patterson, CACM 2009) with a constant for each launch. FLOP are those
 of matrix products, convolutions and attention, from the formulas in `torch.utils.flop_counter`; all other ops are taken
 to be bound by memory. Bytes are all tensors that an op reads and writes, once each: views and expanded dimensions cost
-nothing, and lookups read only what they pick. An op of several kernels counts as one.
+nothing, and lookups read only what they pick. An op of several kernels counts as one, but for those that run in parts.
 
-Workspaces are estimated as zero for every op: what cuDNN and cuBLAS take for themselves depends on their version and on
-the algorithm they choose. Leave room for it with ``reserve`` when you compile. That an op which can write over an
-argument leaves the same bits is taken from the table of such ops (`checkmate.capture.ways.table`): nothing is tried.
+Workspaces are estimated as zero for every op that PyTorch has: what cuDNN and cuBLAS take for themselves depends on
+their version and on the algorithm they choose. Leave room for it with ``reserve`` when you compile. That an op which
+can write over an argument leaves the same bits is taken from the table of such ops (`checkmate.capture.ways.table`):
+nothing is tried.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
-from checkmate.capture.device import BLOCK_BYTES
+from checkmate.capture.device import BLOCK_BYTES, as_allocated
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage, tensors
+from checkmate.capture.splits.costs import estimate
 from checkmate.capture.ways.legal import candidates
 from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
@@ -136,12 +138,14 @@ def roofline(joint: Joint, device: Device) -> Profile:
     Raises:
         Unsupported: if a product is of a type for which the device has no rate.
     """
-    seconds = np.zeros(len(joint.nodes))
+    seconds, workspace = np.zeros(len(joint.nodes)), np.zeros(len(joint.nodes), dtype=np.int64)
     for k, node in enumerate(joint.nodes):
         if node is not None:
             seconds[k] = roofline_seconds(node, device)
+            if (of_parts := estimate(node)) is not None:
+                workspace[k] = as_allocated(of_parts.workspace_bytes, device.block_bytes)
     source = f"roofline estimate for {device.name}"
-    ops, workspace = tuple(range(len(joint.nodes))), np.zeros(len(joint.nodes), dtype=np.int64)
+    ops = tuple(range(len(joint.nodes)))
     ways = tuple(Way(c.op, c.makes, c.over, 0) for c in candidates(joint))
     return Profile(seconds, workspace, joint.resident_bytes, source, estimated=ops, ways=ways)
 
@@ -152,12 +156,16 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
     Raises:
         Unsupported: if it is a product of a type for which the device has no rate.
     """
-    return device.seconds(flop_of(node), _rate_of(node, device), moved_bytes_of(node))
+    of_parts = estimate(node)
+    launches = 0.0 if of_parts is None else (of_parts.launches - 1) * device.latency
+    return device.seconds(flop_of(node), _rate_of(node, device), moved_bytes_of(node)) + launches
 
 
 def flop_of(node: fx.Node) -> int:
     """Floating-point operations of a matrix product, a convolution or attention, two for each product; else 0."""
     packet = _packet(node)
+    if (of_parts := estimate(node)) is not None:
+        return of_parts.flop
     if isinstance(packet, torch._ops.HigherOrderOperator):
         return 0  # what its subgraph computes is not known here
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -175,6 +183,8 @@ def _flop_of_convolution_backward(grad: Any, x: Any, weight: Any, bias_sizes: An
 
 def moved_bytes_of(node: fx.Node) -> int:
     """Bytes of all tensors that an op reads and writes, once each."""
+    if (of_parts := estimate(node)) is not None:
+        return of_parts.moved_bytes
     read = {n: sum(map(_bytes, tensors(n.meta.get("val")))) for n in node.all_input_nodes}
     inputs = {storage(t) for n in read for t in tensors(n.meta.get("val"))}
     written = sum(_bytes(t) for t in tensors(node.meta.get("val")) if storage(t) not in inputs)

@@ -33,7 +33,7 @@ from checkmate.solvers.search.backward_bound import WIDTHS, backward_bound
 from checkmate.solvers.search.detours import Detours
 from checkmate.solvers.search.drop_runs import slim
 from checkmate.solvers.search.exchange import exchange
-from checkmate.solvers.search.min_budget import TIME_LIMIT, least_runs, min_budget
+from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_runs
 from checkmate.solvers.search.next_use import Guide, next_use
 from checkmate.solvers.search.tilting import Tilts
 
@@ -148,7 +148,7 @@ def _next_use(search: Portfolio, task: Task) -> None:
     if search.stuck is None:
         return
     problem, budget = task.problem, task.budget
-    ends = min_budget(problem, time_limit=max(1.0, min(TIME_LIMIT, SHARE_OF_LEAST * search.left)))
+    ends = ends_of(problem, time_limit=max(1.0, min(TIME_LIMIT, SHARE_OF_LEAST * search.left)))
     if budget < ends.bound:
         search.incumbent.prove(float("inf"))
     if budget >= ends.peak:

@@ -158,6 +158,8 @@ def frontier(
     """
     check_problem(problem)
     problem = problem if rules is None else with_rules(problem, rules)
+    if problem.smaller is not None:
+        problem = replace(problem, smaller=None)  # it is the frontier of the step as it is, not split further
     if isinstance(budgets, (int, float, str)):
         budgets = (budgets,)
     taken = _options_by_method(methods, options)

@@ -24,7 +24,7 @@ from checkmate.core.solution import Solution, Status
 from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.plan_store import Question, Record
 from checkmate.solvers.common.task import Clock
-from checkmate.solvers.solve import solve
+from checkmate.solvers.solve import attempt, refused
 from checkmate.units import format_seconds
 
 log = logging.getLogger("checkmate.solve")
@@ -59,10 +59,12 @@ def plan(
         cache: read plans from disk, and keep this one there.
 
     Returns:
-        What `solve` returns, of any status. ``origin`` says "plan cache" where the plan is as it was on disk;
-        "other costs", "less time" or "another size" where it began with a plan that was found for or in these.
+        What `solve` returns, of any status, but a problem is not split further. ``origin`` says "plan cache" where the
+        plan is as it was on disk; "other costs", "less time" or "another size" where it began with a plan that was
+        found for or in these.
     """
-    return begin(problem, budget, method=method, time_limit=time_limit, earlier=earlier, cache=cache)[0]
+    solution, _ = begin(problem, budget, method=method, time_limit=time_limit, earlier=earlier, cache=cache)
+    return solution if solution.plan is not None else refused(solution, time_limit=time_limit)
 
 
 def begin(
@@ -77,6 +79,8 @@ def begin(
 ) -> tuple[Solution, Rest | None]:
     """The plan of a step after so many seconds, and what is then still open; None: nothing that could matter.
 
+    An answer without a plan does not say why; `checkmate.solvers.solve.refused` adds that.
+
     Args:
         problem, budget, method, time_limit, earlier, cache: as of `plan`.
         wait: seconds to look for a plan; longer where none is found meanwhile, and all of the time where the method is
@@ -84,7 +88,7 @@ def begin(
     """
     clock = Clock()
     if budget >= problem.keep_all_peak and method == "auto" and not problem.limits.gone:
-        return solve(problem, budget, time_limit=time_limit), None
+        return attempt(problem, budget, time_limit=time_limit), None
     wish = _wish(problem, budget, method, time_limit, earlier)
     early = method == "auto" and wait + WORTH_A_PROCESS <= wish.limit
     known = plan_cache.lookup(wish.question) if cache else None
@@ -134,7 +138,7 @@ class Rest:
 
     def bare(self) -> Rest:
         """The same without PyTorch: another process can be sent it."""
-        problem = replace(self.problem, emit=None)
+        problem = replace(self.problem, emit=None, smaller=None)
         return replace(self, problem=problem, start=replace(self.start, problem=problem, details={}))
 
     def keep(self, solution: Solution, seconds: float) -> None:
@@ -195,7 +199,7 @@ def _begin(
     """Solve, from the nearest known plan on, if the method can begin with one."""
     budget = wish.question.budget
     if wish.question.method != "auto":
-        return solve(problem, budget, method=wish.question.method, time_limit=wish.time_limit)
+        return attempt(problem, budget, method=wish.question.method, time_limit=wish.time_limit)
     start: Solution | Schedule | None = None if known is None else known.certified(problem, budget)
     origin = "less time"
     if start is None and (close := [record for record in records if _is_close(record, wish.question)]):
@@ -206,10 +210,10 @@ def _begin(
     if start is None:
         start, origin = _nearest(problem, budget, _same_ops(problem, earlier), records), "another size"
     if start is None:
-        return solve(problem, budget, time_limit=wish.limit, settle=WAVER)
-    solution = solve(problem, budget, time_limit=wish.limit, gap=wish.gap, settle=WAVER, start=start)
+        return attempt(problem, budget, time_limit=wish.limit, settle=WAVER)
+    solution = attempt(problem, budget, time_limit=wish.limit, gap=wish.gap, settle=WAVER, start=start)
     if solution.plan is None:
-        return solve(problem, budget, time_limit=wish.time_limit, settle=WAVER)
+        return attempt(problem, budget, time_limit=wish.time_limit, settle=WAVER)
     return replace(solution, origin=origin)
 
 
@@ -232,7 +236,7 @@ def _bounded(problem: Problem, wish: _Wish, record: Record) -> Solution | None:
     if start is None:
         return None
     limit = min(wish.limit, BOUND_SECONDS)
-    found = solve(problem, wish.question.budget, time_limit=limit, gap=_about(wish, record), start=start)
+    found = attempt(problem, wish.question.budget, time_limit=limit, gap=_about(wish, record), start=start)
     log.info("plan for other costs or bytes, with a new bound after %s: %s", format_seconds(found.seconds), found)
     return start if found.plan is None else found
 

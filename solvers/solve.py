@@ -86,13 +86,36 @@ def solve(
     """
     check_problem(problem)
     problem = problem if rules is None else with_rules(problem, rules)
+    about: dict[str, Any] = {"method": method, "time_limit": time_limit, "gap": gap, "progress": progress, **options}
+    clock = Clock()
+    for one in problem.and_smaller():
+        split = start.problem.splits if isinstance(start, Solution) else problem.splits
+        solution = attempt(one, budget, start=start if split == one.splits else None, watch=watch, **about)
+        if solution.plan is not None or solution.interrupted:
+            break
+    solution = solution if solution.plan is not None else refused(solution, time_limit=time_limit)
+    return replace(solution, seconds=clock.elapsed)
+
+
+def attempt(
+    problem: Problem,
+    budget: int | float | str,
+    *,
+    method: str = "auto",
+    time_limit: float = 60.0,
+    gap: float = 1e-4,
+    start: Start | None = None,
+    progress: bool | None = None,
+    watch: Callable[[Incumbent], None] | None = None,
+    **options: Any,
+) -> Solution:
+    """What `solve` does with a problem as it is, not split further; an answer without a plan does not say why."""
     if start is not None:
         options = {**options, "start": start if method == "auto" else as_schedule(problem, start)}
     chosen = check_method(method, options)
     refuse_unknown_rules(problem, method)
     budget = parse_bytes(budget)
     check_limits(time_limit, gap)
-    patience = max(PATIENCE, min(TIME_LIMIT, time_limit)) if method == "auto" else PATIENCE
     common = {name: options.pop(name) for name in ("threads", "seed") if name in options}
     incumbent = Incumbent(Task(problem, budget, Clock(time_limit), gap, **common))
     clock = incumbent.task.clock
@@ -100,14 +123,20 @@ def solve(
         watch(incumbent)
     with showing(incumbent.line, share=lambda: clock.elapsed / time_limit, shown=progress):
         if budget < problem.unavoidable_bytes.max():
-            solution = _infeasible(problem, budget, method, patience)
+            solution = Solution(Status.INFEASIBLE, problem, budget, method, bound=float("inf"))
         else:
             solution = incumbent.solution(method, _remarks(chosen, incumbent, options))
-            if solution.plan is None:
-                solution = _explain(solution, patience, clock)
     solution = replace(solution, seconds=clock.elapsed)
     log.info("%s", solution)
     return solution
+
+
+def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
+    """An answer without a plan, with why there is none, and what would work."""
+    patience = max(PATIENCE, min(TIME_LIMIT, time_limit)) if solution.method == "auto" else PATIENCE
+    if solution.budget < solution.problem.unavoidable_bytes.max():
+        return _infeasible(solution, patience)
+    return _explain(solution, patience, in_time=solution.seconds < time_limit)
 
 
 def check_problem(problem: object) -> None:
@@ -154,18 +183,18 @@ def _remarks(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> R
         return Remarks(f"{method.name} failed", {"failed": [str(error)]})
 
 
-def _infeasible(problem: Problem, budget: int, method: str, patience: float) -> Solution:
+def _infeasible(solution: Solution, patience: float) -> Solution:
     """No schedule fits because one op alone needs more, with what every schedule holds while it runs."""
+    problem, budget = solution.problem, solution.budget
     k, ends = int(np.argmax(problem.unavoidable_bytes)), min_budget(problem, time_limit=patience)
     reason = f"{_name(problem, k)} alone needs {format_bytes(problem.unavoidable_bytes[k])}"
     message = f"No schedule fits {format_bytes(budget)}: {reason}. {_way_out(problem, ends)}"
-    solution = Solution(Status.INFEASIBLE, problem, budget, method, bound=float("inf"), message=message)
-    return _without_plan(solution, ends, k, reason, patience)
+    return _without_plan(replace(solution, message=message), ends, k, reason, patience)
 
 
-def _explain(solution: Solution, patience: float, clock: Clock) -> Solution:
+def _explain(solution: Solution, patience: float, *, in_time: bool) -> Solution:
     """Add to an answer without a plan why, and what would work; and that nothing does, where that is proven."""
-    in_time, spent = not clock.is_over, format_seconds(clock.elapsed)
+    spent = format_seconds(solution.seconds)
     problem, ends = solution.problem, min_budget(solution.problem, time_limit=patience)
     if solution.budget < ends.bound:
         solution = replace(solution, status=Status.INFEASIBLE, bound=float("inf"))
@@ -192,9 +221,10 @@ def _without_plan(solution: Solution, ends: MinBudget, k: int, reason: str, pati
 
 
 def _way_out(problem: Problem, ends: MinBudget) -> str:
+    parts = f", with {' and '.join(split.partition(':')[0] for split in problem.splits)}" if problem.splits else ""
     below = "it" if ends.proven else exact_bytes(ends.bound)
     return (
-        f"Smallest budget that works: {exact_bytes(ends.peak)}. "
+        f"Smallest budget that works: {exact_bytes(ends.peak)}{parts}. "
         f"No schedule at all fits below {below}.{_what_it_costs(problem)}"
     )
 

@@ -15,6 +15,7 @@ import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
 
 from checkmate.backends.asked import asked_bytes, with_asked
+from checkmate.backends.in_parts import Write, joint_of, with_parts
 from checkmate.backends.overwritten import Needs, explain_writes, needs_of
 from checkmate.backends.plan_on import PlanOn
 from checkmate.backends.state import tensors_within
@@ -39,13 +40,11 @@ from checkmate.capture.questions import asking_first, taken_out
 from checkmate.capture.rewrite import drop_gradients_of_writes
 from checkmate.codegen.changing import Changing, may_change
 from checkmate.codegen.contributions import counted_contributions, sharing_of, with_contributions
-from checkmate.codegen.emit import emit
 from checkmate.codegen.fan_out import Sharing, fan_out
 from checkmate.codegen.result_hooks import computed_from, refuse_watching
 from checkmate.codegen.result_views import added_within, refuse_views
 from checkmate.codegen.undefined_gradients import keep_undefined, with_undefined
 from checkmate.codegen.writing_over import writable, writing_over
-from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
@@ -272,30 +271,37 @@ class Backend:
             refuse_shared_copies(joint_module.graph, num_fwd_outputs)
         facts.within = added_within(joint_module.graph, num_fwd_outputs)
         facts.users.update(computed_from(joint_module.graph, num_fwd_outputs))
-        block_bytes = max(self.block_bytes, BLOCK_BYTES[device.type])
-        joint = read_joint(
-            joint_module,
+        block_bytes, fakes = max(self.block_bytes, BLOCK_BYTES[device.type]), any(map(is_fake, facts.known))
+        read = partial(
+            read_joint,
             num_fwd_outputs=num_fwd_outputs,
             static_inputs=static_lifetime_input_indices or (),
             input_names=facts.names,
             block_bytes=block_bytes,
             on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
-            in_two=None if device.type == "cpu" or any(map(is_fake, facts.known)) else same_in_two,
+            in_two=None if device.type == "cpu" or fakes else same_in_two,
             numbers=facts.numbers,
             draws=facts.draws,
             noted=facts.noted,
         )
+        joint = read(joint_module)
         if facts.numbers:
             self.check(joint)
-        problem = problem_of(joint, self.profile)
         unread = unread_bytes(self.reach, facts.known, device, block_bytes)
-        allocated = None if any(map(is_fake, facts.known)) else allocated_on(device)
-        problem, rest = with_what_is_held(problem, allocated, unread=unread), None
+        allocated = None if fakes else allocated_on(device)
+
+        def pose(joint: Joint) -> Problem:
+            return with_what_is_held(problem_of(joint, self.profile), allocated, unread=unread)
+
+        problem, rest = pose(joint), None
+        if self.exact:
+            again = partial(read, prepared=True)
+            problem = with_parts(problem, joint_module, again, pose, tried=not fakes and self.block_bytes == 1)
         if self.begin is not None and may_change(joint):
             solution, rest = self.begin(problem)
         else:
             solution = self.plan(problem)
-        modules = solution.modules
+        modules, joint = solution.modules, joint_of(solution.problem)
         self.plans.append(solution)
         facts.memory = serving(facts.memory, solution, device, pools=self.pools)
         self.last = joint
@@ -313,11 +319,7 @@ def problem_of(joint: Joint, profile: Profiler = MEASURE) -> Problem:
     if order is not None:
         joint = joint.in_order(order)
     costs, over = writable(joint, profile(joint))
-
-    def write(plan: Plan) -> Any:
-        return emit(joint, plan, over)
-
-    return Problem(joint.graph, costs, write)
+    return Problem(joint.graph, costs, Write(joint, over))
 
 
 def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0) -> Problem:

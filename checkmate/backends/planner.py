@@ -18,6 +18,7 @@ from checkmate.solvers import recall
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.recall import Rest
 from checkmate.solvers.search.min_budget import min_budget
+from checkmate.solvers.solve import refused
 from checkmate.units import exact_bytes, format_bytes, parse_bytes
 
 log = logging.getLogger("checkmate.backends.planner")
@@ -122,10 +123,26 @@ class Planner:
         return self._plan(problem, self.options.set_aside, wait)
 
     def _plan(self, problem: Problem, reserve: int, wait: float) -> tuple[Solution, Rest | None]:
-        options, rest, problem = self.options, None, self._ruled(problem)
+        options, problem = self.options, self._ruled(problem)
         if options.total <= reserve:
             raise _nothing_left(problem, options.total, reserve)
-        within = options.total - reserve
+        for one in problem.and_smaller():
+            solution, rest = self._plan_one(one, options.total - reserve, wait)
+            if solution.plan is not None or solution.interrupted:
+                break
+        if solution.plan is None:
+            if solution.refusal is None:  # else another rank has it
+                solution = refused(solution, time_limit=options.time_limit)
+            note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
+            assert solution.refusal is not None
+            smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
+            raise InfeasibleBudget(f"{solution.message}{note}", budget=options.total, min_budget=smallest, op=op)
+        self._made = [*(known for known in self._made if known() is not None), weakref.ref(solution)]
+        return solution, rest
+
+    def _plan_one(self, problem: Problem, within: int, wait: float) -> tuple[Solution, Rest | None]:
+        """The same of a problem as it is, not split further; an answer without a plan does not say why."""
+        options, rest = self.options, None
         earlier = tuple(solution for known in self._made if (solution := known()) is not None)
         asked: dict[str, Any] = {"method": options.method, "time_limit": options.time_limit}
 
@@ -134,14 +151,7 @@ class Planner:
             found, rest = recall.begin(problem, within, earlier=earlier, cache=options.cache, wait=wait, **asked)
             return found
 
-        solution = ranks.one_plan(find, problem, within, **asked)
-        if solution.plan is None:
-            note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
-            assert solution.refusal is not None
-            smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
-            raise InfeasibleBudget(f"{solution.message}{note}", budget=options.total, min_budget=smallest, op=op)
-        self._made = [weakref.ref(plan) for plan in (*earlier, solution)]
-        return solution, rest
+        return ranks.one_plan(find, problem, within, **asked), rest
 
     def _ruled(self, problem: Problem) -> Problem:
         """With the rules. One that named an op before is no mistake where a part of the step is left out."""

@@ -110,9 +110,8 @@ def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: st
         store.set(f"{key}/answer", json.dumps({"failure": f"{type(error).__name__}: {error}"}))
         raise
     if solution.plan is None:
-        assert solution.refusal is not None
         about = {"status": solution.status.name, "method": solution.method, "message": solution.message}
-        answer = {**about, "refusal": asdict(solution.refusal)}
+        answer = {**about, "refusal": None if solution.refusal is None else asdict(solution.refusal)}
     else:
         record = plan_cache.as_document(Record.of(solution, method, time_limit))
         answer = {"record": record, "seconds": solution.problem.seconds.tolist()}
@@ -138,7 +137,8 @@ def _follow(document: dict[str, Any], problem: Problem, budget: int, planner: st
     """What another rank has found, verified and simulated here; None if it does not fit."""
     origin = f"rank {planner}"
     if "record" not in document:
-        status, refusal = Status[document["status"]], Refusal(**document["refusal"])
+        status = Status[document["status"]]
+        refusal = None if document["refusal"] is None else Refusal(**document["refusal"])
         about: dict[str, Any] = {"message": document["message"], "origin": origin, "refusal": refusal}
         return Solution(status, problem, budget, document["method"], **about)
     costs = replace(problem.profile, seconds=np.array(document["seconds"]))

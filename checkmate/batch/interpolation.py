@@ -17,6 +17,7 @@ import numbers
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.core.ways import Way
 from checkmate.solvers.search.adapt import Start
-from checkmate.solvers.solve import solve
+from checkmate.solvers.solve import attempt, refused
 
 ONE_FORWARD = "one-forward"
 Overhead = float | str | None
@@ -114,7 +115,15 @@ def _mixed(problems: list[Problem], shares: list[float]) -> Problem:
         estimated=tuple(range(len(graph.ops))),
         ways=tuple(way for way in _mixed_ways(problems, whole) if sizes[way.makes] == sizes[way.over]),
     )
-    return Problem(replace(graph, values=values), profile)
+    smaller = partial(_smaller, problems, shares) if all(p.smaller is not None for p in problems) else None
+    return Problem(replace(graph, values=values), profile, splits=problems[0].splits, smaller=smaller)
+
+
+def _smaller(problems: list[Problem], shares: list[float]) -> Problem | None:
+    """The same of the steps split further; None where not all of them are split in the same way."""
+    split = [smaller for p in problems if p.smaller is not None and (smaller := p.smaller()) is not None]
+    alike = len(split) == len(problems) and all(same_ops(split[0], other) for other in split[1:])
+    return _mixed(split, shares) if alike else None
 
 
 def _mixed_ways(problems: list[Problem], whole: Callable[[list[np.ndarray]], np.ndarray]) -> Iterator[Way]:
@@ -182,13 +191,25 @@ def plan_within(
     >>> plan_within(chain, 2, 5.0, time_limit=1.0).bound
     inf
     """
+    first: Solution | None = None
+    for one in problem.and_smaller():
+        found = _plan_one(one, budget, cap, time_limit=time_limit, start=start if one is problem else None)
+        if found.plan is not None or found.interrupted:
+            return found
+        first = found if first is None or is_beyond(first, cap) else first  # proven only if it is for each
+    assert first is not None
+    return first if is_beyond(first, cap) else refused(first, time_limit=time_limit)
+
+
+def _plan_one(problem: Problem, budget: int, cap: float, *, time_limit: float, start: Start | None) -> Solution:
+    """The same of a problem as it is, not split further."""
     if budget < problem.unavoidable_bytes.max():
         return Solution(Status.INFEASIBLE, problem, budget, "auto", bound=math.inf)
     deadline = time.perf_counter() + time_limit
     left, bound = time_limit, problem.keep_all_cost
     while True:
         gap = min(1.0, max(0.0, 1 - bound / cap)) if cap > 0 else 0.0
-        found = solve(problem, budget, time_limit=max(left, 0.01), gap=gap, start=start, progress=False)
+        found = attempt(problem, budget, time_limit=max(left, 0.01), gap=gap, start=start, progress=False)
         decided = found.plan is None or is_within(found, cap) or is_beyond(found, cap) or found.gap <= OPTIMAL_GAP
         left = deadline - time.perf_counter()
         if decided or left <= TINY * time_limit or found.interrupted:

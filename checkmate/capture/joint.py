@@ -84,6 +84,7 @@ def read_joint(
     numbers: Mapping[int, str] = MappingProxyType({}),
     draws: Collection[int] = (),
     noted: Noted = (),
+    prepared: bool = False,
 ) -> Joint:
     """Read a joint graph of AOTAutograd.
 
@@ -98,13 +99,15 @@ def read_joint(
         numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.capture.numbers`.
         draws: positions of the inputs that are draws of Python's generator.
         noted: what the step has tagged.
+        prepared: the graph is that of a joint that was read before, or made of it.
 
     Raises:
         NotFree: if a shape depends on such a number.
         Unsupported: for sizes that depend on data, ops that read draws of Python's generator, ops whose outputs alias
             only in part, and backward ops that read what the forward has overwritten.
     """
-    prepare(module.graph, on_cpu=on_cpu, in_two=in_two)
+    if not prepared:
+        prepare(module.graph, on_cpu=on_cpu, in_two=in_two)
     let_go_of_unread(module)
     step = Traced(module, num_fwd_outputs, static_inputs, input_names, numbers, draws)
     check_sizes(module.graph, numbers, step.name)

@@ -32,6 +32,7 @@ def solution_record(solution: Solution) -> dict[str, Any]:
         "source": s.problem.profile.source,
         "runs_over": 0 if s.plan is None else s.plan.runs_over,
         "runs_again": {s.problem.graph.ops[k].name: times for k, times in again if times},
+        **({"splits": list(s.problem.splits)} if s.problem.splits else {}),
         **({"rules": as_mapping(s.problem)} if s.problem.rules else {}),
         **({"min_budget_without": s.refusal.without} if s.refusal is not None and s.refusal.without else {}),
     }

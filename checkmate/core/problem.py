@@ -7,7 +7,7 @@ import json
 import operator
 import os
 import zlib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -74,6 +74,8 @@ class Problem:
     profile: Profile
     emit: Callable[[Plan], Any] | None = field(default=None, repr=False)  # writes fx modules; None: not from PyTorch
     rules: tuple[Rule, ...] = ()  # that every plan obeys; `checkmate.core.rules.with_rules` puts them here
+    splits: tuple[str, ...] = ()  # what runs in parts in it, in words; not in files
+    smaller: Callable[[], Problem | None] | None = field(default=None, repr=False)  # the step split further
 
     def __post_init__(self) -> None:
         ops = self.graph.ops
@@ -233,6 +235,13 @@ class Problem:
             bytes_at.append(self.resident + int(self.sizes[list(here)].sum()) + int(self.workspace[k]) - saved)
             held.update(v for v in op.outputs if v in results or (op.pinned and graph.users[v]))
         return np.array(bytes_at, dtype=np.int64)
+
+    def and_smaller(self) -> Iterator[Problem]:
+        """The problem, then the same step split further and further, as long as that is asked for and helps."""
+        problem: Problem | None = self
+        while problem is not None:
+            yield problem
+            problem = None if problem.smaller is None else problem.smaller()
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write everything a solver needs to a JSON file, compressed where the name ends in ``.gz``."""

@@ -13,15 +13,19 @@ forward, and so do tags, which are set there. Where several patterns name an op,
 from __future__ import annotations
 
 import difflib
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 from checkmate.core.graph import Graph, Op
 from checkmate.core.limits import Ask, Rule
 from checkmate.core.problem import Problem
 from checkmate.errors import RuleError
+
+log = logging.getLogger("checkmate.solve")
 
 WORDS = ("keep", "once", "recompute")
 NEAR = 3  # names that an error suggests
@@ -49,7 +53,20 @@ def with_rules(problem: Problem, rules: Rules) -> Problem:
     found = _resolved(plain.graph, rules)
     pins = {k: rule.pin for rule in found if rule.pin for k in rule.ops}
     ops = tuple(op if op.pinned else replace(op, pinned=pins.get(k)) for k, op in enumerate(plain.graph.ops))
-    return replace(plain, graph=replace(plain.graph, ops=ops), rules=found) if found else plain
+    if not found:
+        return plain
+    smaller = None if plain.smaller is None else partial(_ruled, plain.smaller, dict(rules))
+    return replace(plain, graph=replace(plain.graph, ops=ops), rules=found, smaller=smaller)
+
+
+def _ruled(smaller: Callable[[], Problem | None], rules: Rules) -> Problem | None:
+    """The step split further under the same rules; None if these are for what is no more in it."""
+    problem = smaller()
+    try:
+        return None if problem is None else with_rules(problem, rules)
+    except RuleError as error:
+        log.info("the step is not split: %s", error)
+        return None
 
 
 def read_rules(texts: Iterable[str]) -> dict[str, Ask]:
@@ -73,7 +90,8 @@ def without_rules(problem: Problem) -> Problem:
         return problem
     pins = {rule.pin for rule in problem.rules} - {None}
     ops = tuple(replace(op, pinned=None) if op.pinned in pins else op for op in problem.graph.ops)
-    return replace(problem, graph=replace(problem.graph, ops=ops), rules=())
+    smaller = None if problem.smaller is None else partial(_ruled, problem.smaller, {})
+    return replace(problem, graph=replace(problem.graph, ops=ops), rules=(), smaller=smaller)
 
 
 def as_mapping(problem: Problem) -> dict[str, Ask]:

@@ -106,6 +106,7 @@ class Solution:
                 ("step", f"{format_seconds(self.cost)} ({self.overhead:+.2%} recomputation)"),
                 ("bound", f"{format_seconds(self.bound)} (gap {self.gap:.2%})"),
                 ("runs again", f"{(again > 0).sum()} of {len(again)} ops, {again.sum()} times in all"),
+                *(("in parts", text) for text in self.problem.splits),
             ]
             if over := self.plan.runs_over:
                 facts.append(("in place", f"{over} of {len(self.plan.runs)} runs write over an input"))

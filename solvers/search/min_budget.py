@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -68,6 +68,7 @@ class MinBudget:
 
     peak: int  # bytes: a plan is known that reaches no more
     bound: int  # bytes: no schedule at all reaches less
+    splits: tuple[str, ...] = field(default=(), repr=False)  # what runs in parts there, in words
 
     @property
     def gap(self) -> float:
@@ -81,7 +82,7 @@ class MinBudget:
 
     def __str__(self) -> str:
         below = "no schedule fits less" if self.proven else f"no schedule fits below {format_bytes(self.bound)}"
-        return f"{format_bytes(self.peak)} ({below})"
+        return f"{format_bytes(self.peak)} ({'; '.join((below, *self.splits))})"
 
 
 @dataclass
@@ -108,13 +109,21 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
 
     Both are exact for problems of up to `MOST_OPS_EXACT` ops, unless time runs out, or a rule says how often an op may
     run. What is found is remembered, also for a problem that is equal but for its costs; it is looked for again only
-    with more time than before, where that may help.
+    with more time than before, where that may help. A step of PyTorch that can be split is split as far as that helps.
 
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> min_budget(chain)
     MinBudget(peak=3, bound=3)
     """
-    known = _find(problem if rules is None else with_rules(problem, rules), time_limit)
+    *others, last = (problem if rules is None else with_rules(problem, rules)).and_smaller()
+    found = ends_of(last, time_limit=time_limit)
+    bound = min([found.bound, *(int(other.unavoidable_bytes.max()) for other in others)])
+    return MinBudget(found.peak, bound, last.splits)
+
+
+def ends_of(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
+    """The same of a problem as it is, not split further."""
+    known = _find(problem, time_limit)
     return MinBudget(known.peak, known.bound)
 
 

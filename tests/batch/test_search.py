@@ -334,3 +334,19 @@ def test_a_baseline_that_finds_more_is_the_answer(
     assert (found.keep_all, found.size, found.next_size) == (20, 26, "not looked at")
     assert found.solution.method == "next-use"
     assert found.points[-1].size == 26
+
+
+def test_sizes_are_found_at_which_only_a_loss_in_parts_fits() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(2000, 16), nn.Linear(16, 2000))
+
+    def make_step() -> Callable[[Tensor], Tensor]:
+        return lambda x: F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+    def make_batch(n: int) -> Tensor:
+        return torch.zeros(n, 16, dtype=torch.long, device="meta")
+
+    found = max_batch_size(make_step, make_batch, budget="3 MB", profile=ROOFLINE, max_overhead=None, time_limit=10)
+    assert found.solution.problem.splits
+    assert found.keep_all is not None
+    assert found.size > 2 * found.keep_all

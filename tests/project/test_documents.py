@@ -83,6 +83,27 @@ def test_the_figures_of_the_largest_batch_come_from_the_committed_rows() -> None
     assert {(name.replace("-", "").lower(), int(size), int(kept)) for name, size, kept in shown} <= sizes
 
 
+def test_the_figures_of_losses_in_parts_come_from_the_committed_rows() -> None:
+    lines = (ROOT / "benchmarks" / "results" / "loss.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    written = {
+        f"| {row['network']} | {row['keep_all'] / 1e9:.2f} GB | {row['before'] / 1e9:.2f} GB "
+        f"| {row['after'] / 1e9:.2f} GB | {1 - row['after'] / row['before']:.1%} "
+        f"| {row['split_seconds'] / row['seconds'] - 1:.1%} |"
+        for row in rows
+        if "before" in row
+    }
+    ways = [row for row in rows if "way" in row]
+    assert all(row["same_bits"] for row in ways if row["way"].startswith("checkmate"))
+    for row in ways:
+        numbers = "same bits" if row["same_bits"] else f"differ by {row['difference']:.0e}"
+        written.add(f"| {row['way']} | {row['peak'] / 1e6:.1f} MB | {row['ratio']:.2f} | {numbers} |")
+    shown = re.findall(r"^\| .* \|$", (ROOT / "docs" / "loss.md").read_text(), flags=re.MULTILINE)
+    figures = [line for line in shown if re.search(r"\d", line)]
+    assert len(figures) >= 8
+    assert {*figures} <= written
+
+
 def test_the_figures_of_planning_come_from_the_committed_rows() -> None:
     lines = (ROOT / "benchmarks" / "results" / "solve.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["method"] == "auto" and row.get("cost_ratio")]

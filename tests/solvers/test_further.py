@@ -140,7 +140,7 @@ def test_planning_that_begins_early_says_what_is_open(monkeypatch: pytest.Monkey
     def quick(*args: Any, **options: Any) -> Solution:
         return solve(*args, **{**options, "time_limit": 0.1})
 
-    monkeypatch.setattr(recall, "solve", quick)
+    monkeypatch.setattr(recall, "attempt", quick)
     problem = Problem.from_json(UNET)
     budget = int(0.3 * problem.keep_all_peak)
     plan, rest = begin(problem, budget, wait=0.1, time_limit=20.0)
@@ -166,7 +166,7 @@ def test_ctrl_c_before_the_first_step_ends_planning(monkeypatch: pytest.MonkeyPa
     def interrupted(*args: Any, **options: Any) -> Solution:
         return replace(solve(*args, **{**options, "time_limit": 0.1}), interrupted=True)
 
-    monkeypatch.setattr(recall, "solve", interrupted)
+    monkeypatch.setattr(recall, "attempt", interrupted)
     problem = Problem.from_json(UNET)
     plan, rest = begin(problem, int(0.3 * problem.keep_all_peak), wait=0.1)
     assert plan.gap > BETTER

@@ -39,7 +39,7 @@ def solves(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
         seen.append(options)
         return solve(problem, budget, **options)
 
-    monkeypatch.setattr(planning, "solve", watched)
+    monkeypatch.setattr(planning, "attempt", watched)
     return seen
 
 
@@ -212,7 +212,7 @@ def test_what_plain_planning_finds_is_found_where_adapting_fails(monkeypatch: py
             return Solution(Status.NOT_FOUND, problem, budget, "auto")
         return solve(problem, budget, **options)
 
-    monkeypatch.setattr(planning, "solve", fails)
+    monkeypatch.setattr(planning, "attempt", fails)
     _check(plan(small, budget, time_limit=5, earlier=[first]))
 
 

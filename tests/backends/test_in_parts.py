@@ -1,0 +1,146 @@
+"""A step whose loss no plan of the whole fits runs it in parts, with the bits of plain PyTorch and to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from checkmate.backends import in_parts
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Status
+from checkmate.errors import InfeasibleBudget
+
+WORDS, DEPTH = 1000, 16
+TOKENS = torch.randint(WORDS, (4, 32), generator=torch.Generator().manual_seed(0))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, DEPTH)
+        self.inner = nn.Sequential(nn.Linear(DEPTH, DEPTH), nn.GELU(), nn.Dropout(0.1))
+        self.head = nn.Linear(DEPTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.inner(self.words(tokens))).flatten(0, 1), tokens.flatten())
+
+
+@pytest.fixture
+def model() -> _Model:
+    torch.manual_seed(0)
+    return _Model()
+
+
+@pytest.fixture
+def problem(model: _Model) -> Problem:
+    return checkmate.trace(model, TOKENS)
+
+
+def _floor(problem: Problem) -> int:
+    return int(problem.unavoidable_bytes.max())
+
+
+def test_below_the_smallest_budget_of_the_whole_the_loss_is_split(model: _Model, problem: Problem) -> None:
+    whole, smallest = _floor(problem), checkmate.min_budget(problem)
+    assert smallest.peak < 0.5 * whole
+    assert "loss in" in str(smallest)
+    for budget in (whole - 1, smallest.peak):
+        report = checkmate.verify(model, TOKENS, budget=budget, time_limit=1)  # bits, and the peak to the byte
+        assert report.measured_peak == report.predicted_peak <= budget
+        solution = checkmate.solve(problem, budget, time_limit=1)
+        assert "bits equal on" in str(solution)
+        assert solution.problem.splits[0].startswith("loss in ")
+
+
+def test_a_plan_of_a_split_step_says_so(model: _Model, problem: Problem) -> None:
+    compiled = checkmate.compile(model, budget=int(0.7 * _floor(problem)), time_limit=1, wait="first")
+    for _ in range(2):
+        compiled(TOKENS).backward()
+    (plan,) = compiled.plans
+    assert plan.problem.splits[0].startswith("loss in 2 parts: bits equal on ")
+    assert "in parts   loss in 2 parts" in str(plan)
+
+
+def test_where_a_plan_fits_none_is_split_nor_tried(
+    model: _Model, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_parts, "same_bits_in_parts", lambda *asked: pytest.fail("tried"))
+    compiled = checkmate.compile(model, budget=_floor(problem) + 8 * TOKENS.numel() * DEPTH, time_limit=1)
+    compiled(TOKENS).backward()
+    assert compiled.plans[0].problem.splits == ()
+
+
+def test_a_split_with_other_bits_is_not_offered(
+    model: _Model, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_parts, "same_bits_in_parts", lambda loss, parts: parts == 8)
+    assert [one.splits[0][:15] for one in problem.and_smaller() if one.splits] == ["loss in 8 parts"]
+    monkeypatch.setattr(in_parts, "same_bits_in_parts", lambda loss, parts: False)
+    with pytest.raises(InfeasibleBudget, match="alone needs") as refusal:
+        checkmate.compile(model, budget=int(0.7 * _floor(problem)), time_limit=1)(TOKENS)
+    assert refusal.value.min_budget >= _floor(problem)
+
+
+def test_a_refusal_names_the_smallest_budget_with_parts(problem: Problem) -> None:
+    solution = checkmate.solve(problem, problem.resident + 10, time_limit=1)
+    assert solution.status is Status.INFEASIBLE
+    assert solution.refusal is not None
+    assert solution.refusal.min_budget == checkmate.min_budget(problem).peak < 0.5 * _floor(problem)
+    assert ", with loss in " in solution.message
+    assert checkmate.solve(problem, solution.refusal.min_budget, time_limit=1).plan is not None
+
+
+def test_rules_hold_for_the_split_step_too(problem: Problem) -> None:
+    budget = int(0.7 * _floor(problem))
+    kept = checkmate.solve(problem, budget, rules={"inner": "keep"}, time_limit=1)
+    assert kept.plan is not None
+    assert [rule.pattern for rule in kept.problem.rules] == ["inner"]
+    refused = checkmate.solve(problem, budget, rules={"aten._log_softmax": "once"}, time_limit=1)
+    assert refused.status is Status.INFEASIBLE  # there is no such op in the split step
+
+
+def test_estimates_for_a_device_count_what_parts_hold(model: _Model) -> None:
+    problem = checkmate.trace(_Model().to("meta"), TOKENS.to("meta"), profile="roofline:h100")
+    whole, *split = problem.and_smaller()
+    floors = [_floor(one) for one in (whole, *split)]
+    assert floors == sorted(floors, reverse=True)
+    assert floors[-1] < 0.5 * floors[0]
+    assert split[0].splits == ("loss in 2 parts: not tried here",)
+    assert split[-1].keep_all_cost > whole.keep_all_cost
+
+
+def _step(name: str, config: Any) -> Callable[[Tensor], Tensor]:
+    transformers = pytest.importorskip("transformers")
+    network = getattr(transformers, name)(config(transformers)).train()
+    return lambda tokens: network(input_ids=tokens, labels=tokens.where(tokens > 99, -100)).loss
+
+
+_TEXT = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_WIDE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+_T5: dict[str, Any] = {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 16}
+NETWORKS: dict[str, Callable[[Any], Any]] = {
+    "GPT2LMHeadModel": lambda t: t.GPT2Config(**_TEXT, n_layer=1, n_embd=16, n_head=2, n_positions=32),
+    "BertForMaskedLM": lambda t: t.BertConfig(**_TEXT, **_WIDE),
+    "LlamaForCausalLM": lambda t: t.LlamaConfig(**_TEXT, **_WIDE),
+    "T5ForConditionalGeneration": lambda t: t.T5Config(**_TEXT, **_T5, decoder_start_token_id=0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "half"), [*zip(NETWORKS, (False, False, True, True), strict=True)])
+def test_language_models_of_transformers_need_no_change(name: str, half: bool) -> None:
+    import benchmarks.networks.gpt2  # noqa: F401  # lets the library's warnings be left out of what is captured
+
+    torch.manual_seed(0)
+    step = _step(name, NETWORKS[name])
+    if half:
+        step.__closure__[0].cell_contents.bfloat16()
+    budget = int(0.75 * _floor(checkmate.trace(step, TOKENS)))
+    report = checkmate.verify(step, TOKENS, budget=budget, time_limit=2)
+    assert report.measured_peak == report.predicted_peak <= budget

@@ -1,0 +1,77 @@
+"""Which losses of a step can run in parts: those whose logits nothing else reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from checkmate.backends.in_parts import joint_of
+from checkmate.capture.splits.find_loss import Loss, losses
+
+ROWS, DEPTH, CLASSES = 32, 8, 40
+X, Y = torch.randn(2, ROWS // 2, DEPTH), torch.randint(CLASSES, (ROWS,))
+
+
+class _Net(nn.Module):
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(DEPTH, DEPTH)
+        self.head = nn.Linear(DEPTH, CLASSES, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.first(x).relu()).flatten(0, 1)
+        return logits
+
+
+def _losses(step: Callable[..., Any]) -> list[Loss]:
+    problem = checkmate.trace(step, X, Y, profile="roofline:laptop")
+    return losses(joint_of(problem).module.graph)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_linear_layer_and_its_cross_entropy_are_found(bias: bool, reduction: str) -> None:
+    net = _Net(bias=bias)
+    (loss,) = _losses(lambda x, y: F.cross_entropy(net(x), y, reduction=reduction, ignore_index=3).sum())
+    assert (loss.b is not None, loss.of_bias is not None) == (bias, bias)
+    assert loss.of_rows is not None
+    assert loss.of_weight is not None
+    assert loss.ignore_index == 3
+
+
+def test_logits_in_half_precision_may_be_cast() -> None:
+    net = _Net().bfloat16()
+    (loss,) = _losses(lambda x, y: F.cross_entropy(net(x.bfloat16()).float(), y))
+    assert loss.softmax.meta["val"].dtype == torch.float32
+    assert loss.product.meta["val"].dtype == torch.bfloat16
+
+
+def test_a_frozen_layer_has_no_gradient_of_its_weight() -> None:
+    net = _Net()
+    net.head.requires_grad_(False)
+    (loss,) = _losses(lambda x, y: F.cross_entropy(net(x), y))
+    assert (loss.of_weight, loss.of_bias) == (None, None)
+
+
+NOT_SPLIT: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "returned": lambda logits, y: (F.cross_entropy(logits, y), logits),
+    "read elsewhere": lambda logits, y: F.cross_entropy(logits, y) + logits.square().mean(),
+    "scaled": lambda logits, y: F.cross_entropy(logits / 2, y),
+    "class weights": lambda logits, y: F.cross_entropy(logits, y, weight=torch.ones(CLASSES)),
+    "label smoothing": lambda logits, y: F.cross_entropy(logits, y, label_smoothing=0.1),
+    "two losses of one": lambda logits, y: F.cross_entropy(logits, y) + F.cross_entropy(logits, y, reduction="sum"),
+    "softmax along the rows": lambda logits, y: F.nll_loss(logits.log_softmax(0), y),
+    "a hook": lambda logits, y: logits.register_hook(lambda g: 2 * g) and F.cross_entropy(logits, y),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_SPLIT)
+def test_what_reads_or_changes_logits_elsewhere_keeps_them_whole(kind: str) -> None:
+    net = _Net()
+    assert _losses(lambda x, y: NOT_SPLIT[kind](net(x), y)) == []
