@@ -170,7 +170,7 @@ def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
         own[i, [*graph.ops[o].inputs, *graph.ops[o].outputs]] = True
     X_there = ~held & (made_by <= ends[:-1]) & ((read > ends[:-1]) | own)
     R = model.variables(R_there, lower=first, cost=problem.seconds / cost_unit(problem), integer=True)
-    X = model.variables(X_there, lower=own)
+    X = model.variables(X_there, lower=own, integer=True)  # the least X is integral by itself: for cover cuts of (9)
     carried = X.copy()
     carried[np.ix_([o == graph.forward_length - 1 for o in moments], [*problem.limits.gone])] = NONE
     x = Relaxed(model, R, X, carried)
