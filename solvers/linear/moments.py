@@ -179,7 +179,7 @@ def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
     for i, o in enumerate(moments):
         over[i, [v for v, _ in problem.savings[o]]] = True
     R = model.variables(R_there, lower=first, cost=problem.seconds / cost_unit(problem), integer=True)
-    X = model.variables(X_there, lower=own & ~over)
+    X = model.variables(X_there, lower=own & ~over, integer=True)  # the least X is integral: for cover cuts of (9)
     carried = X.copy()
     carried[np.ix_([o == graph.forward_length - 1 for o in moments], [*problem.limits.gone])] = NONE
     x = Relaxed(model, R, X, carried, model.variables(over))

@@ -16,7 +16,7 @@ from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.runs import cost_of, peak_of
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.linear.moments import EXACT, Bound, default_moments, lift
+from checkmate.solvers.linear.moments import EXACT, Bound, build, default_moments, lift
 from checkmate.solvers.linear.moments import moment_bound as bound_of
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every
@@ -147,3 +147,9 @@ def test_tells_what_each_better_answer_would_run() -> None:
     )
     assert told
     assert told[-1] == min(told) == pytest.approx(lift(problem, bound).cost(problem))
+
+
+def test_what_is_kept_is_integer_so_that_the_solver_may_round_the_memory_rows() -> None:
+    problem = dags.unit_chain(8)
+    relaxed = build(problem, 4, default_moments(problem))
+    assert relaxed.model.integer[relaxed.X[relaxed.X >= 0]].all()
