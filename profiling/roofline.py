@@ -30,6 +30,7 @@ from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage, tensors
 from checkmate.capture.splits.costs import estimate
 from checkmate.capture.ways.legal import candidates
+from checkmate.capture.ways.shape_only import convolution_backward_input
 from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
 from checkmate.errors import Unsupported
@@ -121,7 +122,10 @@ _PICK = {  # read from their first argument at most as much as they read and wri
     aten.nll_loss_forward,
     aten.nll_loss2d_forward,
 }
-_CONVOLVE = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward}
+_CONVOLVE = {
+    *(aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward),
+    convolution_backward_input,
+}
 _SAME_FLOP = {  # for the formulas that PyTorch has for the same op on CUDA only
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
@@ -169,10 +173,17 @@ def flop_of(node: fx.Node) -> int:
     if isinstance(packet, torch._ops.HigherOrderOperator):
         return 0  # what its subgraph computes is not known here
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    if packet is convolution_backward_input:
+        return _flop_of_input_gradient(*args)
     if packet is aten.convolution_backward:
         return _flop_of_convolution_backward(*args)
     formula = flop_registry.get(_SAME_FLOP.get(packet, packet))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _flop_of_input_gradient(grad: Any, weight: Any, shape: Any, _: Any, *geometry: Any) -> int:
+    """As many as for the forward."""
+    return int(flop_registry[aten.convolution](grad.new_empty(shape), weight, None, *geometry, out_val=grad))
 
 
 def _flop_of_convolution_backward(grad: Any, x: Any, weight: Any, bias_sizes: Any, *options: Any) -> int:
@@ -212,5 +223,7 @@ def _rate_of(node: fx.Node, device: Device) -> str:
     if not dtypes:
         return "float32"
     name = str(dtypes[0]).removeprefix("torch.")
-    allowed = _packet(node) in _CONVOLVE or torch.backends.cuda.matmul.fp32_precision == "tf32"
+    allowed = (
+        _packet(node) in (*_CONVOLVE, convolution_backward_input) or torch.backends.cuda.matmul.fp32_precision == "tf32"
+    )
     return "tf32" if name == "float32" and allowed and "tf32" in device.flops else name

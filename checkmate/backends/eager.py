@@ -279,6 +279,7 @@ class Backend:
             input_names=facts.names,
             block_bytes=block_bytes,
             on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
+            as_is=self.exact,
             in_two=None if device.type == "cpu" or fakes else same_in_two,
             numbers=facts.numbers,
             draws=facts.draws,

@@ -80,6 +80,7 @@ def read_joint(
     input_names: Sequence[str] = (),
     block_bytes: int = 1,
     on_cpu: bool = True,
+    as_is: bool = True,
     in_two: Callable[[fx.Node], bool] | None = None,
     numbers: Mapping[int, str] = MappingProxyType({}),
     draws: Collection[int] = (),
@@ -95,6 +96,7 @@ def read_joint(
         input_names: what to call the inputs, by position in what was traced.
         block_bytes: the allocator rounds every size up to a multiple of these.
         on_cpu: the step is planned for the CPU: masks of dropout may be drawn again.
+        as_is: its ops run as they are captured, by no other compiler.
         in_two: whether the backward of a convolution has the same bits in two calls; None: each has.
         numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.capture.numbers`.
         draws: positions of the inputs that are draws of Python's generator.
@@ -107,7 +109,7 @@ def read_joint(
             only in part, and backward ops that read what the forward has overwritten.
     """
     if not prepared:
-        prepare(module.graph, on_cpu=on_cpu, in_two=in_two)
+        prepare(module.graph, on_cpu=on_cpu, as_is=as_is, in_two=in_two)
     let_go_of_unread(module)
     step = Traced(module, num_fwd_outputs, static_inputs, input_names, numbers, draws)
     check_sizes(module.graph, numbers, step.name)

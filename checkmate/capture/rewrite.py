@@ -27,18 +27,16 @@ from checkmate.capture.random_draws import (
     draw_saved,
     save_state,
 )
+from checkmate.capture.ways.shape_only import forget_inputs
 from checkmate.errors import Unsupported
 
 aten = torch.ops.aten
 
 
-def prepare(graph: fx.Graph, *, on_cpu: bool = True, in_two: Callable[[fx.Node], bool] | None = None) -> None:
-    """Rewrite a joint graph in place, pass by pass.
-
-    Args:
-        on_cpu: there it will run, not on a GPU.
-        in_two: whether the backward of a convolution has the same bits in two calls; None: each has.
-    """
+def prepare(
+    graph: fx.Graph, *, on_cpu: bool = True, as_is: bool = True, in_two: Callable[[fx.Node], bool] | None = None
+) -> None:
+    """Rewrite a joint graph in place, pass by pass. For the arguments see `checkmate.capture.joint.read_joint`."""
     expose_dropout(graph)
     draw_as_in_place(graph)
     expose_cudnn(graph)
@@ -52,6 +50,7 @@ def prepare(graph: fx.Graph, *, on_cpu: bool = True, in_two: Callable[[fx.Node],
     graph.eliminate_dead_code(lambda node: node.target in DRAWS or node.is_impure())
     split_convolutions(graph, in_two)
     if on_cpu:
+        forget_inputs(graph) if as_is else None
         save_states(graph)  # of draws that somebody reads
     graph.lint()
 

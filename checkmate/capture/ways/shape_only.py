@@ -1,0 +1,91 @@
+"""Ops that read nothing of an argument but its shape and layout: on the CPU they are called without it.
+
+The gradient of a convolution's input is made of the incoming gradient and the weight. PyTorch's op for it takes the
+input along, for its shape; as an argument it would have to be at hand, made again if need be. The same holds for the
+backwards of poolings. In its place stands memory of the operating system that nobody writes to: its pages are one page
+of zeros, which takes no memory however large it is, and no allocator counts it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+aten = torch.ops.aten
+CAN_STAND_IN = hasattr(mmap, "MAP_ANONYMOUS")  # not on Windows
+
+_largest = torch.empty(0, dtype=torch.uint8)
+
+
+def stand_in(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of zeros that takes no memory. It must not be written to: that would end the process.
+
+    >>> int(stand_in((2**20, 2**10), (2**10, 1), torch.float32)[7].sum())
+    0
+    """
+    global _largest
+    elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+    count = elements * dtype.itemsize
+    if len(_largest) < count:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            _largest = torch.frombuffer(mmap.mmap(-1, count, flags=flags, prot=mmap.PROT_READ), dtype=torch.uint8)
+    return _largest[:count].view(dtype).as_strided(tuple(shape), tuple(stride))
+
+
+def convolution_backward_input(
+    grad: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], stride: Sequence[int], *geometry: Any
+) -> torch.Tensor:
+    """The gradient of a convolution's input, without that.
+
+    Args:
+        grad: of the result; shape, stride: of the input; geometry: as ``convolution_backward`` takes it.
+    """
+    x = stand_in(shape, stride, grad.dtype)
+    gradient: torch.Tensor = aten.convolution_backward.default(grad, x, weight, None, *geometry, [True, False, False])[
+        0
+    ]
+    return gradient
+
+
+def max_pool2d_backward(
+    grad: torch.Tensor, indices: torch.Tensor, shape: Sequence[int], stride: Sequence[int], *geometry: Any
+) -> torch.Tensor:
+    """The gradient of the input of a maximum over windows, without that."""
+    x = stand_in(shape, stride, grad.dtype)
+    gradient: torch.Tensor = aten.max_pool2d_with_indices_backward.default(grad, x, *geometry, indices)
+    return gradient
+
+
+def forget_inputs(graph: fx.Graph) -> None:
+    """Call the ops of a joint graph without the inputs of which they read the shape only."""
+    if not CAN_STAND_IN:
+        return
+    for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+        grad, x, weight, _, *geometry, wanted = node.args
+        if wanted == [True, False, False] and len(node.users) == 1 and _is_alike(x, grad, weight):
+            (gradient,) = node.users
+            node.meta["val"] = gradient.meta["val"]
+            node.target, node.args = convolution_backward_input, (grad, weight, *_layout(x), *geometry)
+            gradient.replace_all_uses_with(node)
+            graph.erase_node(gradient)
+    for node in graph.find_nodes(op="call_function", target=aten.max_pool2d_with_indices_backward.default):
+        grad, x, *geometry, indices = node.args
+        if _is_alike(x, grad):
+            node.target, node.args = max_pool2d_backward, (grad, indices, *_layout(x), *geometry)
+
+
+def _is_alike(x: fx.Node, *others: fx.Node) -> bool:
+    """All are on the CPU, in one type."""
+    tensors = [n.meta["val"] for n in (x, *others)]
+    return all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors)
+
+
+def _layout(x: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(x.meta["val"].shape), tuple(x.meta["val"].stride())
