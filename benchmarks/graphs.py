@@ -2,9 +2,10 @@
 
     python -m benchmarks.graphs [NETWORK ...] [--device h100] [--out benchmarks/problems]
 
-Nothing is allocated: models and batches are on the meta device. Ops are those that PyTorch runs on the CPU, in float32;
-their costs are the roofline's for the device, and sizes are as its allocator rounds them. The loss is within the step;
-optimizer state is not counted.
+Nothing is allocated: models and batches are on the meta device. Ops are those that PyTorch runs on the CPU, in float32,
+each as it has it and in its order: what rewrites of them are worth is another question (`benchmarks.ways`). Their costs
+are the roofline's for the device, and sizes are as its allocator rounds them. The loss is within the step; optimizer
+state is not counted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +37,8 @@ from benchmarks.networks.resnet import resnet18, resnet50
 from benchmarks.networks.unet import UNet
 from benchmarks.networks.vgg import VGG16
 from benchmarks.networks.vit import ViT
+from checkmate.backends import eager
+from checkmate.capture import rewrite
 from checkmate.core.table import Table
 from checkmate.profiling.roofline import DEVICES
 from checkmate.units import format_bytes, format_seconds
@@ -120,6 +125,17 @@ def problem_of(name: str, device: str = DEVICE) -> checkmate.Problem:
     return checkmate.trace(step, *batch, profile=f"roofline:{device}")
 
 
+def plain_problem_of(name: str, device: str = DEVICE) -> checkmate.Problem:
+    """The same as PyTorch has it: its ops, in its order, none of which writes over an input."""
+    with (
+        patch.object(rewrite, "split_convolutions", lambda *_: None),
+        patch.object(rewrite, "forget_inputs", lambda _: None),
+        patch.object(eager, "late_results", lambda _: None),
+    ):
+        problem = problem_of(name, device)
+    return replace(problem, profile=replace(problem.profile, ways=()), smaller=None)
+
+
 def main() -> None:
     """Trace what was asked for, write the files, and print what is in them."""
     parser = argparse.ArgumentParser(description="Trace training steps at full size and write problem files.")
@@ -131,7 +147,7 @@ def main() -> None:
     rows = []
     for name in args.names:
         began = time.perf_counter()
-        problem = problem_of(name, args.device)
+        problem = plain_problem_of(name, args.device)
         path = args.out / f"{name}.json.gz"
         problem.to_json(path)
         rows.append(

@@ -82,7 +82,7 @@ def with_parts(
                 log.info("loss in %d parts: %s", count, error)
                 return None
             if split.unavoidable_bytes.max() > (1 - GAIN) * problem.unavoidable_bytes.max():
-                return None
+                continue
             inputs = min(map(inputs_of, found))
             certificate = f"bits equal on {inputs} inputs, {_threads()}" if tried else "not tried here"
             split = replace(split, splits=(f"loss in {count} parts: {certificate}",))

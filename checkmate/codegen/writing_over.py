@@ -28,6 +28,7 @@ import torch.fx as fx
 from torch._functorch.partitioners import _is_tangent
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_view, storage, tensors
@@ -40,6 +41,7 @@ from checkmate.errors import SolverError
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]
 Positions = Mapping[tuple[int, int], int]  # of the argument, by op and by the value that it may write over
+_AOT_AUTOGRAD = "torch._functorch._aot_autograd.runtime_wrappers"
 _OVER = "writes_over"  # in a node's meta data: the position of the argument that its op writes over
 _OWN = "is_own"  # in a placeholder's: what the forward has made for the backward alone
 _CAN_COUNT = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
@@ -212,8 +214,15 @@ def _is_batch(tangent: Any) -> bool:
 
 
 def _is_watched() -> bool:
-    """Whether a mode of the user's sees each op, and may keep what it made; the default device is one that does not."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None:
+    """Whether a mode of the user's sees each op, and may keep what it made; the default device is one that does not.
+
+    Nor does the one by which AOTAutograd looks at custom ops, while a compiled step runs for the first time.
+    """
+    if torch._C._functorch.maybe_current_level() is not None:
+        return True
+    if torch._C._len_torch_dispatch_stack() and any(
+        type(mode).__module__ != _AOT_AUTOGRAD for mode in _get_current_dispatch_mode_stack()
+    ):
         return True
     if not torch._C._len_torch_function_stack():
         return False
