@@ -5,10 +5,11 @@
 
 Three forms of each step: "file" is the problem of `benchmarks/problems`, ops as PyTorch has them, each gradient of a
 convolution with the other, in PyTorch's order; "plain" is the step traced here, with convolutions in two and large
-results late; "ways" is that with ops that may write over what dies at them. One row for each form: the peak of keeping
-everything, the smallest budget, plan and proof; and two plans, within 1.1 times the smallest budget of the file and
-within 40 % of its keep-all peak, or 1.5 times the smallest where that is more. Costs are relative to running each op
-of the form once. Each network is a process of its own, on one thread; seconds are those that the process computes.
+results late; "ways" is that with ops that may write over what dies at them, and its row has the smallest budget with
+losses in parts, too. One row for each form: the peak of keeping everything, the smallest budget, plan and proof; and
+two plans, within 1.1 times the smallest budget of the file and within 40 % of its keep-all peak, or 1.5 times the
+smallest where that is more. Costs are relative to running each op of the form once. Each network is a process of its
+own, on one thread; seconds are those that the process computes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TIME_LIMIT = 20.0  # seconds for each solve, and each smallest budget
 CLOSE, ROOMY = 1.1, 0.4  # of the smallest budget, of the keep-all peak of the file
 ROOM = 1.5  # of the smallest budget, where that is more
 FORMS = ("file", "plain", "ways")
-HEADER = ("graph", "ways", "keep all", "after", "smallest", "after", "lower by", "1.1 x: cost", "after")
+HEADER = ("graph", "ways", "keep all", "after", "smallest", "after", "lower by", "in parts", "1.1 x: cost", "after")
 HEADER_OF_PLANNING = ("graph", "budget", "cost", "after", "gap", "after", "seconds", "after")
 
 
@@ -42,7 +43,7 @@ def forms_of(name: str) -> dict[str, Problem]:
     from benchmarks.graphs import problem_of  # with PyTorch
 
     traced = problem_of(name)
-    plain = replace(traced, profile=replace(traced.profile, ways=()))
+    plain = replace(traced, profile=replace(traced.profile, ways=()), smaller=None)
     return dict(zip(FORMS, (load(name), plain, traced), strict=True))
 
 
@@ -58,6 +59,8 @@ def rows_of(name: str, time_limit: float) -> list[Row]:
 
 def row_of(problem: Problem, budgets: dict[str, int], time_limit: float) -> Row:
     """What there is to say of one form, and of its plan within each budget."""
+    in_parts = min_budget(problem, time_limit=time_limit)
+    problem = replace(problem, smaller=None)
     ends = min_budget(problem, time_limit=time_limit)
     row: Row = {
         "ops": len(problem.graph.ops),
@@ -66,6 +69,7 @@ def row_of(problem: Problem, budgets: dict[str, int], time_limit: float) -> Row:
         "keep_all_peak": problem.keep_all_peak,
         "smallest": ends.peak,
         "smallest_bound": ends.bound,
+        "smallest_in_parts": in_parts.peak,
     }
     for at, budget in budgets.items():
         found = solve(problem, budget, time_limit=time_limit, progress=False)
@@ -89,7 +93,8 @@ def markdown(rows: Sequence[Row]) -> str:
         "",
         f"Made by `python -m benchmarks.ways` at {commits} on {machines}, one thread, {limits} for each plan; "
         "seconds are those that the process computed, as the machine was busy with other work. Before: ops as PyTorch "
-        "has them. After: convolutions' gradients apart, large results late, ops that write over what dies at them.",
+        "has them. After: convolutions' gradients apart, large results late, ops that write over what dies at them. "
+        "In parts: the smallest budget with the loss in parts, too.",
         "",
         Table(HEADER, [_floor(name, forms) for name, forms in whole.items()], HEADER[1:]).markdown(),
         "",
@@ -112,6 +117,7 @@ def _floor(name: str, forms: dict[str, Row]) -> list[str]:
         *(format_bytes(row["keep_all_peak"]) for row in (before, after)),
         *(format_bytes(row["smallest"]) for row in (before, after)),
         f"{1 - after['smallest'] / before['smallest']:.1%}",
+        format_bytes(after["smallest_in_parts"]) if after["smallest_in_parts"] < after["smallest"] else "",
         *(_overhead(row["close_cost_ratio"]) for row in (before, after)),
     ]
 
