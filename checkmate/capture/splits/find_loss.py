@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +148,9 @@ def _agree(product: fx.Node, h: fx.Node, w: fx.Node, ends: tuple[fx.Node | None,
 
 def in_parts(module: fx.GraphModule, parts: int) -> fx.GraphModule:
     """A copy of a prepared joint graph in which each such loss runs in so many parts."""
-    graph = copy.deepcopy(module.graph)  # of its nodes; their fake tensors are the same
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # from within PyTorch, of what it copies beside the nodes
+        graph = copy.deepcopy(module.graph)  # of its nodes; their fake tensors are the same
     for loss in losses(graph):
         _write(graph, loss, parts)
     return without_dead_code(module, graph)
