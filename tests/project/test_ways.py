@@ -1,0 +1,45 @@
+"""The benchmark of ways to run ops: its rows and its tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import ways
+from benchmarks.common.rows import read
+from benchmarks.solve.comparison import FILES
+from checkmate import Problem
+from checkmate.solvers.common.certify import TOLERANCE
+
+
+def test_a_row_is_of_its_budgets() -> None:
+    chain = Problem.from_dag([[], [0], [1], [2, 1], [3, 0]], [1] * 5, [4] * 5, forward=3, over={3: [2], 4: [3]})
+    row = ways.row_of(chain, {"close": 8, "roomy": 12}, 2.0)
+    assert (row["ops"], row["ways"], row["keep_all_peak"], row["smallest"]) == (5, 2, 12, 8)
+    assert (row["close_cost_ratio"], row["close_written_over"], row["roomy_cost_ratio"]) == (6 / 5, 2, 1.0)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[ways.Row]:
+    return read(ways.RESULTS)
+
+
+def test_the_committed_table_is_of_the_committed_rows(rows: list[ways.Row]) -> None:
+    assert ways.RESULTS.with_suffix(".md").read_text() == ways.markdown(rows)
+    assert {(row["network"], row["form"]) for row in rows} == {(name, form) for name in FILES for form in ways.FORMS}
+
+
+def test_the_committed_rows_contradict_one_another_nowhere(rows: list[ways.Row]) -> None:
+    for row in rows:
+        assert row["smallest_bound"] <= row["smallest"] <= row["keep_all_peak"]
+        assert row["smallest_in_parts"] <= row["smallest"]
+        for at in ("close", "roomy"):
+            assert row[f"{at}_peak"] is None or row[f"{at}_peak"] <= row[f"{at}_budget"]
+    known = {(row["network"], row["form"]): row for row in rows}
+    for name in FILES:
+        plain, ours = known[name, "plain"], known[name, "ways"]
+        assert ours["keep_all_peak"] <= plain["keep_all_peak"]
+        assert ours["smallest_bound"] <= plain["smallest"]
+        for at in ("close", "roomy"):  # no bound with ways is above a plan without them
+            if plain[f"{at}_cost_ratio"] is not None and ours[f"{at}_cost_ratio"] is not None:
+                bound = ours[f"{at}_cost_ratio"] * (1 - ours[f"{at}_gap"])
+                assert bound <= plain[f"{at}_cost_ratio"] * (1 + TOLERANCE)
