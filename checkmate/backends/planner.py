@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any, Literal, get_args
 
@@ -131,8 +132,9 @@ class Planner:
             if solution.plan is not None or solution.interrupted:
                 break
         if solution.plan is None:
-            if solution.refusal is None:  # else another rank has it
-                solution = refused(solution, time_limit=options.time_limit)
+            why = partial(refused, solution, time_limit=options.time_limit)  # the same on all ranks, whose costs differ
+            about: dict[str, Any] = {"method": f"{options.method}, refused", "time_limit": options.time_limit}
+            solution = ranks.one_plan(why, solution.problem, options.total - reserve, **about)
             note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
             assert solution.refusal is not None
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
