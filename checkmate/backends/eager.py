@@ -216,10 +216,8 @@ class Backend:
 
     def _going_on(self, facts: _Facts, open: _Open, asked: int) -> PlanOn:
         """Have planning go on, and what comes of it take over."""
-        lower, pools = (
-            self.lower,
-            self.pools,
-        )  # alone: a backend that is dropped is gone at once, and what goes on for it ends
+        # alone: a backend that is dropped is gone at once, and what goes on for it ends
+        lower, pools = self.lower, self.pools
 
         def write(plan: Solution) -> tuple[Any, Any] | None:
             modules = plan.modules

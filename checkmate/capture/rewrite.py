@@ -50,7 +50,8 @@ def prepare(
     graph.eliminate_dead_code(lambda node: node.target in DRAWS or node.is_impure())
     split_convolutions(graph, in_two)
     if on_cpu:
-        forget_inputs(graph) if as_is else None
+        if as_is:
+            forget_inputs(graph)
         save_states(graph)  # of draws that somebody reads
     graph.lint()
 
