@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from checkmate.solvers.solve import solve
     from checkmate.tags import tag
     from checkmate.tracing import explain, trace
+    from checkmate.training import TrainingStep, training_step
     from checkmate.verification.compare import Certificate
     from checkmate.webpage.page import report
 
@@ -71,6 +72,7 @@ __all__ = [
     "Solution",
     "SolverError",
     "Status",
+    "TrainingStep",
     "Unsupported",
     "Value",
     "VerificationError",
@@ -89,6 +91,7 @@ __all__ = [
     "solve",
     "tag",
     "trace",
+    "training_step",
     "verify",
 ]
 
@@ -102,6 +105,7 @@ _LAZY = {
     "LargestBatch": "checkmate.batch.result",
     "MinBudget": "checkmate.solvers.search.min_budget",
     "PeakExplanation": "checkmate.inspection.peak",
+    "TrainingStep": "checkmate.training",
     "addresses": "checkmate.inspection.addresses",
     "compile": "checkmate.compiler",
     "diff": "checkmate.inspection.difference",
@@ -116,6 +120,7 @@ _LAZY = {
     "solve": "checkmate.solvers.solve",
     "tag": "checkmate.tags",
     "trace": "checkmate.tracing",
+    "training_step": "checkmate.training",
     "verify": "checkmate.compiler",
 }
 

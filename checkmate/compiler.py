@@ -27,6 +27,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory.report import ArenaReport, report
 from checkmate.profiling.profilers import Choice, profiler
+from checkmate.updates.insert import Updates
 from checkmate.verification.compare import Certificate, compare_with_plain
 
 M = TypeVar("M", bound=nn.Module)
@@ -222,13 +223,14 @@ def _compile(fn: Any, options: Options) -> Any:
     return _compile_module(fn, options) if isinstance(fn, nn.Module) else CompiledStep(fn, options)
 
 
-def _new_backend(options: Options) -> Backend:
+def new_backend(options: Options, updates: Updates | None = None) -> Backend:
+    """What compiles a step, with its updates if these are part of it."""
     planner, (find_costs, block_bytes) = Planner(options), profiler(options.profile, cache=options.cache)
     if options.backend == "eager":
         costs: Any = {"profile": find_costs, "block_bytes": block_bytes}
         new_arena = arenas(options.memory, cache=options.cache)
         serving: Any = {"new_arena": new_arena, "pools": options.memory == "arena"}
-        return Backend(planner.plan, **costs, **serving, begin=planner.begin)
+        return Backend(planner.plan, **costs, **serving, begin=planner.begin, updates=updates)
     require_compiler()
     limit = options.total - options.set_aside
     return Inductor(planner.plan, lower, profile=find_costs, block_bytes=block_bytes, budget=limit)
@@ -239,7 +241,7 @@ class CompiledStep(Generic[P, R]):
 
     def __init__(self, fn: Callable[P, R], options: Options, backend: Backend | None = None) -> None:
         self._fn, self._options = fn, options
-        self._backend = _new_backend(options) if backend is None else backend
+        self._backend = new_backend(options) if backend is None else backend
         self._verify = options.verify
         self._run = Captures(fn, self._backend, options.max_plans)
         self._ready = False

@@ -203,7 +203,7 @@ def moved_bytes_of(node: fx.Node) -> int:
         source: Any = node.args[0]
         others = sum(count for n, count in read.items() if n is not source)
         return written + others + min(read[source], written + others)
-    return written + sum(read.values())
+    return written + sum(read.values()) + getattr(node.target, "moved_bytes", 0)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

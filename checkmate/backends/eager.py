@@ -56,6 +56,7 @@ from checkmate.solvers.late_results import late_results
 from checkmate.solvers.recall import Rest
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
+from checkmate.updates.insert import Updates
 
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
@@ -134,6 +135,7 @@ class Backend:
     pools: bool = False  # on CUDA each has a pool of its own
     arenas: WeakSet[Arena] = field(default_factory=WeakSet)  # of the graphs whose code is kept
     begin: Callable[[Problem], tuple[Solution, Rest | None]] | None = None  # a plan, and what is open of it
+    updates: Updates | None = None  # of parameters, that are part of the step
     open: list[PlanOn] = field(default_factory=list)  # graphs whose plan may have changed since they were captured
 
     exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
@@ -265,6 +267,9 @@ class Backend:
         device = device_of(joint_module.graph)
         counts = [*facts.counts[-1]] if facts.counts else []  # to measure ops may differentiate, too
         drop_gradients_of_writes(joint_module, facts.known)
+        if self.updates is not None:
+            gone = self.updates.insert(joint_module, facts.known, num_fwd_outputs)
+            counts = [count for n, count in enumerate(counts) if n not in gone]
         if facts.shares_copies:
             refuse_shared_copies(joint_module.graph, num_fwd_outputs)
         facts.within = added_within(joint_module.graph, num_fwd_outputs)
@@ -287,6 +292,7 @@ class Backend:
         if facts.numbers:
             self.check(joint)
         unread = unread_bytes(self.reach, facts.known, device, block_bytes)
+        unread += 0 if self.updates is None else self.updates.state_bytes
         allocated = None if fakes else allocated_on(device)
 
         def pose(joint: Joint) -> Problem:

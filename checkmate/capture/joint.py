@@ -28,6 +28,7 @@ from checkmate.capture.nodes import (
     storage,
     target_name,
     tensors,
+    updated,
 )
 from checkmate.capture.numbers import DRAW_BYTES, check_sizes, hands_out_number, refuse_read
 from checkmate.capture.patches.strides import obeys_layout
@@ -224,9 +225,10 @@ class _Contents:
             Unsupported: if its outputs alias only in part, or it has a side effect within the backward.
         """
         read = dict.fromkeys(v for a in node.all_input_nodes for v in self.values_of(a))
-        made = () if is_mutating(node) else self._add_values(node, len(self.ops), "intermediate")
+        writes = is_mutating(node) or updated(node) is not None
+        made = () if writes else self._add_values(node, len(self.ops), "intermediate")
         aliased = [v for v in self.values_of(node) if v not in made]
-        if aliased and not is_mutating(node):
+        if aliased and not writes:
             raise Unsupported(
                 f"{where(node)}: an output of {node.target} shares memory with {self.values[aliased[0]].name}, "
                 "another output does not. Clone the one that is a view."

@@ -30,6 +30,7 @@ from checkmate.capture.nodes import (
     leaf_nodes,
     storage,
     tensors,
+    updated,
     written,
 )
 from checkmate.capture.numbers import number_placeholders
@@ -89,6 +90,8 @@ class Traced:
         """Why an op must run exactly once, in words."""
         if is_mutating(node):
             return "overwrites " + ", ".join(map(self.name, written(node)))
+        if updated(node) is not None:
+            return f"updates {self.name(updated(node))}"
         if is_with_effects(node):
             return "has a side effect"
         if node.target is save_state:
@@ -135,7 +138,7 @@ def phases(step: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
     """The op nodes of the forward and of the backward, each in the order of first execution."""
     ops = {n for n in step.nodes if _is_op(n)}
     forward = _needed_in_forward(step, ops)
-    in_backward = [n for n in _by_demand(step, forward) if n in ops]
+    in_backward = _updates_placed([n for n in _by_demand(step, forward) if n in ops])
     for n in in_backward:
         if name := step.reads_overwritten(n):
             raise Unsupported(
@@ -165,7 +168,8 @@ def _by_demand(step: Traced, forward: Collection[fx.Node]) -> list[fx.Node]:
     """
 
     def has_effect(n: fx.Node) -> bool:
-        return n.op == "call_function" and n in step.after_tangent and (is_mutating(n) or is_with_effects(n))
+        stays = is_mutating(n) or is_with_effects(n) or updated(n) is not None
+        return n.op == "call_function" and n in step.after_tangent and stays
 
     gradients = leaf_nodes(step.backward_outputs)
     needed = ancestors([*gradients, *filter(has_effect, step.nodes)])
@@ -180,3 +184,18 @@ def _by_demand(step: Traced, forward: Collection[fx.Node]) -> list[fx.Node]:
             else:
                 backward.setdefault(stack.pop())
     return [n for n in backward if n not in forward]
+
+
+def _updates_placed(backward: list[fx.Node]) -> list[fx.Node]:
+    """The same ops, each update of a parameter as early as it can be: behind its gradient, and all that reads it."""
+    updates = [n for n in backward if updated(n) is not None]
+    place = {n: i for i, n in enumerate(backward)}
+    last: dict[int, int] = {}  # reader of a storage
+    for i, n in enumerate(backward if updates else ()):
+        if updated(n) is None:
+            last.update((storage(t), i) for a in n.all_input_nodes for t in tensors(a.meta.get("val")))
+    for n in updates:
+        made = (place.get(a, -1) for a in ancestors(n.all_input_nodes))
+        read = (last.get(storage(t), -1) for t in tensors(updated(n).meta["val"]))
+        place[n] = max((*made, *read))
+    return sorted(backward, key=lambda n: (place[n], updated(n) is not None))

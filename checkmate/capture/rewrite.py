@@ -14,7 +14,7 @@ from torch._functorch.partitioners import _is_tangent
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from checkmate.capture.cudnn import expose_cudnn
-from checkmate.capture.nodes import is_mutating, is_random
+from checkmate.capture.nodes import has_effect, updated
 from checkmate.capture.patches.recurrent import LAYER, lstm_layer
 from checkmate.capture.patches.strides import draw_copy, lay_out
 from checkmate.capture.provenance import where
@@ -47,7 +47,7 @@ def prepare(
     leave_workspaces(graph)
     gather_copies(graph)
     sum_what_masks_select(graph)
-    graph.eliminate_dead_code(lambda node: node.target in DRAWS or node.is_impure())
+    graph.eliminate_dead_code(lambda n: n.target in DRAWS or n.is_impure() or updated(n) is not None)
     split_convolutions(graph, in_two)
     if on_cpu:
         if as_is:
@@ -399,6 +399,6 @@ def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
 
 def without_dead_code(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """A module of this graph, without the ops that nothing reads, and with the tensors of another one."""
-    graph.eliminate_dead_code(lambda n: n.is_impure() or is_random(n) or is_mutating(n))
+    graph.eliminate_dead_code(has_effect)
     graph.lint()
     return fx.GraphModule(module, graph)

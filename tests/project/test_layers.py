@@ -20,11 +20,11 @@ ROOMS = (  # each imports itself and rooms of lines above it; those of one line 
     ("solvers.search",),
     ("solvers.baselines",),
     ("solvers",),
-    ("codegen", "profiling", "inspection"),
+    ("codegen", "profiling", "inspection", "updates"),
     ("backends", "plot"),
     ("verification", "webpage"),
     ("compiler", "tracing"),
-    ("costs", "dynamo", "batch"),
+    ("costs", "dynamo", "batch", "training"),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,74 @@
+"""Which optimizers update one parameter at a time with the bits that they have for all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import optim
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from checkmate.errors import Unsupported
+
+# What they compute of a parameter depends on nothing but its gradient, its state and its group's settings.
+SUPPORTED = tuple(
+    getattr(optim, name)
+    for name in (
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SGD"),
+    )
+    if hasattr(optim, name)  # Muon is of PyTorch 2.9
+)
+_INSTEAD = (
+    "Update outside of the plan: checkmate.compile(loss_fn, budget=..., reserve=...), with the bytes of its state and "
+    "of the gradients as the reserve."
+)
+
+
+def checked(optimizers: optim.Optimizer | Iterable[optim.Optimizer]) -> tuple[optim.Optimizer, ...]:
+    """The optimizers of a step, each of which updates parameters of its own.
+
+    Raises:
+        TypeError: if something else is given.
+        Unsupported: if one cannot update one parameter at a time, or has hooks, or two update the same parameter.
+    """
+    given = (optimizers,) if isinstance(optimizers, optim.Optimizer) else tuple(optimizers)
+    for optimizer in given:
+        if not isinstance(optimizer, optim.Optimizer):
+            raise TypeError(f"optimizer is a torch.optim.Optimizer or several, not {type(optimizer).__name__}.")
+        _refuse(optimizer)
+    if not given:
+        raise TypeError("optimizer is a torch.optim.Optimizer or several, not none.")
+    _refuse_shared(given)
+    return given
+
+
+def _refuse(optimizer: optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    if type(optimizer) is optim.LBFGS:
+        raise Unsupported(f"{name} runs the step several times for one update: there is no one plan. {_INSTEAD}")
+    if type(optimizer) not in SUPPORTED:
+        names = ", ".join(kind.__name__ for kind in SUPPORTED)
+        raise Unsupported(
+            f"{type(optimizer).__module__}.{name} may read all gradients at once, so that none is free before its "
+            f"update. These update one parameter at a time: {names}. {_INSTEAD}"
+        )
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if any(hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        raise Unsupported(
+            f"A hook on the step of this {name} is called when all gradients are there, and here they never are. "
+            f"Call what it does before or after the training step. {_INSTEAD}"
+        )
+
+
+def _refuse_shared(optimizers: Sequence[optim.Optimizer]) -> None:
+    seen: set[torch.Tensor] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in seen:
+                    raise Unsupported(
+                        f"Two updates of a parameter of shape {tuple(parameter.shape)} would follow each other in one "
+                        f"step: it is in two optimizers, or twice in one. {_INSTEAD}"
+                    )
+                seen.add(parameter)
