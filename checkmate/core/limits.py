@@ -1,9 +1,11 @@
-"""What a person asks of a plan beside its budget, as it binds a problem: rules, and the ops that each of them is for.
+"""What binds the plans of a problem beside its budget: rules of a person, and ops that overwrite what others read.
 
 A rule that lets an op run once pins it, as an op is pinned that draws random numbers: `checkmate.core.graph.Op.pinned`
 says so in its words. The others are two limits of their own: how often an op may run, and which values are not at hand
-when the backward begins. `checkmate.core.rules` makes them of patterns; `checkmate.core.simulator.verify` holds plans
-against them.
+when the backward begins. `checkmate.core.rules` makes them of patterns.
+
+A third comes from the graph: an op must not run after another one has overwritten what it reads, as the update of a
+parameter does. `checkmate.core.simulator.verify` holds plans against all of them.
 """
 
 from __future__ import annotations
@@ -40,17 +42,18 @@ class Rule:
 
 @dataclass(frozen=True)
 class Limits:
-    """What rules forbid, beside runs of pinned ops."""
+    """What is forbidden, beside runs of pinned ops."""
 
     most_runs: Mapping[int, int] = field(default_factory=dict)  # op -> times in a step, 2 or more
     gone: frozenset[int] = frozenset()  # values that are not at hand when the backward begins
+    until: Mapping[int, int] = field(default_factory=dict)  # op -> the last stage in which it may run
 
     def __bool__(self) -> bool:
-        return bool(self.most_runs or self.gone)
+        return bool(self.most_runs or self.gone or self.until)
 
     @classmethod
     def of(cls, graph: Graph, rules: Iterable[Rule]) -> Limits:
-        """The limits that rules set. Without a backward nothing is gone before it."""
+        """The limits that rules and the graph set. Without a backward nothing is gone before it."""
         most_runs: dict[int, int] = {}
         gone: set[int] = set()
         for rule in rules:
@@ -59,4 +62,21 @@ class Limits:
             elif isinstance(rule.asks, int) and rule.pin is None:
                 most_runs.update(dict.fromkeys(rule.ops, rule.asks))
         has_backward = 0 < graph.forward_length < len(graph.ops)
-        return cls(dict(sorted(most_runs.items())), frozenset(gone) if has_backward else frozenset())
+        return cls(dict(sorted(most_runs.items())), frozenset(gone) if has_backward else frozenset(), until(graph))
+
+
+def until(graph: Graph) -> dict[int, int]:
+    """For each op that reads what a later one overwrites, that one: the last stage in which it may run, before it.
+
+    Pinned ops are left out: they run in their own stage only.
+
+    >>> from checkmate.core.problem import Problem
+    >>> until(Problem.from_dag([[], [0], [1], [0]], [1] * 4, [1] * 4, overwrites={2: [0, 1]}).graph)
+    {0: 2, 1: 2}
+    """
+    found: dict[int, int] = {}
+    for v, by in graph.overwritten_by.items():
+        for k in graph.users[v]:
+            if k < by and graph.ops[k].pinned is None:
+                found[k] = min(by, found.get(k, by))
+    return dict(sorted(found.items()))
