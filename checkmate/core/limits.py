@@ -47,6 +47,7 @@ class Limits:
     most_runs: Mapping[int, int] = field(default_factory=dict)  # op -> times in a step, 2 or more
     gone: frozenset[int] = frozenset()  # values that are not at hand when the backward begins
     until: Mapping[int, int] = field(default_factory=dict)  # op -> the last stage in which it may run
+    closing: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # such a stage -> what later ones may miss
 
     def __bool__(self) -> bool:
         return bool(self.most_runs or self.gone or self.until)
@@ -62,7 +63,9 @@ class Limits:
             elif isinstance(rule.asks, int) and rule.pin is None:
                 most_runs.update(dict.fromkeys(rule.ops, rule.asks))
         has_backward = 0 < graph.forward_length < len(graph.ops)
-        return cls(dict(sorted(most_runs.items())), frozenset(gone) if has_backward else frozenset(), until(graph))
+        last = until(graph)
+        gone = gone if has_backward else set()
+        return cls(dict(sorted(most_runs.items())), frozenset(gone), last, _closing(graph, last))
 
 
 def until(graph: Graph) -> dict[int, int]:
@@ -80,3 +83,35 @@ def until(graph: Graph) -> dict[int, int]:
             if k < by and graph.ops[k].pinned is None:
                 found[k] = min(by, found.get(k, by))
     return dict(sorted(found.items()))
+
+
+def lives(graph: Graph, last: Mapping[int, int]) -> tuple[list[int], list[int]]:
+    """For each op the last stage in which running it may be of use, and for each value the last that may read it.
+
+    Results of the step are at hand in any case, and not made again to be read.
+
+    Args:
+        graph: of T ops and V values.
+        last: for some ops the last stage in which they may run, as `until` gives it.
+    """
+    results = set(graph.outputs)
+    useful, read = list(range(len(graph.ops))), [-1] * len(graph.values)
+    for k in reversed(range(len(graph.ops))):
+        op = graph.ops[k]
+        if op.pinned is None:
+            wanted = max([k, *(read[v] for v in op.outputs if v not in results)])
+            useful[k] = min(wanted, last.get(k, wanted))
+        for v in op.inputs:
+            read[v] = max(read[v], useful[k])
+    return useful, read
+
+
+def _closing(graph: Graph, last: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """For each stage, the values that cannot be made again after it and may be read then; less results of the step."""
+    found: dict[int, tuple[int, ...]] = {}
+    read = lives(graph, last)[1] if last else []
+    for k, stage in last.items():
+        later = tuple(v for v in graph.ops[k].outputs if v not in graph.outputs and read[v] > stage)
+        if later:
+            found[stage] = (*found.get(stage, ()), *later)
+    return found

@@ -25,7 +25,7 @@ CHAIN = Problem.from_dag([[], [0], [1], [0]], [1] * 4, [8, 4, 0, 2], forward=2, 
 def _graph(**changes: object) -> Graph:
     values = Value("p", 4, None, "parameter"), Value("a", 4, 0)
     ops = Op("read", "f", (0,), (1,)), Op("update", "f", (0, 1), (), pinned="overwrites p", overwrites=(0,))
-    return Graph((ops[0], replace(ops[1], **changes)), values, (1,))  # type: ignore[arg-type]
+    return Graph((ops[0], replace(ops[1], **changes)), values, (1,))
 
 
 @pytest.mark.parametrize(
