@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 
@@ -76,7 +75,7 @@ def check_parts(problem: Problem) -> None:
     every = [schedule.R for schedule in all_schedules(problem)]
     good = [R for R in every if not wrong(problem, R)]
     at = {budget: [R for R in good if peak_of(problem, R) <= budget] for budget in {peak_of(problem, R) for R in good}}
-    assert not wrong(problem, on_demand(problem, {t: () for t in range(len(problem.graph.ops))}))
+    assert not wrong(problem, on_demand(problem, dict.fromkeys(range(len(problem.graph.ops)), ())))
     for budget, fitting in sorted(at.items())[:3]:
         task, best = Task(problem, budget, Clock(5.0)), min(float(R.sum(axis=0) @ problem.seconds) for R in fitting)
         dearest = max(fitting, key=lambda R: float(R.sum()))
