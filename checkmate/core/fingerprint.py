@@ -15,7 +15,7 @@ _known: WeakKeyDictionary[Problem, Fingerprints] = WeakKeyDictionary()
 class Fingerprints:
     """SHA-256 of the parts of a problem, in hexadecimal."""
 
-    structure: str  # the ops, what they read and make, and what rules forbid; not their names
+    structure: str  # the ops, what they read, make and overwrite, and what rules forbid; not their names
     sizes: str  # bytes of each value, workspace and ways of each op; what is resident is not among them
     costs: str  # seconds of each op
 
@@ -36,6 +36,8 @@ def fingerprints(problem: Problem) -> Fingerprints:
         structure = ops, [value.producer for value in graph.values], graph.outputs
         if limits := problem.limits:
             structure = *structure, [*limits.most_runs.items()], sorted(limits.gone)  # type: ignore[assignment]
+        if graph.overwritten_by:
+            structure = *structure, [*graph.overwritten_by.items()]  # type: ignore[assignment]
         sizes = problem.sizes.tolist(), problem.workspace.tolist()
         if problem.profile.ways:
             sizes = *sizes, [*map(astuple, problem.profile.ways)]  # type: ignore[assignment]

@@ -44,16 +44,20 @@ class Op:
     pinned: str | None = None  # why it must run exactly once, in words; None: it may run again
     where: str | None = None  # the line of the user's code it comes from, where known
     tags: tuple[str, ...] = ()  # names that the user's code gave to what it makes
+    overwrites: tuple[int, ...] = ()  # values without producer that hold something else once it has run
 
 
 @dataclass(frozen=True)
 class Graph:
     """Operations in the order of their first execution, the values, and which values are the step's results.
 
+    An op may overwrite what is there before the step begins, as the update of a parameter does. Ops before it in the
+    order read the old content, so that they must not run after it; ops after it read the new one.
+
     Raises:
         InvalidProblem: if the graph is empty, an input is made only later (a cycle) or by nobody, a value is made
-            twice, a size is negative or beyond 2**53 bytes, an output does not exist, or a forward op follows a
-            backward op.
+            twice, a size is negative or beyond 2**53 bytes, an output does not exist, a forward op follows a backward
+            op, or an op overwrites what an op makes or another one overwrites, or may do so more than once.
 
     >>> g = Graph((Op("a", "f", (), (0,)), Op("b", "f", (0,), (1,))), (Value("x", 4, 0), Value("y", 4, 1)), (1,))
     >>> g.users, g.deps
@@ -76,6 +80,7 @@ class Graph:
                 raise InvalidProblem(f"Output {v} is not a value: there are {len(self.values)}.")
         if len(set(self.outputs)) != len(self.outputs):
             raise InvalidProblem("An output is listed twice.")
+        self._check_overwrites()
 
     def _check_value(self, v: int, value: Value) -> None:
         size = value.size_bytes
@@ -114,6 +119,29 @@ class Graph:
                     "itself or a later op: the graph has a cycle or is not in execution order."
                 )
 
+    def _check_overwrites(self) -> None:
+        first: dict[int, str] = {}
+        for op in self.ops:
+            for v in op.overwrites:
+                if not 0 <= v < len(self.values):
+                    raise InvalidProblem(f"Op {op.name!r} overwrites value {v}, but there are {len(self.values)}.")
+                name = self.values[v].name
+                if self.values[v].producer is not None:
+                    raise InvalidProblem(
+                        f"Op {op.name!r} overwrites {name!r}, which an op makes: only what is there before the step "
+                        "begins can be overwritten."
+                    )
+                if op.pinned is None:
+                    raise InvalidProblem(f"Op {op.name!r} overwrites {name!r}, so it must be pinned: to run once.")
+                if v in first:
+                    raise InvalidProblem(f"Ops {first[v]!r} and {op.name!r} both overwrite {name!r}; one op may.")
+                first[v] = op.name
+
+    @cached_property
+    def overwritten_by(self) -> dict[int, int]:
+        """For each value that an op overwrites, that op."""
+        return {v: k for k, op in enumerate(self.ops) for v in op.overwrites}
+
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
         """For each value, the ops that read it, ascending."""
@@ -138,13 +166,22 @@ class Graph:
         """The same ops and values, the ops in another order: ``order[i]`` is now the op i.
 
         Raises:
-            InvalidProblem: if an op then reads what is made only later, or a forward op follows a backward op.
+            InvalidProblem: if an op then reads what is made only later, or the old content of what is overwritten in
+                place of the new or the reverse, or a forward op follows a backward op.
 
         >>> ops = Op("a", "f", (), (0,)), Op("b", "f", (), (1,))
         >>> Graph(ops, (Value("x", 4, 0), Value("y", 4, 1)), (0, 1)).in_order([1, 0]).values[0].producer
         1
         """
         place = {k: i for i, k in enumerate(order)}
+        for v, by in self.overwritten_by.items():
+            for k in self.users[v]:
+                if (k < by) != (place[k] < place[by]) and k != by:
+                    reads, name = self.ops[k].name, self.ops[by].name
+                    raise InvalidProblem(
+                        f"Op {reads!r} reads {self.values[v].name!r}, which {name!r} overwrites, and would change "
+                        "sides with it in this order."
+                    )
         made = (None if value.producer is None else place[value.producer] for value in self.values)
         values = tuple(replace(value, producer=k) for value, k in zip(self.values, made, strict=True))
         return Graph(tuple(self.ops[k] for k in order), values, self.outputs)

@@ -1,9 +1,11 @@
-"""What a person asks of a plan beside its budget, as it binds a problem: rules, and the ops that each of them is for.
+"""What binds the plans of a problem beside its budget: rules of a person, and ops that overwrite what others read.
 
 A rule that lets an op run once pins it, as an op is pinned that draws random numbers: `checkmate.core.graph.Op.pinned`
 says so in its words. The others are two limits of their own: how often an op may run, and which values are not at hand
-when the backward begins. `checkmate.core.rules` makes them of patterns; `checkmate.core.simulator.verify` holds plans
-against them.
+when the backward begins. `checkmate.core.rules` makes them of patterns.
+
+A third comes from the graph: an op must not run after another one has overwritten what it reads, as the update of a
+parameter does. `checkmate.core.simulator.verify` holds plans against all of them.
 """
 
 from __future__ import annotations
@@ -40,17 +42,19 @@ class Rule:
 
 @dataclass(frozen=True)
 class Limits:
-    """What rules forbid, beside runs of pinned ops."""
+    """What is forbidden, beside runs of pinned ops."""
 
     most_runs: Mapping[int, int] = field(default_factory=dict)  # op -> times in a step, 2 or more
     gone: frozenset[int] = frozenset()  # values that are not at hand when the backward begins
+    until: Mapping[int, int] = field(default_factory=dict)  # op -> the last stage in which it may run
+    closing: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # such a stage -> what later ones may miss
 
     def __bool__(self) -> bool:
-        return bool(self.most_runs or self.gone)
+        return bool(self.most_runs or self.gone or self.until)
 
     @classmethod
     def of(cls, graph: Graph, rules: Iterable[Rule]) -> Limits:
-        """The limits that rules set. Without a backward nothing is gone before it."""
+        """The limits that rules and the graph set. Without a backward nothing is gone before it."""
         most_runs: dict[int, int] = {}
         gone: set[int] = set()
         for rule in rules:
@@ -59,4 +63,55 @@ class Limits:
             elif isinstance(rule.asks, int) and rule.pin is None:
                 most_runs.update(dict.fromkeys(rule.ops, rule.asks))
         has_backward = 0 < graph.forward_length < len(graph.ops)
-        return cls(dict(sorted(most_runs.items())), frozenset(gone) if has_backward else frozenset())
+        last = until(graph)
+        gone = gone if has_backward else set()
+        return cls(dict(sorted(most_runs.items())), frozenset(gone), last, _closing(graph, last))
+
+
+def until(graph: Graph) -> dict[int, int]:
+    """For each op that reads what a later one overwrites, that one: the last stage in which it may run, before it.
+
+    Pinned ops are left out: they run in their own stage only.
+
+    >>> from checkmate.core.problem import Problem
+    >>> until(Problem.from_dag([[], [0], [1], [0]], [1] * 4, [1] * 4, overwrites={2: [0, 1]}).graph)
+    {0: 2, 1: 2}
+    """
+    found: dict[int, int] = {}
+    for v, by in graph.overwritten_by.items():
+        for k in graph.users[v]:
+            if k < by and graph.ops[k].pinned is None:
+                found[k] = min(by, found.get(k, by))
+    return dict(sorted(found.items()))
+
+
+def lives(graph: Graph, last: Mapping[int, int]) -> tuple[list[int], list[int]]:
+    """For each op the last stage in which running it may be of use, and for each value the last that may read it.
+
+    Results of the step are at hand in any case, and not made again to be read.
+
+    Args:
+        graph: of T ops and V values.
+        last: for some ops the last stage in which they may run, as `until` gives it.
+    """
+    results = set(graph.outputs)
+    useful, read = list(range(len(graph.ops))), [-1] * len(graph.values)
+    for k in reversed(range(len(graph.ops))):
+        op = graph.ops[k]
+        if op.pinned is None:
+            wanted = max([k, *(read[v] for v in op.outputs if v not in results)])
+            useful[k] = min(wanted, last.get(k, wanted))
+        for v in op.inputs:
+            read[v] = max(read[v], useful[k])
+    return useful, read
+
+
+def _closing(graph: Graph, last: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """For each stage, the values that cannot be made again after it and may be read then; less results of the step."""
+    found: dict[int, tuple[int, ...]] = {}
+    read = lives(graph, last)[1] if last else []
+    for k, stage in last.items():
+        later = tuple(v for v in graph.ops[k].outputs if v not in graph.outputs and read[v] > stage)
+        if later:
+            found[stage] = (*found.get(stage, ()), *later)
+    return found

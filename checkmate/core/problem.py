@@ -8,7 +8,7 @@ import operator
 import os
 import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ FORMAT = "checkmate-problem"
 VERSION = 1
 WITH_RULES = 2  # the version of files whose problem has rules: who does not know them would break them
 WITH_WAYS = 3  # and of those whose ops have ways: who does not know them would count other bytes
+WITH_OVERWRITES = 4  # and of those whose ops overwrite something: who does not know would run others after them
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +108,7 @@ class Problem:
         resident_bytes: int = 0,
         forward: int | None = None,
         over: Mapping[int, Sequence[int]] | None = None,
+        overwrites: Mapping[int, Sequence[int]] | None = None,
     ) -> Problem:
         """A problem from plain lists, one value per op, for experiments without PyTorch.
 
@@ -119,6 +121,8 @@ class Problem:
             resident_bytes: bytes there all the time.
             forward: how many of the ops, the first ones, are of the forward; by default all.
             over: for some ops, those whose values they may write over, if these are not needed any more.
+            overwrites: ops that overwrite a value which is there before the step begins, each one of its own, with the
+                other ops that read it. Such an op runs once; those before it must not run after it.
 
         Raises:
             InvalidProblem: naming the op with a bad dependency, cost or size.
@@ -138,11 +142,14 @@ class Problem:
         if outputs is None:
             read = {d for ds in inputs for d in ds}
             outputs = [k for k in range(n) if k not in read]
-        graph = Graph(
-            ops=tuple(Op(f"op{k}", "op", inputs[k], (k,), "forward" if k < forward else "backward") for k in range(n)),
-            values=tuple(Value(f"v{k}", _size(sizes[k], k), k) for k in range(n)),
-            outputs=tuple(_index(k, n, "outputs") for k in outputs),
-        )
+        ops = [Op(f"op{k}", "op", inputs[k], (k,), "forward" if k < forward else "backward") for k in range(n)]
+        values = [Value(f"v{k}", _size(sizes[k], k), k) for k in range(n)]
+        for by, readers in (overwrites or {}).items():
+            for k in {by, *readers}:
+                ops[_index(k, n, "overwrites")] = replace(ops[k], inputs=(*ops[k].inputs, len(values)))
+            ops[by] = replace(ops[by], overwrites=(len(values),), pinned=f"overwrites p{by}")
+            values.append(Value(f"p{by}", 0, None, "parameter"))
+        graph = Graph(tuple(ops), tuple(values), tuple(_index(k, n, "outputs") for k in outputs))
         ways = tuple(Way(k, k, v, int(workspace[k])) for k, vs in (over or {}).items() for v in vs)
         profile = Profile(seconds, workspace, resident_bytes, ways=ways)  # type: ignore[arg-type]  # it makes arrays
         return cls(graph, profile)
@@ -181,7 +188,7 @@ class Problem:
 
     @cached_property
     def limits(self) -> Limits:
-        """What its rules forbid, beside runs of pinned ops."""
+        """What is forbidden, beside runs of pinned ops: by its rules, and after an op that overwrites something."""
         return Limits.of(self.graph, self.rules)
 
     @cached_property
@@ -220,14 +227,18 @@ class Problem:
     def unavoidable_bytes(self) -> np.ndarray:
         """(T,) int64: bytes that every schedule has at hand while each op runs for the first time.
 
-        Its inputs, outputs and workspace, the results of the step made so far, and the values that only a pinned op
-        makes and a later op still reads; less what the best way of the op saves where its value may go. No budget below
-        the largest of these can be met.
+        Its inputs, outputs and workspace, the results of the step made so far, and the values that a later op still
+        reads and whose own op must not run again, since it is pinned or since what it reads has been overwritten; less
+        what the best way of the op saves where its value may go. No budget below the largest of these can be met.
         """
         graph = self.graph
         results, bytes_at = set(graph.outputs), []
         held: set[int] = set()  # made earlier, and here in every schedule
+        closed: dict[int, list[int]] = {}  # with each op: what cannot be made again after it
+        for k, until in self.limits.until.items():
+            closed.setdefault(until, []).extend(graph.ops[k].outputs)
         for k, op in enumerate(graph.ops):
+            held.update(v for v in closed.get(k, ()) if v in results or graph.users[v])
             held = {v for v in held if v in results or graph.users[v][-1] >= k}
             here = held.union(op.inputs, op.outputs)
             stay = {v for v in held if graph.users[v] and graph.users[v][-1] > k}
@@ -247,7 +258,7 @@ class Problem:
         """Write everything a solver needs to a JSON file, compressed where the name ends in ``.gz``."""
         document = {
             "format": FORMAT,
-            "version": WITH_WAYS if self.profile.ways else WITH_RULES if self.rules else VERSION,
+            "version": self._version(),
             "ops": [_without_defaults(op) for op in self.graph.ops],
             "values": [asdict(value) for value in self.graph.values],
             "outputs": self.graph.outputs,
@@ -263,6 +274,12 @@ class Problem:
         path = Path(path)
         path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
+    def _version(self) -> int:
+        """The least version of files that say all of it."""
+        if self.graph.overwritten_by:
+            return WITH_OVERWRITES
+        return WITH_WAYS if self.profile.ways else WITH_RULES if self.rules else VERSION
+
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Problem:
         """Read what `to_json` wrote. Nothing in the file can run.
@@ -277,7 +294,7 @@ class Problem:
             document = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
         except (ValueError, OSError, EOFError, zlib.error, RecursionError) as error:
             raise InvalidProblem(f"{path} is not JSON: {error}") from None
-        newer = isinstance(document, dict) and document.get("version") in (WITH_RULES, WITH_WAYS)
+        newer = isinstance(document, dict) and document.get("version") in (WITH_RULES, WITH_WAYS, WITH_OVERWRITES)
         version = document["version"] if newer else VERSION
         check_header(document, path, format=FORMAT, version=version, what="problem file")
         try:
@@ -302,12 +319,12 @@ class Problem:
 
 
 def _without_defaults(op: Op) -> dict[str, Any]:
-    """An op as JSON holds it: without tags where it has none, as files were before there were tags."""
-    return {name: part for name, part in asdict(op).items() if name != "tags" or part}
+    """An op as JSON holds it: without tags and what it overwrites where it has none, as older files are."""
+    return {name: part for name, part in asdict(op).items() if name not in ("tags", "overwrites") or part}
 
 
 def _with_tuples(op: dict[str, Any]) -> dict[str, Any]:
-    return {**op, "tags": tuple(op["tags"])} if "tags" in op else op
+    return {**op, **{name: tuple(op[name]) for name in ("tags", "overwrites") if name in op}}
 
 
 def _read_rule(rule: dict[str, Any]) -> Rule:

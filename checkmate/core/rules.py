@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from checkmate.core.graph import Graph, Op
-from checkmate.core.limits import Ask, Rule
+from checkmate.core.limits import Ask, Rule, until
 from checkmate.core.problem import Problem
 from checkmate.errors import RuleError
 
@@ -166,6 +166,8 @@ def _runs_no_more(graph: Graph, k: int) -> str | None:
         return "is in the backward"
     if op.pinned:
         return op.pinned
+    if (by := until(graph).get(k, len(graph.ops))) < graph.forward_length:
+        return f"reads what {graph.ops[by].name} overwrites in the forward"
     return "makes a result of the step" if set(op.outputs) & set(graph.outputs) else None
 
 

@@ -116,6 +116,9 @@ class Schedule:
         for k, op in enumerate(graph.ops):
             if op.pinned and R[:, k].sum() > 1:
                 found.append(f"pinned: {op.name} runs {R[:, k].sum()} times though it {op.pinned}")
+        for k, by in problem.limits.until.items():
+            for t in np.flatnonzero(R[by + 1 :, k]) + by + 1:
+                found.append(f"overwritten: R[{t}, {k}] = 1 though {graph.ops[by].name} has overwritten what it reads")
         for t, k in np.argwhere(np.tril(R)):
             for v in graph.ops[k].inputs:
                 value = graph.values[v]

@@ -109,9 +109,9 @@ def verify(plan: Plan, problem: Problem, budget: int | None = None) -> list[str]
 
     Each op runs at least once, pinned ones exactly once, for the first time in the order of the graph and on its own
     side of the boundary; every input is at hand; only what is at hand is freed, and no result of the step; an op writes
-    over what one of its ways writes over, and nothing reads that afterwards; the results are at hand in the end; no op
-    runs more often than a rule allows, and what a rule has made again in the backward is not at hand when that begins;
-    the simulated peak is within the budget.
+    over what one of its ways writes over, and nothing reads that afterwards; no op runs after another has overwritten
+    what it reads; the results are at hand in the end; no op runs more often than a rule allows, and what a rule has
+    made again in the backward is not at hand when that begins; the simulated peak is within the budget.
     """
     return list(_faults(plan, problem, budget))
 
@@ -138,6 +138,10 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
                 yield f"step {i} runs {op.name} without its input {graph.values[v].name}"
         if times[step.op] == 0 and step.op != turn:
             yield f"step {i} runs {op.name} before {graph.ops[turn].name}"
+        for v in op.inputs:
+            by = graph.overwritten_by.get(v, step.op)
+            if step.op < by and times[by]:
+                yield f"step {i} runs {op.name} after {graph.ops[by].name} has overwritten {graph.values[v].name}"
         times[step.op] += 1
         while turn < len(times) and times[turn]:
             turn += 1

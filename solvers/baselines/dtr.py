@@ -20,7 +20,7 @@ from checkmate.solvers.baselines.dtr_runtime import Runtime
 from checkmate.solvers.baselines.dtr_scores import HEURISTICS
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.runs import as_matrix, cost_of, without_useless
+from checkmate.solvers.common.runs import as_matrix, cost_of, without_forbidden, without_useless
 from checkmate.solvers.common.task import OutOfTime, Task
 from checkmate.solvers.search.eviction import Stuck
 from checkmate.units import format_bytes
@@ -115,7 +115,7 @@ class HeuristicRuns:
         if isinstance(stages, Stuck):
             self.stuck = stages
             return True
-        R = without_useless(self.task.problem.graph, as_matrix(stages))
+        R = without_useless(self.task.problem.graph, without_forbidden(self.task.problem, as_matrix(stages)))
         if not self.incumbent.fits(R):
             return False
         if (cost := cost_of(self.task.problem, R)) < self.cost:

@@ -26,7 +26,7 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.solvers.baselines.rotor_chain import Chain, NotAChain, Segment, measure, segments_of
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.runs import without_useless
+from checkmate.solvers.common.runs import without_forbidden, without_useless
 from checkmate.solvers.common.task import Task
 from checkmate.units import format_bytes
 
@@ -103,7 +103,7 @@ def runs_of(problem: Problem, segments: list[Segment], actions: list[Action]) ->
         elif i in seen:
             waiting += segments[i].runs_to_keep if what == "keep" else segments[i].runs_to_pass
         seen.add(i)
-    return without_useless(problem.graph, R)
+    return without_useless(problem.graph, without_forbidden(problem, R))
 
 
 class Option(NamedTuple):

@@ -26,12 +26,15 @@ class Tables:
     resident: int  # bytes
     most_runs: Mapping[int, int]  # per op under such a rule, how often it may run
     gone: frozenset[int]  # values that are not at hand when the backward begins, by a rule
+    until: list[int]  # per op, the last stage in which it may run
+    closing: Mapping[int, tuple[int, ...]]  # per stage, what cannot be made again after it and may be missed then
     boundary: int  # the stage in which the backward begins
 
     @classmethod
     def of(cls, problem: Problem) -> Tables:
         """The tables of a problem."""
-        graph = problem.graph
+        graph, limits = problem.graph, problem.limits
+        last = len(graph.ops) - 1
         results = set(graph.outputs)
         producer = [-1 if value.producer is None else value.producer for value in graph.values]
         return cls(
@@ -46,8 +49,10 @@ class Tables:
             savings=problem.savings,
             pinned=[op.pinned is not None for op in graph.ops],
             resident=problem.resident,
-            most_runs=problem.limits.most_runs,
-            gone=problem.limits.gone,
+            most_runs=limits.most_runs,
+            gone=limits.gone,
+            until=[limits.until.get(k, last) if op.pinned is None else k for k, op in enumerate(graph.ops)],
+            closing=limits.closing,
             boundary=graph.forward_length,
         )
 

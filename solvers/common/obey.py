@@ -1,4 +1,4 @@
-"""Whether a schedule obeys the rules of its problem, for searches that try many; the certifier looks for itself."""
+"""Whether a schedule obeys the limits of its problem, for searches that try many; the certifier looks for itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from checkmate.core.problem import Problem
 
 
 def obeys(problem: Problem, R: np.ndarray) -> bool:
-    """Whether no op of R (T, T) runs more often than it may, and what a rule has made again in the backward is.
+    """Whether no op of R (T, T) runs more often or later than it may, and what a rule has made again is.
 
     >>> from checkmate.core.rules import with_rules
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4, forward=3)
@@ -22,6 +22,8 @@ def obeys(problem: Problem, R: np.ndarray) -> bool:
     if problem.rules and (R[:, _pinned(problem)].sum(axis=0) > 1).any():
         return False
     if any(R[:, k].sum() > most for k, most in limits.most_runs.items()):
+        return False
+    if any(R[last + 1 :, k].any() for k, last in limits.until.items()):
         return False
     return not any(_is_kept(problem, R, v) for v in limits.gone)
 

@@ -25,19 +25,21 @@ def on_demand(problem: Problem, kept_after: Mapping[int, Iterable[int]]) -> np.n
     After stage t of ``kept_after`` all values go but those listed there, results of the step, values that no op makes
     and those of pinned ops; what a rule has made again in the backward goes before it. What a later op misses runs
     again just before it, from what is at hand, and then stays until the next such stage; that is, until its last use,
-    as `checkmate.core.schedule.Schedule.from_runs` frees it.
+    as `checkmate.core.schedule.Schedule.from_runs` frees it. What will be missed and cannot be made again later, since
+    what it is made from is overwritten, is made while it can be, and stays.
 
     >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[1] * 5, forward=3)
     >>> on_demand(chain, {2: [0, 2]}).sum(axis=0)  # op 3 misses the value of op 1
     array([1, 2, 1, 1, 1])
     """
-    graph = problem.graph
+    graph, closing = problem.graph, problem.limits.closing
     always = {v for v, value in enumerate(graph.values) if value.producer is None} | set(graph.outputs)
     always.update(v for op in graph.ops if op.pinned is not None for v in op.outputs)
     R = np.eye(len(graph.ops), dtype=bool)
     at_hand = {v for v in always if graph.values[v].producer is None}
     for t, op in enumerate(graph.ops):
-        missing = [v for v in op.inputs if v not in at_hand]
+        always.update(closing.get(t, ()))
+        missing = [v for v in (*op.inputs, *closing.get(t, ())) if v not in at_hand]
         while missing:
             k = graph.values[missing.pop()].producer
             if k is not None and not R[t, k]:
@@ -49,7 +51,7 @@ def on_demand(problem: Problem, kept_after: Mapping[int, Iterable[int]]) -> np.n
             at_hand &= always.union(kept_after[t])
         if t + 1 == graph.forward_length:
             at_hand -= problem.limits.gone
-    return R
+    return without_useless(graph, R) if closing else R
 
 
 def kept_by_the_forward(problem: Problem, kept: Iterable[int]) -> np.ndarray:
@@ -58,6 +60,16 @@ def kept_by_the_forward(problem: Problem, kept: Iterable[int]) -> np.ndarray:
     Within the forward nothing runs again: each value stays until its last use there.
     """
     return on_demand(problem, {problem.graph.forward_length - 1: kept})
+
+
+def without_forbidden(problem: Problem, R: np.ndarray) -> np.ndarray:
+    """R (T, T) without the runs of ops after what they read is overwritten: what they made stays instead."""
+    until = problem.limits.until
+    if until:
+        R = R.copy()
+        for k, last in until.items():
+            R[last + 1 :, k] = False
+    return R
 
 
 def as_matrix(stages: list[list[int]]) -> np.ndarray:
@@ -106,8 +118,8 @@ def choose_places(
 ) -> np.ndarray:
     """(P, 2) int: stages and ops in the order in which they run, where running a candidate again can be of use at once.
 
-    In stage t those are the candidates whose values op t reads, those whose values they read, and so on; the ones
-    farthest from t are left out where there are too many.
+    In stage t those are the candidates whose values op t reads, those that may not run later and whose values may be
+    read then, those whose values they read, and so on; the ones farthest from t are left out where there are too many.
 
     Args:
         candidates: ops that may run again; pinned ones never do.
@@ -117,14 +129,18 @@ def choose_places(
     graph = problem.graph
     free = {k for k in candidates if graph.ops[k].pinned is None}
     deps = [[d for d in ds if d in free] for ds in graph.deps]
+    until, closing = problem.limits.until, problem.limits.closing
+    last = [until.get(k, len(graph.ops)) for k in range(len(graph.ops))]
     layers: list[list[tuple[int, int]]] = []  # by distance from the stage's own op
     reached = [{t} for t in range(len(graph.ops))]
     border = [[t] for t in range(len(graph.ops))]
+    closes = {t: [k for v in vs if (k := graph.values[v].producer) in free] for t, vs in closing.items()}
     count = 0
     while count <= most and any(border):
         layer = []
         for t, ks in enumerate(border):
-            border[t] = sorted({d for k in ks for d in deps[k]} - reached[t])
+            following = {d for k in ks for d in deps[k] if t <= last[d]}.union(closes.pop(t, ()))
+            border[t] = sorted(following - reached[t])
             reached[t].update(border[t])
             layer += [(t, k) for k in border[t]]
         layers.append(layer)

@@ -309,18 +309,19 @@ def cost_unit(problem: Problem) -> float:
 def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(T, T), (T, V), (T, E) bool: where R, S and FREE can be one in a schedule without useless runs.
 
-    R[t, k] = 0 where k > t (8c), k is pinned, no op that may still run reads what k makes, or k does not fit beside the
-    results so far. S[t, v] = 0 where v is not yet made (8b) or no op that may still run reads it, and where t is the
-    first of the backward and a rule has v made again there.
+    R[t, k] = 0 where k > t (8c), k is pinned, what k reads is overwritten before stage t, no op that may still run
+    reads what k makes, or k does not fit beside the results so far. S[t, v] = 0 where v is not yet made (8b) or no op
+    that may still run reads it, and where t is the first of the backward and a rule has v made again there.
     """
-    graph = problem.graph
+    graph, until = problem.graph, problem.limits.until
     T, V = len(graph.ops), len(graph.values)
     stage = np.arange(T)[:, None]
     useful = np.arange(T)  # the last stage in which an op may be of use
     read = np.full(V, -1)  # the last stage in which a value that may be kept is read
     for k in reversed(range(T)):
         if not graph.ops[k].pinned:
-            useful[k] = max([k, *read[list(graph.ops[k].outputs)]])
+            wanted = max([k, *read[list(graph.ops[k].outputs)]])
+            useful[k] = min(wanted, until.get(k, wanted))
         inputs = list(graph.ops[k].inputs)
         read[inputs] = np.maximum(read[inputs], useful[k])
     room = budget - problem.resident - _results_bytes(problem)

@@ -6,6 +6,7 @@ runs between moments i-1 and i, the last included. Of the rules of a schedule we
     R[i, j] <= X[i-1, v] + R[i, prod(v)]          v an input of op j            (1b)
     X[i, v] <= X[i-1, v] + R[i, prod(v)]                                        (1c)
     R[i, k] = 1 for o_{i-1} < k <= o_i;  R[i, k] = 0 before that, and after it where k is pinned    (8)
+    R[i, k] = 0 where what k reads is overwritten by o_{i-1} or an op before it
     Σ_v M_v X[i, v] <= budget - resident - results so far - workspace of o_i    (9), at the moments only
     X[i, v] = 1 for what o_i reads and makes
     Σ_i R[i, k] <= most_k; 0 for X[i-1, v] in (1b, 1c) where o_{i-1} ends the forward     by rules
@@ -29,6 +30,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from checkmate.core import simulator
+from checkmate.core.limits import lives
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent
@@ -164,7 +166,7 @@ def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
     T, V, m = len(graph.ops), len(graph.values), len(moments)
     made_by = np.array([-1 if value.producer is None else value.producer for value in graph.values])
     held = np.isin(np.arange(V), graph.outputs) | (made_by < 0)  # always at hand once made
-    useful, read = _lives(problem, held)
+    useful, read = map(np.array, lives(graph, problem.limits.until))
     begins = np.array([0, *(o + 1 for o in moments)])[:, None]  # of each segment, its first new op
     ends = np.array([*moments, T - 1])[:, None]
     k = np.arange(T)
@@ -188,19 +190,6 @@ def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
     _fit(x, problem, budget, moments, made_by)
     run_at_most(model, R, problem)
     return x
-
-
-def _lives(problem: Problem, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each op the last stage in which running it may be of use, and for each value the last that may read it."""
-    graph = problem.graph
-    useful = np.arange(len(graph.ops))
-    read = np.full(len(graph.values), -1)
-    for k in reversed(range(len(graph.ops))):
-        if graph.ops[k].pinned is None:
-            useful[k] = max([k, *(read[v] for v in graph.ops[k].outputs if not held[v])])
-        inputs = list(graph.ops[k].inputs)
-        read[inputs] = np.maximum(read[inputs], useful[k])
-    return useful, read
 
 
 def _depend(x: Relaxed, problem: Problem, begins: np.ndarray, made_by: np.ndarray, held: np.ndarray) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
@@ -104,20 +103,24 @@ def roundings(problem: Problem, S: np.ndarray, rng: np.random.Generator | None) 
 
 def rounded(problem: Problem, kept: np.ndarray) -> np.ndarray:
     """(T, T): what runs where these values (T, V) are kept."""
-    return without_useless(problem.graph, least_runs(problem.graph, kept))
+    return without_useless(problem.graph, least_runs(problem, kept))
 
 
-def least_runs(graph: Graph, S: np.ndarray) -> np.ndarray:
+def least_runs(problem: Problem, S: np.ndarray) -> np.ndarray:
     """Phase two: the least R (T, T) under which S (T, V) can be kept.
 
     R[t, t] = 1; R[t, prod(v)] = 1 where v is kept for stage t+1 but not for t, or an op that runs in stage t reads v,
-    which is not kept. What a pinned op makes is kept in any case, since it cannot be made again.
+    which is not kept. What a pinned op makes is kept in any case, since it cannot be made again, and so is what may be
+    read once what it is made from is overwritten.
     """
+    graph = problem.graph
     T = len(graph.ops)
     S, R = S.copy(), np.eye(T, dtype=bool)
     for k, op in enumerate(graph.ops):
         results = [v for v in op.outputs if op.pinned or v in graph.outputs]
         S[k + 1 :, results] = True
+    for t, values in problem.limits.closing.items():
+        S[t + 1 :, list(values)] = True
     for t in range(T):
         for k in reversed(range(t + 1)):
             if t + 1 < T and any(S[t + 1, v] and not S[t, v] for v in graph.ops[k].outputs):

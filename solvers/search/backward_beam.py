@@ -97,13 +97,13 @@ class Beam:
         done: States = {}
         of, seconds_of, room = needs.bytes_of, needs.tables.seconds, self.budget - needs.base[t]
         reads, writes, ways = needs.inputs[t], needs.outputs[t], needs.savings[t]
-        earlier = needs.free & needs.below[t]
+        earlier, asked_for = needs.free[t] & needs.below[t], reads | needs.closing[t]
         for needed, (seconds, held, trail) in states.items():
             short = held + of((reads | writes) & ~needed) + needs.working[t] - room
             if short <= 0 or (ways and short <= needs.saved(t, t, needed)):
                 held += of(reads & ~needed) - of(needed & writes)
                 before = needed & ~writes | reads
-                asked = (before if self.every else reads) & earlier
+                asked = (before if self.every else before & asked_for) & earlier
                 waiting.add(before, asked, (seconds, held, trail), done)
         while waiting.queue:
             k, now = waiting.pop()
@@ -313,7 +313,8 @@ def prices(needs: Needs, budget: int, worth: np.ndarray) -> np.ndarray:
     of_op = np.zeros((T, T), dtype=np.float32)  # per op: to run it again in each stage
     price = np.zeros((len(needs.values), T + 1), dtype=np.float32)
     for k in range(T):
-        again = np.full(T, never if tables.pinned[k] else tables.seconds[k])
+        again = np.full(T, tables.seconds[k])
+        again[tables.until[k] + 1 :] = never
         for u in tables.inputs[k]:
             if u in needs.bit:
                 again += np.minimum(price[needs.index(u), :T], of_op[tables.producer[u]])

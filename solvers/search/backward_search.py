@@ -69,12 +69,13 @@ class BackwardSearch:
     def _within(self, t: int, begun: States) -> States:
         """Decide what runs again in stage t, from the last op before t to the first."""
         done: States = {}
+        free = self.needs.free[t]
         waiting: dict[int, States] = {}  # by the op to decide on next
         queue: list[int] = []
         count = 0
 
         def wait(needed: int, trail: Trail | None, k: int) -> int:
-            undecided = needed & self.needs.free & self.needs.below[k]
+            undecided = needed & free & self.needs.below[k]
             if not undecided:
                 done.setdefault(needed, trail)
                 return 0
@@ -103,11 +104,11 @@ class BackwardSearch:
 
     def _decide(self, t: int, k: int, needed: int, trail: Trail | None, done: States) -> list[tuple[int, Trail | None]]:
         """Op k runs in stage t, or what it makes is kept from before; or all that is missing is made from nothing."""
-        needs = self.needs
+        needs, free = self.needs, self.needs.free[t]
         found: list[tuple[int, Trail | None]] = []
         if k < needs.forward_length:
-            missing = needed & needs.free & needs.below[k + 1]
-            scratch = needs.from_scratch(missing)
+            missing = needed & free & needs.below[k + 1]
+            scratch = needs.from_scratch(t, missing)
             others = needed ^ missing
             with_pinned = others | scratch.pinned
             peak = needs.base[t] + needs.bytes_of(with_pinned) + scratch.peak + needs.owed(t, with_pinned)
@@ -118,12 +119,12 @@ class BackwardSearch:
                     return []
         if k >= needs.forward_length and t - k > self.far:
             if self.loose:  # as if all that is missing were to be had for nothing
-                done.setdefault(needed & ~(needs.free & needs.below[k + 1]), trail)
+                done.setdefault(needed & ~(free & needs.below[k + 1]), trail)
                 return []
             self.complete = False
         elif self._fits(t, k, needed):
             found.append((needs.before(k, needed), (trail, t, k)))
-        kept = needed & ~(needs.below[k] & needs.free)  # for sure, in the last moment of the stage before
+        kept = needed & ~(needs.below[k] & free)  # for sure, in the last moment of the stage before
         if t == needs.forward_length and needed & needs.outputs[k] & needs.gone:
             return found
         if self._fits(t - 1, t - 1, kept):
@@ -170,14 +171,14 @@ class BackwardSearch:
         return list(chosen)
 
     def _measures(self) -> tuple[Callable[[int], float], ...]:
-        needs = self.needs
-        forward = needs.below[needs.forward_length] & needs.free
+        needs, t = self.needs, self.reached
+        forward = needs.below[needs.forward_length] & needs.free[t]
 
         def alone(needed: int) -> int:
-            return needs.bytes_of((needed & ~forward) | needs.from_scratch(needed & forward).pinned)
+            return needs.bytes_of((needed & ~forward) | needs.from_scratch(t, needed & forward).pinned)
 
         return (
-            lambda needed: alone(needed) + needs.from_scratch(needed & forward).peak,
+            lambda needed: alone(needed) + needs.from_scratch(t, needed & forward).peak,
             lambda needed: alone(needed) + 0.5 * needs.bytes_of(needed & forward),
             needs.bytes_of,
         )
@@ -235,5 +236,5 @@ def _runs(needs: Needs, trail: Trail | None) -> np.ndarray:
         while missing:
             k = needs.producer[missing.bit_length() - 1]
             R[t, k] = True
-            missing = needs.before(k, missing) & needs.free
+            missing = needs.before(k, missing) & needs.free[t]
     return R

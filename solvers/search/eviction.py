@@ -13,6 +13,7 @@ Paper: https://arxiv.org/abs/2006.09616
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,7 +85,8 @@ class _State:
         """Run op t and what it needs first."""
         tables = self.tables
         self.now = t
-        again = sorted(self._closure(tables.inputs[t]))
+        closing = tables.closing.get(t, ())
+        again = sorted(self._closure((*tables.inputs[t], *self._last_chances(t, closing))))
         ops = [*again, t]
         for k in ops:
             for v in tables.inputs[k]:
@@ -95,6 +97,7 @@ class _State:
             for v in tables.outputs[k]:
                 if self.at_hand[v] and not tables.result[v]:
                     self._drop(v)
+        self._close(closing)
         for k in ops:
             lacking = sum(tables.size[v] for v in tables.outputs[k]) + tables.workspace[k] - self.room
             if lacking > 0 and tables.savings[k]:
@@ -111,7 +114,23 @@ class _State:
             self._let_go(t)
         return ops
 
-    def _closure(self, values: tuple[int, ...]) -> set[int]:
+    def _last_chances(self, t: int, closing: tuple[int, ...]) -> list[int]:
+        """Those of the values, which cannot be made again after stage t, that are missing and that others need then."""
+        missing = [v for v in closing if not self.at_hand[v]]
+        if not missing:
+            return []
+        tables = self.tables
+        wanted = [v for v, users in enumerate(tables.users) if users and users[-1] > t > tables.producer[v] >= 0]
+        ops = self._closure(wanted)
+        return [v for v in missing if tables.producer[v] in ops]
+
+    def _close(self, values: tuple[int, ...]) -> None:
+        """These values are not made again after this stage, so that none of them goes which is needed then."""
+        for v in values:
+            self.spent[self.tables.producer[v]] = self.only_copy[v] = True
+            self.changed.add(v)
+
+    def _closure(self, values: Iterable[int]) -> set[int]:
         """The ops that must run to have these values."""
         again: set[int] = set()
         todo = [v for v in values if not self.at_hand[v]]

@@ -256,7 +256,8 @@ class Line:
             if following is None or following[1] or following[0] == p:
                 self.barred[v] = True
                 continue
-            q = self.place.get((int(self.stage[following[0]]), self.tables.producer[v]))
+            k = self.tables.producer[v]
+            q = self.place.get((min(int(self.stage[following[0]]), self.tables.until[k]), k))
             if q is not None and p < q and not self.on[q]:
                 yield q
 

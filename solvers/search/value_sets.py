@@ -43,7 +43,7 @@ class Needs:
     """Sets of values, their bytes, and what every schedule holds at a stage whatever else it does.
 
     >>> needs = Needs(Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1, 2, 4, 8]))
-    >>> needs.bytes_of(needs.inputs[3]), needs.from_scratch(needs.inputs[3]).peak
+    >>> needs.bytes_of(needs.inputs[3]), needs.from_scratch(3, needs.inputs[3]).peak
     (5, 7)
     """
 
@@ -72,17 +72,31 @@ class Needs:
         for k, made in enumerate(self.outputs):
             self.below[k + 1] = self.below[k] | made
         self.gone = self._set(sorted(tables.gone))  # not at hand when the backward begins
-        self.free = self._set([v for v in self.values if not tables.pinned[tables.producer[v]]])
+        self.free = self._free()  # per stage, values whose ops may run again in it
+        self.closing = [self._set(tables.closing.get(t, ())) for t in range(self.T)]  # and in no later one
         self.base = self._base()  # per stage: bytes that are resident or results made before it
         self._eights = _sums_of_eights(self.size)
         self._rows = np.arange(len(self._eights))
         self._sums: dict[int, int] = {0: 0}
-        self._scratch: dict[int, Scratch] = {0: Scratch(0, 0)}
+        self._scratch: dict[int, dict[int, Scratch]] = {free: {0: Scratch(0, 0)} for free in self.free}
         self.debts, self._owing = _by_stage(list(_debts(self)), self.T)
         self._owed: list[dict[int, int]] = [{} for _ in range(self.T)]
 
     def _set(self, values: list[int] | tuple[int, ...]) -> int:
         return sum(self.bit.get(v, 0) for v in values)
+
+    def _free(self) -> list[int]:
+        free, until = 0, self.tables.until
+        closed: dict[int, int] = {}  # per stage, the values whose ops may run in no later one
+        for v in self.values:
+            k = self.tables.producer[v]
+            free |= 0 if self.tables.pinned[k] else self.bit[v]
+            closed[until[k]] = closed.get(until[k], 0) | self.bit[v]
+        found = []
+        for t in range(self.T):
+            found.append(free)
+            free = free & ~closed[t] if t in closed and free & closed[t] else free
+        return found
 
     def _savings(self, k: int) -> tuple[tuple[int, int, int], ...]:
         """The bit of what op k may write over, the bytes less, and up to which op's first run it stays; the most first.
@@ -142,19 +156,21 @@ class Needs:
             self._owed[t][touched] = owed
         return owed
 
-    def from_scratch(self, values: int) -> Scratch:
-        """Make free values in one stage from nothing but pinned ones, running every op for them again."""
+    def from_scratch(self, t: int, values: int) -> Scratch:
+        """Make free values in stage t from nothing but those that are not free, running every op for them again."""
+        free = self.free[t]
+        known = self._scratch[free]
         chain: list[tuple[int, int, int]] = []
-        while values not in self._scratch:
+        while values not in known:
             k = self.producer[values.bit_length() - 1]
-            peak = self.bytes_of(values | (self.inputs[k] & self.free) | self.outputs[k]) + self.working[k]
-            peak -= next((saved for one, saved, _ in self.savings[k] if one & self.free & ~values), 0)
-            chain.append((values, peak, self.inputs[k] & ~self.free))
-            values = self.before(k, values) & self.free
-        scratch = self._scratch[values]
+            peak = self.bytes_of(values | (self.inputs[k] & free) | self.outputs[k]) + self.working[k]
+            peak -= next((saved for one, saved, _ in self.savings[k] if one & free & ~values), 0)
+            chain.append((values, peak, self.inputs[k] & ~free))
+            values = self.before(k, values) & free
+        scratch = known[values]
         for values, peak, pinned in reversed(chain):
             scratch = Scratch(max(scratch.peak, peak), scratch.pinned | pinned)
-            self._scratch[values] = scratch
+            known[values] = scratch
         return scratch
 
     def before(self, k: int, needed: int) -> int:
@@ -170,26 +186,30 @@ def _sums_of_eights(size: list[int]) -> np.ndarray:
 
 
 def _debts(needs: Needs) -> list[Debt]:
-    """What pinned ops leave behind: their values cannot be made again, so something made from them stays.
+    """What ops leave behind that may not run again: nothing makes their values then, so what is made of them stays.
 
-    Let a pinned op make v_1, let free ops make v_2 from v_1, v_3 from v_2 and so on, and let op j read the last of
-    these. At any moment after the pinned op and before j first runs, one of v_1, v_2, ... is at hand: if none were,
-    then the last one would have to be made again from the one before it, and that one too, back to v_1, which nothing
-    makes again. So what is at hand cuts all such paths, and is at least as large as a flow along them: each path owes
-    some bytes, and no value lies on paths that owe more than its size together. The flow is built up greedily, stage
-    by stage: a path ends with the last op that reads its last value, and the widest one takes its place.
+    Let an op make v_1 that is pinned, or that may not run again from some stage on. Let free ops make v_2 from v_1, v_3
+    from v_2 and so on, and let op j read the last of these. At any moment from then on and before j first runs, one of
+    v_1, v_2, ... is at hand: if none were, then the last one would have to be made again from the one before it, and
+    that one too, back to v_1, which nothing makes again. So what is at hand cuts all such paths, and is at least as
+    large as a flow along them: each path owes some bytes, and no value lies on paths that owe more than its size
+    together. The flow is built up greedily, stage by stage: a path ends with the last op that reads its last value, and
+    the widest one takes its place.
     """
     tables = needs.tables
     left = list(tables.size)  # per value: bytes that no path owes
     found: list[Debt] = []
     ending: list[list[tuple[int, tuple[int, ...], int]]] = [[] for _ in range(needs.T)]  # source, path, bytes
     sources: list[int] = []  # to find paths for in this stage
+    closed: dict[int, list[int]] = {}  # per stage, the values that are not made again after it
+    for k, until in enumerate(tables.until):
+        closed.setdefault(until, []).extend(tables.outputs[k])
     for t in range(1, needs.T):
         for source, path, owed in ending[t - 1]:
             sources.append(source)
             for v in path:
                 left[v] += owed
-        sources += [v for v in tables.outputs[t - 1] if needs.bit.get(v, 0) & ~needs.free]
+        sources += [v for v in closed.get(t - 1, ()) if v in needs.bit]
         for source in dict.fromkeys(sources):
             while path := _widest(needs, source, t, left):
                 owed, end = min(left[v] for v in path), tables.users[path[-1]][-1]
@@ -216,7 +236,7 @@ def _widest(needs: Needs, source: int, t: int, left: list[int]) -> tuple[int, ..
             return path
         for k in tables.users[path[-1]]:
             for w in tables.outputs[k]:
-                if w not in seen and left[w] > 0 and needs.bit.get(w, 0) & needs.free:
+                if w not in seen and left[w] > 0 and needs.bit.get(w, 0) & needs.free[0]:
                     seen.add(w)
                     heapq.heappush(border, (max(wide, -left[w]), -tables.users[w][-1], (*path, w)))
     return ()

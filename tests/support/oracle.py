@@ -116,3 +116,33 @@ def random_ruled_problem(seed: int, *, most_ops: int = 5) -> Problem:
             rules[f"tag{k}"] = ask
     rules = rules or {"tag0": 2}
     return with_rules(replace(problem, graph=replace(problem.graph, ops=ops)), rules)
+
+
+def random_problem_with_overwrites(seed: int, *, most_ops: int = 5) -> Problem:
+    """A small problem, some later ops of which overwrite what earlier ones read; these make nothing, or something."""
+    problem, rng = random_problem(seed, most_ops=most_ops), np.random.default_rng((seed, 2))
+    ops, values = [*problem.graph.ops], list(problem.graph.values)
+    for u in sorted(rng.choice(np.arange(1, len(ops)), int(rng.integers(1, 3)), replace=False).tolist()):
+        p = len(values)
+        values.append(Value(f"p{u}", 4, None, "parameter"))
+        for k in {u, *rng.choice(len(ops), 2, replace=False).tolist(), int(rng.integers(u))}:
+            ops[k] = replace(ops[k], inputs=(*ops[k].inputs, p))
+        ops[u] = replace(ops[u], pinned=f"overwrites p{u}", overwrites=(p,))
+    return replace(problem, graph=_without_outputs(replace(problem.graph, ops=tuple(ops), values=tuple(values)), rng))
+
+
+def _without_outputs(graph: Graph, rng: np.random.Generator) -> Graph:
+    """The graph, some of whose ops that overwrite something make nothing, as an update of a parameter does."""
+    gone = {v for op in graph.ops if op.overwrites and rng.random() < 0.6 for v in op.outputs}
+    gone -= set(graph.outputs[-1:])  # a step has a result
+    kept = [v for v in range(len(graph.values)) if v not in gone]
+    new = {v: i for i, v in enumerate(kept)}
+
+    def renamed(vs: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(new[v] for v in vs if v in new)
+
+    ops = tuple(
+        replace(op, inputs=renamed(op.inputs), outputs=renamed(op.outputs), overwrites=renamed(op.overwrites))
+        for op in graph.ops
+    )
+    return Graph(ops, tuple(graph.values[v] for v in kept), renamed(graph.outputs))

@@ -58,13 +58,13 @@ def smallest_cut(needs: Needs, t: int) -> int:
     graph.add_nodes_from(("from", "to"))
     for v, one in needs.bit.items():
         graph.add_edge(("in", v), ("out", v), capacity=tables.size[v])
-        if not one & needs.free and tables.producer[v] < t:
+        if not one & needs.free[0] and tables.producer[v] < t:
             graph.add_edge("from", ("in", v))
         for k in tables.users[v]:
             if k >= t:
                 graph.add_edge(("out", v), "to")
             for w in tables.outputs[k]:
-                if needs.bit.get(w, 0) & needs.free:
+                if needs.bit.get(w, 0) & needs.free[0]:
                     graph.add_edge(("out", v), ("in", w))
     return int(nx.maximum_flow_value(graph, "from", "to"))
 
@@ -115,9 +115,9 @@ def test_refutations_are_true_where_half_of_the_ops_are_pinned(make: Make, block
 def test_from_scratch_is_what_a_run_of_the_forward_takes() -> None:
     chain = Problem.from_dag([[], [0], [1], [2]], seconds=[1] * 4, sizes=[5, 1, 3, 2])
     needs = Needs(chain)
-    assert needs.from_scratch(needs.bit[2]).peak == 6
-    assert needs.from_scratch(needs.bit[2] | needs.bit[0]).peak == 9
-    assert needs.from_scratch(0).peak == 0
+    assert needs.from_scratch(3, needs.bit[2]).peak == 6
+    assert needs.from_scratch(3, needs.bit[2] | needs.bit[0]).peak == 9
+    assert needs.from_scratch(3, 0).peak == 0
 
 
 def test_what_pinned_ops_leave_behind_is_owed_until_the_last_use_of_what_is_made_from_it() -> None:

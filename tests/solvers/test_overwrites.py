@@ -1,0 +1,119 @@
+"""Ops that overwrite what others read: every solver against all schedules there are, and gradients made twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from checkmate.core import simulator
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.core.solution import Status
+from checkmate.solvers.catalogue import METHODS
+from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.incumbent import Incumbent
+from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.runs import choose_places, on_demand, peak_of
+from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.linear.moments import moment_bound
+from checkmate.solvers.linear.places import restricted
+from checkmate.solvers.search.adapt import adapt
+from checkmate.solvers.search.backward_beam import Beam, prices
+from checkmate.solvers.search.drop_runs import slim
+from checkmate.solvers.search.eviction import Stuck, run_pass
+from checkmate.solvers.search.exchange import exchange
+from checkmate.solvers.search.min_budget import least_runs, min_budget
+from checkmate.solvers.search.next_use import GRID
+from checkmate.solvers.search.tilting import Tilts
+from checkmate.solvers.search.value_sets import Needs
+from checkmate.solvers.solve import solve
+from tests.support.oracle import (
+    all_schedules,
+    interesting_budgets,
+    optimum,
+    outcomes,
+    random_problem_with_overwrites,
+)
+
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))]
+
+
+def wrong(problem: Problem, R: np.ndarray, budget: int | None = None) -> list[str]:
+    return simulator.verify(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem, budget)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_method_beside_all_schedules_that_are_allowed(seed: int) -> None:
+    check_methods(random_problem_with_overwrites(seed))
+
+
+def check_methods(problem: Problem) -> None:
+    known = outcomes(problem)  # of those that the verifier lets pass
+    smallest, ends = min(peak for _, peak in known), min_budget(problem)
+    assert (ends.peak, ends.bound) == (smallest, smallest)
+    assert peak_of(problem, least_runs(problem)[1]) == smallest
+    for budget in interesting_budgets(known):
+        best = optimum(known, budget)
+        for method in METHODS if budget > 0 else ():
+            found = solve(problem, budget, method=method, time_limit=5)
+            assert found.bound <= best * (1 + 1e-6) or found.status is Status.INFEASIBLE
+            assert found.cost >= best * (1 - 1e-9)
+            assert (found.status is not Status.INFEASIBLE) or best == float("inf")
+            assert found.plan is None or not wrong(problem, found.schedule.R, budget)
+            assert "failed" not in found.details
+            assert method not in ("auto", "milp") or found.cost == pytest.approx(best, rel=2e-4)
+        paper = solve(problem, budget, method="milp", formulation="paper") if budget > 0 else None
+        assert paper is None or paper.cost == pytest.approx(best, rel=2e-4)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_part_of_auto_obeys(seed: int) -> None:
+    check_parts(random_problem_with_overwrites(seed))
+
+
+def check_parts(problem: Problem) -> None:
+    every = [schedule.R for schedule in all_schedules(problem)]
+    good = [R for R in every if not wrong(problem, R)]
+    at = {budget: [R for R in good if peak_of(problem, R) <= budget] for budget in {peak_of(problem, R) for R in good}}
+    assert not wrong(problem, on_demand(problem, dict.fromkeys(range(len(problem.graph.ops)), ())))
+    for budget, fitting in sorted(at.items())[:3]:
+        task, best = Task(problem, budget, Clock(5.0)), min(float(R.sum(axis=0) @ problem.seconds) for R in fitting)
+        dearest = max(fitting, key=lambda R: float(R.sum()))
+        needs = Needs(problem)
+        price = prices(needs, budget, np.zeros(needs.T))
+        for found in (
+            exchange(task, dearest),
+            slim(problem, budget, dearest, Clock(1.0)),
+            adapt(task, dearest),
+            adapt(task, max(every, key=lambda R: float(R.sum()))),
+            Tilts(task).search(Clock(0.05)),
+            Beam(needs, budget, 64, price, Clock(2.0)).search(dearest),
+        ):
+            assert found is None or not wrong(problem, found, budget)
+        again, found = Beam(needs, budget, 4096, price, Clock(5.0)).bound()
+        assert found is not None
+        assert problem.keep_all_cost + again == pytest.approx(best)
+        for weights in GRID[:6]:
+            stages = run_pass(Tables.of(problem), budget, weights)
+            if not isinstance(stages, Stuck):
+                assert set(np.flatnonzero(_forbidden(problem, stages))) == set()
+        assert moment_bound(task, Incumbent(task), most=5).value <= best * (1 + 1e-6)
+        incumbent = Incumbent(task)
+        incumbent.offer(dearest, "test")
+        everywhere = choose_places(problem, range(len(dearest)), also=dearest)
+        assert restricted(task, incumbent, everywhere).bound <= best * (1 + 1e-6)
+        assert not wrong(problem, incumbent.R, budget)
+
+
+def _forbidden(problem: Problem, stages: list[list[int]]) -> list[bool]:
+    until = problem.limits.until
+    return [t > until.get(k, t) for t, ops in enumerate(stages) for k in ops]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_searches_ask_is_what_the_verifier_finds(seed: int) -> None:
+    problem = random_problem_with_overwrites(seed)
+    pinned = [k for k, op in enumerate(problem.graph.ops) if op.pinned]
+    for schedule in all_schedules(problem):
+        if (schedule.R[:, pinned].sum(axis=0) == 1).all():
+            assert obeys(problem, schedule.R) == (not wrong(problem, schedule.R))
