@@ -239,7 +239,9 @@ class _Contents:
                 "Call this op outside of the step, under torch.no_grad() if it needs no gradient."
             )
         pinned = self.step.pinned(node)
-        self._add(Op(node.name, target_name(node), tuple(read), made, phase, pinned, where(node)), node)
+        over = () if updated(node) is None else self.values_of(updated(node))
+        about: Any = {"where": where(node), "overwrites": over}
+        self._add(Op(node.name, target_name(node), tuple(read), made, phase, pinned, **about), node)
 
     def add_tags(self, noted: Noted) -> None:
         """Name the ops that make what the step has tagged."""
