@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.core.table import Printed, Table
 from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
@@ -256,7 +257,6 @@ def _held(solution: Solution, line: Timeline, moment: Moment, span: Span, remake
     use = span.next_use(moment.index)
     reader = None if use is None else line.moments[use]
     needed = set() if use is None else remake.ops(span.value, use)
-    pinned = [graph.ops[k] for k in sorted(needed) if graph.ops[k].pinned]
     why_not = ""
     if span.first == moment.index:
         why_not = "made here" if span.continues is None else f"made here, over {moment.over}"
@@ -264,8 +264,8 @@ def _held(solution: Solution, line: Timeline, moment: Moment, span: Span, remake
         why_not = "read here"
     elif span.role == "results":
         why_not = "a result of the step"
-    elif pinned:
-        why_not = f"{pinned[0].name} {pinned[0].pinned}"
+    elif use is not None:
+        why_not = next(filter(None, (_cannot_run(solution.problem, k, line, use) for k in sorted(needed))), "")
     return Held(
         value=span.value,
         name=span.name,
@@ -280,6 +280,16 @@ def _held(solution: Solution, line: Timeline, moment: Moment, span: Span, remake
         drop_seconds=None if why_not else float(sum(solution.problem.seconds[k] for k in sorted(needed))),
         why_not=why_not,
     )
+
+
+def _cannot_run(problem: Problem, k: int, line: Timeline, index: int) -> str:
+    """Why op k cannot run again just before this execution, in words; empty where it can."""
+    op, by = problem.graph.ops[k], problem.limits.until.get(k)
+    if op.pinned:
+        return f"{op.name} {op.pinned}"
+    if by is None or all(moment.op != by for moment in line.moments[:index]):
+        return ""
+    return f"{op.name} reads what {problem.graph.ops[by].name} has overwritten by then"
 
 
 def _better(solution: Solution, answers: list[Solution]) -> Solution | None:

@@ -104,6 +104,8 @@ def facts(solution: Solution) -> Iterator[tuple[str, str]]:
         cannot = f"; {_counted(len(rule.exempt), 'op')} cannot obey it" if rule.exempt else ""
         yield "rule", f"{rule.text}, for {_counted(len(rule.ops), 'op')}{cannot}"
     yield "ops that must run once", f"{sum(op.pinned is not None for op in graph.ops):,}"
+    if until := problem.limits.until:
+        yield "ops that must run before what they read is overwritten", f"{len(until):,}"
     if in_place := sum(map(bool, problem.savings)):
         yield "ops that can write over an input", f"{in_place:,}"
     yield "keeping everything", f"{format_bytes(problem.keep_all_peak)}, {format_seconds(problem.keep_all_cost)}"

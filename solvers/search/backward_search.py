@@ -26,6 +26,7 @@ Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and the ru
 States = dict[int, Trail | None]  # what must be at hand -> what runs afterwards
 SCRATCH = -1
 FAR = 60  # stages: a gradient that has been let go for so long would take the whole backward to make again
+ANY = 2**31  # stages
 
 
 class TooWide(Exception):
@@ -48,7 +49,7 @@ class BackwardSearch:
     width: int
     clock: Clock
     exact: bool = False  # pursue also what seems worse
-    far: int = 2**31  # ops of the backward run again no more than so many stages later
+    far: int = ANY  # ops of the backward run again no more than so many stages later
     loose: bool = False  # ask only for what a proof needs: pinned values that come in on the way are left to `owed`
     complete: bool = True
     least: int = 2**62
@@ -192,7 +193,8 @@ def find_plan(
     Raises:
         OutOfTime: where the clock runs out first.
     """
-    search = BackwardSearch(needs, budget, width, clock, exact, far=2**31 if exact else FAR if width > 1 else 0)
+    far = ANY if exact else _far(needs) if width > 1 else 0
+    search = BackwardSearch(needs, budget, width, clock, exact, far=far)
     states: States = {0: None}
     for t in reversed(range(needs.T)):
         states = search.stage(t, states)
@@ -211,7 +213,7 @@ def refute(needs: Needs, budget: int, t: int, *, width: int, clock: Clock) -> in
     Raises:
         OutOfTime: where the clock runs out first.
     """
-    search = BackwardSearch(needs, budget, width, clock, loose=True, far=FAR)
+    search = BackwardSearch(needs, budget, width, clock, loose=True, far=_far(needs))
     states: States = {0: None}
     try:
         for stage in range(t, -1, -1):
@@ -223,6 +225,11 @@ def refute(needs: Needs, budget: int, t: int, *, width: int, clock: Clock) -> in
     except TooWide:
         pass
     return None
+
+
+def _far(needs: Needs) -> int:
+    """How long gradients may have been let go; as long as can be where updates wait for all of them, to be clipped."""
+    return ANY if needs.problem.limits.until else FAR
 
 
 def _runs(needs: Needs, trail: Trail | None) -> np.ndarray:

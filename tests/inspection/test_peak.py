@@ -62,6 +62,17 @@ def test_what_is_needed_later_says_by_whom_when_and_what_dropping_it_costs() -> 
     ]
 
 
+def test_what_is_made_of_overwritten_values_cannot_be_dropped() -> None:
+    """Op 0 may run again before op 2 overwrites what it reads, not after that; op 1 may always."""
+    deps = [[], [0], [], [0, 1], [3]]
+    problem = Problem.from_dag(deps, [1] * 5, [4, 4, 0, 1, 1], workspace=[0, 0, 9, 0, 0], overwrites={2: [0]})
+    reasons = {row.name: row.why_not for row in checkmate.explain_peak(_by_hand(problem), prices=False)}
+    assert reasons == {"v0": "op0 reads what op2 has overwritten by then", "v1": "", "v2": "made here"}
+    late = Problem.from_dag(deps, [1] * 5, [4, 4, 0, 1, 1], workspace=[0, 0, 9, 0, 0], overwrites={4: [0]})
+    reasons = {row.name: row.why_not for row in checkmate.explain_peak(_by_hand(late), prices=False)}
+    assert reasons == {"v0": "", "v1": "", "v2": "made here"}
+
+
 def test_results_and_what_runs_once_cannot_be_dropped() -> None:
     problem = Problem.from_dag([[], [0], [1], [2], [1, 3]], [1] * 5, [4, 4, 9, 9, 1], outputs=[0, 4])
     ops = list(problem.graph.ops)

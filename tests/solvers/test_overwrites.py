@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -117,3 +119,75 @@ def test_what_searches_ask_is_what_the_verifier_finds(seed: int) -> None:
     for schedule in all_schedules(problem):
         if (schedule.R[:, pinned].sum(axis=0) == 1).all():
             assert obeys(problem, schedule.R) == (not wrong(problem, schedule.R))
+
+
+def whole_step(layers: int, *, clipped: bool) -> Problem:
+    """Layers forward and backward, and an update of each one's parameter as soon as it can be.
+
+    A gradient of a parameter has 20 bytes, all else 4 or less. Where gradients are clipped, each one's norm is taken
+    (once) as soon as it is there, then the factor (once), and updates read the gradients again.
+    """
+    place: dict[str, int] = {}
+    deps: list[list[int]] = []
+    seconds: list[float] = []
+    sizes: list[int] = []
+
+    def op(name: str, reads: list[str], takes: float, makes: int) -> None:
+        place[name] = len(deps)
+        deps.append([place[of] for of in reads])
+        seconds.append(takes)
+        sizes.append(makes)
+
+    for i in range(layers):
+        op(f"layer {i}", [f"layer {i - 1}"][:i], 2, 4)
+    op("loss", [f"layer {layers - 1}"], 1, 0)
+    op(f"into {layers - 1}", ["loss", f"layer {layers - 1}"], 1, 4)
+    updates = [f"update {i}" for i in reversed(range(layers))]
+    for i in reversed(range(layers)):
+        reads = [f"into {i}", *[f"layer {i - 1}"][:i]]
+        op(f"gradient {i}", reads, 2, 20)
+        if clipped:
+            op(f"norm {i}", [f"gradient {i}"], 0.5, 1)
+        if i:
+            op(f"into {i - 1}", reads, 2, 4)
+        if not clipped:
+            op(updates[-1 - i], [f"gradient {i}"], 1, 0)
+    if clipped:
+        op("factor", [f"norm {i}" for i in range(layers)], 0.5, 1)
+        for i in reversed(range(layers)):
+            op(f"update {i}", [f"gradient {i}", "factor"], 1, 0)
+    reading = [[f"layer {i}", *[f"into {i - 1}"][:i]] for i in range(layers)]
+    readers = {place[f"update {i}"]: [place[name] for name in reading[i]] for i in range(layers)}
+    problem = Problem.from_dag(deps, seconds, sizes, outputs=[place["loss"]], forward=layers + 1, overwrites=readers)
+    names = {k: name for name, k in place.items()}
+    ops = [replace(op, name=names[k]) for k, op in enumerate(problem.graph.ops)]
+    once = [replace(op, pinned="tells the norm") if op.name.split()[0] in ("norm", "factor") else op for op in ops]
+    return replace(problem, graph=replace(problem.graph, ops=tuple(once)))
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_auto_is_as_good_as_the_exact_model_on_whole_steps(clipped: bool) -> None:
+    problem = whole_step(3, clipped=clipped)
+    ends = min_budget(problem)
+    assert ends.proven
+    for budget in sorted({ends.peak, ends.peak + 1, (ends.peak + problem.keep_all_peak) // 2}):
+        exact, auto = (solve(problem, budget, method=method, time_limit=20) for method in ("milp", "auto"))
+        assert exact.status is Status.OPTIMAL
+        assert auto.cost == pytest.approx(exact.cost, rel=2e-4)
+        assert exact.bound <= auto.cost * (1 + 1e-6)
+    assert solve(problem, ends.peak - 1, method="milp").status is Status.INFEASIBLE
+
+
+def test_gradients_that_wait_for_their_norm_are_made_a_second_time() -> None:
+    """No plan that makes gradients once fits what all of them take; one that makes them twice fits far less."""
+    layers = 8
+    problem = whole_step(layers, clipped=True)
+    names = [op.name for op in problem.graph.ops]
+    gradients = 20 * layers
+    assert problem.keep_all_peak > gradients > 4 * min_budget(problem, time_limit=5).peak
+    plan = solve(problem, gradients // 3, time_limit=2)
+    assert plan.schedule is not None
+    again = [name for name, times in zip(names, plan.schedule.recomputed, strict=True) if times]
+    assert sum(name.startswith("gradient") for name in again) >= layers // 2
+    assert plan.cost < 2 * problem.keep_all_cost
+    assert not wrong(problem, plan.schedule.R, gradients // 3)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.networks import dags
+from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Status
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import without_useless
 from checkmate.solvers.linear.milp import relax
 from checkmate.solvers.linear.rounding import least_runs, rounded, roundings
-from tests.support.oracle import all_schedules, interesting_budgets, optimum, outcomes, random_problem
+from tests.support.oracle import (
+    all_schedules,
+    interesting_budgets,
+    optimum,
+    outcomes,
+    random_problem,
+    random_problem_with_overwrites,
+)
 from tests.support.sampling import every
 
 milp = METHODS["milp"].solve
@@ -75,14 +85,14 @@ def test_the_same_seed_gives_the_same_plan() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_phase_two_keeps_what_it_was_told_to_with_valid_runs(seed: int) -> None:
-    problem = random_problem(seed, most_ops=8)
+@given(seed=st.integers(0, 10**6), make=st.sampled_from([random_problem, random_problem_with_overwrites]))
+def test_phase_two_keeps_what_it_was_told_to_with_valid_runs(seed: int, make: Callable[..., Problem]) -> None:
+    problem = make(seed, most_ops=8)
     T, V = len(problem.graph.ops), len(problem.graph.values)
     kept = np.random.default_rng(seed).random((T, V)) < 0.5
     made_by = np.array([T if v.producer is None else v.producer for v in problem.graph.values])
     kept &= np.arange(T)[:, None] > made_by
-    for R in (least_runs(problem.graph, kept), rounded(problem, kept)):
+    for R in (least_runs(problem, kept), rounded(problem, kept)):
         assert Schedule.from_runs(problem.graph, R).violations(problem) == []
 
 
@@ -91,7 +101,7 @@ def test_phase_two_is_least_among_all_schedules_that_keep_this_much(seed: int) -
     problem = random_problem(seed, most_ops=4)
     schedules = [s for s in all_schedules(problem) if not s.violations(problem)]
     for schedule in schedules[:: max(1, len(schedules) // 8)]:
-        R = least_runs(problem.graph, schedule.S)
+        R = least_runs(problem, schedule.S)
         assert (R <= schedule.R).all()
 
 

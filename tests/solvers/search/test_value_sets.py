@@ -19,7 +19,13 @@ from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_search import refute
 from checkmate.solvers.search.value_sets import Needs
-from tests.support.oracle import all_schedules, outcomes, random_problem, random_problem_with_ways
+from tests.support.oracle import (
+    all_schedules,
+    outcomes,
+    random_problem,
+    random_problem_with_overwrites,
+    random_problem_with_ways,
+)
 
 Make = Callable[..., Problem]
 
@@ -48,7 +54,7 @@ def test_a_grain_leaves_out_what_is_small_and_results_and_what_nobody_reads() ->
 def with_pinned(seed: int, *, most_ops: int, share: float = 0.5, make: Make = random_problem) -> Problem:
     """A random problem in which about so many of the ops are pinned."""
     problem, rng = make(seed, most_ops=most_ops), np.random.default_rng(seed)
-    ops = [replace(op, pinned="draws" if rng.random() < share else None) for op in problem.graph.ops]
+    ops = [replace(op, pinned="draws" if op.overwrites or rng.random() < share else None) for op in problem.graph.ops]
     return replace(problem, graph=replace(problem.graph, ops=tuple(ops)))
 
 
@@ -69,7 +75,7 @@ def smallest_cut(needs: Needs, t: int) -> int:
     return int(nx.maximum_flow_value(graph, "from", "to"))
 
 
-@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways, random_problem_with_overwrites])
 @pytest.mark.parametrize("seed", range(120))
 def test_no_schedule_holds_less_than_is_needed_and_owed(make: Make, seed: int) -> None:
     """At each run of each schedule the bytes are at least those of what later runs need, and of what is owed."""
@@ -97,7 +103,7 @@ def test_no_schedule_holds_less_than_is_needed_and_owed(make: Make, seed: int) -
             stage += step.op == stage
 
 
-@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
+@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways, random_problem_with_overwrites])
 @pytest.mark.parametrize("block", range(4))
 def test_refutations_are_true_where_half_of_the_ops_are_pinned(make: Make, block: int) -> None:
     refuted = 0
