@@ -1,0 +1,205 @@
+"""Whole training steps with AdamW, forward, backward and update: bytes, seconds and bits of each way to run them.
+
+    python -m benchmarks.whole_steps [NETWORK ...] [--time-limit 20] [--rounds 7] [--out benchmarks/results/...]
+
+The ways: the plain loop; checkpoints around each block; an optimizer for each parameter, stepped by a hook as soon as
+the gradient is there (`register_post_accumulate_grad_hook`), with and without checkpoints; `checkmate.compile` at its
+smallest budget with the plain optimizer; and `checkmate.training_step` at its smallest budget, at the bytes of the
+lowest peer, and keeping everything. Bytes are the most that PyTorch counts at any moment of a step, parameters,
+buffers, batch and the optimizer's state included; for ours and plain PyTorch also by how much the peak resident set
+of the process grows over ten steps, those bytes included. Steps of the plain loop and of a way take turns when they are
+timed. ``same bits``: parameters, buffers and state after three steps are those of the plain loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+import checkmate
+from benchmarks.arena import small_step
+from benchmarks.common.resident import growth
+from benchmarks.common.rows import Row, add_names, append, latest, origin, read
+from benchmarks.peers.settings import _blocks as checkpointed
+from benchmarks.peers.subjects import NETWORKS, Subject
+from checkmate.backends.state import differing
+from checkmate.core.table import Table
+from checkmate.memory import measure_peak
+from checkmate.units import format_bytes
+
+RESULTS = Path(__file__).parent / "results" / "whole_steps.jsonl"
+NAMES = ("resnet50", "gpt2", "vit", "vgg16")
+HEADER = ("network", "way", "budget", "counted", "process", "step / plain", "numbers")
+STEPS = 10
+Loop = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: a whole step, and what it leaves in the optimizers, by parameter."""
+
+    step: Loop
+    state: Callable[[], list[Any]]
+    plan: checkmate.Solution | None = None
+
+
+def _adamw(parameters: Any) -> optim.Optimizer:
+    return optim.AdamW(parameters, lr=1e-4)
+
+
+def _state(optimizer: optim.Optimizer) -> list[Any]:
+    return [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _plain(subject: Subject, step: Any) -> Way:
+    optimizer = _adamw(subject.module.parameters())
+
+    def loop() -> None:
+        step(*subject.batch).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return Way(loop, partial(_state, optimizer))
+
+
+def _by_hooks(subject: Subject, step: Any) -> Way:
+    made = {parameter: _adamw([parameter]) for parameter in subject.module.parameters()}
+
+    def update(parameter: Any) -> None:
+        made[parameter].step()
+        made[parameter].zero_grad(set_to_none=True)
+
+    def loop() -> None:
+        handles = [parameter.register_post_accumulate_grad_hook(update) for parameter in made]
+        try:
+            step(*subject.batch).backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    return Way(loop, lambda: [state for optimizer in made.values() for state in _state(optimizer)])
+
+
+def _compiled(subject: Subject, time_limit: float) -> Way:
+    problem = checkmate.trace(subject.plain, *subject.batch)
+    budget = checkmate.min_budget(problem, time_limit=time_limit).peak
+    return _plain(subject, checkmate.compile(subject.plain, budget=budget, time_limit=time_limit, wait="best"))
+
+
+def _ours(subject: Subject, budget: int, time_limit: float, clip_norm: float | None = None) -> Way:
+    """At a budget; at the smallest where that is more."""
+    optimizer = _adamw(subject.module.parameters())
+    options: Any = {"clip_norm": clip_norm, "time_limit": time_limit, "wait": "best"}
+    try:
+        step = checkmate.training_step(subject.plain, optimizer, budget=budget, **options)
+        step(*subject.batch)
+    except checkmate.InfeasibleBudget as error:
+        step = checkmate.training_step(subject.plain, optimizer, budget=error.min_budget, **options)
+        step(*subject.batch)
+    return Way(lambda: step(*subject.batch), partial(_state, optimizer), step.plans[0])
+
+
+def _trained(subject: Subject, make: Callable[[], Way]) -> tuple[Way, Any]:
+    """A way, and all that three steps leave behind, from the state that a network is made in."""
+    subject.restore()
+    torch.manual_seed(1)
+    way = make()
+    for _ in range(3 if way.plan is None else 2):  # ours has run once, to plan
+        way.step()
+    return way, copy.deepcopy((subject.module.state_dict(), way.state()))
+
+
+def _ratio(plain: Loop, other: Loop, rounds: int) -> float:
+    """The median of the ratios of seconds, pair by pair."""
+    ratios = []
+    for i in range(rounds + 1):
+        seconds = {}
+        for step in (plain, other)[:: -1 if i % 2 else 1]:
+            began = time.perf_counter()
+            step()
+            seconds[step] = time.perf_counter() - began
+        ratios.append(seconds[other] / seconds[plain])
+    return statistics.median(ratios[1:])
+
+
+def rows(name: str, time_limit: float, rounds: int) -> list[Row]:
+    """Measure all ways to train one network."""
+    subject = Subject.of(NETWORKS[name], torch.device("cpu"))
+    whole = _ours(subject, 2**50, time_limit).plan
+    assert whole is not None
+    resident, keep_all = whole.problem.resident, whole.problem.keep_all_peak
+    plain, expected = _trained(subject, lambda: _plain(subject, subject.plain))
+    found: list[Row] = []
+
+    def measure(way_name: str, make: Callable[[], Way]) -> None:
+        torch._dynamo.reset()
+        way, left = _trained(subject, make)
+        peak = max(measure_peak(way.step).peak for _ in range(STEPS))
+        row: Row = {
+            "model": name,
+            "way": way_name,
+            "budget": None if way.plan is None else way.plan.budget,
+            "predicted_peak": None if way.plan is None else way.plan.peak,
+            "recomputed": None if way.plan is None else way.plan.overhead,
+            "gap": None if way.plan is None else way.plan.gap,
+            "peak": resident + peak,
+            "same_bits": not differing(left, expected),
+            "time_ratio": _ratio(plain.step, way.step, rounds),
+        }
+        if way.plan is not None or way_name == "plain":
+            row["process"] = resident + growth(subject.module, way.step, small_step())
+        found.append(row)
+        print("  ".join(_cells(row)), flush=True)
+
+    measure("plain", lambda: _plain(subject, subject.plain))
+    measure("hooks", lambda: _by_hooks(subject, subject.plain))
+    measure("checkpoint, each block", lambda: _plain(subject, checkpointed(subject)))
+    measure("hooks + checkpoint, each block", lambda: _by_hooks(subject, checkpointed(subject)))
+    lowest = min(row["peak"] for row in found)
+    measure("checkmate.compile, smallest", lambda: _compiled(subject, time_limit))
+    measure("checkmate.training_step, keep all", lambda: _ours(subject, keep_all, time_limit))
+    measure("checkmate.training_step, bytes of the lowest peer", lambda: _ours(subject, lowest, time_limit))
+    measure("checkmate.training_step, smallest", lambda: _ours(subject, resident + 1, time_limit))
+    return found
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row["model"],
+        row["way"],
+        "" if row["budget"] is None else format_bytes(row["budget"]),
+        format_bytes(row["peak"]),
+        format_bytes(row["process"]) if row.get("process") else "",
+        f"{row['time_ratio']:.2f}",
+        "same bits" if row["same_bits"] else "differ",
+    ]
+
+
+def main() -> None:
+    """Measure what was asked for, append the rows to the file, and print the last ones of each way as a table."""
+    parser = argparse.ArgumentParser(description="Measure whole training steps.")
+    add_names(parser, NAMES)
+    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds to plan for one budget")
+    parser.add_argument("--rounds", type=int, default=7, help="of timed pairs of steps")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help="only print the table of the rows that are there")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in () if args.report else args.names:
+        append(args.out, *({**origin(), **row} for row in rows(name, args.time_limit, args.rounds)))
+    cells = [_cells(row) for row in latest(read(args.out), "model", "way")]
+    print("", Table(HEADER, cells, HEADER[2:]), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
