@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import optim
 
 import checkmate
 from benchmarks.arena import small_step
