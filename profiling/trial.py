@@ -29,6 +29,7 @@ from checkmate.profiling.one_op import attempt, flat, repeat
 
 SETS = ("special", "finite", "usual")
 POINTWISE_SETS = ("special",)
+BLOCK_SETS = ("special", "finite")  # of ops that take long, whose blocks do not mix
 LENGTH = 2**14  # of the numbers of a set, which repeat
 SPECIAL = 2**12  # of these are at the begin of a tensor in the special set
 STRIDE = 5003  # by how many numbers the sets of two arguments are apart; a prime, so that all kinds meet
@@ -54,7 +55,8 @@ def ways_of(node: fx.Node, run: partial[Any], count: Count) -> dict[int, bool]:
 def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) -> None:
     target: Any = node.target
     numbers = [t for t in tensors((run.args, run.keywords)) if t.is_floating_point() or t.dtype is torch.bool]
-    sets = POINTWISE_SETS if TABLE[target].pointwise else SETS
+    written = TABLE[target]
+    sets = POINTWISE_SETS if written.pointwise else BLOCK_SETS if written.block is not None else SETS
     good = [*does]
     for name in sets:
         for i, tensor in enumerate(numbers):

@@ -180,6 +180,11 @@ class Problem:
         return next((saving for saving in self.savings[k] if saving[0] in dying), None)
 
     @cached_property
+    def slower(self) -> frozenset[tuple[int, int]]:
+        """The ops and the values that they write over in more time than a plain run takes."""
+        return frozenset((way.op, way.over) for way in self.profile.ways if way.slower)
+
+    @cached_property
     def limits(self) -> Limits:
         """What its rules forbid, beside runs of pinned ops."""
         return Limits.of(self.graph, self.rules)
@@ -257,7 +262,7 @@ class Problem:
             "source": self.profile.source,
             "estimated": self.profile.estimated,
             **({"rules": [asdict(rule) for rule in self.rules]} if self.rules else {}),
-            **({"ways": [asdict(way) for way in self.profile.ways]} if self.profile.ways else {}),
+            **({"ways": [_without_defaults(way) for way in self.profile.ways]} if self.profile.ways else {}),
         }
         text = json.dumps(document, allow_nan=False).encode()
         path = Path(path)
@@ -301,9 +306,9 @@ class Problem:
             raise InvalidProblem(f"{path} describes no valid problem: {error}") from None
 
 
-def _without_defaults(op: Op) -> dict[str, Any]:
-    """An op as JSON holds it: without tags where it has none, as files were before there were tags."""
-    return {name: part for name, part in asdict(op).items() if name != "tags" or part}
+def _without_defaults(part: Op | Way) -> dict[str, Any]:
+    """An op or a way as JSON holds it: without tags where it has none, as files were before there were such."""
+    return {name: what for name, what in asdict(part).items() if name not in ("tags", "slower") or what}
 
 
 def _with_tuples(op: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -37,7 +38,8 @@ class Usage:
 def lower(problem: Problem, schedule: Schedule) -> Plan:
     """The steps of a schedule: each stage's ops in order, each value freed right after its last use in a stage.
 
-    Of the values that go with a run, the op writes over the one by which it saves the most.
+    Of the values that go with a run, the op writes over the one by which it saves the most; where that is slower than a
+    plain run, only if that would be above the peak.
 
     >>> problem = Problem.from_dag([[], [0], [1]], seconds=[1, 1, 1], sizes=[1, 1, 1], over={2: [1]})
     >>> print(lower(problem, Schedule.from_runs(problem.graph, np.eye(3, dtype=bool))))
@@ -69,7 +71,25 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         at_hand &= kept
         if t + 1 == graph.forward_length:
             boundary = len(steps)
-    return Plan(tuple(steps), boundary)
+    return _plainly_where_it_fits(Plan(tuple(steps), boundary), problem)
+
+
+def _plainly_where_it_fits(plan: Plan, problem: Problem) -> Plan:
+    """A plan without those of its slower ways that its peak does not need."""
+    if not any(isinstance(step, Run) and (step.op, step.over) in problem.slower for step in plan.steps):
+        return plan
+    usage = simulate(plan, problem)
+    bytes_at = iter(usage.bytes_at)
+    parts: list[tuple[Step, ...]] = []
+    for step in plan.steps:
+        part: tuple[Step, ...] = (step,)
+        if isinstance(step, Run):
+            live = next(bytes_at)
+            if step.over is not None and (step.op, step.over) in problem.slower:
+                fits = live + dict(problem.savings[step.op])[step.over] <= usage.peak
+                part = (Run(step.op), Free(step.over)) if fits else part
+        parts.append(part)
+    return Plan(tuple(chain.from_iterable(parts)), sum(map(len, parts[: plan.boundary])))
 
 
 def simulate(plan: Plan, problem: Problem) -> Usage:
