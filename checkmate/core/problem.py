@@ -201,7 +201,10 @@ class Problem:
 
     @cached_property
     def live_bytes(self) -> np.ndarray:
-        """(T,) int64: bytes at hand while each op runs, if each runs once and values go after their last use."""
+        """(T,) int64: bytes at hand while each op runs, if each runs once and values go after their last use.
+
+        Ways that are slower than a plain run are not taken.
+        """
         last = [max((*users, self.graph.values[v].producer or 0)) for v, users in enumerate(self.graph.users)]
         for v in self.graph.outputs:
             last[v] = len(self.graph.ops)
@@ -211,7 +214,7 @@ class Problem:
         live, at = self.resident, []
         for k, op in enumerate(self.graph.ops):
             live += int(self.sizes[list(op.outputs)].sum())
-            saved = next((saved for v, saved in self.savings[k] if last[v] == k), 0)
+            saved = next((saved for v, saved in self.savings[k] if last[v] == k and (k, v) not in self.slower), 0)
             at.append(live + int(self.workspace[k]) - saved)
             live -= dying[k]
         return np.array(at, dtype=np.int64)

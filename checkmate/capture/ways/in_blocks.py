@@ -1,8 +1,8 @@
-"""Backwards that PyTorch has in no form that writes over an argument, run block by block so that they do.
+"""Ops that PyTorch has in no form that writes over an argument, run block by block so that they do.
 
-The gradient of each channel of a batch norm, and of each image of a convolution, is made of the same channel or image
-of the incoming gradient and of nothing else of it. So a few channels or images run at a time, and what comes out is
-copied to where they lay: in place of a whole result there is that of one block.
+A channel of a batch norm's gradient is made of this channel of the incoming gradient and of the input; an image that a
+convolution makes, or that its input's gradient is, of this image of what it reads. So a few channels or images run at a
+time, and what comes out is copied to where they lay: in place of a whole result there is that of one block.
 
 Blocks take longer than the whole where the memory of a whole result is at hand, as in an arena: up to twice as long
 where ops are short, a few percent where they are long. Where PyTorch would map it anew, blocks are the faster.
@@ -54,6 +54,15 @@ def batch_norm_backward_over(
     return out, *(_joined(parts) for parts in zip(*others, strict=True))
 
 
+def convolution_over(
+    x: torch.Tensor, weight: torch.Tensor, bias: Optional, *geometry: Any, out: torch.Tensor
+) -> torch.Tensor:
+    """A convolution, by images."""
+    for some in _slices(len(x), _images_of_a_block(len(x))):
+        out[some] = aten.convolution.default(x[some], weight, bias, *geometry)
+    return out
+
+
 def convolution_backward_over(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *options: Any, out: torch.Tensor
 ) -> tuple[Optional, ...]:
@@ -83,12 +92,19 @@ def batch_norm_block(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> int:
     return 3 * _channels_of_a_block(x) * (x.nbytes // x.shape[1]) if x.nbytes else 0
 
 
-def convolution_block(grad: torch.Tensor, x: torch.Tensor, *others: Any) -> int | None:
-    """Bytes of the result for some images; None where more than the input's gradient is wanted, or images are few."""
+def convolution_block(x: torch.Tensor, *_: Any) -> int | None:
+    """Bytes of the result for some images, where this is as large as the input; None where images are few."""
+    return _block_of_images(x.shape, x.nbytes)
+
+
+def convolution_backward_block(grad: torch.Tensor, x: torch.Tensor, *others: Any) -> int | None:
+    """The same of the gradient; None, too, where that of the input is not the only one."""
     return _block_of_images(x.shape, x.nbytes) if [*others[-1]] == [True, False, False] else None
 
 
-def convolution_input_block(grad: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *_: Any) -> int | None:
+def convolution_backward_input_block(
+    grad: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *_: Any
+) -> int | None:
     """The same where nothing but the shape of the input is handed in."""
     return _block_of_images(shape, math.prod(shape) * grad.itemsize)
 

@@ -96,11 +96,17 @@ TABLE: Mapping[Any, Written] = {
     aten.native_batch_norm_backward.default: Written(
         in_blocks.batch_norm_backward_over, (0, 1), pointwise=False, block=in_blocks.batch_norm_block
     ),
+    aten.convolution.default: Written(
+        in_blocks.convolution_over, (0,), pointwise=False, block=in_blocks.convolution_block
+    ),
     aten.convolution_backward.default: Written(
-        in_blocks.convolution_backward_over, (0, 1), pointwise=False, block=in_blocks.convolution_block
+        in_blocks.convolution_backward_over, (0, 1), pointwise=False, block=in_blocks.convolution_backward_block
     ),
     convolution_backward_input: Written(
-        in_blocks.convolution_backward_input_over, (0,), pointwise=False, block=in_blocks.convolution_input_block
+        in_blocks.convolution_backward_input_over,
+        (0,),
+        pointwise=False,
+        block=in_blocks.convolution_backward_input_block,
     ),
     aten._safe_softmax.default: Written(safe_softmax_over, (0,), pointwise=False),
     aten._softmax.default: Written(aten._softmax.out, (0,), pointwise=False),

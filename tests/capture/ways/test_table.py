@@ -79,6 +79,7 @@ def _arguments(op: Any, dtype: torch.dtype, layout: str) -> tuple[tuple[Any, ...
         aten.div.Tensor_mode: (x, y),
         aten._native_batch_norm_legit_functional.default: (x, *weights, True, 0.1, 1e-5),
         aten.native_batch_norm_backward.default: (x, y, weights[0], None, None, *weights[1:3], True, 1e-5, [True] * 3),
+        aten.convolution.default: (x, kernel, weights[0], *SAME_SIZE),
         aten.convolution_backward.default: (x, y, kernel, None, *SAME_SIZE, [True, False, False]),
         convolution_backward_input: (x, kernel, SHAPE, x.stride(), *SAME_SIZE),
         aten.avg_pool2d_backward.default: (x[:, :, ::2, ::2].contiguous(), y, *size, False, True, None),
