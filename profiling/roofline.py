@@ -29,8 +29,9 @@ from checkmate.capture.device import BLOCK_BYTES, as_allocated
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage, tensors
 from checkmate.capture.splits.costs import estimate
-from checkmate.capture.ways.legal import candidates
+from checkmate.capture.ways.legal import Candidate, candidates
 from checkmate.capture.ways.shape_only import convolution_backward_input
+from checkmate.capture.ways.table import TABLE, block_bytes
 from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
 from checkmate.errors import Unsupported
@@ -150,8 +151,16 @@ def roofline(joint: Joint, device: Device) -> Profile:
                 workspace[k] = as_allocated(of_parts.workspace_bytes, device.block_bytes)
     source = f"roofline estimate for {device.name}"
     ops = tuple(range(len(joint.nodes)))
-    ways = tuple(Way(c.op, c.makes, c.over, 0) for c in candidates(joint))
+    ways = tuple(_way(joint, c, device) for c in candidates(joint))
     return Profile(seconds, workspace, joint.resident_bytes, source, estimated=ops, ways=ways)
+
+
+def _way(joint: Joint, candidate: Candidate, device: Device) -> Way:
+    """Its workspace is a block, where it runs block by block, and else nothing."""
+    node = joint.nodes[candidate.op]
+    assert node is not None
+    bytes_of_block = as_allocated(block_bytes(node) or 0, device.block_bytes)
+    return Way(candidate.op, candidate.makes, candidate.over, bytes_of_block, TABLE[node.target].slower)
 
 
 def roofline_seconds(node: fx.Node, device: Device) -> float:

@@ -8,9 +8,10 @@ shapes, strides and types of the trace, on sets of numbers:
     usual      between 0.1 and 0.9, as for its seconds
 
 What is special spreads to no other element where each is made of the same element of the arguments: such ops run on the
-special set only. A way counts if all that it makes is the same each time, bit by bit, and its first result lies where
-the argument lay. What the argument held is not kept: on the CPU that takes the memory of the op, its arguments and
-results, and of a few thousand numbers.
+special set only. What runs block by block takes long, and from its weights the special spreads to all that it makes, so
+that nothing would be compared: it runs on the finite set only. A way counts if all that it makes is the same each time,
+bit by bit, and its first result lies where the argument lay. What the argument held is not kept: on the CPU that takes
+the memory of the op, its arguments and results, and of a few thousand numbers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from checkmate.profiling.one_op import attempt, flat, repeat
 
 SETS = ("special", "finite", "usual")
 POINTWISE_SETS = ("special",)
+BLOCK_SETS = ("finite",)
 LENGTH = 2**14  # of the numbers of a set, which repeat
 SPECIAL = 2**12  # of these are at the begin of a tensor in the special set
 STRIDE = 5003  # by how many numbers the sets of two arguments are apart; a prime, so that all kinds meet
@@ -54,7 +56,8 @@ def ways_of(node: fx.Node, run: partial[Any], count: Count) -> dict[int, bool]:
 def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) -> None:
     target: Any = node.target
     numbers = [t for t in tensors((run.args, run.keywords)) if t.is_floating_point() or t.dtype is torch.bool]
-    sets = POINTWISE_SETS if TABLE[target].pointwise else SETS
+    written = TABLE[target]
+    sets = POINTWISE_SETS if written.pointwise else BLOCK_SETS if written.block is not None else SETS
     good = [*does]
     for name in sets:
         for i, tensor in enumerate(numbers):

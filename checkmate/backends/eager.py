@@ -52,6 +52,7 @@ from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.profiling.in_two import same_in_two
 from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Profiler
+from checkmate.profiling.tried_here import tried_here
 from checkmate.solvers.late_results import late_results
 from checkmate.solvers.recall import Rest
 from checkmate.statusline import showing
@@ -294,9 +295,10 @@ class Backend:
         unread = unread_bytes(self.reach, facts.known, device, block_bytes)
         unread += 0 if self.updates is None else self.updates.state_bytes
         allocated = None if fakes else allocated_on(device)
+        tried = not self.exact or fakes or isinstance(self.profile, Measure)  # or not to be tried
 
         def pose(joint: Joint) -> Problem:
-            return with_what_is_held(problem_of(joint, self.profile), allocated, unread=unread)
+            return with_what_is_held(problem_of(joint, self.profile, tried=tried), allocated, unread=unread)
 
         problem, rest = pose(joint), None
         if self.exact:
@@ -318,13 +320,12 @@ class Backend:
         return modules.forward, modules.backward
 
 
-def problem_of(joint: Joint, profile: Profiler = MEASURE) -> Problem:
+def problem_of(joint: Joint, profile: Profiler = MEASURE, *, tried: bool = True) -> Problem:
     """The problem that a captured step poses, its ops measured or estimated, in the order with the lower floor."""
     order = late_results(joint.graph)
-    if order is not None:
-        joint = joint.in_order(order)
+    joint = joint if order is None else joint.in_order(order)
     costs, over = writable(joint, profile(joint))
-    return Problem(joint.graph, costs, Write(joint, over))
+    return Problem(joint.graph, costs if tried else tried_here(joint, costs, over), Write(joint, over))
 
 
 def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0) -> Problem:

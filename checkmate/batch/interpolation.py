@@ -129,9 +129,10 @@ def _smaller(problems: list[Problem], shares: list[float]) -> Problem | None:
 def _mixed_ways(problems: list[Problem], whole: Callable[[list[np.ndarray]], np.ndarray]) -> Iterator[Way]:
     """The ways that all problems have, their workspaces mixed."""
     workspaces = [{(way.op, way.makes, way.over): way.workspace for way in p.profile.ways} for p in problems]
-    for key in workspaces[0]:
+    for way in problems[0].profile.ways:
+        key = way.op, way.makes, way.over
         if all(key in of for of in workspaces):
-            yield Way(*key, int(whole([np.array(of[key]) for of in workspaces])))
+            yield replace(way, workspace=int(whole([np.array(of[key]) for of in workspaces])))
 
 
 def check_overhead(max_overhead: Overhead) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from checkmate.core.problem import Problem
@@ -40,7 +40,8 @@ def fingerprints(problem: Problem) -> Fingerprints:
             structure = *structure, [*graph.overwritten_by.items()]  # type: ignore[assignment]
         sizes = problem.sizes.tolist(), problem.workspace.tolist()
         if problem.profile.ways:
-            sizes = *sizes, [*map(astuple, problem.profile.ways)]  # type: ignore[assignment]
+            ways = [(way.op, way.makes, way.over, way.workspace) for way in problem.profile.ways]
+            sizes = *sizes, ways  # type: ignore[assignment]
         _known[problem] = Fingerprints(_hash(structure), _hash(sizes), _hash(problem.seconds.tolist()))
     return _known[problem]
 

@@ -187,6 +187,11 @@ class Problem:
         return next((saving for saving in self.savings[k] if saving[0] in dying), None)
 
     @cached_property
+    def slower(self) -> frozenset[tuple[int, int]]:
+        """The ops and the values that they write over in more time than a plain run takes."""
+        return frozenset((way.op, way.over) for way in self.profile.ways if way.slower)
+
+    @cached_property
     def limits(self) -> Limits:
         """What is forbidden, beside runs of pinned ops: by its rules, and after an op that overwrites something."""
         return Limits.of(self.graph, self.rules)
@@ -203,7 +208,10 @@ class Problem:
 
     @cached_property
     def live_bytes(self) -> np.ndarray:
-        """(T,) int64: bytes at hand while each op runs, if each runs once and values go after their last use."""
+        """(T,) int64: bytes at hand while each op runs, if each runs once and values go after their last use.
+
+        Ways that are slower than a plain run are not taken.
+        """
         last = [max((*users, self.graph.values[v].producer or 0)) for v, users in enumerate(self.graph.users)]
         for v in self.graph.outputs:
             last[v] = len(self.graph.ops)
@@ -213,7 +221,7 @@ class Problem:
         live, at = self.resident, []
         for k, op in enumerate(self.graph.ops):
             live += int(self.sizes[list(op.outputs)].sum())
-            saved = next((saved for v, saved in self.savings[k] if last[v] == k), 0)
+            saved = next((saved for v, saved in self.savings[k] if last[v] == k and (k, v) not in self.slower), 0)
             at.append(live + int(self.workspace[k]) - saved)
             live -= dying[k]
         return np.array(at, dtype=np.int64)
@@ -268,7 +276,7 @@ class Problem:
             "source": self.profile.source,
             "estimated": self.profile.estimated,
             **({"rules": [asdict(rule) for rule in self.rules]} if self.rules else {}),
-            **({"ways": [asdict(way) for way in self.profile.ways]} if self.profile.ways else {}),
+            **({"ways": [_without_defaults(way) for way in self.profile.ways]} if self.profile.ways else {}),
         }
         text = json.dumps(document, allow_nan=False).encode()
         path = Path(path)
@@ -318,9 +326,9 @@ class Problem:
             raise InvalidProblem(f"{path} describes no valid problem: {error}") from None
 
 
-def _without_defaults(op: Op) -> dict[str, Any]:
-    """An op as JSON holds it: without tags and what it overwrites where it has none, as older files are."""
-    return {name: part for name, part in asdict(op).items() if name not in ("tags", "overwrites") or part}
+def _without_defaults(part: Op | Way) -> dict[str, Any]:
+    """An op or a way as JSON holds it: without what older files lack, where it has none."""
+    return {name: what for name, what in asdict(part).items() if name not in ("tags", "overwrites", "slower") or what}
 
 
 def _with_tuples(op: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -70,6 +71,32 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         if t + 1 == graph.forward_length:
             boundary = len(steps)
     return Plan(tuple(steps), boundary)
+
+
+def without_slower_ways(plan: Plan, problem: Problem, budget: int) -> Plan:
+    """A plan whose ops run plainly where they would write over a value more slowly and the budget has room.
+
+    >>> from dataclasses import replace
+    >>> problem = Problem.from_dag([[], [0], [1]], seconds=[1, 1, 1], sizes=[1, 1, 1], over={2: [1]})
+    >>> slowly = replace(problem.profile, ways=tuple(replace(way, slower=True) for way in problem.profile.ways))
+    >>> problem = replace(problem, profile=slowly)
+    >>> plan = lower(problem, Schedule.from_runs(problem.graph, np.eye(3, dtype=bool)))
+    >>> [without_slower_ways(plan, problem, budget).runs_over for budget in (1, 2)]
+    [1, 0]
+    """
+    if not any(isinstance(step, Run) and (step.op, step.over) in problem.slower for step in plan.steps):
+        return plan
+    bytes_at = iter(simulate(plan, problem).bytes_at)
+    parts: list[tuple[Step, ...]] = []
+    for step in plan.steps:
+        part: tuple[Step, ...] = (step,)
+        if isinstance(step, Run):
+            live = next(bytes_at)
+            if step.over is not None and (step.op, step.over) in problem.slower:
+                fits = live + dict(problem.savings[step.op])[step.over] <= budget
+                part = (Run(step.op), Free(step.over)) if fits else part
+        parts.append(part)
+    return Plan(tuple(chain.from_iterable(parts)), sum(map(len, parts[: plan.boundary])))
 
 
 def simulate(plan: Plan, problem: Problem) -> Usage:

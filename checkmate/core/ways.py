@@ -9,6 +9,9 @@ at hand, one that writes over v has M_v bytes less: it saves
 where v goes with this run, that is where FREE[t, v, k] = 1. It takes the seconds of its op and leaves the same bits.
 So it changes nothing but the bytes of this one moment, and there is nothing to decide: of the ways whose value goes, a
 run takes the one that saves the most. Which ways there are is found out when costs are (`checkmate.profiling`).
+
+Some ways are slower than their op: those that run it block by block. By how much is not counted, since a plan takes few
+of them: only where a plain run would be above the budget.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ class Way:
     makes: int
     over: int
     workspace: int  # bytes that it needs beside its inputs and its other outputs
+    slower: bool = False  # than a plain run: taken only where that would be above the budget
 
     def check(self, graph: Graph) -> None:
         """Refuse what no run could do.

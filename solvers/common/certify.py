@@ -28,7 +28,7 @@ def certify(
         SolverError: if R breaks a rule or exceeds the budget; the method is wrong then, not the problem.
     """
     schedule = Schedule.from_runs(problem.graph, R)
-    plan = simulator.lower(problem, schedule)
+    plan = simulator.without_slower_ways(simulator.lower(problem, schedule), problem, budget)
     if wrong := simulator.verify(plan, problem, budget):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise SolverError(f"The schedule of {method} is wrong: {wrong[0]}{more}.")

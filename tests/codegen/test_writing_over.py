@@ -110,6 +110,43 @@ def test_the_peak_is_the_plans_to_the_byte(share: float) -> None:
     assert_same_bits(_grads(net), _plain())
 
 
+class _Images(nn.Module):
+    """Gradients of batch norms and of convolutions set the least peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential()
+        for channels in (3, 16):
+            self.blocks.extend((nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).mean((2, 3)).square().sum()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_what_runs_block_by_block_does_so_where_the_budget_asks_for_it(layout: torch.memory_format) -> None:
+    x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1)).contiguous(memory_format=layout)
+    plain = _Images().to(memory_format=layout)
+    plain(x).backward()
+    net = _Images().to(memory_format=layout)
+    problem = checkmate.trace(net, x)
+    for budget, needed in ((checkmate.min_budget(problem, time_limit=1).peak, True), (problem.keep_all_peak, False)):
+        net.load_state_dict(_Images().state_dict())
+        net.zero_grad()
+        step = _compiled(net, budget)
+        step(x).backward()
+        (solution,) = step.plans
+        assert solution.plan is not None
+        slowly = {(s.op, s.over) for s in solution.plan.steps if isinstance(s, Run)} & solution.problem.slower
+        assert bool(slowly) == needed
+        assert_same_bits(_grads(net), _grads(plain))
+        assert_same_bits([*net.buffers()], [*plain.buffers()])
+        net.zero_grad()
+        use = measure_peak(lambda: step(x).backward())  # noqa: B023
+        assert use.peak + solution.problem.resident == solution.peak <= budget
+
+
 def test_a_graph_that_is_retained_serves_again() -> None:
     net = _Net()
     step = _compiled(net)

@@ -17,6 +17,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.ways import Way
 from checkmate.errors import InvalidProblem
+from checkmate.solvers.common.certify import certify
 from tests.core.test_schedule import random_runs
 from tests.support.oracle import random_problem_with_ways
 
@@ -90,6 +91,50 @@ def test_ways_travel_in_files_and_count_as_sizes(tmp_path: Path) -> None:
     plain = replace(CHAIN, profile=replace(CHAIN.profile, ways=()))
     assert same_ops(plain, CHAIN)
     assert fingerprints(plain).sizes != fingerprints(CHAIN).sizes
+
+
+def _slowly(problem: Problem) -> Problem:
+    """The same whose ways are all slower than a plain run."""
+    ways = tuple(replace(way, slower=True) for way in problem.profile.ways)
+    return replace(problem, profile=replace(problem.profile, ways=ways))
+
+
+def test_slower_ways_travel_in_files(tmp_path: Path) -> None:
+    problem = _slowly(CHAIN)
+    problem.to_json(tmp_path / "chain.json")
+    assert Problem.from_json(tmp_path / "chain.json").profile.ways == problem.profile.ways
+    CHAIN.to_json(tmp_path / "plain.json")
+    assert "slower" not in (tmp_path / "plain.json").read_text()  # which files of before do not know
+
+
+@pytest.mark.parametrize(("budget", "over"), [(25, []), (24, [2]), (23, [2, 3]), (17, [2, 3])])
+def test_slower_ways_are_taken_where_the_budget_needs_them(budget: int, over: list[int]) -> None:
+    problem = _slowly(CHAIN)
+    assert problem.keep_all_peak == 25  # plainly: what is fast there is
+    plan = certify(problem, budget, np.eye(4, dtype=bool), method="test").plan
+    assert plan is not None
+    assert [step.op for step in plan.steps if isinstance(step, Run) and step.over is not None] == over
+
+
+@given(st.integers(0, 10**6))
+def test_of_slower_ways_just_those_are_taken_that_a_budget_needs(seed: int) -> None:
+    problem = _slowly(random_problem_with_ways(seed, most_ops=9))
+    schedule = Schedule.from_runs(problem.graph, random_runs(problem, seed))
+    whole = simulator.lower(problem, schedule)
+    least, most = simulator.simulate(whole, problem).peak, schedule.peak(_plainly(problem))
+    for budget in {least, (least + most) // 2, most}:
+        plan = simulator.without_slower_ways(whole, problem, budget)
+        assert simulator.verify(plan, problem, budget) == []
+        assert plan.runs == whole.runs
+        assert (plan.runs_over == 0) == (budget == most or whole.runs_over == 0)
+        bytes_at = simulator.simulate(plan, problem).bytes_at
+        runs = [step for step in plan.steps if isinstance(step, Run)]
+        for step, at in zip(runs, bytes_at, strict=True):
+            assert step.over is None or at + dict(problem.savings[step.op])[step.over] > budget
+
+
+def _plainly(problem: Problem) -> Problem:
+    return replace(problem, profile=replace(problem.profile, ways=()))
 
 
 @given(st.integers(0, 10**6))

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import ways
 from benchmarks.common.rows import read
-from benchmarks.solve.comparison import FILES
+from benchmarks.solve.comparison import FILES, HERE
 from checkmate import Problem
 from checkmate.solvers.common.certify import TOLERANCE
 
@@ -43,3 +43,13 @@ def test_the_committed_rows_contradict_one_another_nowhere(rows: list[ways.Row])
             if plain[f"{at}_cost_ratio"] is not None and ours[f"{at}_cost_ratio"] is not None:
                 bound = ours[f"{at}_cost_ratio"] * (1 - ours[f"{at}_gap"])
                 assert bound <= plain[f"{at}_cost_ratio"] * (1 + TOLERANCE)
+
+
+def test_the_figures_of_the_readme_come_from_the_committed_rows(rows: list[ways.Row]) -> None:
+    known = {(row["network"], row["form"]): row["smallest"] for row in rows}
+    lower = {name: 1 - known[name, "ways"] / known[name, "file"] for name in FILES}
+    said = " ".join((HERE.parent / "README.md").read_text().split())
+    images = [lower[name] for name in ("vgg16", "unet", "resnet18", "mobilenetv2", "resnet50", "densenet121")]
+    assert f"that of convolutional networks by {100 * min(images):.0f} to {100 * max(images):.0f} %" in said
+    for text, name in (("GPT-2 of 12 layers falls", "gpt2-12"), ("BERT", "bert-base")):
+        assert f"{text} from {known[name, 'file'] / 1e9:.2f} to {known[name, 'ways'] / 1e9:.2f} GB" in said

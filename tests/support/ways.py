@@ -14,26 +14,38 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.backends import eager
 from checkmate.capture.joint import Joint
-from checkmate.capture.ways.legal import candidates
-from checkmate.capture.ways.table import call_over
+from checkmate.capture.ways.legal import Candidate, candidates
+from checkmate.capture.ways.table import TABLE, call_over
 from checkmate.codegen.writing_over import Positions, writable
 from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
 from checkmate.memory import measure_peak
+from checkmate.profiling.tried_here import tried_here
 
 _KNOWN: dict[Any, int] = {}  # bytes that a call allocates which writes over an argument
 
 
 def offered(joint: Joint, costs: Profile) -> Profile:
-    """Costs with all candidates as ways, where they come without any: the bits of each are taken to be equal."""
+    """Costs with all candidates as ways, where they come without any: the bits of each are taken to be equal.
+
+    Those that run block by block have been tried: they depend on the shapes.
+    """
     found = () if costs.ways else tuple(candidates(joint))
-    ways = tuple(Way(c.op, c.makes, c.over, _workspace(joint, c.op, c.position)) for c in found)
-    return replace(costs, ways=ways) if ways else costs
+    ways = tuple(_way(joint, c) for c in found)
+    if not ways:
+        return costs
+    positions = {(c.op, c.over): c.position for c in found}
+    tried = tried_here(joint, replace(costs, ways=ways), positions)
+    return replace(tried, ways=tuple(replace(way, slower=False) for way in tried.ways))  # so that all plans take them
 
 
-def _workspace(joint: Joint, op: int, position: int) -> int:
-    node = joint.nodes[op]
+def _way(joint: Joint, c: Candidate) -> Way:
+    node = joint.nodes[c.op]
     assert node is not None
+    return Way(c.op, c.makes, c.over, _workspace(node, c.position), TABLE[node.target].slower)
+
+
+def _workspace(node: fx.Node, position: int) -> int:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _described(n.meta["val"]))
     key = str((node.target, position, args, kwargs))
     if key not in _KNOWN:

@@ -2,7 +2,8 @@
 
 Only variants that need no second copy are here: some of PyTorch's ``out=`` are generated, and fill a new tensor that
 they then copy. What computes each element from the same element of its arguments may write over these on any device,
-as PyTorch documents for ``out=``. Of the others it is known on the CPU only.
+as PyTorch documents for ``out=``. Of the others it is known on the CPU only; some of these run block by block, in more
+time than at once (`in_blocks`).
 
 Whether an op of the table leaves the same bits so is not assumed: it is tried, for each shape, layout and type, when
 costs are measured (`checkmate.profiling`). Whether its argument may go is another question (`legal`).
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.capture.ways import in_blocks
 from checkmate.capture.ways.over import batch_norm_over, rsub_over, safe_softmax_over, take_over
+from checkmate.capture.ways.shape_only import convolution_backward_input
 
 aten = torch.ops.aten
 
@@ -34,6 +37,12 @@ class Written:
     positions: tuple[int, ...]  # of the arguments that it may write over
     out: str | None = "out"  # what it calls the tensor that it writes to; None: it writes over its first argument
     pointwise: bool = True  # each element is made of the same element of the arguments: it holds on any device
+    block: Callable[..., int | None] | None = None  # of the op's arguments: it runs block by block, of these bytes
+
+    @property
+    def slower(self) -> bool:
+        """Whether it takes longer than the op."""
+        return self.block is not None
 
 
 _UNARY = (
@@ -84,6 +93,21 @@ TABLE: Mapping[Any, Written] = {
     # by rows, channels or windows
     **{op: Written(into, (1,), "grad_input", False) for op, into in map(_backward, _OF_SHAPE)},
     aten._native_batch_norm_legit_functional.default: Written(batch_norm_over, (0,), pointwise=False),
+    aten.native_batch_norm_backward.default: Written(
+        in_blocks.batch_norm_backward_over, (0, 1), pointwise=False, block=in_blocks.batch_norm_block
+    ),
+    aten.convolution.default: Written(
+        in_blocks.convolution_over, (0,), pointwise=False, block=in_blocks.convolution_block
+    ),
+    aten.convolution_backward.default: Written(
+        in_blocks.convolution_backward_over, (0, 1), pointwise=False, block=in_blocks.convolution_backward_block
+    ),
+    convolution_backward_input: Written(
+        in_blocks.convolution_backward_input_over,
+        (0,),
+        pointwise=False,
+        block=in_blocks.convolution_backward_input_block,
+    ),
     aten._safe_softmax.default: Written(safe_softmax_over, (0,), pointwise=False),
     aten._softmax.default: Written(aten._softmax.out, (0,), pointwise=False),
     aten._log_softmax.default: Written(aten._log_softmax.out, (0,), pointwise=False),
@@ -106,7 +130,15 @@ def positions_to_try(node: fx.Node) -> tuple[int, ...]:
     made = first_result(node)
     if written is None or made is None or not (written.pointwise or made.device.type == "cpu"):
         return ()
+    if written.block is not None and block_bytes(node) is None:
+        return ()
     return tuple(i for i in written.positions if i < len(node.args) and _is_alike(node.args[i], made))
+
+
+def block_bytes(node: fx.Node) -> int | None:
+    """Bytes of a block, of an op that runs block by block to write over an argument; None: it does not so."""
+    block = TABLE[node.target].block
+    return None if block is None else block(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
 
 
 def first_result(node: fx.Node) -> torch.Tensor | None:
