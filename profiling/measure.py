@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import target_name, tensors
+from checkmate.capture.patches.is_compiling import not_compiling
 from checkmate.capture.ways.table import positions_to_try
 from checkmate.core.problem import Profile
 from checkmate.errors import Unsupported
@@ -182,7 +183,8 @@ def _measure_ops(new: dict[Key, fx.Node]) -> dict[Key, OpCost | None]:
     cards = sorted({device.index for _, node in todo if (device := device_of_op(node)).type == "cuda"})
     line = showing(lambda: f"measuring {len(done)} of {len(todo)} ops", share=lambda: len(done) / len(todo))
     done: dict[Key, OpCost | None] = {}
-    with line, _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=cards):
+    fork = torch.random.fork_rng(devices=cards)
+    with line, _disable_current_modes(), not_compiling(), torch.no_grad(), fork:
         for key, cost in _measure_each(todo):
             done[key] = cost  # noqa: PERF403  # which the line counts
     log.info("Measured %d distinct ops in %.1f s.", len(todo), time.perf_counter() - began)

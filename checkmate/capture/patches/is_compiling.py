@@ -12,10 +12,12 @@ by its name cannot try again: there the error says who asked.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._dynamo.decorators import mark_static_address
@@ -48,6 +50,13 @@ class Answer:
     compiled: set[str] = field(default_factory=set)  # places that are told yes
     asked: dict[str, None] = field(default_factory=dict)  # in this capture, in order of the last time
     said: set[Any] = field(default_factory=set)  # what captured code has logged or printed
+
+
+@contextmanager
+def not_compiling() -> Iterator[None]:
+    """Have PyTorch's own code, too, do within the block what it does when it runs: an optimizer takes another way."""
+    with patch.object(torch.compiler, "_is_compiling_flag", False):
+        yield
 
 
 def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., Any]:
