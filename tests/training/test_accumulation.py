@@ -156,3 +156,25 @@ def test_a_number_that_is_none(accumulate: Any) -> None:
     """At once."""
     with pytest.raises(ValueError, match="accumulate is a whole number"):
         _made(_whole, accumulate, budget="1 GB")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_gradient_that_is_a_constant(accumulate: int) -> None:
+    """Rounding has a gradient of zeros, which depends on nothing: the update is of the backward all the same.
+
+    There the rounded weight is read, which weight decay changes.
+    """
+    made = []
+    for make in (functools.partial(_whole, budget="1 GB"), _plain):
+        torch.manual_seed(0)
+        a, b = nn.Parameter(3 * torch.randn(32, 32)), nn.Parameter(torch.randn(32, 32))
+        optimizer = optim.SGD([a, b], lr=0.5, weight_decay=0.5)
+
+        def loss_fn(x: Tensor, a: Tensor = a, b: Tensor = b) -> Tensor:
+            return (x @ (a.round() * b).exp()).sum()
+
+        step = make(loss_fn, optimizer, accumulate=accumulate)
+        for _ in range(2 * accumulate):
+            step(X / 1e6)
+        made.append((a.detach(), b.detach(), optimizer.state_dict()))
+    assert_same_bits(*made)
