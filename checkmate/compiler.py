@@ -27,7 +27,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory.report import ArenaReport, report
 from checkmate.profiling.profilers import Choice, profiler
-from checkmate.updates.insert import Updates
+from checkmate.updates.insert import Insert
 from checkmate.verification.compare import Certificate, compare_with_plain
 
 M = TypeVar("M", bound=nn.Module)
@@ -223,7 +223,7 @@ def _compile(fn: Any, options: Options) -> Any:
     return _compile_module(fn, options) if isinstance(fn, nn.Module) else CompiledStep(fn, options)
 
 
-def new_backend(options: Options, updates: Updates | None = None) -> Backend:
+def new_backend(options: Options, updates: Insert | None = None) -> Backend:
     """What compiles a step, with its updates if these are part of it."""
     planner, (find_costs, block_bytes) = Planner(options), profiler(options.profile, cache=options.cache)
     if options.backend == "eager":

@@ -8,11 +8,13 @@ is one graph here and one plan. A gradient is free once its parameter is updated
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import optim
+from torch import nn, optim
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map_only
 
 from checkmate.backends.plan_on import Planning
@@ -23,8 +25,12 @@ from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory.report import ArenaReport
 from checkmate.profiling.profilers import Choice
-from checkmate.updates.insert import Updates
+from checkmate.updates import averaging, scaling
+from checkmate.updates.clipping import Clipping
+from checkmate.updates.insert import Insert
+from checkmate.updates.sums import Sums
 from checkmate.updates.supported import checked
+from checkmate.updates.updates import Updates
 
 
 def training_step(
@@ -34,6 +40,11 @@ def training_step(
     budget: int | float | str,
     clip_norm: float | None = None,
     norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    clip_value: float | None = None,
+    accumulate: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
+    ema: tuple[AveragedModel, nn.Module] | None = None,
     gradients: bool = False,
     method: str = "auto",
     time_limit: float = 60.0,
@@ -60,6 +71,15 @@ def training_step(
     free then. With ``clip_norm`` no update can begin before all gradients were there: the plan keeps them until then,
     or lets go of some and runs their part of the backward a second time, whichever costs less within the budget.
 
+    With ``accumulate=n`` a call is one micro-batch of n, and the n-th updates: the gradients of all n are summed in
+    ``.grad``, as plain PyTorch does it, and count in the plan of each. A loss that is to be the mean of all is divided
+    by n in ``loss_fn``. `TrainingStep.update` updates by fewer, where an epoch ends.
+
+    With a ``scaler`` the step is ``scaler.scale(loss).backward(); scaler.unscale_(optimizer)``, clipping,
+    ``scaler.step(optimizer); scaler.update()``: no update can begin before all gradients were looked at. Casts to half
+    precision, `torch.autocast`, are in ``loss_fn``. With ``ema=(averaged, model)`` it ends in
+    ``averaged.update_parameters(model)``: each parameter is averaged behind its update.
+
     Learning rates and other settings hold from the next call on, whoever sets them; `state_dict` and `load_state_dict`
     of model and optimizer are those of plain training. If a step fails in its backward, on Ctrl-C for instance, some
     parameters may be updated and others not: load a checkpoint.
@@ -70,7 +90,12 @@ def training_step(
             `torch.optim` but for LBFGS and SparseAdam.
         budget: bytes at any moment of the step; "8 GB", or "8G", is 8e9.
         clip_norm: scale all gradients so that the norm of all together is this at most.
-        norm_type: the order of that norm.
+        norm_type: the order of that norm; ``math.inf``: the largest element.
+        error_if_nonfinite: a norm that is infinite or not a number is an error, before anything is updated.
+        clip_value: have no element of a gradient be larger than this, or smaller than its negative.
+        accumulate: how many calls make one update.
+        scaler: scales the loss, for half precision, and skips updates by gradients that are not finite.
+        ema: an averaged model, and the model that it averages.
         gradients: leave the gradients in ``.grad`` after the step, clipped if they are: all of them are there then.
         method, time_limit, reserve, profile, cache, max_plans, memory, wait, rules: as for `checkmate.compile`.
 
@@ -83,7 +108,7 @@ def training_step(
         BudgetError, RuleError, InfeasibleBudget: as for `checkmate.compile`.
         Unsupported: at once, for other optimizers, or hooks on their `step`; at the first call, if the step cannot be
             captured as one graph.
-        ValueError: at once, if ``clip_norm`` is no positive number.
+        ValueError: at once, if ``clip_norm``, ``clip_value`` or ``accumulate`` is no positive number.
 
     >>> import torch
     >>> class Loss(torch.nn.Linear):
@@ -96,71 +121,118 @@ def training_step(
     >>> print(step.plans[0].status, loss_fn.weight.grad)
     Status.OPTIMAL None
     """
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm is a positive number, not {clip_norm!r}.")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate is a whole number of calls, 1 at least, not {accumulate!r}.")
+    optimizers = checked(optimizer)
+    updates = Updates(
+        optimizers,
+        Clipping(clip_norm, norm_type, error_if_nonfinite, clip_value),
+        keep=gradients,
+        sums=None if accumulate == 1 else Sums(),
+        scaling=None if scaler is None else scaling.checked(scaler, optimizers),
+        average=None if ema is None else averaging.checked(ema),
+    )
     about: dict[str, Any] = {"profile": profile, "cache": cache, "max_plans": max_plans, "memory": memory}
     options = Options(budget, method, time_limit, reserve, wait=wait, rules=rules, **about)
-    return TrainingStep(loss_fn, Updates(checked(optimizer), clip_norm, norm_type, keep=gradients), options)
+    return TrainingStep(loss_fn, updates, accumulate, options)
 
 
 class TrainingStep:
     """Forward, backward and update for a batch. Made by `training_step`."""
 
-    def __init__(self, loss_fn: Callable[..., Any], updates: Updates, options: Options) -> None:
+    def __init__(self, loss_fn: Callable[..., Any], updates: Updates, accumulate: int, options: Options) -> None:
         self._loss_fn, self._updates, self._options = _with_one_gradient(loss_fn), updates, options
-        self._planned_for = updates.signature
-        self._step: CompiledStep[..., Any] = self._new_step()
+        self._accumulate, self._added = accumulate, 0  # calls of an update, and those that there were
+        self._plan_anew()
         functools.update_wrapper(self, loss_fn, updated=())
 
-    def _new_step(self) -> CompiledStep[..., Any]:
-        return CompiledStep(self._loss_fn, self._options, new_backend(self._options, self._updates))
+    def _plan_anew(self) -> None:
+        """Nothing that was planned holds any more."""
+        self._planned_for = self._updates.signature
+        self._last = self._new_step(Insert(self._updates))
+        if self._accumulate > 1:
+            self._adding = self._new_step(Insert(self._updates, last=False))  # all calls of an update but the last
+
+    def _new_step(self, insert: Insert) -> CompiledStep[..., Any]:
+        return CompiledStep(self._loss_fn, self._options, new_backend(self._options, insert))
+
+    @property
+    def _steps(self) -> list[CompiledStep[..., Any]]:
+        return [self._last] if self._accumulate == 1 else [self._adding, self._last]
 
     @property
     def norm(self) -> torch.Tensor | None:
-        """The norm of all gradients of the last step before they were clipped; None: none were."""
-        return self._updates.norm
+        """The norm of all gradients of the last update before they were clipped; None: none were."""
+        return self._updates.clipping.norm
 
     @property
     def plans(self) -> list[Solution]:
-        """The `Solution` of each captured graph that is kept, in the order of capture."""
-        return self._step.plans
+        """The `Solution` of each captured graph that is kept, in the order of capture.
+
+        With ``accumulate`` those of all calls but the last of an update come first.
+        """
+        return [plan for step in self._steps for plan in step.plans]
 
     @property
     def planning(self) -> list[Planning]:
         """What is known of each plan in ``plans``: its cost and bound, and whether a better one may still come."""
-        return self._step.planning
+        return [known for step in self._steps for known in step.planning]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until planning has ended, so many seconds at most, and tell whether it has."""
-        return self._step.wait(timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return all(step.wait(None if deadline is None else deadline - time.monotonic()) for step in self._steps)
 
     def memory(self) -> ArenaReport:
         """What the arenas of this step did when it last ran; it prints as a table."""
-        return self._step.memory()
+        return ArenaReport(tuple(row for step in self._steps for row in step.memory().rows))
+
+    def update(self) -> None:
+        """Update by the gradients that were added since the last update, as the last call of an accumulation does.
+
+        For the end of an epoch whose number of batches is no multiple of ``accumulate``. Nothing is done if there are
+        none.
+        """
+        if self._added:
+            self._added = 0
+            self._updates.begin()
+            self._updates.finish()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``loss_fn`` gives, detached, after the parameters were updated."""
+        """What ``loss_fn`` gives, detached, after the parameters were updated, or the gradients added."""
         if not torch.is_grad_enabled():
             raise Unsupported("A training step needs gradients: call it outside of torch.no_grad().")
         updates = self._updates
         if updates.signature != self._planned_for:
             checked(updates.optimizers)
-            self._planned_for, self._step = updates.signature, self._new_step()
-        for optimizer in updates.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        done, result = updates.done, self._step(*args, **kwargs)
+            self._plan_anew()
+        if self._added == 0:
+            for optimizer in updates.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+        last = self._added == self._accumulate - 1
+        result = (self._last if last else self._adding)(*args, **kwargs)
         loss, *others = result if isinstance(result, tuple) else (result,)
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise Unsupported(
                 f"loss_fn gave {_described(loss)}; it gives a loss that depends on parameters, or a tuple that begins "
                 "with one."
             )
-        loss.backward()
-        if updates.done == done:  # none of the parameters was in the step, or torch.compile is turned off
-            updates.all_at_once()
-        for optimizer in updates.optimizers:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+        self._backward(loss, last=last)
         return (loss.detach(), *others) if isinstance(result, tuple) else loss.detach()
+
+    def _backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        updates = self._updates
+        scaled = loss if updates.scaling is None else updates.scaling.scaler.scale(loss)
+        if updates.sums is not None:
+            updates.sums.make_rooms()
+        if not last:
+            scaled.backward()
+            self._added += 1
+            return
+        updates.begin()
+        scaled.backward()
+        self._added = 0
+        updates.finish()
 
 
 def _described(result: Any) -> str:

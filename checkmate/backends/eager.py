@@ -57,7 +57,7 @@ from checkmate.solvers.late_results import late_results
 from checkmate.solvers.recall import Rest
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
-from checkmate.updates.insert import Updates
+from checkmate.updates.insert import Insert
 
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
@@ -136,7 +136,7 @@ class Backend:
     pools: bool = False  # on CUDA each has a pool of its own
     arenas: WeakSet[Arena] = field(default_factory=WeakSet)  # of the graphs whose code is kept
     begin: Callable[[Problem], tuple[Solution, Rest | None]] | None = None  # a plan, and what is open of it
-    updates: Updates | None = None  # of parameters, that are part of the step
+    updates: Insert | None = None  # of parameters, that are part of the step
     open: list[PlanOn] = field(default_factory=list)  # graphs whose plan may have changed since they were captured
 
     exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
@@ -269,7 +269,7 @@ class Backend:
         counts = [*facts.counts[-1]] if facts.counts else []  # to measure ops may differentiate, too
         drop_gradients_of_writes(joint_module, facts.known)
         if self.updates is not None:
-            gone = self.updates.insert(joint_module, facts.known, num_fwd_outputs)
+            gone = self.updates(joint_module, facts.known, num_fwd_outputs)
             counts = [count for n, count in enumerate(counts) if n not in gone]
         if facts.shares_copies:
             refuse_shared_copies(joint_module.graph, num_fwd_outputs)
@@ -292,8 +292,9 @@ class Backend:
         joint = read(joint_module)
         if facts.numbers:
             self.check(joint)
-        unread = unread_bytes(self.reach, facts.known, device, block_bytes)
-        unread += 0 if self.updates is None else self.updates.state_bytes
+        updates = None if self.updates is None else self.updates.updates
+        unread = unread_bytes((self.reach, updates and updates.reach), facts.known, device, block_bytes)
+        unread += 0 if updates is None else updates.held_bytes
         allocated = None if fakes else allocated_on(device)
         tried = not self.exact or fakes or isinstance(self.profile, Measure)  # or not to be tried
 

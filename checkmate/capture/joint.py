@@ -225,7 +225,7 @@ class _Contents:
             Unsupported: if its outputs alias only in part, or it has a side effect within the backward.
         """
         read = dict.fromkeys(v for a in node.all_input_nodes for v in self.values_of(a))
-        writes = is_mutating(node) or updated(node) is not None
+        writes = is_mutating(node) or bool(updated(node))
         made = () if writes else self._add_values(node, len(self.ops), "intermediate")
         aliased = [v for v in self.values_of(node) if v not in made]
         if aliased and not writes:
@@ -239,7 +239,7 @@ class _Contents:
                 "Call this op outside of the step, under torch.no_grad() if it needs no gradient."
             )
         pinned = self.step.pinned(node)
-        over = () if updated(node) is None else self.values_of(updated(node))
+        over = tuple(v for p in updated(node) for v in self.values_of(p))
         about: Any = {"where": where(node), "overwrites": over}
         self._add(Op(node.name, target_name(node), tuple(read), made, phase, pinned, **about), node)
 

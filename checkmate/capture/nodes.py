@@ -108,18 +108,25 @@ def written(node: fx.Node) -> list[fx.Node]:
     return leaf_nodes(layouts.written(node.target, node.args, node.kwargs))  # type: ignore[arg-type]
 
 
-def updated(node: fx.Node) -> Any:
-    """The parameter that an op of `checkmate.updates` overwrites, as a node; None of any other op.
+def updated(node: fx.Node) -> list[fx.Node]:
+    """The parameters that an op of `checkmate.updates` overwrites; none of any other op.
 
     Unlike what the step itself overwrites, a parameter is read by ops of the step, all before its update.
     """
-    position = getattr(node.target, "updates", None)
-    return None if position is None else node.args[position]
+    return leaf_nodes([node.args[i] for i in getattr(node.target, "updates", ())])
+
+
+def done_with_gradients(node: fx.Node) -> str | None:
+    """What an op of `checkmate.updates` does beside what it makes, in words with a place for the parameter's name.
+
+    None of any other op.
+    """
+    return getattr(node.target, "does", None)
 
 
 def has_effect(node: fx.Node) -> bool:
     """It does more than to make what others read: it must stay, read or not."""
-    return node.is_impure() or is_random(node) or is_mutating(node) or updated(node) is not None
+    return node.is_impure() or is_random(node) or is_mutating(node) or bool(done_with_gradients(node))
 
 
 def is_random(node: fx.Node) -> bool:

@@ -23,6 +23,7 @@ from torch._functorch.partitioners import (
 from checkmate.capture import cudnn
 from checkmate.capture.nodes import (
     ancestors,
+    done_with_gradients,
     is_collective,
     is_mutating,
     is_random,
@@ -90,8 +91,8 @@ class Traced:
         """Why an op must run exactly once, in words."""
         if is_mutating(node):
             return "overwrites " + ", ".join(map(self.name, written(node)))
-        if updated(node) is not None:
-            return f"updates {self.name(updated(node))}"
+        if does := done_with_gradients(node):
+            return does.format(*map(self.name, leaf_nodes(node.args[1:2])))
         if is_with_effects(node):
             return "has a side effect"
         if node.target is save_state:
@@ -108,11 +109,11 @@ class Traced:
 
 
 def after_tangent(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that depend on an incoming gradient, or were put into the backward by hand."""
+    """Nodes that depend on an incoming gradient, were put into the backward by hand, or are for gradients there."""
     found: set[fx.Node] = set()
     for n in nodes:
         handed_in = n.op == "placeholder" and (_is_tangent(n) or _is_bwd_seed_offset(n) or _is_backward_state(n))
-        if handed_in or _must_be_in_backward(n) or any(a in found for a in n.all_input_nodes):
+        if handed_in or _must_be_in_backward(n) or done_with_gradients(n) or any(a in found for a in n.all_input_nodes):
             found.add(n)
     return found
 
@@ -168,7 +169,7 @@ def _by_demand(step: Traced, forward: Collection[fx.Node]) -> list[fx.Node]:
     """
 
     def has_effect(n: fx.Node) -> bool:
-        stays = is_mutating(n) or is_with_effects(n) or updated(n) is not None
+        stays = is_mutating(n) or is_with_effects(n) or bool(done_with_gradients(n))
         return n.op == "call_function" and n in step.after_tangent and stays
 
     gradients = leaf_nodes(step.backward_outputs)
@@ -187,15 +188,15 @@ def _by_demand(step: Traced, forward: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _updates_placed(backward: list[fx.Node]) -> list[fx.Node]:
-    """The same ops, each update of a parameter as early as it can be: behind its gradient, and all that reads it."""
-    updates = [n for n in backward if updated(n) is not None]
+    """The same ops, what is done with a gradient as early as it can be: updates behind all that reads the parameter."""
+    updates = [n for n in backward if done_with_gradients(n)]
     place = {n: i for i, n in enumerate(backward)}
     last: dict[int, int] = {}  # reader of a storage
     for i, n in enumerate(backward if updates else ()):
-        if updated(n) is None:
+        if not done_with_gradients(n):
             last.update((storage(t), i) for a in n.all_input_nodes for t in tensors(a.meta.get("val")))
     for n in updates:
         made = (place.get(a, -1) for a in ancestors(n.all_input_nodes))
-        read = (last.get(storage(t), -1) for t in tensors(updated(n).meta["val"]))
+        read = (last.get(storage(t), -1) for p in updated(n) for t in tensors(p.meta["val"]))
         place[n] = max((*made, *read))
-    return sorted(backward, key=lambda n: (place[n], updated(n) is not None))
+    return sorted(backward, key=lambda n: (place[n], bool(done_with_gradients(n))))

@@ -14,7 +14,7 @@ from torch._functorch.partitioners import _is_tangent
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from checkmate.capture.cudnn import expose_cudnn
-from checkmate.capture.nodes import has_effect, updated
+from checkmate.capture.nodes import done_with_gradients, has_effect
 from checkmate.capture.patches.recurrent import LAYER, lstm_layer
 from checkmate.capture.patches.strides import draw_copy, lay_out
 from checkmate.capture.provenance import where
@@ -47,7 +47,7 @@ def prepare(
     leave_workspaces(graph)
     gather_copies(graph)
     sum_what_masks_select(graph)
-    graph.eliminate_dead_code(lambda n: n.target in DRAWS or n.is_impure() or updated(n) is not None)
+    graph.eliminate_dead_code(lambda n: n.target in DRAWS or n.is_impure() or bool(done_with_gradients(n)))
     split_convolutions(graph, in_two)
     if on_cpu:
         if as_is:

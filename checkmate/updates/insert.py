@@ -1,12 +1,15 @@
-"""Put updates into a traced step: each parameter's gradient goes to its update, and is no result of the step.
+"""Put what is done with gradients into a traced step: each goes to its update, and is no result of the step.
 
-gradient -> as autograd stores it -> (times the factor that clips it) -> update
+gradient -> as autograd stores it -> (without the scale) -> (clipped) -> update
+
+Of several micro-batches all gradients go to their sums, which are no values of the step; the last one's step goes on
+with these, in place. What each node does is said by `checkmate.updates.updates`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,58 +19,30 @@ from torch._functorch.partitioners import _is_primal
 from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.capture.patches.strides import lay_out, obeys_layout
-from checkmate.updates.clipping import coefficient_of, norm_of, order_of
-from checkmate.updates.one_parameter import Update, about
+from checkmate.errors import Unsupported
+from checkmate.updates import operations
+from checkmate.updates.clipping import norm_of, order_of
+from checkmate.updates.one_parameter import Update
+from checkmate.updates.scaling import largest_of
+from checkmate.updates.updates import Updates
 
 aten = torch.ops.aten
 
 
-@dataclass(eq=False)
-class Updates:
-    """What a training step does with its gradients.
+@dataclass(frozen=True, eq=False)
+class Insert:
+    """Puts what is done with gradients into traced steps.
 
     Args:
-        optimizers: those whose parameters are updated, as `checkmate.updates.supported.checked` gives them.
-        clip_norm: the largest norm of all gradients; None: they are as they are.
-        norm_type: the order of the norm.
-        keep: gradients are results of the step as well.
+        updates: that.
+        last: the steps are of the last micro-batch before an update; the others only add to sums.
     """
 
-    optimizers: Sequence[optim.Optimizer]
-    clip_norm: float | None = None
-    norm_type: float = 2.0
-    keep: bool = False
-    done: int = field(default=0, init=False)  # updates so far
-    norm: torch.Tensor | None = field(default=None, init=False)  # of all gradients of the last step, before clipping
+    updates: Updates
+    last: bool = True
 
-    def of_parameters(self) -> dict[int, Update]:
-        """The update of each parameter that the optimizers have now, by its id."""
-        groups = ((o, i, group) for o in self.optimizers for i, group in enumerate(o.param_groups))
-        return {id(p): Update(o, i, p) for o, i, group in groups for p in group["params"]}
-
-    @property
-    def signature(self) -> list[tuple[str, list[int]]]:
-        """What a plan holds for: which parameters are updated, in what groups, and how."""
-        groups = ((o, group) for o in self.optimizers for group in o.param_groups)
-        return [(about(o, group), [id(p) for p in group["params"]]) for o, group in groups]
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of all states, from the first step on."""
-        return sum(update.state_bytes for update in self.of_parameters().values())
-
-    def all_at_once(self) -> None:
-        """Do what is done with gradients as plain PyTorch does, where a plain step has left them in ``.grad``."""
-        parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
-        if self.clip_norm is not None:
-            self.norm = torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm, self.norm_type)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            if not self.keep:
-                optimizer.zero_grad(set_to_none=True)
-
-    def insert(self, module: fx.GraphModule, given: Sequence[Any], num_fwd_outputs: int) -> set[int]:
-        """Put the updates into a joint graph of AOTAutograd.
+    def __call__(self, module: fx.GraphModule, given: Sequence[Any], num_fwd_outputs: int) -> set[int]:
+        """Change a joint graph of AOTAutograd.
 
         Args:
             module: is changed in place.
@@ -76,62 +51,148 @@ class Updates:
 
         Returns:
             Which of the gradients that are not None are results no more, by their position among these.
+
+        Raises:
+            Unsupported: if it is not known what a gradient belongs to, and all are looked at together.
         """
         graph, output = module.graph, module.graph.output_node()
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-        updates, primals = self.of_parameters(), _primals(graph)
+        updates, primals = self.updates.of_parameters(), _primals(graph)
         defined = [i for i in range(num_fwd_outputs, len(results)) if isinstance(results[i], fx.Node)]
         found: dict[int, tuple[fx.Node, Update]] = {}  # by the position of the gradient
         for i, position in _inputs_of(output, defined):
-            if position < len(given) and id(given[position]) in updates:
+            if position is None and (self.updates.clipping.most is not None or self.updates.scaling is not None):
+                raise _unknown()
+            if position is not None and position < len(given) and id(given[position]) in updates:
                 found[i] = primals[position], updates[id(given[position])]
         made = {node: n for n, node in enumerate(graph.nodes)}
-        for i in sorted(found, key=lambda i: made[results[i]]):  # as the backward makes them, and may make them again
-            found[i] = found.pop(i)
-            results[i] = _as_stored(graph, results[i], found[i][0])
-        factor = None
-        if self.clip_norm is not None and found:
-            order = {id(update): n for n, update in enumerate(updates.values())}
-            factor = self._factor(output, [results[i] for i in sorted(found, key=lambda i: order[id(found[i][1])])])
-        for i, (parameter, update) in found.items():
-            with graph.inserting_before(output):
-                if factor is not None:
-                    results[i] = _call(graph, results[i], aten.mul.Tensor, (results[i], factor), "clipped")
-                args = results[i], parameter, update.about
-                node = graph.create_node("call_function", self._op(update), args, name=f"{parameter.name}_update")
-                node.meta = _meta(results[i], None)
-            if not self.keep:
-                results[i] = None
+        found = {i: found[i] for i in sorted(found, key=lambda i: made[results[i]])}  # as the backward makes them
+        if found:
+            inputs = {id(tensor): primals[i] for i, tensor in enumerate(given) if i in primals}
+            write = _Writer(self.updates, output, results, found, inputs)
+            write.with_sums(last=self.last) if self.updates.sums is not None else write.without_sums()
+        if self.last and self.updates.average is not None:
+            self.updates.average.expect({update.parameter for _, update in found.values()})
         output.args = (tuple(results),)
         graph.lint()
-        return set() if self.keep else {n for n, i in enumerate(defined) if i in found}
+        return {n for n, i in enumerate(defined) if results[i] is None}
 
-    def _factor(self, output: fx.Node, gradients: Sequence[fx.Node]) -> fx.Node:
-        """What gradients are to be multiplied by; they are in the order of the parameters."""
-        graph, norms = output.graph, []
-        for gradient in gradients:
-            with graph.inserting_after(gradient):
-                norms.append(_call(graph, gradient, norm_of, (gradient, self.norm_type), "norm"))
+
+class _Writer:
+    """Writes the nodes.
+
+    Args:
+        updates: what is done.
+        output: of the graph.
+        results: what it gives; gradients that it gives no more are None then.
+        found: by the position of a gradient among these, the parameter, and its update.
+        inputs: of the graph, by the id of the tensor.
+    """
+
+    def __init__(
+        self,
+        updates: Updates,
+        output: fx.Node,
+        results: list[Any],
+        found: Mapping[int, tuple[fx.Node, Update]],
+        inputs: Mapping[int, fx.Node],
+    ) -> None:
+        self._what, self._output, self._results, self._found, self._inputs = updates, output, results, found, inputs
+        self._graph = output.graph
+
+    def with_sums(self, *, last: bool) -> None:
+        """Each gradient is added to its sum; at last each parameter is updated by its sum."""
+        what, tokens = self._what, []
+        assert what.sums is not None
+        together = what.clipping.most is not None or what.scaling is not None
+        for i, (parameter, update) in self._found.items():
+            gradient, self._results[i] = self._results[i], None
+            what.sums.expect(update.parameter, _strides(gradient, parameter))
+            if last and not together:
+                self._update(operations.add_and_update(what, update), gradient, parameter, update)
+            else:
+                add = operations.add(what.sums, update.parameter)
+                tokens.append(self._last(add, (gradient, parameter), gradient, f"{parameter.name}_add"))
+        if last and together:
+            ready = self._last(operations.prepare(what), (tokens,), tokens[-1], "clip")
+            for parameter, update in self._found.values():
+                self._update(operations.update_by_sum(what, update), ready, parameter, update)
+
+    def without_sums(self) -> None:
+        """Each gradient goes its way to its update."""
+        what, results = self._what, self._results
+        for i, (parameter, _) in self._found.items():
+            results[i] = _as_stored(self._graph, results[i], parameter)
+        skips = self._decisions()
+        clip = what.clipping
+        if clip.most is not None:
+            for i in self._found if skips else ():
+                results[i] = self._next(operations.unscale(what), (results[i],), "unscaled")
+            factor = self._factor()
+        for i, (parameter, update) in self._found.items():
+            gradient = results[i]
+            if skips and clip.most is None:
+                gradient = self._last(operations.unscale(what), (gradient,), gradient, f"{gradient.name}_unscaled")
+            if clip.value is not None:
+                for op, limit in ((aten.clamp_min.default, -clip.value), (aten.clamp_max.default, clip.value)):
+                    gradient = self._last(op, (gradient, limit), gradient, f"{gradient.name}_clipped")
+            if clip.most is not None:
+                gradient = self._last(aten.mul.Tensor, (gradient, factor), gradient, f"{gradient.name}_clipped")
+            results[i] = gradient if what.keep else None
+            self._update(operations.update(what, update), gradient, parameter, update, skips.get(update.optimizer))
+
+    def _decisions(self) -> dict[optim.Optimizer, fx.Node]:
+        """For each optimizer, where the loss is scaled, whether its updates are skipped."""
+        if self._what.scaling is None:
+            return {}
+        largest: dict[optim.Optimizer, list[fx.Node]] = {}
+        for i, (_, update) in self._found.items():
+            node = self._next(largest_of, (self._results[i],), "largest")
+            largest.setdefault(update.optimizer, []).append(node)
+        decide = {o: operations.decide(self._what.scaling, o) for o in largest}
+        return {o: self._last(decide[o], (nodes,), nodes[-1], "skips") for o, nodes in largest.items()}
+
+    def _factor(self) -> fx.Node:
+        """What gradients are to be multiplied by, of norms in the order of the parameters."""
+        places = {key: n for n, key in enumerate(self._what.of_parameters())}
+        gradients = [
+            self._results[i] for i in sorted(self._found, key=lambda i: places[id(self._found[i][1].parameter)])
+        ]
+        norms = [self._next(norm_of, (gradient, self._what.clipping.order), "norm") for gradient in gradients]
         with _disable_current_modes():
-            places = order_of([torch.empty(0, dtype=g.meta["val"].dtype) for g in gradients])
-        with graph.inserting_before(output):
-            args = [norms[n] for n in places], self.clip_norm, self.norm_type
-            return _call(graph, norms[-1], coefficient_of(self._note), args, "clip")
+            order = order_of([torch.empty(0, dtype=g.meta["val"].dtype) for g in gradients])
+        coefficient = operations.coefficient(self._what.clipping)
+        return self._last(coefficient, ([norms[n] for n in order],), norms[-1], "clip")
 
-    def _note(self, norm: torch.Tensor) -> None:
-        self.norm = norm
+    def _update(
+        self, op: Callable[..., Any], read: fx.Node, parameter: fx.Node, update: Update, skip: fx.Node | None = None
+    ) -> None:
+        """An update, which overwrites the parameter, and its average, if the step reads that."""
+        average, about = self._what.average, update.about
+        followed = None if average is None else average.pairs.get(update.parameter)
+        if average is not None and followed is not None:
+            about += f", {average.about}"
+        args = (read, parameter, about, self._inputs.get(id(followed)), skip)
+        with self._graph.inserting_before(self._output):
+            node = self._graph.create_node("call_function", op, args, name=f"{parameter.name}_update")
+        node.meta = _meta(read, None)
 
-    def _op(self, update: Update) -> Callable[..., None]:
-        """A function for a node: of a gradient, the parameter, and what the costs of an update depend on."""
+    def _next(self, target: Callable[..., Any], args: tuple[Any, ...], suffix: str) -> fx.Node:
+        """A node behind its first argument."""
+        with self._graph.inserting_after(args[0]):
+            return _call(self._graph, args[0], target, args, f"{args[0].name}_{suffix}")
 
-        def update_parameter(gradient: torch.Tensor, parameter: torch.Tensor, about: str) -> None:
-            update(gradient)
-            self.done += 1
+    def _last(self, target: Callable[..., Any], args: tuple[Any, ...], origin: fx.Node, name: str) -> fx.Node:
+        """A node behind all others."""
+        with self._graph.inserting_before(self._output):
+            return _call(self._graph, origin, target, args, name)
 
-        update_parameter.updates = 1  # type: ignore[attr-defined]  # the position of what it overwrites
-        update_parameter.rehearsal = update.rehearsal  # type: ignore[attr-defined]  # to measure it
-        update_parameter.moved_bytes = 2 * update.state_bytes + update.parameter.nbytes  # type: ignore[attr-defined]
-        return update_parameter
+
+def _unknown() -> Unsupported:
+    return Unsupported(
+        "Two inputs of the step are views of one tensor, whose gradient is not that of one parameter: it cannot be "
+        "clipped or unscaled with the others. Have the step use one of them."
+    )
 
 
 def _primals(graph: fx.Graph) -> Mapping[int, fx.Node]:
@@ -140,30 +201,40 @@ def _primals(graph: fx.Graph) -> Mapping[int, fx.Node]:
     return {n.meta["desc"].idx: n for n in nodes if hasattr(n.meta.get("desc"), "idx")}
 
 
-def _inputs_of(output: fx.Node, gradients: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """For gradients among the outputs of a joint graph, the positions of the inputs that they belong to."""
+def _inputs_of(output: fx.Node, gradients: Sequence[int]) -> Iterator[tuple[int, int | None]]:
+    """For gradients among the outputs of a joint graph, the positions of the inputs that they belong to.
+
+    None: the input stands for several that are views of one tensor.
+    """
     for i in gradients:
-        position = getattr(getattr(output.meta["desc"][i], "grad_of", None), "idx", None)
-        if position is not None:  # else it stands for several inputs that are views of one tensor
-            yield i, position
+        yield i, getattr(getattr(output.meta["desc"][i], "grad_of", None), "idx", None)
 
 
 def _as_stored(graph: fx.Graph, gradient: fx.Node, parameter: fx.Node) -> fx.Node:
     """A gradient in the layout in which autograd stores it for a parameter."""
+    val = gradient.meta["val"]
+    if obeys_layout(val, parameter.meta["val"]):
+        return gradient
+    args = gradient, tuple(val.shape), _strides(gradient, parameter), val.dtype
+    with graph.inserting_after(gradient):
+        return _call(graph, gradient, lay_out, args, f"{gradient.name}_stored")
+
+
+def _strides(gradient: fx.Node, parameter: fx.Node) -> tuple[int, ...]:
+    """Those with which autograd stores a gradient for a parameter."""
     val, like = gradient.meta["val"], parameter.meta["val"]
     if obeys_layout(val, like):
-        return gradient
+        return tuple(val.stride())
     dense = aten.is_non_overlapping_and_dense(like)
-    strides = like.stride() if dense else torch.empty(like.shape, device="meta").stride()
-    with graph.inserting_after(gradient):
-        return _call(graph, gradient, lay_out, (gradient, tuple(val.shape), tuple(strides), val.dtype), "stored")
+    return tuple(like.stride() if dense else torch.empty(like.shape, device="meta").stride())
 
 
-def _call(graph: fx.Graph, origin: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], suffix: str) -> fx.Node:
+def _call(graph: fx.Graph, origin: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
     """A node with the provenance of another, and its fake result."""
-    node = graph.create_node("call_function", target, args, name=f"{origin.name}_{suffix}")
+    node = graph.create_node("call_function", target, args, name=name)
+    run = target.rehearsal() if hasattr(target, "rehearsal") else target
     with origin.meta["val"].fake_mode, torch.no_grad():
-        node.meta = _meta(origin, target(*fx.node.map_arg(args, lambda n: n.meta["val"])))
+        node.meta = _meta(origin, run(*fx.node.map_arg(args, lambda n: n.meta["val"])))
     return node
 
 

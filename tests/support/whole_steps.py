@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.optim.swa_utils import AveragedModel
 
 from checkmate.memory import measure_peak
 
@@ -30,22 +32,47 @@ class TrainedWhole:
 
 
 def plain_step(
-    loss_fn: Callable[..., Tensor], optimizers: Sequence[optim.Optimizer], clip_norm: float | None = None
+    loss_fn: Callable[..., Tensor],
+    optimizers: Sequence[optim.Optimizer],
+    clip_norm: float | None = None,
+    *,
+    norm_type: float = 2.0,
+    clip_value: float | None = None,
+    accumulate: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
+    ema: tuple[AveragedModel, nn.Module] | None = None,
 ) -> Callable[..., Tensor]:
-    """The loop of plain PyTorch."""
+    """The loop of plain PyTorch; its ``update`` is what the last call of an accumulation does after its backward."""
+    scaler = torch.amp.GradScaler("cpu", enabled=False) if scaler is None else scaler
+    calls = itertools.count()
 
-    def step(*batch: Any) -> Tensor:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = loss_fn(*batch)
-        loss.backward()
+    def update() -> None:
+        parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        if clip_norm is not None or clip_value is not None:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
         if clip_norm is not None:
-            parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+            nn.utils.clip_grad_norm_(parameters, clip_norm, norm_type)
+        if clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, clip_value)
         for optimizer in optimizers:
-            optimizer.step()
+            scaler.step(optimizer)
+        scaler.update()
+        if ema is not None:
+            ema[0].update_parameters(ema[1])
+
+    def step(*batch: Any, **options: Any) -> Tensor:
+        number = next(calls)
+        if number % accumulate == 0:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        loss = loss_fn(*batch, **options)
+        scaler.scale(loss).backward()
+        if (number + 1) % accumulate == 0:
+            update()
         return loss.detach()
 
+    step.update = update
     return step
 
 

@@ -1,0 +1,147 @@
+"""A moving average of parameters, as `torch.optim.swa_utils.AveragedModel` keeps it, one parameter after the other.
+
+Each parameter is averaged right after its update, so that the copies that this takes are of one parameter only.
+Buffers, and parameters that the step does not update, follow when all is done. PyTorch's own method does it, on a view
+of the averaged model that has one tensor only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import swa_utils
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from checkmate.capture.meta_tensors import is_fake
+from checkmate.errors import Unsupported
+from checkmate.memory import measure_peak
+
+
+class Average:
+    """An averaged model, and the model that it follows."""
+
+    def __init__(self, averaged: AveragedModel, model: nn.Module) -> None:
+        self.averaged, self.model = averaged, model
+        self._open: dict[torch.Tensor, torch.Tensor] = {}  # what is to be averaged in this update yet
+        self.rest_bytes = 0  # that it takes to average what a step does not update, when all is done
+
+    @property
+    def pairs(self) -> dict[torch.Tensor, torch.Tensor]:
+        """For each parameter and buffer of the model, what follows it."""
+        of = [(module.parameters(), module.buffers()) for module in (self.model, self.averaged.module)]
+        (ps, bs), (qs, cs) = of
+        return dict(zip(itertools.chain(ps, bs), itertools.chain(qs, cs), strict=True))
+
+    @property
+    def about(self) -> str:
+        """What the costs of averaging depend on, beside the tensor."""
+        fn: Any = self.averaged.avg_fn or self.averaged.multi_avg_fn
+        if fn is None:
+            return "averaged"
+        code = fn.__code__ if hasattr(fn, "__code__") else type(fn).__call__.__code__
+        version = zlib.crc32(repr((code.co_code, code.co_names)).encode())
+        return f"averaged by {getattr(fn, '__qualname__', type(fn).__qualname__)} {version:08x}"
+
+    def expect(self, updated: Collection[torch.Tensor]) -> None:
+        """A step updates these parameters: what it takes to average the rest is measured."""
+        rest = [(p, q) for p, q in self.pairs.items() if p not in updated]
+        largest = max(rest, key=lambda pair: pair[0].nbytes, default=None)
+        if largest is not None and is_fake(largest[0]):
+            self.rest_bytes = 3 * largest[0].nbytes
+        elif largest is not None:
+            with _disable_current_modes():
+                parameter, averaged = (_like(tensor) for tensor in largest)
+                count = torch.ones((), dtype=torch.long)
+                used = measure_peak(lambda: _average(self.averaged, parameter, averaged, count))
+            self.rest_bytes = max(self.rest_bytes, used.peak)
+
+    def begin(self) -> None:
+        """Prepare for an update."""
+        self._open = self.pairs
+
+    def follow(self, parameter: torch.Tensor) -> None:
+        """Average a parameter that was updated."""
+        averaged = self._open.pop(parameter, None)
+        if averaged is not None:
+            _average(self.averaged, parameter, averaged, self.averaged.n_averaged.clone())
+
+    def finish(self) -> None:
+        """Average the rest."""
+        while self._open:
+            self.follow(next(iter(self._open)))
+        self.averaged.n_averaged += 1
+
+    def rehearsal(self) -> Callable[[torch.Tensor], None]:
+        """A function that averages another parameter, to measure what that costs."""
+        averages: dict[torch.Tensor, torch.Tensor] = {}
+
+        def rehearse(parameter: torch.Tensor) -> None:
+            if parameter not in averages:
+                averages[parameter] = _like(parameter)
+            _average(self.averaged, parameter, averages[parameter], torch.ones((), dtype=torch.long))
+
+        return rehearse
+
+
+def checked(ema: Any) -> Average:
+    """What averages in a step.
+
+    Raises:
+        TypeError: if something else is given.
+        ValueError: if the two models do not have the same tensors.
+        Unsupported: if a function of the user's averages all parameters at once.
+    """
+    if not isinstance(ema, (tuple, list)) or len(ema) != 2 or not isinstance(ema[0], AveragedModel):
+        raise TypeError(
+            "ema is a pair: a torch.optim.swa_utils.AveragedModel, and the model whose parameters it averages."
+        )
+    averaged, model = ema
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"ema's second is the model that is averaged, not {type(model).__name__}.")
+    many = averaged.multi_avg_fn
+    if type(averaged).update_parameters is not AveragedModel.update_parameters or (
+        many is not None and getattr(many, "__module__", None) != swa_utils.__name__
+    ):
+        raise Unsupported(
+            "This AveragedModel averages all parameters at once by a function of its own. Give it as avg_fn=, which is "
+            "for one parameter, or call averaged.update_parameters(model) after the step, whose copies its budget does "
+            "not count."
+        )
+    shapes = [[t.shape for t in (*m.parameters(), *m.buffers())] for m in (model, averaged.module)]
+    if shapes[0] != shapes[1]:
+        raise ValueError("The AveragedModel is of another model: its parameters and buffers have other shapes.")
+    return Average(averaged, model)
+
+
+def _average(like: AveragedModel, tensor: torch.Tensor, averaged: torch.Tensor, count: torch.Tensor) -> None:
+    """Have one tensor follow another, as an averaged model does after it has averaged so often."""
+    if not like.use_buffers and not isinstance(tensor, nn.Parameter):
+        averaged.detach().copy_(tensor.detach().to(averaged.device))
+        return
+    one: Any = object.__new__(AveragedModel)
+    nn.Module.__init__(one)
+    one.avg_fn, one.multi_avg_fn, one.use_buffers = like.avg_fn, like.multi_avg_fn, like.use_buffers
+    one.module = _module_of(averaged)
+    one.register_buffer("n_averaged", count)
+    AveragedModel.update_parameters(one, _module_of(tensor))
+
+
+def _module_of(tensor: torch.Tensor) -> nn.Module:
+    """A module that has this tensor only."""
+    module = nn.Module()
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter("only", tensor)
+    else:
+        module.register_buffer("only", tensor)
+    return module
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.zeros_like(tensor, requires_grad=False)
+    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made

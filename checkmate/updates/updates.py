@@ -1,0 +1,117 @@
+"""What a training step does with its gradients, one parameter after the other: unscale, clip, update, average.
+
+gradient -> (added to the sum of several) -> (without the scale) -> (clipped) -> update -> (average)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn, optim
+
+from checkmate.updates.averaging import Average
+from checkmate.updates.clipping import Clipping
+from checkmate.updates.one_parameter import Update, about
+from checkmate.updates.scaling import HELD_BYTES, Scaling
+from checkmate.updates.sums import Sums
+
+
+@dataclass(eq=False)
+class Updates:
+    """What is done with gradients.
+
+    Args:
+        optimizers: those whose parameters are updated, as `checkmate.updates.supported.checked` gives them.
+        clipping: of gradients.
+        keep: they are results of the step as well.
+        sums: of gradients of several micro-batches; None: each step updates.
+        scaling: of the loss.
+        average: of the parameters.
+    """
+
+    optimizers: Sequence[optim.Optimizer]
+    clipping: Clipping = field(default_factory=Clipping)
+    keep: bool = False
+    sums: Sums | None = None
+    scaling: Scaling | None = None
+    average: Average | None = None
+    ready: bool = field(default=False, init=False)  # gradients are unscaled and clipped, in the update that goes on
+    _updated: set[torch.Tensor] = field(default_factory=set, init=False)  # in the update that goes on
+
+    def of_parameters(self) -> dict[int, Update]:
+        """The update of each parameter that the optimizers have now, by its id."""
+        groups = ((o, i, group) for o in self.optimizers for i, group in enumerate(o.param_groups))
+        return {id(p): Update(o, i, p) for o, i, group in groups for p in group["params"]}
+
+    @property
+    def signature(self) -> list[tuple[str, list[int]]]:
+        """What a plan holds for: which parameters are updated, in what groups, and how."""
+        groups = ((o, group) for o in self.optimizers for group in o.param_groups)
+        return [(about(o, group), [id(p) for p in group["params"]]) for o, group in groups]
+
+    @property
+    def reach(self) -> list[nn.Module]:
+        """What is held beside a step and its batch."""
+        return [] if self.average is None else [self.average.averaged]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are held beside these: all states, from the first step on, sums, and what a scaler has."""
+        held = sum(update.state_bytes for update in self.of_parameters().values())
+        held += 0 if self.sums is None else self.sums.held_bytes
+        held += 0 if self.average is None else self.average.rest_bytes
+        return held + (0 if self.scaling is None else HELD_BYTES)
+
+    def begin(self) -> None:
+        """Prepare for an update, before the backward that it comes with."""
+        self._updated, self.ready = set(), False
+        if self.scaling is not None:
+            self.scaling.begin()
+        if self.average is not None:
+            self.average.begin()
+
+    def prepare(self) -> None:
+        """Unscale all gradients and clip them by their norm, where they are."""
+        self.ready = True
+        if self.scaling is not None:
+            self.scaling.unscale(self.optimizers)
+        self.clipping.by_norm([p for o in self.optimizers for group in o.param_groups for p in group["params"]])
+
+    def update(self, update: Update, gradient: torch.Tensor) -> None:
+        """Update a parameter by its gradient as it is."""
+        self.ready = True
+        if not self._skips(update.optimizer):
+            update(gradient)
+        if self.average is not None:
+            self.average.follow(update.parameter)
+        self._updated.add(update.parameter)
+
+    def update_in_place(self, update: Update) -> None:
+        """Update a parameter by the gradient that it has, which is free then."""
+        self.clipping.by_value(update.parameter)
+        assert update.parameter.grad is not None
+        self.update(update, update.parameter.grad)
+        if not self.keep:
+            update.parameter.grad = None
+
+    def finish(self) -> None:
+        """Do what the backward has left to do: all of it, as plain PyTorch does, where no captured step has run."""
+        if not self.ready:
+            self.prepare()
+        for update in self.of_parameters().values():
+            if update.parameter not in self._updated and update.parameter.grad is not None:
+                self.update_in_place(update)
+        for optimizer in self.optimizers:
+            if not self._skips(optimizer):
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+            if not self.keep:
+                optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.finish()
+        if self.scaling is not None:
+            self.scaling.finish()
+
+    def _skips(self, optimizer: optim.Optimizer) -> bool:
+        return self.scaling is not None and self.scaling.skips(optimizer)
