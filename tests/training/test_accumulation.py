@@ -160,7 +160,7 @@ def test_a_number_that_is_none(accumulate: Any) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_gradient_of_zeros(accumulate: int) -> None:
-    """Rounding has one, there before all others; the update, by which weight decay changes it, waits for its readers."""
+    """Rounding has one, there before others; the update, by which the weight decays, waits for what reads it."""
     made = []
     for make in (functools.partial(_whole, budget="1 GB"), _plain):
         torch.manual_seed(0)

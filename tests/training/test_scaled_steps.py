@@ -213,6 +213,27 @@ def test_an_average_that_the_step_reads(share: float) -> None:
     assert_same_bits((model.state_dict(), averaged.state_dict()), (plain.state_dict(), other.state_dict()))
 
 
+def test_without_torch_compile() -> None:
+    """Where nothing is captured, the step does all that it does else, as plain PyTorch does."""
+    made = []
+    for plain in (False, True):
+        model, scaler = Classifier(torch.bfloat16), _scaler()
+        averaged = AveragedModel(model, avg_fn=get_ema_avg_fn(0.9))
+        several = _optimizers(model, 2)
+        options: dict[str, Any] = {"clip_norm": 0.1, "accumulate": 2, "scaler": scaler, "ema": (averaged, model)}
+        step: Any = (
+            plain_step(lambda x, y, m=model: F.cross_entropy(m(x), y), several, **options)
+            if plain
+            else _averaging(model, several, **options)
+        )
+        with torch.compiler.set_stance("force_eager"):
+            for _ in range(4):
+                step(X, Y)
+        assert plain or not step.plans
+        made.append((model.state_dict(), averaged.state_dict(), scaler.state_dict(), [o.state_dict() for o in several]))
+    assert_same_bits(*made)
+
+
 def test_refusals() -> None:
     """At once, with the way out."""
     model = Classifier()
