@@ -24,7 +24,7 @@ from checkmate.errors import Unsupported
 from checkmate.memory.report import ArenaReport
 from checkmate.profiling.profilers import Choice
 from checkmate.updates.insert import Updates
-from checkmate.updates.supported import checked
+from checkmate.updates.supported import checked, refuse_hooks
 
 
 def training_step(
@@ -81,8 +81,8 @@ def training_step(
 
     Raises:
         BudgetError, RuleError, InfeasibleBudget: as for `checkmate.compile`.
-        Unsupported: at once, for other optimizers, or hooks on their `step`; at the first call, if the step cannot be
-            captured as one graph.
+        Unsupported: at once, for other optimizers, or hooks on their `step`; at a call, for hooks on parameters, or if
+            the step cannot be captured as one graph.
         ValueError: at once, if ``clip_norm`` is no positive number.
 
     >>> import torch
@@ -143,6 +143,7 @@ class TrainingStep:
         if not torch.is_grad_enabled():
             raise Unsupported("A training step needs gradients: call it outside of torch.no_grad().")
         updates = self._updates
+        refuse_hooks(updates.optimizers)
         if updates.signature != self._planned_for:
             checked(updates.optimizers)
             self._planned_for, self._step = updates.signature, self._new_step()
@@ -155,6 +156,7 @@ class TrainingStep:
                 f"loss_fn gave {_described(loss)}; it gives a loss that depends on parameters, or a tuple that begins "
                 "with one."
             )
+        refuse_hooks(updates.optimizers)  # loss_fn may have registered some
         loss.backward()
         if updates.done == done:  # none of the parameters was in the step, or torch.compile is turned off
             updates.all_at_once()
