@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import optim
@@ -58,12 +59,28 @@ def _refuse(optimizer: optim.Optimizer) -> None:
             f"This {name} is differentiable: gradients would flow through its updates, and a step has none then. "
             "Make it with differentiable=False."
         )
+    for group in optimizer.param_groups:
+        if name == "Adafactor" and group["eps"][0] is None and _at_once(group) and len({*_types(group)}) > 1:
+            raise Unsupported(
+                "This Adafactor, with foreach, takes its smallest number from the type of one parameter for parameters "
+                "of several types in a group. Make it with eps=(a number, 1e-3), or foreach=False."
+            )
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     if any(hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         raise Unsupported(
             f"A hook on the step of this {name} is called when all gradients are there, and here they never are. "
             f"Call what it does before or after the training step. {_INSTEAD}"
         )
+
+
+def _at_once(group: dict[str, Any]) -> bool:
+    """Whether a group is updated by ops of many tensors."""
+    on_cpu = all(p.device.type == "cpu" for p in group["params"])
+    return group["foreach"] is True or (group["foreach"] is None and not on_cpu)
+
+
+def _types(group: dict[str, Any]) -> list[torch.dtype]:
+    return [p.dtype for p in group["params"] if p.requires_grad]
 
 
 def _refuse_shared(optimizers: Sequence[optim.Optimizer]) -> None:

@@ -50,7 +50,8 @@ SETTINGS: list[Setting] = [
     ("RAdam", {"maximize": True}),
     ("Adafactor", {"weight_decay": 0.1, "maximize": True}),
     ("Rprop", {"maximize": True}),
-    *((name, {"foreach": True}) for name in ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax")),
+    *((name, {"foreach": True}) for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax")),
+    ("Adafactor", {"foreach": True, "eps": (1e-6, 1e-3)}),
     *((name, {"foreach": True}) for name in ("NAdam", "RAdam", "Rprop", "SGD")),
     ("RMSprop", {"foreach": True, "momentum": 0.9, "centered": True}),
     ("AdamW", {"foreach": True, "amsgrad": True, "maximize": True}),
@@ -113,3 +114,54 @@ def test_what_plain_pytorch_refuses(setting: Setting) -> None:
     with pytest.raises((AssertionError, checkmate.Unsupported)):
         checkmate.training_step(model, optimizers, budget="1 MB", time_limit=1.0)(*BATCH)
     assert not differing({name: t.detach() for name, t in model.named_parameters()}, before)
+
+
+def test_what_is_refused_by_name() -> None:
+    """Hooks on parameters, whenever they came, and Adafactor where one parameter decides about another."""
+    model = AllKinds()
+    with pytest.raises(checkmate.Unsupported, match="foreach=False"):
+        checkmate.training_step(model, new_optimizers(model, [("Adafactor", {"foreach": True})]), budget="1 MB")
+    optimizers = new_optimizers(model, [("SGD", {"momentum": 0.9})])
+    step = checkmate.training_step(model, optimizers, budget="1 MB", time_limit=1.0)
+    step(*BATCH)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    for register, match in (
+        (model.scale.register_hook, "view within the step"),
+        (model.scale.register_post_accumulate_grad_hook, "gradients=True"),
+    ):
+        handle = register(lambda *args: None)
+        with pytest.raises(checkmate.Unsupported, match=match):
+            step(*BATCH)
+        handle.remove()
+    assert_same_bits(model.state_dict(), before)
+    step(*BATCH)
+
+    def registers(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        model.scale.register_hook(lambda gradient: gradient * 2)
+        return model(x, y)
+
+    step = checkmate.training_step(registers, optimizers, budget="1 MB", time_limit=1.0)
+    before = {name: t.detach().clone() for name, t in model.named_parameters()}
+    with pytest.raises(checkmate.Unsupported, match="view within the step"):
+        step(*BATCH)
+    assert_same_bits({name: t.detach() for name, t in model.named_parameters()}, before)
+
+
+def test_hook_on_a_view_is_called() -> None:
+    """The way out that the refusal names has the bits of a hook on the parameter."""
+    found = []
+    for is_ours in (True, False):
+        model = AllKinds()
+        optimizers = new_optimizers(model, [("AdamW", {})])
+        plain = model.forward
+
+        def viewed(x: torch.Tensor, y: torch.Tensor, model: AllKinds = model, plain: Any = plain) -> torch.Tensor:
+            scale = model.scale.view_as(model.scale)
+            scale.register_hook(lambda gradient: gradient * 3)
+            return plain(x, y) * scale
+
+        step: Any = plain_step(viewed, optimizers)
+        if is_ours:
+            step = checkmate.training_step(viewed, optimizers, budget="1 MB", time_limit=1.0)
+        found.append(train_whole(step, model, optimizers, BATCH))
+    assert_same_states(*found)
