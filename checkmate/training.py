@@ -29,7 +29,7 @@ from checkmate.updates import averaging, scaling
 from checkmate.updates.clipping import Clipping
 from checkmate.updates.insert import Insert
 from checkmate.updates.sums import Sums
-from checkmate.updates.supported import checked
+from checkmate.updates.supported import checked, refuse_hooks
 from checkmate.updates.updates import Updates
 
 
@@ -106,8 +106,8 @@ def training_step(
 
     Raises:
         BudgetError, RuleError, InfeasibleBudget: as for `checkmate.compile`.
-        Unsupported: at once, for other optimizers, or hooks on their `step`; at the first call, if the step cannot be
-            captured as one graph.
+        Unsupported: at once, for other optimizers, or hooks on their `step`; at a call, for hooks on parameters, or if
+            the step cannot be captured as one graph.
         ValueError: at once, if ``clip_norm``, ``clip_value`` or ``accumulate`` is no positive number.
 
     >>> import torch
@@ -203,6 +203,7 @@ class TrainingStep:
         if not torch.is_grad_enabled():
             raise Unsupported("A training step needs gradients: call it outside of torch.no_grad().")
         updates = self._updates
+        refuse_hooks(updates.optimizers)
         if updates.signature != self._planned_for:
             checked(updates.optimizers)
             self._plan_anew()
@@ -217,6 +218,7 @@ class TrainingStep:
                 f"loss_fn gave {_described(loss)}; it gives a loss that depends on parameters, or a tuple that begins "
                 "with one."
             )
+        refuse_hooks(updates.optimizers)  # loss_fn may have registered some
         self._backward(loss, last=last)
         return (loss.detach(), *others) if isinstance(result, tuple) else loss.detach()
 

@@ -7,10 +7,11 @@ optimizers compute each element of a parameter from its own gradient and state, 
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn, optim
 from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.memory import CPU
+from checkmate.updates.slices import in_slices, step_in_slices
 
 Call = Callable[..., None]
 META = torch.device("meta")
@@ -44,7 +46,7 @@ class Update:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """Update the parameter."""
-        _step(self.optimizer, self.settings, self.parameter, gradient, self.optimizer.state)
+        _update(self.optimizer, self.settings, self.parameter, gradient, self.optimizer.state)
 
     def rehearsal(self) -> Call:
         """A function that does to another parameter what an update does to this one, with a state of its own."""
@@ -53,7 +55,7 @@ class Update:
         def rehearse(gradient: torch.Tensor, parameter: torch.Tensor, about: str) -> None:
             if parameter not in states:
                 states[parameter].update(_copied(self.optimizer.state.get(self.parameter, {})))
-            _step(self.optimizer, self.settings, parameter, gradient, states)
+            _update(self.optimizer, self.settings, parameter, gradient, states)
 
         return rehearse
 
@@ -98,20 +100,36 @@ def _is_on(value: Any) -> bool:
     return bool(value) if isinstance(value, (bool, int, float, str)) else value is not None
 
 
+def _update(
+    optimizer: optim.Optimizer, settings: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor, states: Any
+) -> None:
+    """Update a parameter: in slices if it is large, which takes less memory."""
+    if in_slices(optimizer, settings, parameter, gradient, states.get(parameter, {})):
+        step_in_slices(partial(_step, optimizer, settings), parameter, gradient, states)
+    else:
+        _step(optimizer, settings, parameter, gradient, states)
+
+
 def _step(
     optimizer: optim.Optimizer, settings: dict[str, Any], parameter: Any, gradient: torch.Tensor, states: Any
 ) -> None:
     """Update a parameter, as the optimizer does with these settings; its state is found among these, or made."""
-    one: Any = object.__new__(type(optimizer))
+    kind = type(optimizer)
+    one: Any = object.__new__(kind)
     one.__dict__.update(optimizer.__dict__)
     one.__dict__.pop("step", None)  # in which a scheduler counts
     one.param_groups, one.state = [{**settings, "params": [parameter]}], states
-    step: Any = type(optimizer).step
-    before, parameter.grad = parameter.grad, gradient
+    before, parameter.grad = parameter.grad, gradient.clone() if _writes(optimizer, settings) else gradient
     try:
-        getattr(step, "__wrapped__", step)(one)  # without what a profiler and hooks are told of a whole step
+        with torch.no_grad():
+            inspect.unwrap(kind.step)(one)  # without what a profiler and hooks are told of a whole step
     finally:
         parameter.grad = before
+
+
+def _writes(optimizer: optim.Optimizer, settings: dict[str, Any]) -> bool:
+    """Whether an update writes over the gradient, which others may read, or be."""
+    return type(optimizer) is optim.SGD and settings["nesterov"] and settings["foreach"] is not False
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import optim
@@ -53,12 +54,33 @@ def _refuse(optimizer: optim.Optimizer) -> None:
             f"{type(optimizer).__module__}.{name} may read all gradients at once, so that none is free before its "
             f"update. These update one parameter at a time: {names}. {_INSTEAD}"
         )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise Unsupported(
+            f"This {name} is differentiable: gradients would flow through its updates, and a step has none then. "
+            "Make it with differentiable=False."
+        )
+    for group in optimizer.param_groups:
+        if name == "Adafactor" and group["eps"][0] is None and _at_once(group) and len({*_types(group)}) > 1:
+            raise Unsupported(
+                "This Adafactor, with foreach, takes its smallest number from the type of one parameter for parameters "
+                "of several types in a group. Make it with eps=(a number, 1e-3), or foreach=False."
+            )
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     if any(hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         raise Unsupported(
             f"A hook on the step of this {name} is called when all gradients are there, and here they never are. "
             f"Call what it does before or after the training step. {_INSTEAD}"
         )
+
+
+def _at_once(group: dict[str, Any]) -> bool:
+    """Whether a group is updated by ops of many tensors."""
+    on_cpu = all(p.device.type == "cpu" for p in group["params"])
+    return group["foreach"] is True or (group["foreach"] is None and not on_cpu)
+
+
+def _types(group: dict[str, Any]) -> list[torch.dtype]:
+    return [p.dtype for p in group["params"] if p.requires_grad]
 
 
 def _refuse_shared(optimizers: Sequence[optim.Optimizer]) -> None:
@@ -72,3 +94,29 @@ def _refuse_shared(optimizers: Sequence[optim.Optimizer]) -> None:
                         f"step: it is in two optimizers, or twice in one. {_INSTEAD}"
                     )
                 seen.add(parameter)
+
+
+def refuse_hooks(optimizers: Sequence[optim.Optimizer]) -> None:
+    """Refuse hooks on parameters, which plain PyTorch calls when a gradient is there.
+
+    Raises:
+        Unsupported: if a parameter has one.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                    raise Unsupported(_hooked(parameter))
+
+
+def _hooked(parameter: torch.Tensor) -> str:
+    of = f"A parameter of shape {tuple(parameter.shape)} has a hook"
+    if parameter._backward_hooks:
+        return (
+            f"{of} on its gradient, which no plan knows the memory of, and which would not be called. Register it on a "
+            "view within the step, weight = self.weight.view_as(self.weight); weight.register_hook(...), or remove it."
+        )
+    return (
+        f"{of} after its gradient is accumulated, and here none is: its update takes the gradient. Remove the hook; if "
+        "it runs the optimizer, the training step does that. Else call what it does after a step with gradients=True."
+    )

@@ -84,13 +84,19 @@ def train_whole(
     *,
     steps: int = 3,
     between: Callable[[int], None] = lambda i: None,
+    metered: bool = True,
 ) -> TrainedWhole:
-    """Run a step a few times from the same random state; the first is not metered: a compiled one plans in it."""
+    """Run a step a few times from the same random state; the first is not metered: a compiled one plans in it.
+
+    Args:
+        between: is called before each step, with its number.
+        metered: False: no step is, for a loop that plans later on.
+    """
     found = TrainedWhole()
     torch.manual_seed(7)
     for i in range(steps):
         between(i)
-        if i:
+        if i and metered:
             use = measure_peak(lambda: step(*batch))
             found.peaks.append(use.peak)
             found.losses.append(use.result)
