@@ -15,6 +15,7 @@ import torch
 from torch import optim
 from torch.utils._pytree import tree_map_only
 
+from checkmate.backends import ranks
 from checkmate.backends.plan_on import Planning
 from checkmate.backends.planner import MOST_PLANS, Memory, Options, Wait
 from checkmate.compiler import CompiledStep, new_backend
@@ -25,6 +26,7 @@ from checkmate.memory.report import ArenaReport
 from checkmate.profiling.profilers import Choice
 from checkmate.updates.insert import Updates
 from checkmate.updates.supported import checked
+from checkmate.verification.whole_steps import compare_whole
 
 
 def training_step(
@@ -35,6 +37,7 @@ def training_step(
     clip_norm: float | None = None,
     norm_type: float = 2.0,
     gradients: bool = False,
+    verify: bool = False,
     method: str = "auto",
     time_limit: float = 60.0,
     reserve: int | float | str = 0,
@@ -72,6 +75,9 @@ def training_step(
         clip_norm: scale all gradients so that the norm of all together is this at most.
         norm_type: the order of that norm.
         gradients: leave the gradients in ``.grad`` after the step, clipped if they are: all of them are there then.
+        verify: run the first call plainly as well, from the same state, and compare what it gives, parameters, buffers,
+            gradients that are kept, the optimizer's state, the norm and the random state bitwise, and the measured peak
+            with the planned one. Needs the memory of a plain step, once.
         method, time_limit, reserve, profile, cache, max_plans, memory, wait, rules: as for `checkmate.compile`.
 
     Returns:
@@ -82,8 +88,10 @@ def training_step(
     Raises:
         BudgetError, RuleError, InfeasibleBudget: as for `checkmate.compile`.
         Unsupported: at once, for other optimizers, or hooks on their `step`; at the first call, if the step cannot be
-            captured as one graph.
+            captured as one graph. At once, too, if ``loss_fn`` holds a module that is wrapped or sharded for several
+            ranks: their gradients are not exchanged within a plan.
         ValueError: at once, if ``clip_norm`` is no positive number.
+        VerificationError: at the first call, with ``verify``, if anything differs.
 
     >>> import torch
     >>> class Loss(torch.nn.Linear):
@@ -100,20 +108,30 @@ def training_step(
         raise ValueError(f"clip_norm is a positive number, not {clip_norm!r}.")
     about: dict[str, Any] = {"profile": profile, "cache": cache, "max_plans": max_plans, "memory": memory}
     options = Options(budget, method, time_limit, reserve, wait=wait, rules=rules, **about)
-    return TrainingStep(loss_fn, Updates(checked(optimizer), clip_norm, norm_type, keep=gradients), options)
+    _refuse_ranks(loss_fn)
+    updates = Updates(checked(optimizer), clip_norm, norm_type, keep=gradients)
+    return TrainingStep(loss_fn, updates, options, verify=verify)
 
 
 class TrainingStep:
     """Forward, backward and update for a batch. Made by `training_step`."""
 
-    def __init__(self, loss_fn: Callable[..., Any], updates: Updates, options: Options) -> None:
-        self._loss_fn, self._updates, self._options = _with_one_gradient(loss_fn), updates, options
+    def __init__(
+        self, loss_fn: Callable[..., Any], updates: Updates, options: Options, *, verify: bool = False
+    ) -> None:
+        self.loss_fn, self._updates, self._options = _with_one_gradient(loss_fn), updates, options
         self._planned_for = updates.signature
         self._step: CompiledStep[..., Any] = self._new_step()
+        self._verify = verify
         functools.update_wrapper(self, loss_fn, updated=())
 
     def _new_step(self) -> CompiledStep[..., Any]:
-        return CompiledStep(self._loss_fn, self._options, new_backend(self._options, self._updates))
+        return CompiledStep(self.loss_fn, self._options, new_backend(self._options, self._updates))
+
+    @property
+    def updates(self) -> Updates:
+        """What is done with the gradients, for a backend that captures ``loss_fn``."""
+        return self._updates
 
     @property
     def norm(self) -> torch.Tensor | None:
@@ -142,6 +160,9 @@ class TrainingStep:
         """What ``loss_fn`` gives, detached, after the parameters were updated."""
         if not torch.is_grad_enabled():
             raise Unsupported("A training step needs gradients: call it outside of torch.no_grad().")
+        if self._verify:
+            self._verify = False
+            self._compare(args, kwargs)
         updates = self._updates
         if updates.signature != self._planned_for:
             checked(updates.optimizers)
@@ -161,6 +182,39 @@ class TrainingStep:
         for optimizer in updates.optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
         return (loss.detach(), *others) if isinstance(result, tuple) else loss.detach()
+
+    def _compare(self, args: Any, kwargs: Any) -> None:
+        """Run the step plainly and as it is planned, and leave everything as it was."""
+        updates, norm = self._updates, self._updates.norm
+
+        def plain() -> tuple[Any, torch.Tensor | None]:
+            for optimizer in updates.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            result = self.loss_fn(*args, **kwargs)
+            (result[0] if isinstance(result, tuple) else result).backward()
+            updates.all_at_once()
+            return result, updates.norm
+
+        def planned() -> tuple[Any, torch.Tensor | None]:
+            return self(*args, **kwargs), updates.norm
+
+        def plan_now() -> Solution | None:
+            return self.plans[-1] if self.plans else None
+
+        compare_whole(plain, planned, plan_now, updates.optimizers, (self.loss_fn, args, kwargs))
+        updates.norm = norm
+
+
+def _refuse_ranks(loss_fn: Callable[..., Any]) -> None:
+    """Refuse modules that exchange their gradients with other ranks, outside of what is captured."""
+    try:
+        ranks.refuse_wrapped(loss_fn)
+        ranks.refuse_inner(loss_fn, ())
+    except Unsupported as error:
+        raise Unsupported(
+            f"{error} The updates stay outside of the plan then: loss.backward(), optimizer.step(), with the bytes of "
+            "the gradients and of the optimizer's state as reserve=."
+        ) from None
 
 
 def _described(result: Any) -> str:
