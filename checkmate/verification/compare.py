@@ -346,6 +346,7 @@ def _outcome(
 
 
 def all_random_states(device: torch.device) -> dict[str, Any]:
+    """Those of torch, Python and NumPy."""
     return {TORCH: random_states(device), _PYTHON: random.getstate(), _NUMPY: np.random.get_state()}  # noqa: NPY002
 
 
