@@ -93,6 +93,7 @@ class Outcome:
     peak: int
 
     def count(self, kind: str) -> int:
+        """How many results are of a kind: those whose names begin so."""
         return sum(name.startswith(kind) for name in self.results)
 
 
@@ -213,6 +214,7 @@ def may_waver(device: torch.device) -> bool:
 
 
 def as_error(name: str, *, repeats: bool) -> str:
+    """What to say of a result that differs."""
     if repeats:
         return (
             f"{name} of the compiled step differs from plain PyTorch, which repeats its own bits. Please report this."
