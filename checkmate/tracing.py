@@ -26,6 +26,7 @@ from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Choice, profiler
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import solve
+from checkmate.training import TrainingStep
 
 
 def trace(
@@ -34,7 +35,8 @@ def trace(
     """Capture a step and find the costs of its ops, without running it: no parameter, buffer or random state changes.
 
     Args:
-        fn: a module or function; args, kwargs: an example batch for it.
+        fn: a module or function, or a `checkmate.training_step`, whose updates are part of the problem then; args,
+            kwargs: an example batch for it.
         profile: ``"measure"`` runs each distinct op on its own, on this machine. ``"roofline:NAME"`` runs nothing and
             estimates for a device of `checkmate.profiling.roofline.DEVICES`, for example ``"roofline:h100"``. The model
             and the batch may then be on the meta device, or fake tensors, so that a model which fits no memory here can
@@ -61,6 +63,7 @@ def trace(
     """
     find_costs, block_bytes = profiler(profile, cache=cache)
     problems: list[Problem] = []
+    fn, updates = (fn.loss_fn, fn.inserts) if isinstance(fn, TrainingStep) else (fn, None)
 
     def keep_all(problem: Problem) -> Solution:
         problems.append(problem)
@@ -68,7 +71,7 @@ def trace(
 
     try:
         with quietly(), nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu():
-            capture(fn, Backend(keep_all, _stop, find_costs, block_bytes))(*args, **kwargs)
+            capture(fn, Backend(keep_all, _stop, find_costs, block_bytes, updates=updates))(*args, **kwargs)
     except _Captured:
         pass
     except Exception as error:
@@ -100,7 +103,7 @@ def explain(
     it breaks, and not only the first, its forward then runs once, in pieces.
 
     Args:
-        fn: a module or function; args, kwargs: an example batch for it.
+        fn: a module, a function or a `checkmate.training_step`; args, kwargs: an example batch for it.
         profile, cache: where costs come from, as for `checkmate.trace`.
         top: how many of the pinned ops are printed.
         rules: as for `checkmate.compile`: it says which ops each is for, and which of these cannot obey it.
@@ -139,6 +142,7 @@ def _stop(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
     """Where `torch.compile` would split the step, in the order of the code that runs."""
     found: dict[Break, None] = {}
+    fn = fn.loss_fn if isinstance(fn, TrainingStep) else fn
     if any(map(is_fake, tensors_within((fn, args, kwargs)))):
         return []  # nothing can run
 

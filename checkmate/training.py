@@ -17,6 +17,7 @@ from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_map_only
 
+from checkmate.backends import ranks
 from checkmate.backends.plan_on import Planning
 from checkmate.backends.planner import MOST_PLANS, Memory, Options, Wait
 from checkmate.compiler import CompiledStep, new_backend
@@ -31,6 +32,7 @@ from checkmate.updates.insert import Insert
 from checkmate.updates.sums import Sums
 from checkmate.updates.supported import checked, refuse_hooks
 from checkmate.updates.updates import Updates
+from checkmate.verification.whole_steps import compare_whole
 
 
 def training_step(
@@ -46,6 +48,7 @@ def training_step(
     scaler: torch.amp.GradScaler | None = None,
     ema: tuple[AveragedModel, nn.Module] | None = None,
     gradients: bool = False,
+    verify: bool = False,
     method: str = "auto",
     time_limit: float = 60.0,
     reserve: int | float | str = 0,
@@ -97,6 +100,9 @@ def training_step(
         scaler: scales the loss, for half precision, and skips updates by gradients that are not finite.
         ema: an averaged model, and the model that it averages.
         gradients: leave the gradients in ``.grad`` after the step, clipped if they are: all of them are there then.
+        verify: run the first call plainly as well, from the same state, and compare what it gives, parameters, buffers,
+            gradients that are kept, the optimizer's state, the norm and the random state bitwise, and the measured peak
+            with the planned one. Needs the memory of a plain step, once.
         method, time_limit, reserve, profile, cache, max_plans, memory, wait, rules: as for `checkmate.compile`.
 
     Returns:
@@ -107,8 +113,11 @@ def training_step(
     Raises:
         BudgetError, RuleError, InfeasibleBudget: as for `checkmate.compile`.
         Unsupported: at once, for other optimizers, or hooks on their `step`; at a call, for hooks on parameters, or if
-            the step cannot be captured as one graph.
-        ValueError: at once, if ``clip_norm``, ``clip_value`` or ``accumulate`` is no positive number.
+            the step cannot be captured as one graph. At once, too, if ``loss_fn`` holds a module that is wrapped or
+            sharded for several ranks: their gradients are not exchanged within a plan.
+        ValueError: at once, if ``clip_norm``, ``clip_value`` or ``accumulate`` is no positive number, or ``verify`` is
+            asked of more than one call and one update by gradients as they are.
+        VerificationError: at the first call, with ``verify``, if anything differs.
 
     >>> import torch
     >>> class Loss(torch.nn.Linear):
@@ -134,27 +143,44 @@ def training_step(
     )
     about: dict[str, Any] = {"profile": profile, "cache": cache, "max_plans": max_plans, "memory": memory}
     options = Options(budget, method, time_limit, reserve, wait=wait, rules=rules, **about)
-    return TrainingStep(loss_fn, updates, accumulate, options)
+    _refuse_ranks(loss_fn)
+    if verify and (accumulate > 1 or updates.scaling is not None or updates.average is not None):
+        raise ValueError("verify=True compares one call and its update, without accumulate, scaler or ema.")
+    return TrainingStep(loss_fn, updates, accumulate, options, verify=verify)
 
 
 class TrainingStep:
     """Forward, backward and update for a batch. Made by `training_step`."""
 
-    def __init__(self, loss_fn: Callable[..., Any], updates: Updates, accumulate: int, options: Options) -> None:
-        self._loss_fn, self._updates, self._options = _with_one_gradient(loss_fn), updates, options
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        updates: Updates,
+        accumulate: int,
+        options: Options,
+        *,
+        verify: bool = False,
+    ) -> None:
+        self.loss_fn, self._updates, self._options = _with_one_gradient(loss_fn), updates, options
         self._accumulate, self._added = accumulate, 0  # calls of an update, and those that there were
+        self._verify = verify
         self._plan_anew()
         functools.update_wrapper(self, loss_fn, updated=())
 
     def _plan_anew(self) -> None:
         """Nothing that was planned holds any more."""
         self._planned_for = self._updates.signature
-        self._last = self._new_step(Insert(self._updates))
+        self._last = self._new_step(self.inserts)
         if self._accumulate > 1:
             self._adding = self._new_step(Insert(self._updates, last=False))  # all calls of an update but the last
 
     def _new_step(self, insert: Insert) -> CompiledStep[..., Any]:
-        return CompiledStep(self._loss_fn, self._options, new_backend(self._options, insert))
+        return CompiledStep(self.loss_fn, self._options, new_backend(self._options, insert))
+
+    @property
+    def inserts(self) -> Insert:
+        """What puts the updates into a captured ``loss_fn``, for a backend that captures it."""
+        return Insert(self._updates)
 
     @property
     def _steps(self) -> list[CompiledStep[..., Any]]:
@@ -202,6 +228,9 @@ class TrainingStep:
         """What ``loss_fn`` gives, detached, after the parameters were updated, or the gradients added."""
         if not torch.is_grad_enabled():
             raise Unsupported("A training step needs gradients: call it outside of torch.no_grad().")
+        if self._verify:
+            self._verify = False
+            self._compare(args, kwargs)
         updates = self._updates
         refuse_hooks(updates.optimizers)
         if updates.signature != self._planned_for:
@@ -235,6 +264,40 @@ class TrainingStep:
         scaled.backward()
         self._added = 0
         updates.finish()
+
+    def _compare(self, args: Any, kwargs: Any) -> None:
+        """Run the step plainly and as it is planned, and leave everything as it was."""
+        updates, clipping = self._updates, self._updates.clipping
+        norm = clipping.norm
+
+        def plain() -> tuple[Any, torch.Tensor | None]:
+            for optimizer in updates.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            result = self.loss_fn(*args, **kwargs)
+            (result[0] if isinstance(result, tuple) else result).backward()
+            updates.as_plain()
+            return result, clipping.norm
+
+        def planned() -> tuple[Any, torch.Tensor | None]:
+            return self(*args, **kwargs), clipping.norm
+
+        def plan_now() -> Solution | None:
+            return self.plans[-1] if self.plans else None
+
+        compare_whole(plain, planned, plan_now, updates.optimizers, (self.loss_fn, args, kwargs))
+        clipping.norm = norm
+
+
+def _refuse_ranks(loss_fn: Callable[..., Any]) -> None:
+    """Refuse modules that exchange their gradients with other ranks, outside of what is captured."""
+    try:
+        ranks.refuse_wrapped(loss_fn)
+        ranks.refuse_inner(loss_fn, ())
+    except Unsupported as error:
+        raise Unsupported(
+            f"{error} The updates stay outside of the plan then: loss.backward(), optimizer.step(), with the bytes of "
+            "the gradients and of the optimizer's state as reserve=."
+        ) from None
 
 
 def _described(result: Any) -> str:

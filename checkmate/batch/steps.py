@@ -30,6 +30,7 @@ from checkmate.profiling.profilers import Choice, profiler
 from checkmate.solvers.common.certify import certify
 from checkmate.statusline import showing
 from checkmate.tracing import trace
+from checkmate.training import TrainingStep
 
 log = logging.getLogger("checkmate.batch.search")
 
@@ -123,6 +124,8 @@ class SizedSteps:
             Unsupported: if the tensors have no data, or the step is not the one that was traced.
         """
         step, args, kwargs = self.make(size)
+        if isinstance(step, TrainingStep):
+            raise Unsupported("measure=True runs no updates: call the training step itself, and measure that.")
         reached = real_tensors(step, args, kwargs)
         leaves = [t for t in reached if t.is_leaf and t.requires_grad]
         costs, block_bytes = profiler(solution.problem.profile)

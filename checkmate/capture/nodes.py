@@ -67,7 +67,7 @@ def viewed(node: fx.Node) -> fx.Node:
 def target_name(node: fx.Node) -> str:
     """What a node calls, the same in every process: ``aten.mm.default``, ``checkmate.draw_mask``."""
     if isinstance(node.target, types.FunctionType) and _op(node) is node.target:
-        return f"{node.target.__module__.partition('.')[0]}.{node.target.__qualname__}"
+        return f"{node.target.__module__.partition('.')[0]}.{node.target.__name__}"
     return str(_op(node))
 
 

@@ -113,5 +113,17 @@ class Updates:
         if self.scaling is not None:
             self.scaling.finish()
 
+    def as_plain(self) -> None:
+        """Clip and update as plain PyTorch does, all at once, by the gradients that a plain backward has left."""
+        parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        self.clipping.by_norm(parameters)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self.clipping.by_value(parameter)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            if not self.keep:
+                optimizer.zero_grad(set_to_none=True)
+
     def _skips(self, optimizer: optim.Optimizer) -> bool:
         return self.scaling is not None and self.scaling.skips(optimizer)

@@ -37,7 +37,7 @@ _SLACK = (
     "PYTORCH_ALLOC_CONF=expandable_segments:True, which gives it what it asks for."
 )
 _OUTSIDE = " What hooks and code outside the compiled step allocate is in no plan."
-_TORCH, _PYTHON, _NUMPY = "torch", "Python's random", "NumPy's global generator"
+TORCH, _PYTHON, _NUMPY = "torch", "Python's random", "NumPy's global generator"
 GRADIENT_RTOL = 2e-3  # of the largest gradient: those of a ResNet-18 in float32 are 8e-4 of it from float64's
 PLAIN_RUNS = 5  # of a plain step that a compiled one differs from: ten distances between them
 
@@ -85,7 +85,7 @@ class Certificate:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
     """What a step leaves behind."""
 
     results: dict[str, torch.Tensor]
@@ -93,6 +93,7 @@ class _Outcome:
     peak: int
 
     def count(self, kind: str) -> int:
+        """How many results are of a kind: those whose names begin so."""
         return sum(name.startswith(kind) for name in self.results)
 
 
@@ -122,7 +123,7 @@ def compare_with_plain(
     names = names_of(state, (plain, args, kwargs))
     device = main_device(state)
 
-    def run(step: Callable[..., Any], calls: int = calls) -> _Outcome:
+    def run(step: Callable[..., Any], calls: int = calls) -> Outcome:
         with restored(state, device):
             return _outcome(step, args, kwargs, state, names, device, calls)
 
@@ -138,16 +139,16 @@ def compare_with_plain(
                 "or draw outside and pass the numbers in as tensors."
             )
     again = run(plain)
-    repeats = not _different(expected, again)
-    different, spread, off = _different(expected, found), 0.0, 0.0
+    repeats = not names_that_differ(expected, again)
+    different, spread, off = names_that_differ(expected, found), 0.0, 0.0
     if not backend.exact:
         off = _compare_but_for_rounding(different, expected, found, backend.rounds_in)
     elif different:
-        if not _may_waver(device):
+        if not may_waver(device):
             place = _place(capture, backend, once, plain, device)
-            raise VerificationError(_differs(different[0], repeats=repeats) + place)
-        spread = _compare_with_spread(different, [expected, again, *(run(plain) for _ in range(PLAIN_RUNS - 2))], found)
-    if differing(expected.random_states[_TORCH], found.random_states[_TORCH]):
+            raise VerificationError(as_error(different[0], repeats=repeats) + place)
+        spread = compare_with_spread(different, [expected, again, *(run(plain) for _ in range(PLAIN_RUNS - 2))], found)
+    if differing(expected.random_states[TORCH], found.random_states[TORCH]):
         place = _place(capture, backend, once, plain, device)
         raise VerificationError(
             f"The compiled step draws other random numbers than plain PyTorch. Please report this.{place}"
@@ -156,7 +157,7 @@ def compare_with_plain(
     resident = planned.problem.resident if planned else 0
     comparable = planned is not None and calls == 1 and _is_loss(expected)
     if planned is not None and comparable:
-        _check_peak(resident + found.peak, planned, backend, device)
+        check_peak(resident + found.peak, planned, device, backend.limit(planned), exact=backend.exact)
     return Certificate(
         outputs=expected.count("output"),
         gradients=expected.count("the gradient"),
@@ -172,18 +173,18 @@ def compare_with_plain(
     )
 
 
-def _check_peak(measured: int, plan: Solution, backend: Backend, device: torch.device) -> None:
+def check_peak(measured: int, plan: Solution, device: torch.device, limit: int, *, exact: bool = True) -> None:
     """On the CPU the prediction holds to the byte; on CUDA, and compiled by Inductor, it may be more, up to the budget.
 
     Raises:
         VerificationError: if the peak is above.
     """
-    if measured > backend.limit(plan):
+    if measured > limit:
         raise VerificationError(
-            f"The measured peak of {exact_bytes(measured)} is above the budget of {exact_bytes(backend.limit(plan))}."
+            f"The measured peak of {exact_bytes(measured)} is above the budget of {exact_bytes(limit)}."
             f"{_SLACK if device.type == 'cuda' else _OUTSIDE} Please report this."
         )
-    if device.type == "cpu" and backend.exact and plan.peak is not None and measured > plan.peak:
+    if device.type == "cpu" and exact and plan.peak is not None and measured > plan.peak:
         raise VerificationError(
             f"The measured peak of {exact_bytes(measured)} is above the predicted one of {exact_bytes(plan.peak)}, "
             f"though within the budget of {exact_bytes(plan.budget)}.{_OUTSIDE} Please report this."
@@ -206,13 +207,14 @@ def _place(
     return f" The first value that differs is {first}"
 
 
-def _may_waver(device: torch.device) -> bool:
+def may_waver(device: torch.device) -> bool:
     """Whether plain PyTorch need not repeat its own numbers."""
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return device.type == "cuda" and not strict
 
 
-def _differs(name: str, *, repeats: bool) -> str:
+def as_error(name: str, *, repeats: bool) -> str:
+    """What to say of a result that differs."""
     if repeats:
         return (
             f"{name} of the compiled step differs from plain PyTorch, which repeats its own bits. Please report this."
@@ -223,13 +225,13 @@ def _differs(name: str, *, repeats: bool) -> str:
     )
 
 
-def _different(expected: _Outcome, found: _Outcome) -> list[str]:
+def names_that_differ(expected: Outcome, found: Outcome) -> list[str]:
     """Names of the results that are not the same bits in both."""
     names = [*expected.results, *(found.results.keys() - expected.results.keys())]
     return [name for name in names if not same_bits(expected.results.get(name), found.results.get(name))]
 
 
-def _compare_with_spread(names: list[str], plain: list[_Outcome], found: _Outcome) -> float:
+def compare_with_spread(names: list[str], plain: list[Outcome], found: Outcome) -> float:
     """Hold what differs against what plain runs differ by among themselves, in each tensor by the largest element.
 
     Returns the largest such spread.
@@ -242,7 +244,7 @@ def _compare_with_spread(names: list[str], plain: list[_Outcome], found: _Outcom
         spreads[name] = max(_distance(a, b) for i, a in enumerate(runs) for b in runs[:i])
         off = min(_distance(result, run) for run in runs)
         if spreads[name] == 0:
-            raise VerificationError(_differs(name, repeats=True))
+            raise VerificationError(as_error(name, repeats=True))
         if not off <= spreads[name]:
             raise VerificationError(
                 f"{name} of the compiled step differs from plain PyTorch by {off:.3g} at least. Plain PyTorch does not "
@@ -262,7 +264,7 @@ def _compare_with_spread(names: list[str], plain: list[_Outcome], found: _Outcom
     return spreads[largest]
 
 
-def _compare_but_for_rounding(names: list[str], plain: _Outcome, found: _Outcome, types: set[torch.dtype]) -> float:
+def _compare_but_for_rounding(names: list[str], plain: Outcome, found: Outcome, types: set[torch.dtype]) -> float:
     """Hold each tensor that differs against what `torch.testing.assert_close` allows of a largest element.
 
     That is the tensor's own, or the largest of all gradients: one that is zero but for rounding is not far off. The
@@ -302,7 +304,7 @@ def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     return float(apart.nan_to_num(nan=float("inf")).max())
 
 
-def _is_loss(outcome: _Outcome) -> bool:
+def _is_loss(outcome: Outcome) -> bool:
     """Whether the step returned one scalar: then nothing outside the plan allocates in between."""
     outputs = [tensor for name, tensor in outcome.results.items() if name.startswith("output")]
     return len(outputs) == 1 and outputs[0].ndim == 0
@@ -316,7 +318,7 @@ def _outcome(
     names: dict[int, str],
     device: torch.device,
     calls: int,
-) -> _Outcome:
+) -> Outcome:
     """What a step leaves behind, held on the CPU: on the step's device it would stand in the way of the next.
 
     Several calls are differentiated at once, each with a factor of its own: 1, -1/2, 1/3, ...
@@ -342,11 +344,12 @@ def _outcome(
     }
     results |= {f"{names[id(t)]} of shape {tuple(t.shape)}": t.detach().clone() for t in state}
     on_host = {name: tensor.to(CPU) for name, tensor in results.items()}
-    return _Outcome(on_host, _all_random_states(device), use.peak)
+    return Outcome(on_host, all_random_states(device), use.peak)
 
 
-def _all_random_states(device: torch.device) -> dict[str, Any]:
-    return {_TORCH: random_states(device), _PYTHON: random.getstate(), _NUMPY: np.random.get_state()}  # noqa: NPY002
+def all_random_states(device: torch.device) -> dict[str, Any]:
+    """Those of torch, Python and NumPy."""
+    return {TORCH: random_states(device), _PYTHON: random.getstate(), _NUMPY: np.random.get_state()}  # noqa: NPY002
 
 
 def _leaves(root: torch.Tensor) -> Iterator[torch.Tensor]:

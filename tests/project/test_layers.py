@@ -23,8 +23,10 @@ ROOMS = (  # each imports itself and rooms of lines above it; those of one line 
     ("codegen", "profiling", "inspection", "updates"),
     ("backends", "plot"),
     ("verification", "webpage"),
-    ("compiler", "tracing"),
-    ("costs", "dynamo", "batch", "training"),
+    ("compiler",),
+    ("training",),
+    ("tracing",),
+    ("costs", "dynamo", "batch"),
     ("cli",),
     ("__main__",),
 )

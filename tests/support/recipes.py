@@ -19,6 +19,7 @@ import torch.distributed as dist
 import checkmate
 from benchmarks.common.own_seconds import count_own_seconds
 from tests.support.bits import assert_same_bits
+from tests.support.whole_steps import plain_step
 
 TEXT = (Path(__file__).parents[2] / "docs" / "ecosystem.md").read_text()
 RECIPES = dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```", TEXT, flags=re.DOTALL | re.MULTILINE))
@@ -40,11 +41,19 @@ def compare(name: str) -> None:
         if not dist.is_initialized():  # a store serves one group: its keys would be taken for those of the next
             begin(*args, **options)
 
+    plan_whole = checkmate.training_step
+
+    def training_step(*args: Any, **options: Any) -> Any:
+        compiled.append(plan_whole(*args, time_limit=2, verify=True, **options))
+        return compiled[-1]
+
+    plainly = RECIPES[name].replace("trainer = WholeSteps(", "trainer = Trainer(")
+    codes = plainly, RECIPES[name]
     states = []
     with patch.object(dist, "init_process_group", join), patch.object(dist, "destroy_process_group", lambda: None):
-        for wrap in (lambda fn, **options: fn, compile):
-            with patch.object(checkmate, "compile", wrap):
-                states.append(_left(_run(RECIPES[name])))
+        for code, wrap, step in zip(codes, (_plain, compile), (_plain_step, training_step), strict=True):
+            with patch.object(checkmate, "compile", wrap), patch.object(checkmate, "training_step", step):
+                states.append(_left(_run(code)))
     if dist.is_initialized():
         dist.destroy_process_group()
     plain, found = states
@@ -54,6 +63,14 @@ def compare(name: str) -> None:
     assert any(plan.schedule.recomputed.sum() > 0 for plan in plans), [
         checkmate.min_budget(plan.problem) for plan in plans
     ]
+
+
+def _plain(fn: Any, **options: Any) -> Any:
+    return fn
+
+
+def _plain_step(loss_fn: Any, optimizer: Any, *, clip_norm: float, **options: Any) -> Any:
+    return plain_step(loss_fn, [optimizer], clip_norm)
 
 
 def _run(code: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -170,6 +171,14 @@ def _refused() -> None:
     for step in (lambda x, y: 2 * wrapped(x, y), lambda x, y: 2 * hidden[0](x, y)):
         with pytest.raises(checkmate.Unsupported, match=r"DistributedDataParallel\(checkmate.compile\(model"):
             checkmate.compile(step, budget=BUDGET)(*_batch())
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    whole: tuple[Callable[..., Any], ...] = (wrapped, lambda x, y: 2 * wrapped(x, y), fully_shard(Net()))
+    for step in whole:
+        with pytest.raises(checkmate.Unsupported, match=r"checkmate.compile\(model.*outside of the plan.*reserve="):
+            checkmate.training_step(step, optimizer, budget=BUDGET)
+    zero = ZeroRedundancyOptimizer(Net().parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(checkmate.Unsupported, match=r"ZeroRedundancyOptimizer.*reserve="):
+        checkmate.training_step(Net(), zero, budget=BUDGET)
     with pytest.raises(checkmate.InfeasibleBudget, match="Smallest budget that works") as caught:
         DistributedDataParallel(_compiled(Net(), "3 MB"))(*_batch())
     assert len(set(_everywhere((str(caught.value), caught.value.min_budget, caught.value.op)))) == 1

@@ -21,13 +21,14 @@ from tests.support.sampling import long, slow
 
 ROOT = Path(__file__).parents[2]
 ON_SEVERAL_RANKS = ("DistributedDataParallel", "FSDP2")
+WHOLE_STEPS = ("Whole steps with the Hugging Face Trainer", "Whole steps with Lightning")
 
 
 def test_every_tool_has_its_recipe() -> None:
-    assert [*recipes.RECIPES] == [*ON_SEVERAL_RANKS, "Hugging Face Trainer", "Lightning"]
+    assert [*recipes.RECIPES] == [*ON_SEVERAL_RANKS, "Hugging Face Trainer", "Lightning", *WHOLE_STEPS]
 
 
-@pytest.mark.parametrize("name", [slow("Lightning"), long("Hugging Face Trainer")])
+@pytest.mark.parametrize("name", [slow("Lightning"), long("Hugging Face Trainer"), *map(slow, WHOLE_STEPS)])
 def test_in_one_process(name: str, one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch._dynamo.reset()

@@ -1,0 +1,80 @@
+"""A look at whole training steps before any training: forward, backward and update as one problem."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+import checkmate
+from checkmate.training import TrainingStep
+from tests.support.bits import assert_same_bits
+
+ROOFLINE = "roofline:h100"
+
+
+def _made(size: int = 32) -> tuple[TrainingStep, tuple[Any, ...], nn.Module, optim.Optimizer]:
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.Linear(64, 10))
+    optimizer = optim.AdamW(model.parameters())
+    batch = torch.randn(size, 64), torch.zeros(size, dtype=torch.long)
+    step = checkmate.training_step(
+        lambda x, y: F.cross_entropy(model(x), y), optimizer, budget="1 GB", clip_norm=1.0, wait="best"
+    )
+    return step, batch, model, optimizer
+
+
+def test_a_whole_step_is_traced_as_it_is_trained() -> None:
+    """The same ops and bytes, state included that there is none of yet; nothing is trained."""
+    step, batch, model, optimizer = _made()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    random = torch.get_rng_state()
+    problem = checkmate.trace(step, *batch)
+    assert_same_bits([model.state_dict(), torch.get_rng_state()], [before, random])
+    assert not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+    step(*batch)
+    (plan,) = step.plans
+    assert [op.target for op in problem.graph.ops] == [op.target for op in plan.problem.graph.ops]
+    assert (problem.resident, problem.keep_all_peak) == (plan.problem.resident, plan.problem.keep_all_peak)
+    smallest = checkmate.min_budget(problem, time_limit=1).peak
+    assert problem.resident < smallest < problem.keep_all_peak
+
+
+def test_updates_are_named() -> None:
+    """An update says of which parameter it is, and where that is."""
+    step, batch, _, _ = _made()
+    found = checkmate.explain(step, *batch, profile=ROOFLINE)
+    (row,) = (row for row in found.pinned if row.why.startswith("updates ") and "0.0.weight" in row.why)
+    assert (row.target, row.phase) == ("checkmate.update_parameter", "backward")
+    assert "0.0 (Linear" in row.where
+
+
+def test_without_memory_for_model_and_state() -> None:
+    """All on the meta device: 4.3 GB of parameters, twice that of state, none of it allocated."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False) for _ in range(16)])
+        x = torch.randn(8, 8192)
+    optimizer = optim.AdamW(model.parameters())
+    step = checkmate.training_step(lambda x: model(x).square().mean(), optimizer, budget="40 GB")
+    problem = checkmate.trace(step, x, profile=ROOFLINE)
+    parameters = 16 * 4 * 8192**2
+    assert 3 * parameters <= problem.resident < 3.01 * parameters
+    smallest = checkmate.min_budget(problem, time_limit=2).peak
+    assert smallest < 3.2 * parameters  # gradients are gone one by one
+    assert not optimizer.state
+
+
+@pytest.mark.slow
+def test_the_largest_batch_of_whole_steps() -> None:
+    """Parameters and state count once; what would need a plain backward is refused."""
+    step, batch, _, _ = _made()
+    resident = checkmate.trace(step, *batch, profile=ROOFLINE).resident
+    find: Any = {"profile": ROOFLINE, "time_limit": 20, "max_overhead": None, "smallest": 16, "largest": 64}
+    found = checkmate.max_batch_size(lambda: step, lambda n: _made(n)[1], budget=2 * resident, **find)
+    assert found.size == 64
+    with pytest.raises(checkmate.Unsupported, match="training step itself"):
+        checkmate.max_batch_size(lambda: step, lambda n: _made(n)[1], budget=2 * resident, measure=True, **find)

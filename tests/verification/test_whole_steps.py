@@ -1,0 +1,76 @@
+"""The first call of a whole training step, held against plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+
+import checkmate
+from checkmate.updates.one_parameter import Update
+from tests.support.bits import assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+X, Y = torch.randn(64, 32, generator=torch.Generator().manual_seed(3)), torch.arange(64) % 10
+
+
+def _trained(*, verify: bool, gradients: bool = False, steps: int = 2) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 10))
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    step = checkmate.training_step(
+        lambda x, y: F.cross_entropy(model(x), y),
+        optimizer,
+        budget="1 MB",
+        clip_norm=0.1,
+        verify=verify,
+        gradients=gradients,
+        wait="best",
+    )
+    losses = [step(X, Y) for _ in range(steps)]
+    return losses, step.norm, model.state_dict(), optimizer.state_dict(), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_is_verified_trains_as_if_it_were_not(gradients: bool) -> None:
+    """Everything is put back: parameters, running statistics, state that was not there, random numbers."""
+    assert_same_bits(_trained(verify=True, gradients=gradients), _trained(verify=False))
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        (lambda update: update.parameter, r"0\.weight of shape \(32, 32\)"),
+        (lambda update: update.optimizer.state[update.parameter]["exp_avg"], r"exp_avg of AdamW for .*0\.weight"),
+    ],
+)
+def test_what_differs_is_named(what: Callable[[Update], Tensor], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that is off by little, in one parameter or in its state."""
+    really = Update.__call__
+
+    def off(self: Update, gradient: Tensor) -> None:
+        really(self, gradient)
+        if self.parameter.shape == (32, 32):
+            with torch.no_grad():
+                what(self).view(-1)[0] += 1e-4
+
+    monkeypatch.setattr(Update, "__call__", off)
+    with pytest.raises(checkmate.VerificationError, match=name):
+        _trained(verify=True)
+
+
+def test_a_peak_above_the_plan_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that takes what no plan knows of."""
+    really = Update.__call__
+
+    def greedy(self: Update, gradient: Tensor) -> None:
+        torch.empty(1_000_000)
+        really(self, gradient)
+
+    monkeypatch.setattr(Update, "__call__", greedy)
+    with pytest.raises(checkmate.VerificationError, match="measured peak"):
+        _trained(verify=True)
