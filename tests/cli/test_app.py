@@ -38,6 +38,12 @@ def named(n=4):
     step, x = example(n)
     return (lambda x, y: step(x) + step(y)), {"x": x, "y": x}
 
+def whole(n=4):
+    import checkmate
+    model = torch.nn.Linear(8, 1, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    return checkmate.training_step(lambda x: model(x).sum(), optimizer, budget="1 MB"), torch.ones(n, 8)
+
 def fails(n=4):
     raise IndexError("no data")
 
@@ -193,6 +199,13 @@ def test_a_step_is_traced_planned_and_saved(capsys: pytest.CaptureFixture[str], 
 def test_a_file_is_as_good_as_a_module_and_costs_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = _json(capsys, "plan", "my_step.py:named", "--budget", "1MB")
     assert found["source"].startswith("measured on cpu")
+
+
+def test_a_whole_training_step_is_planned_with_its_updates(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    command = ["plan", "my_step:whole", "--device", "h100", "--budget", "100kB"]
+    _json(capsys, *command, "--save-problem", "problem.json.gz")
+    problem = Problem.from_json(folder / "problem.json.gz")
+    assert [op.target for op in problem.graph.ops][-1] == "checkmate.update_parameter"
 
 
 def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,17 +166,17 @@ def _wavering_sum(monkeypatch: pytest.MonkeyPatch, off: float = 0.0) -> Callable
 @pytest.fixture
 def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison that a step on CUDA gets."""
-    monkeypatch.setattr(verification, "_may_waver", lambda device: True)
+    monkeypatch.setattr(verification, "may_waver", lambda device: True)
 
 
 def test_only_cuda_may_waver_and_not_when_told_to_be_deterministic() -> None:
-    assert not verification._may_waver(torch.device("cpu"))
-    assert verification._may_waver(torch.device("cuda", 0))
+    assert not verification.may_waver(torch.device("cpu"))
+    assert verification.may_waver(torch.device("cuda", 0))
     torch.use_deterministic_algorithms(True)
     try:
-        assert not verification._may_waver(torch.device("cuda", 0))
+        assert not verification.may_waver(torch.device("cuda", 0))
         torch.use_deterministic_algorithms(True, warn_only=True)
-        assert verification._may_waver(torch.device("cuda", 0))
+        assert verification.may_waver(torch.device("cuda", 0))
     finally:
         torch.use_deterministic_algorithms(False)
 
