@@ -17,6 +17,8 @@ from checkmate.updates.one_parameter import Update, about
 from checkmate.updates.scaling import HELD_BYTES, Scaling
 from checkmate.updates.sums import Sums
 
+NORM_BYTES = 8  # of the last step's norm, which is kept until there is another
+
 
 @dataclass(eq=False)
 class Updates:
@@ -62,6 +64,7 @@ class Updates:
         held = sum(update.state_bytes for update in self.of_parameters().values())
         held += 0 if self.sums is None else self.sums.held_bytes
         held += 0 if self.average is None else self.average.rest_bytes
+        held += 0 if self.clipping.most is None else NORM_BYTES
         return held + (0 if self.scaling is None else HELD_BYTES)
 
     def begin(self) -> None:
