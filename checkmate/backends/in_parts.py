@@ -56,6 +56,7 @@ def with_parts(
     *,
     tried: bool,
     tried_before: int = 0,
+    below: int | None = None,
 ) -> Problem:
     """The problem of a step, from which the same step with its loss in more parts can be had.
 
@@ -66,7 +67,10 @@ def with_parts(
         pose: makes a problem of a captured step.
         tried: the bits of a split are tried before it is offered. Without data nothing can be.
         tried_before: how many splits, from cheap to small, are not asked for any more.
+        below: bytes that no plan without kept logits goes below so far; None: those of the problem.
     """
+
+    whole = int(problem.unavoidable_bytes.max()) if below is None else below
 
     @cache
     def smaller() -> Problem | None:
@@ -80,12 +84,14 @@ def with_parts(
             except Unsupported as error:
                 log.info("%s: %s", how, error)
                 return None
-            if split.unavoidable_bytes.max() > (1 - GAIN) * problem.unavoidable_bytes.max():
+            least = split.unavoidable_bytes.max()
+            if least > (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else whole):
                 continue
             inputs = min(map(inputs_of, found))
             certificate = f"bits equal on {inputs} inputs, {_threads()}" if tried else "not tried here"
             split = replace(split, splits=(f"{how}: {certificate}",))
-            return with_parts(split, module, read, pose, tried=tried, tried_before=place)
+            after = whole if how.kept else int(least)  # kept logits are beside other ops too: no op alone shows that
+            return with_parts(split, module, read, pose, tried=tried, tried_before=place, below=after)
         return None
 
     return replace(problem, smaller=smaller)

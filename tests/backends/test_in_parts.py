@@ -115,6 +115,28 @@ def test_estimates_for_a_device_count_what_parts_hold(model: _Model) -> None:
     assert split[-1].keep_all_cost > whole.keep_all_cost
 
 
+LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "capped": lambda logits, y: F.cross_entropy((torch.tanh(logits / 30.0) * 30.0).flatten(0, 1), y.flatten()),
+    "class weights": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten(), weight=CLASS_WEIGHTS),
+    "label smoothing": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten(), label_smoothing=0.1),
+    "shifted": lambda logits, y: F.cross_entropy(logits[:, :-1].flatten(0, 1), y[:, 1:].flatten()),
+    "shown": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()) + logits.detach().amax(),
+}
+CLASS_WEIGHTS = torch.rand(WORDS) + 0.1
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_of_other_kinds_are_split_to_the_byte(kind: str, model: _Model) -> None:
+    def step(tokens: Tensor) -> Any:
+        return LOSSES[kind](model.head(model.inner(model.words(tokens))), tokens)
+
+    problem = checkmate.trace(step, TOKENS)
+    *_, smallest = problem.and_smaller()
+    assert ("beside its logits" in smallest.splits[0]) == (kind == "shown")
+    report = checkmate.verify(step, TOKENS, budget=int(1.05 * _floor(smallest)), time_limit=1)
+    assert report.measured_peak == report.predicted_peak < _floor(problem)
+
+
 def _step(name: str, config: Any) -> Callable[[Tensor], Tensor]:
     transformers = pytest.importorskip("transformers")
     network = getattr(transformers, name)(config(transformers)).train()
