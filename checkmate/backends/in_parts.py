@@ -69,7 +69,6 @@ def with_parts(
         tried_before: how many splits, from cheap to small, are not asked for any more.
         below: bytes that no plan without kept logits goes below so far; None: those of the problem.
     """
-
     whole = int(problem.unavoidable_bytes.max()) if below is None else below
 
     @cache
