@@ -115,6 +115,7 @@ def test_estimates_for_a_device_count_what_parts_hold(model: _Model) -> None:
     assert split[-1].keep_all_cost > whole.keep_all_cost
 
 
+CLASS_WEIGHTS = torch.rand(WORDS) + 0.1
 LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "capped": lambda logits, y: F.cross_entropy((torch.tanh(logits / 30.0) * 30.0).flatten(0, 1), y.flatten()),
     "class weights": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten(), weight=CLASS_WEIGHTS),
@@ -122,7 +123,6 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "shifted": lambda logits, y: F.cross_entropy(logits[:, :-1].flatten(0, 1), y[:, 1:].flatten()),
     "shown": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()) + logits.detach().amax(),
 }
-CLASS_WEIGHTS = torch.rand(WORDS) + 0.1
 
 
 @pytest.mark.parametrize("kind", LOSSES)
