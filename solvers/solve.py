@@ -15,6 +15,7 @@ from checkmate.core.rules import Rules, with_rules
 from checkmate.core.solution import Refusal, Solution, Status
 from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS, Method
+from checkmate.solvers.cheapest_split import cheapest_split
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import cost_of
 from checkmate.solvers.common.task import Clock, Task
@@ -86,13 +87,15 @@ def solve(
     """
     check_problem(problem)
     problem = problem if rules is None else with_rules(problem, rules)
-    about: dict[str, Any] = {"method": method, "time_limit": time_limit, "gap": gap, "progress": progress, **options}
+    check_limits(time_limit, gap)
+    about: dict[str, Any] = {"method": method, "gap": gap, "progress": progress, "watch": watch, **options}
+    split = start.problem.splits if isinstance(start, Solution) else problem.splits
     clock = Clock()
-    for one in problem.and_smaller():
-        split = start.problem.splits if isinstance(start, Solution) else problem.splits
-        solution = attempt(one, budget, start=start if split == one.splits else None, watch=watch, **about)
-        if solution.plan is not None or solution.interrupted:
-            break
+
+    def find(one: Problem, seconds: float) -> Solution:
+        return attempt(one, budget, time_limit=seconds, start=start if split == one.splits else None, **about)
+
+    solution = cheapest_split(problem, find, time_limit)
     solution = solution if solution.plan is not None else refused(solution, time_limit=time_limit)
     return replace(solution, seconds=clock.elapsed)
 

@@ -16,8 +16,9 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.joint import Joint
-from checkmate.capture.splits.find_loss import in_parts, losses
+from checkmate.capture.splits.find_loss import losses
 from checkmate.capture.splits.trial import inputs_of, same_bits_in_parts
+from checkmate.capture.splits.write_loss import in_parts, splits_of
 from checkmate.codegen.emit import emit
 from checkmate.codegen.writing_over import Positions
 from checkmate.core.plan import Plan
@@ -26,7 +27,6 @@ from checkmate.errors import Unsupported
 
 log = logging.getLogger("checkmate.backends.in_parts")
 
-MOST_PARTS = 64
 GAIN = 0.01  # of the bytes that no plan goes below: a split that saves less is none
 
 
@@ -55,38 +55,42 @@ def with_parts(
     pose: Callable[[Joint], Problem],
     *,
     tried: bool,
-    parts: int = 1,
+    tried_before: int = 0,
+    below: int | None = None,
 ) -> Problem:
     """The problem of a step, from which the same step with its loss in more parts can be had.
 
     Args:
-        problem: with its loss in ``parts``.
+        problem: of the step, or of one of these.
         module: the joint graph, prepared and whole.
         read: makes a captured step of such a graph.
         pose: makes a problem of a captured step.
         tried: the bits of a split are tried before it is offered. Without data nothing can be.
-        parts: of the loss in the problem.
+        tried_before: how many splits, from cheap to small, are not asked for any more.
+        below: bytes that no plan without kept logits goes below so far; None: those of the problem.
     """
+    whole = int(problem.unavoidable_bytes.max()) if below is None else below
 
     @cache
     def smaller() -> Problem | None:
         found = losses(module.graph)
-        count = parts
-        while found and (count := 2 * count) <= MOST_PARTS:
-            if tried and not all(same_bits_in_parts(loss, count) for loss in found):
-                log.info("loss in %d parts: not the bits of the whole", count)
+        for place, how in enumerate(splits_of(found)[tried_before:], tried_before + 1):
+            if tried and not all(same_bits_in_parts(loss, how) for loss in found):
+                log.info("%s: not the bits of the whole", how)
                 continue
             try:
-                split = pose(read(in_parts(module, count)))
+                split = pose(read(in_parts(module, how)))
             except Unsupported as error:
-                log.info("loss in %d parts: %s", count, error)
+                log.info("%s: %s", how, error)
                 return None
-            if split.unavoidable_bytes.max() > (1 - GAIN) * problem.unavoidable_bytes.max():
+            least = split.unavoidable_bytes.max()
+            if least > (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else whole):
                 continue
             inputs = min(map(inputs_of, found))
             certificate = f"bits equal on {inputs} inputs, {_threads()}" if tried else "not tried here"
-            split = replace(split, splits=(f"loss in {count} parts: {certificate}",))
-            return with_parts(split, module, read, pose, tried=tried, parts=count)
+            split = replace(split, splits=(f"{how}: {certificate}",))
+            after = whole if how.kept else int(least)  # kept logits are beside other ops too: no op alone shows that
+            return with_parts(split, module, read, pose, tried=tried, tried_before=place, below=after)
         return None
 
     return replace(problem, smaller=smaller)

@@ -17,6 +17,7 @@ from checkmate.errors import InfeasibleBudget
 from checkmate.profiling.profilers import Choice
 from checkmate.solvers import recall
 from checkmate.solvers.catalogue import METHODS
+from checkmate.solvers.cheapest_split import cheapest_split
 from checkmate.solvers.recall import Rest
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import refused
@@ -127,10 +128,15 @@ class Planner:
         options, problem = self.options, self._ruled(problem)
         if options.total <= reserve:
             raise _nothing_left(problem, options.total, reserve)
-        for one in problem.and_smaller():
-            solution, rest = self._plan_one(one, options.total - reserve, wait)
-            if solution.plan is not None or solution.interrupted:
-                break
+        rests: dict[int, Rest | None] = {}
+
+        def find(one: Problem, seconds: float) -> Solution:
+            solution, rest = self._plan_one(one, options.total - reserve, wait, seconds)
+            rests[id(solution)] = rest
+            return solution
+
+        look_on = wait == inf and not ranks.train_together()  # ranks, whose costs differ, have to ask alike
+        solution = cheapest_split(problem, find, options.time_limit, look_on=look_on)
         if solution.plan is None:
             why = partial(refused, solution, time_limit=options.time_limit)  # the same on all ranks, whose costs differ
             about: dict[str, Any] = {"method": f"{options.method}, refused", "time_limit": options.time_limit}
@@ -140,13 +146,13 @@ class Planner:
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
             raise InfeasibleBudget(f"{solution.message}{note}", budget=options.total, min_budget=smallest, op=op)
         self._made = [*(known for known in self._made if known() is not None), weakref.ref(solution)]
-        return solution, rest
+        return solution, rests[id(solution)]
 
-    def _plan_one(self, problem: Problem, within: int, wait: float) -> tuple[Solution, Rest | None]:
+    def _plan_one(self, problem: Problem, within: int, wait: float, seconds: float) -> tuple[Solution, Rest | None]:
         """The same of a problem as it is, not split further; an answer without a plan does not say why."""
         options, rest = self.options, None
         earlier = tuple(solution for known in self._made if (solution := known()) is not None)
-        asked: dict[str, Any] = {"method": options.method, "time_limit": options.time_limit}
+        asked: dict[str, Any] = {"method": options.method, "time_limit": seconds}
 
         def find() -> Solution:
             nonlocal rest

@@ -63,7 +63,7 @@ def test_a_plan_of_a_split_step_says_so(model: _Model, problem: Problem) -> None
     for _ in range(2):
         compiled(TOKENS).backward()
     (plan,) = compiled.plans
-    assert plan.problem.splits[0].startswith("loss in 2 parts: bits equal on ")
+    assert plan.problem.splits[0].startswith("loss in ")
     assert "in parts   loss in 2 parts" in str(plan)
 
 
@@ -79,7 +79,7 @@ def test_where_a_plan_fits_none_is_split_nor_tried(
 def test_a_split_with_other_bits_is_not_offered(
     model: _Model, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_parts, "same_bits_in_parts", lambda loss, parts: parts == 8)
+    monkeypatch.setattr(in_parts, "same_bits_in_parts", lambda loss, split: split == (8, False))
     assert [one.splits[0][:15] for one in problem.and_smaller() if one.splits] == ["loss in 8 parts"]
     monkeypatch.setattr(in_parts, "same_bits_in_parts", lambda loss, parts: False)
     with pytest.raises(InfeasibleBudget, match="alone needs") as refusal:
@@ -111,8 +111,30 @@ def test_estimates_for_a_device_count_what_parts_hold(model: _Model) -> None:
     floors = [_floor(one) for one in (whole, *split)]
     assert floors == sorted(floors, reverse=True)
     assert floors[-1] < 0.5 * floors[0]
-    assert split[0].splits == ("loss in 2 parts: not tried here",)
+    assert split[0].splits == ("loss in 4 parts beside its logits: not tried here",)
     assert split[-1].keep_all_cost > whole.keep_all_cost
+
+
+CLASS_WEIGHTS = torch.rand(WORDS) + 0.1
+LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "capped": lambda logits, y: F.cross_entropy((torch.tanh(logits / 30.0) * 30.0).flatten(0, 1), y.flatten()),
+    "class weights": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten(), weight=CLASS_WEIGHTS),
+    "label smoothing": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten(), label_smoothing=0.1),
+    "shifted": lambda logits, y: F.cross_entropy(logits[:, :-1].flatten(0, 1), y[:, 1:].flatten()),
+    "shown": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()) + logits.detach().amax(),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_of_other_kinds_are_split_to_the_byte(kind: str, model: _Model) -> None:
+    def step(tokens: Tensor) -> Any:
+        return LOSSES[kind](model.head(model.inner(model.words(tokens))), tokens)
+
+    problem = checkmate.trace(step, TOKENS)
+    *_, smallest = problem.and_smaller()
+    assert ("beside its logits" in smallest.splits[0]) == (kind == "shown")
+    report = checkmate.verify(step, TOKENS, budget=int(1.05 * _floor(smallest)), time_limit=1)
+    assert report.measured_peak == report.predicted_peak < _floor(problem)
 
 
 def _step(name: str, config: Any) -> Callable[[Tensor], Tensor]:

@@ -1,32 +1,30 @@
-"""Where a traced step has a linear layer and its cross entropy, and how it is made to run in parts.
+"""Where a traced step has a linear layer and its cross entropy.
 
-    mm or addmm -> views, a cast -> _log_softmax -> nll_loss_forward
-    nll_loss_backward -> _log_softmax_backward_data -> a cast, views -> mm (rows), mm (weight), sum (bias)
+    mm or addmm -> scales, a cap, casts, slices of rows -> _log_softmax -> nll_loss_forward, and the sum of each row
+    nll_loss_backward -> _log_softmax_backward_data -> the same back -> mm (rows), mm (weight), sum (bias)
 
-Nothing else may read what is in between: logits that the step returns, or reads elsewhere, have to be there.
+with views anywhere. Nothing else may read what is in between, but for logits: those that the step returns, or reads
+elsewhere, stay whole, and what is made of them for the loss is there in parts.
 """
 
 from __future__ import annotations
 
-import copy
-import operator
-import warnings
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from checkmate.capture.nodes import storage
-from checkmate.capture.rewrite import without_dead_code
-from checkmate.capture.splits.loss import gradient_of_rows, gradients_of_weights, one_class, row_sums
+from checkmate.capture.nodes import storage, viewed
+from checkmate.capture.splits.loss import CAST, OF_RESULT, POINTWISE, Step
 
 aten = torch.ops.aten
-_SAME = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}  # of what is contiguous: the same numbers
 _PRODUCTS = {aten.mm.default: 2, aten.addmm.default: 3}  # with their numbers of arguments
-_CAST = aten._to_copy.default
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default}
+SLICES = {aten.slice.Tensor: 1, aten.slice_backward.default: 2}  # with the argument that is the dimension
 _KEPT_BY_CASTS = {"dtype", "layout", "device"}  # arguments that say nothing else than the type
+Nodes = tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
@@ -34,20 +32,76 @@ class Loss:
     """The nodes of one such place; gradients that nobody asks for are None."""
 
     product: fx.Node
-    h: fx.Node  # (N, D)
-    w: fx.Node  # (D, V)
-    b: fx.Node | None  # (V,)
+    before: Nodes  # from there to the softmax, each reads the one before
     softmax: fx.Node
+    after: Nodes  # from there to the loss
     forward: fx.Node
+    row_sum: fx.Node | None  # of log-probabilities, with label smoothing
     backward: fx.Node
+    smoothing: fx.Node | None  # the gradient of that sum, expanded to all columns
+    given: Nodes  # from the gradient of the loss to that of the softmax
+    gradient: fx.Node  # of what goes into the softmax
+    through: Nodes  # from there to the gradient of the product
     of_rows: fx.Node | None
     of_weight: fx.Node | None
     of_bias: fx.Node | None
 
     @property
+    def h(self) -> fx.Node:
+        """The rows: (N, D)."""
+        return self.product.args[-2]  # type: ignore[return-value]
+
+    @property
+    def w(self) -> fx.Node:
+        """The weight: (D, V)."""
+        return self.product.args[-1]  # type: ignore[return-value]
+
+    @property
+    def b(self) -> fx.Node | None:
+        """The bias: (V,)."""
+        return self.product.args[0] if len(self.product.args) == 3 else None  # type: ignore[return-value]
+
+    @property
     def ignore_index(self) -> int:
         """The target of rows that do not count."""
         return self.forward.args[4]  # type: ignore[return-value]
+
+    @property
+    def ends(self) -> Nodes:
+        """The gradients that are asked for."""
+        return tuple(end for end in (self.of_rows, self.of_weight, self.of_bias) if end is not None)
+
+    @property
+    def shown(self) -> bool:
+        """Whether something else reads the product, or what is made of it on the way to the softmax."""
+        own = {*self.before, self.softmax, *self.through}
+        return any(user not in own for node in (self.product, *self.before) for user in node.users)
+
+    @property
+    def steps(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """What happens to each number from the product to the softmax, and to its gradient on the way back."""
+        made = [node for node in self.before if str(node.target) in POINTWISE]
+        return tuple(_step(node, made) for node in made), tuple(
+            _step(node, made) for node in self.through if str(node.target) in POINTWISE
+        )
+
+    def nodes(self) -> Iterator[fx.Node]:
+        """All nodes, and the views through which the weight is read."""
+        some = (self.row_sum, self.smoothing, *self.ends)
+        yield from (self.product, *self.before, self.softmax, *self.after, self.forward, *self.forward.users)
+        yield from (self.backward, *self.given, self.gradient, *self.through, *(node for node in some if node))
+        if self.of_weight is not None:
+            yield self.of_weight.args[0]  # type: ignore[misc]  # turned
+        for node in (self.w, *(self.of_rows.args[1:] if self.of_rows is not None else ())):
+            while node is not viewed(node):  # type: ignore[arg-type]
+                yield node  # type: ignore[misc]
+                (node,) = node.all_input_nodes  # type: ignore[union-attr]
+
+
+def _step(node: fx.Node, made: list[fx.Node]) -> Step:
+    name = str(node.target)
+    what: Any = node.kwargs["dtype"] if name == CAST else node.args[1] if len(node.args) > 1 else None
+    return name, made.index(what) + 1 if name in OF_RESULT else what
 
 
 def losses(graph: fx.Graph) -> list[Loss]:
@@ -57,64 +111,120 @@ def losses(graph: fx.Graph) -> list[Loss]:
 
 
 def _read(forward: fx.Node) -> Loss | None:
-    if len(forward.args) != 5 or forward.kwargs:
+    """The place of a loss; None: there is none whose logits need not be there."""
+    args: Any = forward.args
+    if len(args) != 5 or forward.kwargs or not args[1].meta["val"].is_contiguous():
         return None
-    softmax, y, weight, _, _ = forward.args
-    if weight is not None or not isinstance(softmax, fx.Node) or softmax.target is not aten._log_softmax.default:
+    q = args[0]
+    softmax, after = _up(q, aten._log_softmax.default, pointwise=False)
+    if softmax is None or not _along_rows(softmax) or softmax.args[2]:
         return None
-    logits, dim, half_to_float = softmax.args
-    val, product = softmax.meta["val"], _source(logits)  # type: ignore[arg-type]
-    if val.dim() != 2 or dim not in (1, -1) or half_to_float or product is None or not y.meta["val"].is_contiguous():  # type: ignore[union-attr]
+    product, before = _up(softmax.args[0], *_PRODUCTS)
+    if product is None or product.kwargs or len(product.args) != _PRODUCTS[product.target]:  # type: ignore[index]
         return None
-    *bias, h, w = product.args
-    if product.meta["val"].shape != val.shape or (bias and bias[0].meta["val"].dim() != 1):  # type: ignore[union-attr]
+    backward = _only(n for n in q.users if n.target is aten.nll_loss_backward.default and n.args[1:6] == args)
+    if backward is None or product.meta["val"].numel() == 0:
         return None
-    if {*softmax.users} - {forward} != {*(pair := _backward(softmax, forward))}:
+    smoothing, given, gradient = _to_softmax(backward)
+    if gradient is None or gradient.args[1] is not softmax or not _along_rows(gradient, 2):
         return None
-    backward, through = pair
-    ends = _ends(through)
-    if ends is None or not _agree(product, h, w, ends):  # type: ignore[arg-type]
+    through = tuple(_down(gradient, before))
+    row_sum = _only(node for node in softmax.users if _sums_rows(node))
+    ends = _ends((gradient, *through)[-1])
+    if ends is None or (row_sum is not None and (after or row_sum < forward)) or not _agree(product, ends):
         return None
-    return Loss(product, h, w, bias[0] if bias else None, softmax, forward, backward, *ends)  # type: ignore[arg-type]
+    of_forward = (product, before, softmax, after, forward, row_sum)
+    loss = Loss(*of_forward, backward, smoothing, given, gradient, through, *ends)
+    own = {*after, forward, backward, gradient, row_sum}
+    weighted_smoothing = row_sum is not None and args[2] is not None
+    return loss if all({*node.users} <= own for node in (softmax, *after)) and not weighted_smoothing else None
 
 
-def _source(node: fx.Node) -> fx.Node | None:
-    """The product that logits come from, unchanged but for their type, and that nothing else reads."""
-    cast = False
-    while len(node.users) == 1 and node.meta["val"].is_contiguous():
-        if node.target in _PRODUCTS:
-            return node if len(node.args) == _PRODUCTS[node.target] and not node.kwargs else None
-        if not _is_passed_on(node) or (cast and node.target is _CAST):
-            return None
-        cast |= node.target is _CAST
-        node = node.args[0]  # type: ignore[assignment]
-    return None
+def _up(node: Any, *ends: Any, pointwise: bool = True) -> tuple[fx.Node | None, Nodes]:
+    """The node that this one is made of, and the nodes from there to it; None: by something else."""
+    path: list[fx.Node] = []
+    while isinstance(node, fx.Node) and node.target not in ends:
+        if not (is_of_rows(node) or (pointwise and _is_pointwise(node, ()))):
+            return None, ()
+        path.append(node)
+        node = node.args[0]
+    return (node, tuple(reversed(path))) if isinstance(node, fx.Node) else (None, ())
 
 
-def _is_passed_on(node: fx.Node) -> bool:
-    """The same numbers in the same order, maybe in another type."""
-    if node.target is _CAST:
-        args: Any = node.all_input_nodes
+def _down(node: fx.Node, made: Nodes) -> Iterator[fx.Node]:
+    """What a gradient goes through, as long as nothing else reads it."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if not (is_of_rows(user) or _is_pointwise(user, made)) or user.args[0] is not node:
+            return
+        yield (node := user)
+
+
+def _to_softmax(backward: fx.Node) -> tuple[fx.Node | None, Nodes, fx.Node | None]:
+    """From the gradient of a loss to that of its softmax: what is added for label smoothing, nodes between, the end."""
+    path, smoothing = [backward], None
+    (user,) = backward.users if len(backward.users) == 1 else (backward,)
+    if user.target is aten.add.Tensor and user.args[1] is backward and not user.kwargs and _is_expanded(user.args[0]):
+        smoothing = user.args[0]
+        path.append(user)
+    path += _down(path[-1], ())
+    (end,) = path[-1].users if len(path[-1].users) == 1 else (backward,)
+    mine = end.target is aten._log_softmax_backward_data.default and end.args[0] is path[-1]
+    plain = not any(str(node.target) in POINTWISE for node in path)
+    return smoothing, tuple(path[1:]), end if mine and plain else None  # type: ignore[return-value]
+
+
+def _is_expanded(node: Any) -> bool:
+    """A number for each row, expanded to all columns."""
+    if not isinstance(node, fx.Node) or node.target is not aten.expand.default or len(node.users) != 1:
+        return False
+    source: Any = node.args[0]
+    return bool(source.meta["val"].shape == (node.meta["val"].shape[0], 1) and node.meta["val"].dim() == 2)
+
+
+def is_of_rows(node: fx.Node) -> bool:
+    """The same rows in the same order, each whole, or some of them, or zeros in place of the others."""
+    args: Any = node.args
+    source = node.all_input_nodes
+    if len(source) != 1 or args[0] is not source[0]:
+        return False
+    before, val = source[0].meta["val"], node.meta["val"]
+    if node.target not in _VIEWS | {*SLICES} or before.dim() < 2 or val.shape[-1:] != before.shape[-1:]:
+        return False
+    if node.target in SLICES:
+        return bool(args[SLICES[node.target]] % val.dim() != val.dim() - 1)
+    return bool(val.is_contiguous())
+
+
+def _is_pointwise(node: fx.Node, made: Iterable[fx.Node]) -> bool:
+    """A function of each number by itself, but for what a backward may read of the forward."""
+    args: Any = node.args
+    if (name := str(node.target)) not in POINTWISE:
+        return False
+    if name == CAST:
         same = args[0].meta["val"].device == node.meta["val"].device
-        return same and {*node.kwargs} <= _KEPT_BY_CASTS
-    return node.target in _SAME and bool(node.all_input_nodes[0].meta["val"].is_contiguous())
+        return same and {"dtype"} <= {*node.kwargs} <= _KEPT_BY_CASTS
+    if name in OF_RESULT:
+        return args[1] in made
+    return len(node.all_input_nodes) == 1 and isinstance(args[0], fx.Node) and not node.kwargs
 
 
-def _backward(softmax: fx.Node, forward: fx.Node) -> tuple[fx.Node, ...]:
-    """The two nodes of the backward that read the log-probabilities, if they belong to this loss."""
-    for node in softmax.users:
-        if node.target is aten._log_softmax_backward_data.default and isinstance(node.args[0], fx.Node):
-            given = node.args[0]
-            mine = given.target is aten.nll_loss_backward.default and given.args[1:6] == forward.args
-            if mine and list(given.users) == [node] and node.args[1] is softmax:
-                return given, node
-    return ()
+def _along_rows(node: fx.Node, position: int = 1) -> bool:
+    dim: Any = node.args[position]
+    return bool(dim % node.meta["val"].dim() == node.meta["val"].dim() - 1)
+
+
+def _sums_rows(node: fx.Node) -> bool:
+    return node.target is aten.sum.dim_IntList and node.args[1:] in (([1],), ([-1],)) and not node.kwargs
+
+
+def _only(nodes: Iterable[fx.Node]) -> fx.Node | None:
+    found = [*nodes]
+    return found[0] if len(found) == 1 else None
 
 
 def _ends(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, fx.Node | None] | None:
-    """What the gradient of the logits goes into: gradients of rows, weight and bias; None if into anything else."""
-    while len(node.users) == 1 and _is_passed_on(user := next(iter(node.users))):
-        node = user
+    """What the gradient of the product goes into: gradients of rows, weight and bias; None if into anything else."""
     found: dict[str, fx.Node] = {}
     for user in node.users:
         turned = user.target is aten.t.default and len(user.users) == 1
@@ -132,64 +242,17 @@ def _ends(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, fx.Node | None
     return found.get("rows"), found.get("weight"), found.get("bias")
 
 
-def _agree(product: fx.Node, h: fx.Node, w: fx.Node, ends: tuple[fx.Node | None, ...]) -> bool:
+def _agree(product: fx.Node, ends: tuple[fx.Node | None, ...]) -> bool:
     """The backward reads the rows and the weight of the forward, and makes what the parts would."""
     rows, weight, _ = ends
-    wide, val = w.meta["val"], h.meta["val"]
+    *bias, h, w = (node.meta["val"] for node in product.args)  # type: ignore[union-attr]
+    if bias and bias[0].dim() != 1:
+        return False
     if rows is not None:
         back: Any = rows.args[1]
         back = back.meta["val"]
-        if storage(back) != storage(wide) or back.stride() != wide.stride()[::-1] or not val.is_contiguous():
+        if storage(back) != storage(w) or back.stride() != w.stride()[::-1] or not h.is_contiguous():
             return False
-    if weight is not None and weight.args[1] is not h:
+    if weight is not None and weight.args[1] is not product.args[-2]:
         return False
-    return any(end is not None for end in ends) and product.meta["val"].numel() > 0
-
-
-def in_parts(module: fx.GraphModule, parts: int) -> fx.GraphModule:
-    """A copy of a prepared joint graph in which each such loss runs in so many parts."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # from within PyTorch, of what it copies beside the nodes
-        graph = copy.deepcopy(module.graph)  # of its nodes; their fake tensors are the same
-    for loss in losses(graph):
-        _write(graph, loss, parts)
-    return without_dead_code(module, graph)
-
-
-def _write(graph: fx.Graph, loss: Loss, parts: int) -> None:
-    about = loss.h, loss.w, loss.b, loss.forward.args[1]
-    ignore, dtype = loss.ignore_index, loss.softmax.meta["val"].dtype
-    rows = loss.h.meta["val"].shape[0]
-    like = loss.softmax.meta["val"]
-    with graph.inserting_before(loss.forward), like.fake_mode, torch.no_grad():
-        fake = like.new_empty((3, rows))
-        sums = _call(graph, loss.softmax, row_sums, (*about, ignore, dtype, parts), fake)
-        first = _call(graph, loss.softmax, aten.select.int, (sums, 0, 0), fake.select(0, 0))
-        column = _call(graph, loss.softmax, aten.unsqueeze.default, (first, 1), first.meta["val"].unsqueeze(1))
-        y = torch.empty_like(about[3].meta["val"])  # type: ignore[union-attr]
-        targets = _call(graph, loss.forward, one_class, (about[3], ignore), y)
-    loss.forward.args = (column, targets, *loss.forward.args[2:])
-    with graph.inserting_before(loss.backward), like.fake_mode:
-        given, _, _, *rest = loss.backward.args
-        g = _call(graph, loss.backward, aten.nll_loss_backward.default, (given, column, targets, *rest), y)
-        g.meta["val"] = like.new_empty((rows, 1))
-    if loss.of_rows is not None:
-        with graph.inserting_before(loss.of_rows):
-            args = *about, g, sums, loss.of_rows.args[1], ignore, parts
-            made = _call(graph, loss.of_rows, gradient_of_rows, args, loss.of_rows.meta["val"])
-        loss.of_rows.replace_all_uses_with(made)
-    wanted = [end for end in (loss.of_weight, loss.of_bias) if end is not None]
-    if wanted:
-        with graph.inserting_before(min(wanted)):
-            flags = loss.of_weight is not None, loss.of_bias is not None
-            vals = tuple(end.meta["val"] for end in wanted)
-            both = _call(graph, wanted[0], gradients_of_weights, (*about, g, sums, ignore, parts, *flags), vals)
-            for i, end in enumerate(wanted):
-                end.replace_all_uses_with(_call(graph, end, operator.getitem, (both, i), end.meta["val"]))
-
-
-def _call(graph: fx.Graph, origin: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], val: Any) -> fx.Node:
-    """A node with the provenance of another."""
-    node = graph.create_node("call_function", target, args)
-    node.meta = {key: what for key, what in origin.meta.items() if key != "tensor_meta"} | {"val": val}
-    return node
+    return any(end is not None for end in ends)

@@ -1,18 +1,22 @@
 """Cross entropy of a linear layer without its logits: loss and gradients in parts, with the bits of the whole.
 
-    x = h W + b                        (N, V): logits
+    z = h W + b                        (N, V): the layer's product
+    x = f(z)                           logits: scaled, capped, cast, or as they are
     q = x - m - log(sum(exp(x - m)))   m: the largest of each row
     loss = nll_loss(q, y)
 
-Plain PyTorch holds x, q and their gradients, each N x V. Here the forward goes through the rows part by part and keeps
-of each row what is in `row_sums`: three numbers. The loss is ATen's own, of the one column of log-probabilities
-that the targets choose, in its order of summation. The backward computes logits again, part by part: by rows for the
-gradient of h, and by blocks of the vocabulary for those of W and b, since a sum over parts of the rows would round
-otherwise. That is five products of N x V x D in place of three.
+Plain PyTorch holds z, x, q and their gradients, each N x V. Here the forward goes through the rows part by part and
+keeps of each row what is in `row_sums`. The loss is ATen's own, of the one column of log-probabilities that the targets
+choose, in its order of summation. The backward has x again, part by part: by rows for the gradient of h, and by blocks
+of the vocabulary for those of W and b, since a sum over parts of the rows would round otherwise.
+
+Either z is computed again for each part: five products of N x V x D in place of three, and no buffer of that size. Or z
+is kept: three products, as plain PyTorch has, and one such buffer.
 
 The columns of a block need the whole row's m and log-sum, and these are exact: the largest logit of a row has the
 log-probability 0 - log-sum. Where logits are in half precision log-sums are not, since they are rounded: there each
-block computes whole rows, at one more product for each block.
+block has whole rows, which is one more product for each block if z is not kept. So it is with label smoothing, where
+gradients of log-probabilities do not add up exactly.
 
 Parts are about of one length: the last overlaps the one before where they do not divide. Blocks begin at multiples of
 64 columns, as the kernel of the bias's sum goes through blocks of columns. Kernels may still sum in another order for
@@ -21,7 +25,8 @@ other lengths, so a split is taken only where `checkmate.capture.splits.trial` f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +36,54 @@ aten = torch.ops.aten
 ROWS, COLUMNS = 16, 64  # parts have a multiple of these
 APART = 16  # columns beside a block, for targets outside of it; so many keep its rows aligned
 EXACT = torch.float32  # log-sums of this type are as the kernel has them, and products by columns have the same bits
+CAST = "aten._to_copy.default"
+
+Step = tuple[str, Any]  # a pointwise op, and what it takes beside the value: a number, a type, the place of a logit
+
+POINTWISE: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {  # each writes to its last argument
+    CAST: lambda x, _, out: out.copy_(x),
+    "aten.div.Tensor": lambda x, by, out: torch.div(x, by, out=out),
+    "aten.mul.Tensor": lambda x, by, out: torch.mul(x, by, out=out),
+    "aten.tanh.default": lambda x, _, out: torch.tanh(x, out=out),
+    "aten.tanh_backward.default": lambda g, y, out: aten.tanh_backward.grad_input(g, y, grad_input=out),
+}
+OF_RESULT = {"aten.tanh_backward.default"}  # they read a value of the forward
+
+
+class Layer(NamedTuple):
+    """What logits come from, and their targets; nodes of a graph, or tensors. What is not read may be None."""
+
+    h: Any  # (N, D)
+    w: Any  # (D, V)
+    b: Any  # (V,), or None
+    y: Any  # (N,)
+    z: Any = None  # (N, V), the product, where that is kept
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return (self.h.shape[0], self.w.shape[1]) if self.z is None else tuple(self.z.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the product."""
+        return (self.h if self.z is None else self.z).dtype
+
+
+class Form(NamedTuple):
+    """How logits become log-probabilities, and in which parts."""
+
+    ignore: int  # the target of rows that do not count
+    dtype: torch.dtype  # of the softmax
+    forward: tuple[Step, ...]  # from the product to the logits
+    backward: tuple[Step, ...]  # from the gradient of the logits to that of the product
+    smooth: bool  # log-probabilities of all columns count, not of the target alone
+    parts: int
+
+    @property
+    def by_columns(self) -> bool:
+        """Whether a block of columns has the bits of the whole."""
+        return self.dtype is EXACT and not self.smooth
 
 
 def length(whole: int, parts: int, multiple: int) -> int:
@@ -50,183 +103,191 @@ def one_class(y: Tensor, ignore_index: int) -> Tensor:
     return y.where(y == ignore_index, 0)
 
 
-def row_sums(h: Tensor, w: Tensor, b: Tensor | None, y: Tensor, ignore: int, dtype: torch.dtype, parts: int) -> Tensor:
+def class_weights(weight: Tensor, y: Tensor, ignore_index: int) -> Tensor:
+    """Those of the targets: (N, 1)."""
+    return weight[y.where(y != ignore_index, 0)][:, None]
+
+
+def weighted_loss(q: Tensor, y: Tensor, weights: Tensor, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """What ``nll_loss_forward`` gives with class weights, of one column, each row with its own, summed in its order."""
+    how = 2 if reduction == 1 else reduction
+    loss, _ = aten.nll_loss_forward(q * weights, y, None, how, ignore_index)
+    total, _ = aten.nll_loss_forward(-weights, y, None, 2, ignore_index)
+    return (loss / total if reduction == 1 else loss), total
+
+
+def row_sums(layer: Layer, form: Form) -> Tensor:
     """For each row the log-probability of its target, its largest logit, and the largest log-probability: (3, N).
 
-    Args:
-        h: (N, D); w: (D, V); b: (V,) or None; y: (N,), targets.
-        ignore: the target of rows that do not count.
-        dtype: of the softmax.
-        parts: rows are in about so many parts.
+    With label smoothing also the sum of its log-probabilities: (4, N).
     """
-    (rows, _), columns = h.shape, w.shape[1]
-    part = length(rows, parts, ROWS)
-    found = h.new_empty((3, rows), dtype=dtype)
-    chosen = y.where(y != ignore, 0)[:, None]
-    logits = _Logits(h, w, b, dtype, part, columns)
+    rows, columns = layer.shape
+    part = length(rows, form.parts, ROWS)
+    found = layer.y.new_empty((3 + form.smooth, rows), dtype=form.dtype)
+    chosen = layer.y.where(layer.y != form.ignore, 0)[:, None]
+    logits = _Logits(layer, form, part, columns)
     for at in _slices(rows, part):
         x = logits(at)
         torch.amax(x, 1, out=found[1, at])
         torch.log_softmax(x, 1, out=x)
         torch.amax(x, 1, out=found[2, at])
         torch.gather(x, 1, chosen[at], out=found[0, at, None])
+        if form.smooth:
+            torch.sum(x, [1], out=found[3, at])
     return found
 
 
-def gradient_of_rows(
-    h: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    y: Tensor,
-    g: Tensor,
-    sums: Tensor,
-    back: Tensor,
-    ignore: int,
-    parts: int,
-) -> Tensor:
+def gradient_of_rows(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, back: Tensor) -> Tensor:
     """The gradient of h: (N, D).
 
     Args:
-        h, w, b, y, ignore, parts: as for `row_sums`; sums: what that gives.
+        layer, form: as for `row_sums`; sums: what that gives.
         g: (N, 1), gradients of the log-probabilities of the targets.
+        u: (N, 1), gradients of all log-probabilities of a row, with label smoothing.
         back: (V, D), the weight as the backward reads it.
     """
-    (rows, _), columns = h.shape, w.shape[1]
-    part = length(rows, parts, ROWS)
-    result = torch.empty_like(h)
-    gradient = _Gradient(g, y, ignore, h, sums.dtype, part, columns)
-    logits = _Logits(h, w, b, sums.dtype, part, columns)
+    rows, columns = layer.shape
+    part = length(rows, form.parts, ROWS)
+    result = back.new_empty((rows, back.shape[1]))
+    logits = _Logits(layer, form, part, columns, saved=True)
+    gradient = _Gradient(layer, form, g, u, logits)
     for at in _slices(rows, part):
-        x = _log_probabilities(logits(at), sums, at)
-        torch.mm(gradient(x, at, 0, columns), back, out=result[at])
+        _log_probabilities(logits(at), sums, at, form)
+        torch.mm(gradient(at), back, out=result[at])
     return result
 
 
 def gradients_of_weights(
-    h: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    y: Tensor,
-    g: Tensor,
-    sums: Tensor,
-    ignore: int,
-    parts: int,
-    with_weight: bool,
-    with_bias: bool,
+    layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, with_weight: bool, with_bias: bool
 ) -> tuple[Tensor, ...]:
     """The gradients of the weight, (V, D), and of the bias, (1, V), those that are asked for; arguments as above."""
-    depth, columns = w.shape
-    block = length(columns, parts, COLUMNS)
-    of_weight = h.new_empty((columns, depth)) if with_weight else None
-    of_bias = h.new_empty((1, columns)) if with_bias else None
-    run = _by_columns if sums.dtype is EXACT else _by_whole_rows
-    for at, dx in run(h, w, b, y, g, sums, ignore, parts, block):
+    _, columns = layer.shape
+    block = length(columns, form.parts, COLUMNS)
+    of_weight = layer.h.new_empty((columns, layer.h.shape[1])) if with_weight else None
+    of_bias = sums.new_empty((1, columns), dtype=layer.dtype) if with_bias else None
+    run = _by_columns if form.by_columns else _by_whole_rows
+    for at, dx in run(layer, form, g, u, sums, block):
         if of_weight is not None:
-            torch.mm(dx.t(), h, out=of_weight[at])
+            torch.mm(dx.t(), layer.h, out=of_weight[at])
         if of_bias is not None:
             torch.sum(dx, [0], True, out=of_bias[:, at])
     return tuple(result for result in (of_weight, of_bias) if result is not None)
 
 
-def _by_columns(
-    h: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    y: Tensor,
-    g: Tensor,
-    sums: Tensor,
-    ignore: int,
-    parts: int,
-    block: int,
-) -> Iterator[tuple[slice, Tensor]]:
-    """Gradients of the logits, (N, block), block by block."""
-    rows, columns = h.shape[0], w.shape[1]
-    whole = h.new_zeros((rows, block + APART), dtype=sums.dtype)
-    gradient = _Gradient(g, y, ignore, h, sums.dtype, rows, block + APART)
+_Blocks = Iterator[tuple[slice, Tensor]]
+
+
+def _by_columns(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, block: int) -> _Blocks:
+    """Gradients of the product, (N, block), block by block."""
+    rows, columns = layer.shape
     everything = slice(0, rows)
+    logits = _Logits(layer, form, rows, block, saved=True, apart=APART)
+    gradient = _Gradient(layer, form, g, u, logits)
     for at in _slices(columns, block, COLUMNS):
-        wide = at.stop - at.start
-        logits = _Logits(h, w[:, at], None if b is None else b[at], sums.dtype, rows, wide, into=whole)
-        whole[:, wide:].zero_()
-        _log_probabilities(logits(everything), sums, everything)
-        yield at, gradient(whole, everything, at.start, wide)
+        logits(everything, at)
+        logits.last[:, at.stop - at.start :].zero_()
+        _log_probabilities(logits.last, sums, everything, form)
+        yield at, gradient(everything, at)
 
 
-def _by_whole_rows(
-    h: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    y: Tensor,
-    g: Tensor,
-    sums: Tensor,
-    ignore: int,
-    parts: int,
-    block: int,
-) -> Iterator[tuple[slice, Tensor]]:
+def _by_whole_rows(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Tensor, block: int) -> _Blocks:
     """The same, from whole rows, part by part, for each block."""
-    rows, columns = h.shape[0], w.shape[1]
-    part = length(rows, parts, ROWS)
-    result = h.new_empty((rows, block))
-    logits = _Logits(h, w, b, sums.dtype, part, columns)
-    gradient = _Gradient(g, y, ignore, h, sums.dtype, part, columns)
+    rows, columns = layer.shape
+    part = length(rows, form.parts, ROWS)
+    result = sums.new_empty((rows, block), dtype=layer.dtype)
+    logits = _Logits(layer, form, part, columns, saved=True)
+    gradient = _Gradient(layer, form, g, u, logits)
     for at in _slices(columns, block, COLUMNS):
         dx = result[:, : at.stop - at.start]
         for some in _slices(rows, part):
-            x = _log_probabilities(logits(some), sums, some)
-            dx[some].copy_(gradient(x, some, 0, columns)[:, at])
+            _log_probabilities(logits(some), sums, some, form)
+            dx[some].copy_(gradient(some)[:, at])
         yield at, dx
 
 
-def _log_probabilities(x: Tensor, sums: Tensor, at: slice) -> Tensor:
+def _log_probabilities(x: Tensor, sums: Tensor, at: slice, form: Form) -> None:
     """In place of logits."""
-    if sums.dtype is not EXACT:
-        return torch.log_softmax(x, 1, out=x)
-    return x.sub_(sums[1, at, None]).add_(sums[2, at, None])
+    if form.dtype is EXACT:
+        x.sub_(sums[1, at, None]).add_(sums[2, at, None])
+    else:
+        torch.log_softmax(x, 1, out=x)
 
 
 class _Logits:
-    """Computes logits of some rows, in the type of the softmax, each time into the same memory."""
+    """Computes logits of some rows and columns, in the type of the softmax, each time into the same memory.
+
+    Each step writes over what it reads, but for a kept product, and what the backward reads, if that is ``saved``.
+    """
 
     def __init__(
-        self,
-        h: Tensor,
-        w: Tensor,
-        b: Tensor | None,
-        dtype: torch.dtype,
-        rows: int,
-        columns: int,
-        into: Tensor | None = None,
+        self, layer: Layer, form: Form, rows: int, columns: int, *, saved: bool = False, apart: int = 0
     ) -> None:
-        self.h, self.w, self.b = h, w, b
-        self.wide = h.new_empty((rows, columns), dtype=dtype) if into is None else into[:, :columns]
-        self.own = self.wide if dtype == h.dtype else h.new_empty((rows, columns))
+        self.layer = layer
+        self.steps = form.forward or (((CAST, form.dtype),) if layer.z is not None else ())
+        stays = {place for name, place in form.backward if name in OF_RESULT} if saved else set()
+        types: list[torch.dtype | None] = [layer.dtype if layer.z is None else None]  # of each piece of memory
+        self.place, dtype = [0], layer.dtype  # for the product and each step, in which it is
+        for i, (name, what) in enumerate(self.steps):
+            before, dtype = dtype, (what if name == CAST else dtype)
+            if i in stays or types[-1] is None or dtype != before:
+                types.append(dtype)
+            self.place.append(len(types) - 1)
+        new, width = layer.y.new_empty, {len(types) - 1: columns + apart}
+        self.memory = [
+            None if kind is None else new((rows, width.get(i, columns)), dtype=kind) for i, kind in enumerate(types)
+        ]
+        self.values: list[Tensor] = []  # the product and what each step made of it, or what is in its place now
 
-    def __call__(self, at: slice) -> Tensor:
-        if self.b is None:
-            torch.mm(self.h[at], self.w, out=self.own)
+    @property
+    def last(self) -> Tensor:
+        """The memory that logits are in, with the columns apart."""
+        assert self.memory[-1] is not None
+        return self.memory[-1]
+
+    def __call__(self, at: slice, columns: slice | None = None) -> Tensor:
+        layer, (_, wide) = self.layer, self.layer.shape
+        columns = slice(0, wide) if columns is None else columns
+        into = [None if one is None else one[:, : columns.stop - columns.start] for one in self.memory]
+        if layer.z is not None:
+            self.values = [layer.z[at, columns]]
+        elif layer.b is None:
+            self.values = [torch.mm(layer.h[at], layer.w[:, columns], out=into[0])]
         else:
-            torch.addmm(self.b, self.h[at], self.w, out=self.own)
-        return self.wide if self.own is self.wide else self.wide.copy_(self.own)
+            self.values = [torch.addmm(layer.b[columns], layer.h[at], layer.w[:, columns], out=into[0])]
+        for (name, what), place in zip(self.steps, self.place[1:], strict=True):
+            self.values.append(POINTWISE[name](self.values[-1], what, into[place]))  # type: ignore[arg-type]
+        return self.values[-1]
 
 
 class _Gradient:
-    """Computes gradients of logits of some rows from log-probabilities, in their place, in the type of the product.
+    """Computes gradients of the product of some rows from log-probabilities, in their place where types are the same.
 
     ATen's kernel reads a gradient of all log-probabilities, which is zero but for the target's: that is kept, and
     written to at the targets only.
     """
 
-    def __init__(self, g: Tensor, y: Tensor, ignore: int, h: Tensor, dtype: torch.dtype, rows: int, width: int) -> None:
-        self.g = g
-        self.y = y.where(y != ignore, 0)[:, None]
-        self.given = h.new_zeros((rows, width), dtype=dtype)
-        self.own = None if dtype == h.dtype else h.new_empty((rows, width))
+    def __init__(self, layer: Layer, form: Form, g: Tensor, u: Tensor | None, logits: _Logits) -> None:
+        self.g, self.u, self.steps, self.logits = g, u, form.backward, logits
+        self.y = layer.y.where(layer.y != form.ignore, 0)[:, None]
+        self.given = torch.zeros_like(logits.last)
+        types = {what for name, what in form.backward if name == CAST} - {form.dtype}
+        self.memory = {dtype: torch.empty_like(logits.last, dtype=dtype) for dtype in types} | {form.dtype: logits.last}
 
-    def __call__(self, q: Tensor, at: slice, first: int, columns: int) -> Tensor:
-        """The gradients of so many columns from the first on; what follows these in q is the place of other targets."""
-        y = self.y[at] - first
-        place = y.where((y >= 0) & (y < columns), columns) if columns < q.shape[1] else y
-        self.given.scatter_(1, place, self.g[at])
+    def __call__(self, at: slice, columns: slice | None = None) -> Tensor:
+        """What follows the columns in memory is the place of other targets."""
+        q, y, g = self.logits.last, self.y[at], self.g[at]
+        if columns is not None:
+            y = y - columns.start
+            wide = columns.stop - columns.start
+            y = y.where((y >= 0) & (y < wide), wide)
+        if self.u is not None:
+            self.given.copy_(self.u[at] + 0.0)
+            g = self.u[at] + g
+        self.given.scatter_(1, y, g)
         aten._log_softmax_backward_data.out(self.given, q, 1, q.dtype, out=q)
-        self.given.scatter_(1, place, 0.0)
-        return (q if self.own is None else self.own.copy_(q))[:, :columns]
+        self.given.scatter_(1, y, 0.0)
+        dx = q if columns is None else q[:, :wide]
+        for name, what in self.steps:
+            out = dx if name != CAST else self.memory[what][:, : dx.shape[1]]
+            dx = POINTWISE[name](dx, self.logits.values[what] if name in OF_RESULT else what, out)
+        return dx

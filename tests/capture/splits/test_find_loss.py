@@ -13,9 +13,11 @@ from torch import Tensor, nn
 import checkmate
 from checkmate.backends.in_parts import joint_of
 from checkmate.capture.splits.find_loss import Loss, losses
+from checkmate.capture.splits.write_loss import splits_of
 
 ROWS, DEPTH, CLASSES = 32, 8, 40
 X, Y = torch.randn(2, ROWS // 2, DEPTH), torch.randint(CLASSES, (ROWS,))
+SCALE, WEIGHTS = torch.tensor(2.0, requires_grad=True), torch.ones(CLASSES)
 
 
 class _Net(nn.Module):
@@ -59,15 +61,30 @@ def test_a_frozen_layer_has_no_gradient_of_its_weight() -> None:
     assert (loss.of_weight, loss.of_bias) == (None, None)
 
 
+def test_logits_that_the_step_shows_are_kept() -> None:
+    net = _Net()
+
+    def shows(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = net(x)
+        return F.cross_entropy(logits, y), logits.detach()
+
+    (loss,) = _losses(shows)
+    assert loss.shown
+    assert all(split.kept for split in splits_of([loss]))
+    (loss,) = _losses(lambda x, y: F.cross_entropy(net(x), y))
+    assert not loss.shown
+    assert not all(split.kept for split in splits_of([loss]))
+
+
 NOT_SPLIT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "returned": lambda logits, y: (F.cross_entropy(logits, y), logits),
     "read elsewhere": lambda logits, y: F.cross_entropy(logits, y) + logits.square().mean(),
-    "scaled": lambda logits, y: F.cross_entropy(logits / 2, y),
-    "class weights": lambda logits, y: F.cross_entropy(logits, y, weight=torch.ones(CLASSES)),
-    "label smoothing": lambda logits, y: F.cross_entropy(logits, y, label_smoothing=0.1),
+    "scaled by a learned number": lambda logits, y: F.cross_entropy(logits * SCALE, y),
+    "cut in half": lambda logits, y: F.cross_entropy(logits[:, : CLASSES // 2], y % (CLASSES // 2)),
+    "weights and smoothing": lambda logits, y: F.cross_entropy(logits, y, weight=WEIGHTS, label_smoothing=0.1),
     "two losses of one": lambda logits, y: F.cross_entropy(logits, y) + F.cross_entropy(logits, y, reduction="sum"),
     "softmax along the rows": lambda logits, y: F.nll_loss(logits.log_softmax(0), y),
-    "a hook": lambda logits, y: logits.register_hook(lambda g: 2 * g) and F.cross_entropy(logits, y),
+    "a hook": lambda logits, y: logits.register_hook(lambda g: g.clamp(-1, 1)) and F.cross_entropy(logits, y),
 }
 
 

@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkmate.capture.splits.loss import gradient_of_rows, gradients_of_weights, length, one_class, row_sums
+from checkmate.capture.splits.loss import (
+    CAST,
+    Form,
+    Layer,
+    gradient_of_rows,
+    gradients_of_weights,
+    length,
+    one_class,
+    row_sums,
+)
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 
@@ -27,14 +36,19 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def _in_parts(h: Tensor, w: Tensor, b: Tensor | None, y: Tensor, dtype: torch.dtype, parts: int, how: int) -> list[Any]:
+def _in_parts(
+    h: Tensor, w: Tensor, b: Tensor | None, y: Tensor, dtype: torch.dtype, parts: int, how: int, *, kept: bool = False
+) -> list[Any]:
     """The loss, and the gradients that its sum has."""
-    sums = row_sums(h, w.t(), b, y, -100, dtype, parts)
+    there, back = (((CAST, to),) if dtype != h.dtype else () for to in (dtype, h.dtype))
+    form = Form(-100, dtype, there, back, False, parts)
+    layer = Layer(h, w.t(), b, y, F.linear(h, w, b) if kept else None)
+    sums = row_sums(layer, form)
     column, targets = sums[0][:, None], one_class(y, -100)
     loss, total = aten.nll_loss_forward(column, targets, None, how, -100)
     g = aten.nll_loss_backward(torch.ones_like(loss), column, targets, None, how, -100, total)
-    dh = gradient_of_rows(h, w.t(), b, y, g, sums, w, -100, parts)
-    dw, *db = gradients_of_weights(h, w.t(), b, y, g, sums, -100, parts, True, b is not None)
+    dh = gradient_of_rows(layer, form, g, None, sums, w)
+    dw, *db = gradients_of_weights(layer, form, g, None, sums, True, b is not None)
     return [loss, dh, dw, *(bias.view(-1) for bias in db)]
 
 
@@ -56,7 +70,8 @@ def test_random_losses_have_the_bits_of_plain_pytorch(
     logits = F.linear(*leaves)
     loss = F.cross_entropy(logits.float() if upcast else logits, y, reduction=how)
     grads = torch.autograd.grad(loss.sum(), leaves)
-    made = _in_parts(h, w, b, y, torch.float32 if upcast else dtype, parts, REDUCTIONS[how])
+    kept = draw.random() < 0.5
+    made = _in_parts(h, w, b, y, torch.float32 if upcast else dtype, parts, REDUCTIONS[how], kept=kept)
     assert_same_bits(made, [loss.detach(), *grads])
 
 
@@ -80,7 +95,7 @@ def test_targets_out_of_range_are_an_error_as_in_plain_pytorch() -> None:
     h, w = torch.randn(4, 3), torch.randn(5, 3)
     for wrong in (5, -1):
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-            row_sums(h, w.t(), None, torch.tensor([0, 1, wrong, 2]), -100, torch.float32, 2)
+            row_sums(Layer(h, w.t(), None, torch.tensor([0, 1, wrong, 2])), Form(-100, torch.float32, (), (), False, 2))
 
 
 def test_parts_are_multiples_and_no_longer_than_the_whole() -> None:

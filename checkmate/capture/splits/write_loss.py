@@ -1,0 +1,168 @@
+"""How a linear layer and its cross entropy are made to run in parts: as few calls in a copy of the joint graph."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import warnings
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+
+from checkmate.capture.rewrite import without_dead_code
+from checkmate.capture.splits.find_loss import SLICES, Loss, is_of_rows, losses
+from checkmate.capture.splits.loss import (
+    Form,
+    Layer,
+    class_weights,
+    gradient_of_rows,
+    gradients_of_weights,
+    one_class,
+    row_sums,
+    weighted_loss,
+)
+
+aten = torch.ops.aten
+
+
+class Split(NamedTuple):
+    """In which parts a loss runs; with its logits kept there is one buffer of their size, and nothing runs twice."""
+
+    parts: int
+    kept: bool = False
+
+    def __str__(self) -> str:
+        return f"loss in {self.parts} parts" + (" beside its logits" if self.kept else "")
+
+
+SPLITS = (*(Split(parts, kept=True) for parts in (4, 16)), *(Split(2**i) for i in range(1, 7)))  # from cheap to small
+
+
+def splits_of(found: Iterable[Loss]) -> tuple[Split, ...]:
+    """Those that losses may run in: logits that the step shows stay."""
+    shown = [loss.shown for loss in found]
+    return tuple(split for split in SPLITS if shown and (split.kept or not all(shown)))
+
+
+def in_parts(module: fx.GraphModule, split: Split) -> fx.GraphModule:
+    """A copy of a prepared joint graph in which each such loss runs in so many parts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # from within PyTorch, of what it copies beside the nodes
+        graph = copy.deepcopy(module.graph)  # of its nodes; their fake tensors are the same
+    for loss in losses(graph):
+        _Writer(graph, loss, split).write()
+    return without_dead_code(module, graph)
+
+
+class _Writer:
+    """Writes one loss."""
+
+    def __init__(self, graph: fx.Graph, loss: Loss, split: Split) -> None:
+        self.graph, self.loss = graph, loss
+        smooth = loss.row_sum is not None or loss.smoothing is not None
+        dtype = loss.softmax.meta["val"].dtype
+        self.form = Form(loss.ignore_index, dtype, *loss.steps, smooth, split.parts)
+        self.kept = split.kept or loss.shown
+        self.like = loss.softmax.meta["val"]
+        self.rows, _ = loss.product.meta["val"].shape
+        self.mode = self.like.fake_mode
+
+    def write(self) -> None:
+        """The calls; what they replace has no readers then."""
+        loss = self.loss
+        with self.graph.inserting_before(loss.forward), self.mode, torch.no_grad():
+            layer = self._layer()
+            sums = self._forward(layer)
+        with self.graph.inserting_before(min(loss.ends)), self.mode, torch.no_grad():
+            self._backward(layer, sums)
+
+    def _layer(self) -> Layer:
+        """With targets for all rows: of those that do not get through to the loss, the one that does not count."""
+        loss, y = self.loss, self.loss.forward.args[1]
+        back = (*loss.given, *loss.through)
+        if any(node.target in SLICES for node in back):
+            over = self._run(loss.softmax, aten.sub.Tensor, y, loss.ignore_index)
+            column = self._rows(back, self._run(loss.softmax, aten.unsqueeze.default, over, 1))
+            over = self._run(loss.softmax, aten.select.int, column, 1, 0)
+            y = self._run(loss.softmax, aten.add.Tensor, over, loss.ignore_index)
+        if self.kept:
+            return Layer(None, None, None, y, loss.product)
+        return Layer(loss.h, loss.w, loss.b, y)
+
+    def _forward(self, layer: Layer) -> fx.Node:
+        loss, form = self.loss, self.form
+        y, weight, how = loss.forward.args[1:4]
+        made = self.like.new_empty((3 + form.smooth, self.rows))
+        sums = self._call(loss.softmax, row_sums, (layer, form), made)
+        self.column = self._chosen(sums, 0)
+        self.targets = self._run(loss.forward, one_class, y, form.ignore)
+        loss.forward.args = (self.column, self.targets, None, how, form.ignore)
+        self.weights = None
+        if weight is not None:
+            self.weights = self._run(loss.forward, class_weights, weight, y, form.ignore)
+            loss.forward.target = weighted_loss
+            loss.forward.args = (self.column, self.targets, self.weights, how, form.ignore)
+        if loss.row_sum is not None:
+            column = self._chosen(sums, 3)
+            loss.row_sum.replace_all_uses_with(self._run(loss.row_sum, aten.select.int, column, 1, 0))
+        return sums
+
+    def _backward(self, layer: Layer, sums: fx.Node) -> None:
+        loss, form = self.loss, self.form
+        given, _, _, _, *rest = loss.backward.args
+        back = (*loss.given, *loss.through)
+        args = (given, self.column, self.targets, None, *rest)
+        made = torch.empty_like(self.column.meta["val"])
+        g = self._call(loss.backward, aten.nll_loss_backward.default, args, made)
+        if self.weights is not None:
+            g = self._run(loss.backward, aten.mul.Tensor, g, self.weights)
+        g, u = self._rows(back, g), None
+        if loss.smoothing is not None:
+            u = self._rows(back, loss.smoothing.args[0])  # type: ignore[arg-type]
+        if loss.of_rows is not None:
+            read = layer, form, g, u, sums, loss.of_rows.args[1]
+            call = self._call(loss.of_rows, gradient_of_rows, read, loss.of_rows.meta["val"])
+            loss.of_rows.replace_all_uses_with(call)
+        wanted = [end for end in (loss.of_weight, loss.of_bias) if end is not None]
+        if wanted:
+            flags = loss.of_weight is not None, loss.of_bias is not None
+            read = layer._replace(h=loss.h), form, g, u, sums, *flags  # type: ignore[assignment]
+            vals = tuple(end.meta["val"] for end in wanted)
+            both = self._call(wanted[0], gradients_of_weights, read, vals)
+            for i, end in enumerate(wanted):
+                end.replace_all_uses_with(self._call(end, operator.getitem, (both, i), end.meta["val"]))
+
+    def _chosen(self, sums: fx.Node, i: int) -> fx.Node:
+        """One of the numbers of each row that gets through to the loss: a column."""
+        origin = self.loss.softmax
+        one = self._run(origin, aten.unsqueeze.default, self._run(origin, aten.select.int, sums, 0, i), 1)
+        return self._rows((*self.loss.before, *self.loss.after), one)
+
+    def _rows(self, path: tuple[fx.Node, ...], x: fx.Node) -> fx.Node:
+        """A column of which those numbers are chosen whose rows are, or zeros put in, on a path."""
+        if not any(node.target in SLICES for node in path):
+            return x
+        for node in filter(is_of_rows, path):
+            if node.target in SLICES:
+                args: list[Any] = [x, *node.args[1:]]
+                if node.target is aten.slice_backward.default:
+                    args[1] = [*args[1][:-1], 1]
+                x = self._run(node, node.target, *args)
+            elif node.target is aten.clone.default:
+                x = self._run(node, node.target, x, **node.kwargs)
+            else:
+                x = self._run(node, aten.view.default, x, [*node.meta["val"].shape[:-1], 1])
+        return x
+
+    def _run(self, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node of an op that runs on fake tensors."""
+        given = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
+        return self._call(origin, target, args, target(*given[0], **given[1]), kwargs)
+
+    def _call(self, origin: fx.Node, target: Any, args: Any, val: Any, kwargs: Any = None) -> fx.Node:
+        """A node with the provenance of another."""
+        node = self.graph.create_node("call_function", target, args, kwargs or {})
+        node.meta = {key: what for key, what in origin.meta.items() if key != "tensor_meta"} | {"val": val}
+        return node
