@@ -1,4 +1,4 @@
-"""A captured step as a problem, and the same step with its loss in parts, for budgets that no plan of the whole fits.
+"""A captured step as a problem, and the same step with ops in parts, for budgets that no plan of the whole fits.
 
 That is found out only when it is asked for: each further split is captured, tried and measured when a solver has no
 plan for the one before, so that a step whose budget needs none pays nothing.
@@ -7,7 +7,7 @@ plan for the one before, so that a step whose budget needs none pays nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -16,7 +16,10 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.joint import Joint
+from checkmate.capture.provenance import where
+from checkmate.capture.splits import equal_bits
 from checkmate.capture.splits.find_loss import in_parts, losses
+from checkmate.capture.splits.further import Need, regions_of, split_further
 from checkmate.capture.splits.trial import inputs_of, same_bits_in_parts
 from checkmate.codegen.emit import emit
 from checkmate.codegen.writing_over import Positions
@@ -48,6 +51,88 @@ def joint_of(problem: Problem) -> Joint:
     return problem.emit.joint
 
 
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A step that may be split."""
+
+    read: Callable[[fx.GraphModule], Joint]
+    pose: Callable[[Joint], Problem]
+    tried: bool
+
+    def further(self, problem: Problem, module: fx.GraphModule, whole: fx.GraphModule | None, parts: int) -> Problem:
+        """A problem from which the same step split further can be had.
+
+        Args:
+            problem: of the module.
+            module: the joint graph, prepared.
+            whole: the joint graph without any split; None: regions are split, and the loss is as it is.
+            parts: of the loss.
+        """
+
+        @cache
+        def smaller() -> Problem | None:
+            split = None if whole is None else self._loss(problem, whole, parts)
+            return split or self._regions(problem, module, parts)
+
+        return replace(problem, smaller=smaller)
+
+    def _loss(self, problem: Problem, whole: fx.GraphModule, parts: int) -> Problem | None:
+        """The step with its loss in more parts, if that gains."""
+        found = losses(whole.graph)
+        count = parts
+        while found and (count := 2 * count) <= MOST_PARTS:
+            if self.tried and not all(same_bits_in_parts(loss, count) for loss in found):
+                log.info("loss in %d parts: not the bits of the whole", count)
+                continue
+            module = in_parts(whole, count)
+            split = self._posed(module, problem)
+            if split is not None:
+                inputs = min(map(inputs_of, found))
+                split = replace(split, splits=(f"loss in {count} parts: {self._certificate(inputs)}",))
+                return self.further(split, module, whole, count)
+        return None
+
+    def _regions(self, problem: Problem, module: fx.GraphModule, parts: int) -> Problem | None:
+        """The step with the regions about the ops that need the most in more parts, if that gains."""
+        joint, least = joint_of(problem), int(GAIN * problem.unavoidable_bytes.max())
+        tried = equal_bits.same_bits if self.tried else lambda parts: True
+        made = split_further(module, joint, [*_needs(problem)], tried=tried, least_gain=least)
+        split = None if made is None else self._posed(made, problem)
+        if made is None or split is None:
+            return None
+        of_loss = tuple(text for text in problem.splits if text.startswith("loss in "))
+        split = replace(split, splits=(*of_loss, *self._said(made)))
+        return self.further(split, made, None, parts)
+
+    def _posed(self, module: fx.GraphModule, before: Problem) -> Problem | None:
+        """The problem of a split step; None: it gains nothing."""
+        try:
+            split = self.pose(self.read(module))
+        except Unsupported as error:
+            log.info("in parts: %s", error)
+            return None
+        gains = split.unavoidable_bytes.max() <= (1 - GAIN) * before.unavoidable_bytes.max()
+        return split if gains else None
+
+    def _said(self, module: fx.GraphModule) -> Iterator[str]:
+        """What runs in parts, in words."""
+        for node, parts, count in regions_of(module).values():
+            name = node.name.removesuffix("_in_parts")
+            alike = f" and {count - 1} alike" if count > 1 else ""
+            certificate = self._certificate(equal_bits.inputs_of(parts))
+            yield f"{name} of {where(node)}{alike} in {parts.parts} parts: {certificate}"
+
+    def _certificate(self, inputs: int) -> str:
+        return f"bits equal on {inputs} inputs, {_threads()}" if self.tried else "not tried here"
+
+
+def _needs(problem: Problem) -> Iterator[Need]:
+    for k, op in enumerate(problem.graph.ops):
+        saved = max((saved for _, saved in problem.savings[k]), default=0)
+        own = int(problem.sizes[[*op.inputs, *op.outputs]].sum() + problem.workspace[k]) - saved
+        yield Need(op.name, int(problem.unavoidable_bytes[k]), own)
+
+
 def with_parts(
     problem: Problem,
     module: fx.GraphModule,
@@ -55,41 +140,17 @@ def with_parts(
     pose: Callable[[Joint], Problem],
     *,
     tried: bool,
-    parts: int = 1,
 ) -> Problem:
-    """The problem of a step, from which the same step with its loss in more parts can be had.
+    """The problem of a step, from which the same step with its loss, then other ops, in more parts can be had.
 
     Args:
-        problem: with its loss in ``parts``.
+        problem: of the step as it is.
         module: the joint graph, prepared and whole.
         read: makes a captured step of such a graph.
         pose: makes a problem of a captured step.
         tried: the bits of a split are tried before it is offered. Without data nothing can be.
-        parts: of the loss in the problem.
     """
-
-    @cache
-    def smaller() -> Problem | None:
-        found = losses(module.graph)
-        count = parts
-        while found and (count := 2 * count) <= MOST_PARTS:
-            if tried and not all(same_bits_in_parts(loss, count) for loss in found):
-                log.info("loss in %d parts: not the bits of the whole", count)
-                continue
-            try:
-                split = pose(read(in_parts(module, count)))
-            except Unsupported as error:
-                log.info("loss in %d parts: %s", count, error)
-                return None
-            if split.unavoidable_bytes.max() > (1 - GAIN) * problem.unavoidable_bytes.max():
-                continue
-            inputs = min(map(inputs_of, found))
-            certificate = f"bits equal on {inputs} inputs, {_threads()}" if tried else "not tried here"
-            split = replace(split, splits=(f"loss in {count} parts: {certificate}",))
-            return with_parts(split, module, read, pose, tried=tried, parts=count)
-        return None
-
-    return replace(problem, smaller=smaller)
+    return _Step(read, pose, tried).further(problem, module, module, 1)
 
 
 def _threads() -> str:
