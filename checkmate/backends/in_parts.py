@@ -117,10 +117,9 @@ class _Step:
     def _said(self, module: fx.GraphModule) -> Iterator[str]:
         """What runs in parts, in words."""
         for node, parts, count in regions_of(module).values():
-            name = node.name.removesuffix("_in_parts")
             alike = f" and {count - 1} alike" if count > 1 else ""
             certificate = self._certificate(equal_bits.inputs_of(parts))
-            yield f"{name} of {where(node)}{alike} in {parts.parts} parts: {certificate}"
+            yield f"{node.meta['first']} of {where(node)}{alike} in {parts.parts} parts: {certificate}"
 
     def _certificate(self, inputs: int) -> str:
         return f"bits equal on {inputs} inputs, {_threads()}" if self.tried else "not tried here"

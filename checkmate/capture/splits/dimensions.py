@@ -30,7 +30,7 @@ class Split:
     """How an op runs in parts."""
 
     results: Dims  # the dimension along which each result is split
-    reads: Mapping[fx.Node, int | None]  # and each argument; None: it is read whole
+    reads: Mapping[fx.Node, int | None]  # and each argument; None: it is read whole; ~dim: only its shape is
 
 
 class _Not(Exception):
@@ -59,7 +59,7 @@ def split_of(node: fx.Node, index: int, dim: int, units: int) -> Split | None:
             if isinstance(argument, fx.Node):
                 if reads.setdefault(argument, at) != at:
                     return None
-                if at is not None and (shape := argument.meta["val"].shape)[at] % units:
+                if at is not None and argument.meta["val"].shape[max(at, ~at)] % units:
                     return None
     except _Not:
         return None
@@ -235,7 +235,7 @@ def _max_pool_backward(node: fx.Node, index: int, dim: int, units: int) -> tuple
     if dim > 1 or len(_shape(node)) != 4:
         raise _Not
     grad, x, *_, indices = node.args
-    return (dim,), ((n, dim) for n in (grad, x, indices))
+    return (dim,), iter([(grad, dim), (x, ~dim), (indices, dim)])
 
 
 def _layer_norm(node: fx.Node, index: int, dim: int, units: int) -> tuple[Dims, _Reads]:
@@ -309,7 +309,7 @@ def _convolution_backward(node: fx.Node, index: int, dim: int, units: int) -> tu
     grad, x, w, _, _, _, _, transposed, _, groups, wanted = node.args
     if wanted == [True, False, False]:
         given = dict(_of_input(grad, w, dim, units, transposed, groups))
-        return (dim, None, None), iter([*given.items(), (x, dim)])
+        return (dim, None, None), iter([*given.items(), (x, ~dim)])
     if wanted[0] or transposed:  # type: ignore[index]
         raise _Not
     if (index, dim) == (1, 1) and not wanted[2] and groups == 1:  # type: ignore[index]
@@ -351,8 +351,13 @@ def _made(node: fx.Node, index: int, dim: int, units: int) -> tuple[Dims, _Reads
     return (dim,), iter(())
 
 
+_UNTAGGED = (
+    *(aten.hardtanh_backward, aten.hardswish_backward, aten.leaky_relu_backward, aten.elu_backward, aten.rsub),
+    *(aten.hardsigmoid_backward, aten.softplus_backward, aten.mish_backward, aten.hardswish, scale_mask),
+)  # pointwise, though PyTorch does not tag them
 _SAME = _moved(lambda node, dim: dim)
 _RULES: dict[Any, _Rule] = {
+    **dict.fromkeys(_UNTAGGED, _pointwise),
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _product),
     **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape), _view),
     **dict.fromkeys((aten.clone, aten.alias, aten.detach, aten._to_copy, aten.fill), _SAME),
@@ -387,5 +392,4 @@ _RULES: dict[Any, _Rule] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(6, 3),
     aten.embedding: _embedding,
     aten.embedding_dense_backward: _embedding_backward,
-    scale_mask: _pointwise,
 }

@@ -133,11 +133,14 @@ class _Grown:
         if self.ops > MOST_OPS:
             return False
         for face in getitems(node) if isinstance(node.meta["val"], (tuple, list)) else ():
-            self.splits[face] = Split((split.results[face.args[1]],), {node: None})  # type: ignore[index]
+            if (at := split.results[face.args[1]]) is not None:  # type: ignore[index]
+                self.splits[face] = Split((at,), {node: None})
         return all(self._take(argument, at) for argument, at in split.reads.items())
 
     def _take(self, node: fx.Node, at: int | None) -> bool:
         """Have an argument made within the region, if that is worth it and can be. False: it is split another way."""
+        if at is not None and at < 0:
+            return node not in self.splits  # which would make it
         if node in self.splits:
             return self.splits[node].results == (at,)
         if at is None or node.op != "call_function" or _bytes(node) < self.least:
@@ -147,7 +150,14 @@ class _Grown:
         if not self._may_join(source) or (source.target is aten._native_batch_norm_legit_functional.default and index):
             return True
         split = split_of(source, index, at, self.choice.units)  # type: ignore[arg-type]
-        return True if split is None else self._add(source, split)
+        return True if split is None else self._tried(source, split)
+
+    def _tried(self, node: fx.Node, split: Split) -> bool:
+        """Take an op in, or leave all as it was."""
+        before = dict(self.splits), self.ops
+        if not self._add(node, split):
+            self.splits, self.ops = before
+        return True
 
     def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
         faces = getitems(node) if isinstance(node.meta["val"], (tuple, list)) else [node]
@@ -165,10 +175,9 @@ class _Grown:
             for dim in range(val.dim() if isinstance(val, torch.Tensor) else 0):
                 split = split_of(node, index, dim, self.choice.units)
                 if split is not None and self._agrees(split):
-                    before = dict(self.splits)
-                    if self._add(node, split):
+                    self._tried(node, split)
+                    if node in self.splits:
                         return True
-                    self.splits = before
         return False
 
     def _agrees(self, split: Split) -> bool:
@@ -247,6 +256,7 @@ def write(place: Place, first: fx.Node, region: Region, parts: InParts) -> bool:
     with graph.inserting_after(last):
         call = at = graph.create_node("call_function", parts, tuple(inputs), name=f"{first.name}_in_parts")
     call.meta = {key: what for key, what in first.meta.items() if key != "tensor_meta"}
+    call.meta["first"] = first.name
     call.meta["val"] = tuple(n.meta["val"] for n in region.made)
     made = []
     for i, node in enumerate(region.made):

@@ -131,11 +131,8 @@ class Further:
         region = region_at(self.place, node, choice)
         if region is None:
             return None
-        try:
-            alone = apart(region)
-        except (RuntimeError, TypeError, ValueError):
-            return None
-        made = in_parts(alone, -(-choice.units // count))
+        alone = apart(region)
+        made = None if alone is None else in_parts(alone, -(-choice.units // count))
         return None if made is None else (region, made)
 
     def _write(self, node: fx.Node, region: Region, parts: InParts) -> bool:

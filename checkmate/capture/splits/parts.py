@@ -40,7 +40,7 @@ class Region:
             (argument, at)
             for split in self.splits.values()
             for argument, at in split.reads.items()
-            if argument not in self.splits
+            if argument not in self.splits and (at is None or at >= 0)
         )
 
 
@@ -48,7 +48,7 @@ def graph_of(region: Region, length: int) -> tuple[fx.Graph, Region]:
     """A region as a graph of its own for parts of so many units, with fake results; whole for all units.
 
     Raises:
-        RuntimeError, TypeError, ValueError: where an op does not run on parts.
+        Exception: of any kind, where an op does not run on parts.
     """
     graph = fx.Graph()
     given: dict[tuple[fx.Node, int | None], fx.Node] = {}
@@ -58,18 +58,31 @@ def graph_of(region: Region, length: int) -> tuple[fx.Graph, Region]:
         made = given[node, at] = graph.placeholder(f"in_{i}")
         made.meta["val"] = _part(node.meta["val"], at, 0, region.units, length)
     for i, (node, split) in enumerate(region.splits.items()):
-        here = {n: copies[n] if n in copies else given[n, split.reads[n]] for n in node.all_input_nodes}
+        here = {n: copies[n] if n in copies else given.get((n, split.reads[n])) for n in node.all_input_nodes}
+        for n in [n for n, found in here.items() if found is None]:
+            here[n] = _shaped(graph, n, ~split.reads[n], region.units, length)  # type: ignore[operator]
         target, args = (node.target, node.args) if length == region.units else _adapted(node, split, region, length)
         args, kwargs = fx.node.map_arg((args, node.kwargs), here.__getitem__)
         copy = copies[node] = graph.create_node("call_function", target, args, kwargs, f"op_{i}")
         copy.meta["val"] = _result(copy)
-        splits[copy] = Split(split.results, {here[n]: at for n, at in split.reads.items()})
+        splits[copy] = Split(split.results, {here[n]: at if at is None else max(at, ~at) for n, at in split.reads.items()})
     results = tuple(copies[node] for node in region.made)
     for node, copy in zip(region.made, results, strict=True):
         if copy.meta["val"].shape != _scaled(node.meta["val"].shape, region.dim(node), region.units, length):
             raise ValueError(f"{node.name} has no parts of {length} of {region.units} units")
     graph.output(results)
     return graph, Region(splits, region.units, results)
+
+
+def _shaped(graph: fx.Graph, node: fx.Node, at: int, units: int, length: int) -> fx.Node:
+    """Memory for an op that reads nothing of an argument but its shape and layout."""
+    val = node.meta["val"]
+    shape = _scaled(val.shape, at, units, length)
+    kind = {"dtype": val.dtype, "device": val.device}
+    made = graph.call_function(aten.empty_strided.default, (list(shape), list(_dense(shape, val.stride()))), kind)
+    with val.fake_mode:
+        made.meta["val"] = torch.empty_strided(*made.args, **kind)  # type: ignore[call-overload]
+    return made
 
 
 def _result(node: fx.Node) -> Any:
@@ -214,7 +227,7 @@ def in_parts(region: Region, length: int) -> InParts | None:
         made.append(_Made(tuple(val.shape), tuple(val.stride()), val.dtype, val.device, at))
     try:
         part = graph_of(region, length)[0]
-    except (RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001  # whatever it is, the op has no parts
         log.debug("not in parts of %d: %s", length, error)
         return None
     given = tuple(at for _, at in region.inputs())
@@ -222,9 +235,13 @@ def in_parts(region: Region, length: int) -> InParts | None:
     return InParts(region, part, run, given, tuple(made), length, _text(region, made))
 
 
-def apart(region: Region) -> Region:
-    """A region in a graph of its own, whose placeholders are its inputs."""
-    return graph_of(region, region.units)[1]
+def apart(region: Region) -> Region | None:
+    """A region in a graph of its own, whose placeholders are its inputs; None: it cannot be."""
+    try:
+        return graph_of(region, region.units)[1]
+    except Exception as error:  # noqa: BLE001
+        log.debug("no region: %s", error)
+        return None
 
 
 def _text(region: Region, made: Sequence[_Made]) -> str:
