@@ -30,6 +30,7 @@ from checkmate.errors import Unsupported
 log = logging.getLogger("checkmate.backends.in_parts")
 
 MOST_PARTS = 64
+MOST_TIMES = 6  # that regions are split until that gains
 GAIN = 0.01  # of the bytes that no plan goes below: a split that saves less is none
 
 
@@ -79,40 +80,55 @@ class _Step:
     def _loss(self, problem: Problem, whole: fx.GraphModule, parts: int) -> Problem | None:
         """The step with its loss in more parts, if that gains."""
         found = losses(whole.graph)
+        if not found or not self._is_at_loss(problem, whole, parts):
+            return None
         count = parts
-        while found and (count := 2 * count) <= MOST_PARTS:
+        while (count := 2 * count) <= MOST_PARTS:
             if self.tried and not all(same_bits_in_parts(loss, count) for loss in found):
                 log.info("loss in %d parts: not the bits of the whole", count)
                 continue
             module = in_parts(whole, count)
-            split = self._posed(module, problem)
-            if split is not None:
+            split = self._posed(module)
+            if split is None:
+                return None
+            if _gains(split, problem):
                 inputs = min(map(inputs_of, found))
                 split = replace(split, splits=(f"loss in {count} parts: {self._certificate(inputs)}",))
                 return self.further(split, module, whole, count)
         return None
 
+    def _is_at_loss(self, problem: Problem, whole: fx.GraphModule, parts: int) -> bool:
+        """Whether the op that needs the most goes, or came, with the loss in parts."""
+        graphs = [module.graph for module in (whole, in_parts(whole, max(2, parts)))]
+        here, other = ({n.name for n in graph.nodes} for graph in (graphs if parts == 1 else reversed(graphs)))
+        most = problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name
+        return most in here - other
+
     def _regions(self, problem: Problem, module: fx.GraphModule, parts: int) -> Problem | None:
         """The step with the regions about the ops that need the most in more parts, if that gains."""
-        joint, least = joint_of(problem), int(GAIN * problem.unavoidable_bytes.max())
+        least = int(GAIN * problem.unavoidable_bytes.max())
         tried = equal_bits.same_bits if self.tried else lambda parts: True
-        made = split_further(module, joint, [*_needs(problem)], tried=tried, least_gain=least)
-        split = None if made is None else self._posed(made, problem)
-        if made is None or split is None:
-            return None
         of_loss = tuple(text for text in problem.splits if text.startswith("loss in "))
-        split = replace(split, splits=(*of_loss, *self._said(made)))
-        return self.further(split, made, None, parts)
+        split: Problem | None = problem
+        for _ in range(MOST_TIMES):  # what an op works in is known once it is measured: it may take more parts
+            needs = [*_needs(split)]
+            made = split_further(module, joint_of(split), needs, tried=tried, least_gain=least)
+            split = None if made is None else self._posed(made)
+            if made is None or split is None:
+                return None
+            module = made
+            if _gains(split, problem):
+                split = replace(split, splits=(*of_loss, *self._said(made)))
+                return self.further(split, made, None, parts)
+        return None
 
-    def _posed(self, module: fx.GraphModule, before: Problem) -> Problem | None:
-        """The problem of a split step; None: it gains nothing."""
+    def _posed(self, module: fx.GraphModule) -> Problem | None:
+        """The problem of a split step; None: there is none."""
         try:
-            split = self.pose(self.read(module))
+            return self.pose(self.read(module))
         except Unsupported as error:
             log.info("in parts: %s", error)
             return None
-        gains = split.unavoidable_bytes.max() <= (1 - GAIN) * before.unavoidable_bytes.max()
-        return split if gains else None
 
     def _said(self, module: fx.GraphModule) -> Iterator[str]:
         """What runs in parts, in words."""
@@ -123,6 +139,10 @@ class _Step:
 
     def _certificate(self, inputs: int) -> str:
         return f"bits equal on {inputs} inputs, {_threads()}" if self.tried else "not tried here"
+
+
+def _gains(split: Problem, before: Problem) -> bool:
+    return bool(split.unavoidable_bytes.max() <= (1 - GAIN) * before.unavoidable_bytes.max())
 
 
 def _needs(problem: Problem) -> Iterator[Need]:

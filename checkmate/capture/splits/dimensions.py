@@ -259,11 +259,11 @@ def _group_norm(node: fx.Node, index: int, dim: int, units: int) -> tuple[Dims, 
 
 
 def _batch_norm(node: fx.Node, index: int, dim: int, units: int) -> tuple[Dims, _Reads]:
-    """By channels. What it makes of the running statistics is not for parts."""
-    x, *others = node.args[:5]
-    if dim != (0 if index else 1) or index > 2:
+    """By channels. What it makes of the running statistics is not for parts, and nothing else depends on these."""
+    x, w, b, mean, variance, training = node.args[:6]
+    if dim != (0 if index else 1) or index > 2 or not training:
         raise _Not
-    return (1, 0, 0, None, None), iter([(x, 1), *((n, 0) for n in others)])
+    return (1, 0, 0, None, None), iter([(x, 1), (w, 0), (b, 0), (mean, ~0), (variance, ~0)])
 
 
 def _batch_norm_backward(node: fx.Node, index: int, dim: int, units: int) -> tuple[Dims, _Reads]:

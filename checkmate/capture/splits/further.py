@@ -22,7 +22,7 @@ log = logging.getLogger("checkmate.capture.splits")
 LEVEL = 0.05  # what is so near the largest is split with it
 ALIKE = 0.5  # and what is alike from here on
 COUNTS = (2, 4, 8, 16, 32, 64)
-FULL = 16  # parts at which regions are compared
+FULL = 64  # parts at which regions are compared
 TRIALS = 6  # of different regions for one op
 
 Tried = Callable[[InParts], bool]

@@ -64,13 +64,15 @@ def graph_of(region: Region, length: int) -> tuple[fx.Graph, Region]:
         target, args = (node.target, node.args) if length == region.units else _adapted(node, split, region, length)
         args, kwargs = fx.node.map_arg((args, node.kwargs), here.__getitem__)
         copy = copies[node] = graph.create_node("call_function", target, args, kwargs, f"op_{i}")
-        copy.meta["val"] = _result(copy)
+        copy.meta["val"] = _result(copy, node.meta["val"])
         splits[copy] = Split(split.results, {here[n]: at if at is None else max(at, ~at) for n, at in split.reads.items()})
     results = tuple(copies[node] for node in region.made)
     for node, copy in zip(region.made, results, strict=True):
         if copy.meta["val"].shape != _scaled(node.meta["val"].shape, region.dim(node), region.units, length):
             raise ValueError(f"{node.name} has no parts of {length} of {region.units} units")
     graph.output(results)
+    if length < region.units:
+        graph.eliminate_dead_code()  # shapes that are not asked for
     return graph, Region(splits, region.units, results)
 
 
@@ -85,7 +87,12 @@ def _shaped(graph: fx.Graph, node: fx.Node, at: int, units: int, length: int) ->
     return made
 
 
-def _result(node: fx.Node) -> Any:
+def _result(node: fx.Node, whole: Any) -> Any:
+    """The fake result of a node, which stands for another one, whose fake result is given."""
+    if node.target in (convolution_backward_input, max_pool2d_backward):  # they read real memory
+        shape: Any = node.args[2]
+        with whole.fake_mode:
+            return whole.new_empty_strided(shape, _dense(shape, whole.stride()))
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     fakes = [t for t in tensors((args, kwargs)) if hasattr(t, "fake_mode")]
     if not fakes:
@@ -121,9 +128,7 @@ def _adapted(node: fx.Node, split: Split, region: Region, length: int) -> tuple[
     elif packet is aten.native_group_norm:
         args[3] = args[3] // units * length
     elif packet is aten._native_batch_norm_legit_functional:
-        x, w, b, _, _, training, *others = args
-        if training:
-            return aten._native_batch_norm_legit.no_stats, (x, w, b, training, *others)
+        return aten._native_batch_norm_legit.no_stats, (*args[:3], *args[5:])
     elif packet in (convolution_backward_input, max_pool2d_backward):
         shape = _scaled(args[2], split.results[0], units, length)
         args[2:4] = tuple(shape), _dense(shape, args[3])
