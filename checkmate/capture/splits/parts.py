@@ -65,7 +65,7 @@ def graph_of(region: Region, length: int) -> tuple[fx.Graph, Region]:
         args, kwargs = fx.node.map_arg((args, node.kwargs), here.__getitem__)
         copy = copies[node] = graph.create_node("call_function", target, args, kwargs, f"op_{i}")
         copy.meta["val"] = _result(copy, node.meta["val"])
-        splits[copy] = Split(split.results, {here[n]: at if at is None else max(at, ~at) for n, at in split.reads.items()})
+        splits[copy] = Split(split.results, {here[n]: at for n, at in split.reads.items()})
     results = tuple(copies[node] for node in region.made)
     for node, copy in zip(region.made, results, strict=True):
         if copy.meta["val"].shape != _scaled(node.meta["val"].shape, region.dim(node), region.units, length):
