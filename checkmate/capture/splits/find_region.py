@@ -20,7 +20,7 @@ from checkmate.capture.nodes import ancestors, getitems, is_mutating, is_random,
 from checkmate.capture.phases import after_tangent
 from checkmate.capture.random_draws import draw_mask, save_state
 from checkmate.capture.splits.dimensions import Split, split_of
-from checkmate.capture.splits.parts import InParts, Region, apart, in_parts
+from checkmate.capture.splits.parts import InParts, Region
 
 aten = torch.ops.aten
 SHARES = (1.5, 4, 16)  # a value is large if it has this share of the largest that the first op reads or makes

@@ -144,7 +144,9 @@ class Further:
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:
-    return node is not other and node.op == other.op and node.target == other.target and len(node.args) == len(other.args)
+    return (
+        node is not other and node.op == other.op and node.target == other.target and len(node.args) == len(other.args)
+    )
 
 
 def split_further(
