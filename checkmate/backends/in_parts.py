@@ -109,14 +109,13 @@ class _Step:
         least = int(GAIN * problem.unavoidable_bytes.max())
         tried = equal_bits.same_bits if self.tried else lambda parts: True
         of_loss = tuple(text for text in problem.splits if text.startswith("loss in "))
-        split: Problem | None = problem
+        at = problem
         for _ in range(MOST_TIMES):  # what an op works in is known once it is measured: it may take more parts
-            needs = [*_needs(split)]
-            made = split_further(module, joint_of(split), needs, tried=tried, least_gain=least)
+            made = split_further(module, joint_of(at), [*_needs(at)], tried=tried, least_gain=least)
             split = None if made is None else self._posed(made)
             if made is None or split is None:
                 return None
-            module = made
+            module, at = made, split
             if _gains(split, problem):
                 split = replace(split, splits=(*of_loss, *self._said(made)))
                 return self.further(split, made, None, parts)

@@ -1,4 +1,4 @@
-"""Steps whose largest ops no plan of the whole fits run them in parts, with the bits of plain PyTorch and to the byte."""
+"""Ops that no plan of the whole fits run in parts, with the bits of plain PyTorch and to the byte."""
 
 from __future__ import annotations
 

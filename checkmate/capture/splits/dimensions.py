@@ -142,12 +142,14 @@ def _permuted(node: fx.Node, dim: int) -> int:
 
 
 def _transposed(node: fx.Node, dim: int) -> int:
-    one, other = (int(d) % _rank(node) for d in (node.args[1:] or (0, 1)))  # type: ignore[call-overload]
+    dims: Any = node.args[1:] or (0, 1)
+    one, other = (int(d) % _rank(node) for d in dims)
     return {one: other, other: one}.get(dim, dim)
 
 
 def _unsqueezed(node: fx.Node, dim: int) -> int:
-    at = int(node.args[1]) % (_rank(node) + 1)  # type: ignore[call-overload]
+    given: Any = node.args[1]
+    at: int = given % (_rank(node) + 1)
     if dim == at:
         raise _Not
     return dim - (dim > at)
@@ -178,7 +180,8 @@ def _apart(position: int, default: int | None = None) -> Callable[[fx.Node, int]
 
 
 def _selected(node: fx.Node, dim: int) -> int:
-    return dim + (dim >= int(node.args[1]) % _rank(node))  # type: ignore[call-overload]
+    along: Any = node.args[1]
+    return dim + int(dim >= along % _rank(node))
 
 
 def _padded(node: fx.Node, dim: int) -> int:

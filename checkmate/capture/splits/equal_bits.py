@@ -44,7 +44,7 @@ def _equal(parts: InParts, whole: Any, seed: int) -> bool:
 
 
 def _made_up(like: Tensor, draw: torch.Generator, seed: int) -> Tensor:
-    """Normal numbers, or such between 0.1 and 0.9, which are valid as variances; bools; zeros, which are valid indices."""
+    """Normal numbers, or such between 0.1 and 0.9, which are valid variances; bools; zeros, which are valid indices."""
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
     if like.dtype.is_floating_point:
         numbers = torch.empty_strided(like.shape, like.stride(), dtype=torch.float32)

@@ -185,7 +185,7 @@ class _Grown:
 
     def made(self) -> list[fx.Node]:
         """What is read of the region outside of it; not views, which are made of what is."""
-        found = {}
+        found: dict[fx.Node, None] = {}
         for node in self.own:
             faces = getitems(node) if isinstance(node.meta["val"], (tuple, list)) else [node]
             several = len(faces) > 1 and any(map(self._is_read, faces))
@@ -265,7 +265,7 @@ def write(place: Place, first: fx.Node, region: Region, parts: InParts) -> bool:
         at.meta = {**node.meta}
         made.append(at)
         node.replace_all_uses_with(at)
-    for node in reversed(region.splits):
+    for node in reversed(list(region.splits)):
         if not node.users:
             graph.erase_node(node)
     order = {n: k for k, n in enumerate(graph.nodes)}

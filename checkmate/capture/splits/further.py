@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.fx as fx
 
@@ -79,8 +80,8 @@ class Further:
         """Have a region, and those alike, run in more parts."""
         old = node.target
         assert isinstance(old, InParts)
-        more: InParts | None = old
-        while (more := more.in_more_parts()) is not None and more.parts <= COUNTS[-1]:
+        more = old.in_more_parts()
+        while more is not None and more.parts <= COUNTS[-1]:
             if more.inner_bytes < old.inner_bytes and self.tried(more):
                 alike = [n for n in self.place.graph.nodes if isinstance(n.target, InParts)]
                 for n in alike:
@@ -88,6 +89,7 @@ class Further:
                         n.target = more
                         self.new.add(n.name)
                 return True
+            more = more.in_more_parts()
         return False
 
     def _one(self, node: fx.Node, need: Need, room: int, at: Mapping[str, int], most: int) -> bool:
@@ -163,8 +165,8 @@ def split_further(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from within PyTorch, of what it copies beside the nodes
         graph = copy.deepcopy(module.graph)
-    output = graph.output_node().args[0]
-    results = tuple(n for n in output[: len(joint.forward_outputs)] if isinstance(n, fx.Node))  # type: ignore[index]
+    output: Any = graph.output_node().args[0]
+    results = tuple(n for n in output[: len(joint.forward_outputs)] if isinstance(n, fx.Node))
     norms = "_native_batch_norm_legit_functional"  # what parts of them make does not depend on what they overwrite
     pinned = {op.name for op in joint.graph.ops if op.pinned and norms not in op.target}
     further = Further(Place(graph, results, pinned), tried)

@@ -1,4 +1,4 @@
-"""Some ops of a step as one call that runs them part by part: only a part of what is between them is there at a time."""
+"""Some ops of a step as one call that runs them part by part, so that only a part of their inner values is there."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def graph_of(region: Region, length: int) -> tuple[fx.Graph, Region]:
         made = given[node, at] = graph.placeholder(f"in_{i}")
         made.meta["val"] = _part(node.meta["val"], at, 0, region.units, length)
     for i, (node, split) in enumerate(region.splits.items()):
-        here = {n: copies[n] if n in copies else given.get((n, split.reads[n])) for n in node.all_input_nodes}
+        here: dict[fx.Node, Any] = {
+            n: copies[n] if n in copies else given.get((n, split.reads[n])) for n in node.all_input_nodes
+        }
         for n in [n for n, found in here.items() if found is None]:
             here[n] = _shaped(graph, n, ~split.reads[n], region.units, length)  # type: ignore[operator]
         target, args = (node.target, node.args) if length == region.units else _adapted(node, split, region, length)
@@ -81,9 +83,10 @@ def _shaped(graph: fx.Graph, node: fx.Node, at: int, units: int, length: int) ->
     val = node.meta["val"]
     shape = _scaled(val.shape, at, units, length)
     kind = {"dtype": val.dtype, "device": val.device}
-    made = graph.call_function(aten.empty_strided.default, (list(shape), list(_dense(shape, val.stride()))), kind)
+    args: Any = list(shape), list(_dense(shape, val.stride()))
+    made = graph.call_function(aten.empty_strided.default, args, kind)
     with val.fake_mode:
-        made.meta["val"] = torch.empty_strided(*made.args, **kind)  # type: ignore[call-overload]
+        made.meta["val"] = torch.empty_strided(*args, **kind)
     return made
 
 
@@ -116,7 +119,8 @@ def _adapted(node: fx.Node, split: Split, region: Region, length: int) -> tuple[
     """What a node calls for a part: sizes among its arguments are those of the part."""
     target: Any = node.target
     packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-    args, vals = list(node.args), node.meta["val"]
+    args: list[Any] = list(node.args)
+    vals = node.meta["val"]
     units = region.units
     if packet in _SHAPED:
         args[1] = list(_scaled(vals.shape, split.results[0], units, length))

@@ -143,6 +143,8 @@ def test_an_op_runs_in_parts_along_its_independent_dimensions_and_no_others(case
         assert split is not None, dim
         dims = expected[result, dim]
         assert tuple(split.reads[n] for n in node.all_input_nodes)[: len(dims)] == dims
+        if case == "expand":  # overlaps itself: no result of its own
+            continue
         alone = apart(_region(node, split, size))
         assert alone is not None
         parts = in_parts(alone, max(1, size // 2))
@@ -152,7 +154,7 @@ def test_an_op_runs_in_parts_along_its_independent_dimensions_and_no_others(case
 
 def test_a_part_of_rows_may_be_units_of_a_merged_dimension() -> None:
     node = _node(aten.view.default, (R(4, 8, 6), [32, 6]))
-    assert split_of(node, 0, 0, 4) == Split((0,), {node.args[0]: 0})
+    assert split_of(node, 0, 0, 4) == Split((0,), {node.all_input_nodes[0]: 0})
     assert split_of(node, 0, 0, 32) is None
 
 
@@ -160,7 +162,7 @@ def test_a_split_along_what_is_summed_has_other_bits() -> None:
     """What a wrong rule would give is not offered."""
     graph = make_fx(lambda a, b: a.mm(b), tracing_mode="fake")(R(64, 300), R(300, 8)).graph
     (node,) = graph.find_nodes(op="call_function", target=aten.mm.default)
-    wrong = Split((0,), {node.args[0]: None, node.args[1]: None})
+    wrong = Split((0,), dict.fromkeys(node.all_input_nodes))
     alone = apart(Region({node: wrong}, 64, (node,)))
     assert alone is not None
     assert in_parts(alone, 32) is None  # the whole is no part
