@@ -202,14 +202,11 @@ class _Grown:
                 continue
             if user is self.place.output:
                 return True
-            if user.target in _OF_SHAPE and self.place_holder(node) is not None:
+            if user.target in _OF_SHAPE and stand_in(self.place.graph, node) is not None:
                 continue
             if self._is_read(user) if is_view(user) else (user in self.place.forward) == self.phase:
                 return True
         return False
-
-    def place_holder(self, node: fx.Node) -> fx.Node | None:
-        return stand_in(self.place.graph, node)
 
 
 def stand_in(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

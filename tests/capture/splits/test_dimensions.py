@@ -43,7 +43,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[tuple[int, int]
     "permute": (aten.permute.default, (R(4, 8, 6), [2, 0, 1]), {(0, 0): (2,), (0, 1): (0,), (0, 2): (1,)}),
     "transpose": (aten.transpose.int, (R(4, 8, 6), -1, 0), {(0, 0): (2,), (0, 1): (1,), (0, 2): (0,)}),
     "unsqueeze": (aten.unsqueeze.default, (R(4, 8), 1), {(0, 0): (0,), (0, 2): (1,)}),
-    "expand": (aten.expand.default, (R(4, 1, 6), [2, 4, 8, 6]), {(0, 0): (None,), (0, 1): (0,), (0, 3): (2,)}),
+    "expand": (
+        aten.expand.default,
+        (R(4, 1, 6), [2, 4, 8, 6]),
+        {(0, 0): (None,), (0, 1): (0,), (0, 2): (None,), (0, 3): (2,)},
+    ),
     "cat": (aten.cat.default, ([R(4, 8), R(4, 2)], 1), {(0, 0): (0, 0)}),
     "convolution": (
         aten.convolution.default,
