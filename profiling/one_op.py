@@ -25,6 +25,7 @@ from checkmate.capture.nodes import is_collective, target_name, tensors
 from checkmate.capture.numbers import value_of
 from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.random_draws import save_state
+from checkmate.capture.splits.parts import InParts
 
 log = logging.getLogger("checkmate.profiling")
 aten = torch.ops.aten
@@ -84,7 +85,7 @@ def _describe(leaf: Any) -> Any:
 def runs_alone(node: fx.Node) -> bool:
     """Whether it makes sense to run an op by itself: no collective, no side effect, no subgraph."""
     target = node.target
-    if isinstance(target, types.FunctionType):
+    if isinstance(target, (types.FunctionType, InParts)):
         return True
     return isinstance(target, torch._ops.OpOverload) and not is_collective(node) and not is_with_effects(node)
 

@@ -27,8 +27,9 @@ from torch.utils.flop_counter import flop_registry
 
 from checkmate.capture.device import BLOCK_BYTES, as_allocated
 from checkmate.capture.joint import Joint
-from checkmate.capture.nodes import storage, tensors
+from checkmate.capture.nodes import is_view, storage, tensors
 from checkmate.capture.splits.costs import estimate
+from checkmate.capture.splits.parts import InParts
 from checkmate.capture.ways.legal import Candidate, candidates
 from checkmate.capture.ways.shape_only import convolution_backward_input
 from checkmate.capture.ways.table import TABLE, block_bytes
@@ -149,6 +150,8 @@ def roofline(joint: Joint, device: Device) -> Profile:
             seconds[k] = roofline_seconds(node, device)
             if (of_parts := estimate(node)) is not None:
                 workspace[k] = as_allocated(of_parts.workspace_bytes, device.block_bytes)
+            elif isinstance(node.target, InParts):
+                workspace[k] = as_allocated(node.target.inner_bytes, device.block_bytes)
     source = f"roofline estimate for {device.name}"
     ops = tuple(range(len(joint.nodes)))
     ways = tuple(_way(joint, c, device) for c in candidates(joint))
@@ -169,6 +172,9 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
     Raises:
         Unsupported: if it is a product of a type for which the device has no rate.
     """
+    if isinstance(node.target, InParts):
+        ops = [n for n in node.target.part.nodes if n.op == "call_function" and not is_view(n)]
+        return node.target.parts * sum(roofline_seconds(n, device) for n in ops)
     of_parts = estimate(node)
     launches = 0.0 if of_parts is None else (of_parts.launches - 1) * device.latency
     return device.seconds(flop_of(node), _rate_of(node, device), moved_bytes_of(node)) + launches

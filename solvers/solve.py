@@ -224,7 +224,7 @@ def _without_plan(solution: Solution, ends: MinBudget, k: int, reason: str, pati
 
 
 def _way_out(problem: Problem, ends: MinBudget) -> str:
-    parts = f", with {' and '.join(split.partition(':')[0] for split in problem.splits)}" if problem.splits else ""
+    parts = f", with {' and '.join(split.partition(': ')[0] for split in problem.splits)}" if problem.splits else ""
     below = "it" if ends.proven else exact_bytes(ends.bound)
     return (
         f"Smallest budget that works: {exact_bytes(ends.peak)}{parts}. "

@@ -1,4 +1,4 @@
-"""A captured step as a problem, and the same step with its loss in parts, for budgets that no plan of the whole fits.
+"""A captured step as a problem, and the same step with ops in parts, for budgets that no plan of the whole fits.
 
 That is found out only when it is asked for: each further split is captured, tried and measured when a solver has no
 plan for the one before, so that a step whose budget needs none pays nothing.
@@ -7,7 +7,7 @@ plan for the one before, so that a step whose budget needs none pays nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -16,9 +16,12 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.joint import Joint
+from checkmate.capture.provenance import where
+from checkmate.capture.splits import equal_bits
 from checkmate.capture.splits.find_loss import losses
+from checkmate.capture.splits.further import Need, regions_of, split_further
 from checkmate.capture.splits.trial import inputs_of, same_bits_in_parts
-from checkmate.capture.splits.write_loss import in_parts, splits_of
+from checkmate.capture.splits.write_loss import Split, in_parts, splits_of
 from checkmate.codegen.emit import emit
 from checkmate.codegen.writing_over import Positions
 from checkmate.core.plan import Plan
@@ -27,6 +30,7 @@ from checkmate.errors import Unsupported
 
 log = logging.getLogger("checkmate.backends.in_parts")
 
+MOST_TIMES = 6  # that regions are split until that gains
 GAIN = 0.01  # of the bytes that no plan goes below: a split that saves less is none
 
 
@@ -48,6 +52,113 @@ def joint_of(problem: Problem) -> Joint:
     return problem.emit.joint
 
 
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A step that may be split."""
+
+    read: Callable[[fx.GraphModule], Joint]
+    pose: Callable[[Joint], Problem]
+    tried: bool
+
+    def further(
+        self, problem: Problem, module: fx.GraphModule, whole: fx.GraphModule | None, *, place: int = 0, below: int = 0
+    ) -> Problem:
+        """A problem from which the same step split further can be had.
+
+        Args:
+            problem: of the module.
+            module: the joint graph, prepared.
+            whole: the joint graph without any split; None: regions are split, and the loss is as it is.
+            place: how many splits of the loss, from cheap to small, are not asked for any more.
+            below: bytes that no plan without kept logits goes below so far.
+        """
+
+        @cache
+        def smaller() -> Problem | None:
+            split = None if whole is None else self._loss(problem, whole, place, below)
+            return split or self._regions(problem, module)
+
+        return replace(problem, smaller=smaller)
+
+    def _loss(self, problem: Problem, whole: fx.GraphModule, place: int, below: int) -> Problem | None:
+        """The step with its loss split further, if that gains."""
+        found = losses(whole.graph)
+        hows = splits_of(found)
+        if not found or not self._is_at_loss(problem, whole, hows, place):
+            return None
+        for after, how in enumerate(hows[place:], place + 1):
+            if self.tried and not all(same_bits_in_parts(loss, how) for loss in found):
+                log.info("%s: not the bits of the whole", how)
+                continue
+            module = in_parts(whole, how)
+            split = self._posed(module)
+            if split is None:
+                return None
+            least = int(split.unavoidable_bytes.max())
+            if least > (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else below):
+                continue
+            split = replace(split, splits=(f"{how}: {self._certificate(min(map(inputs_of, found)))}",))
+            # kept logits are beside other ops too: no op alone shows that
+            return self.further(split, module, whole, place=after, below=below if how.kept else least)
+        return None
+
+    def _is_at_loss(self, problem: Problem, whole: fx.GraphModule, hows: Sequence[Split], place: int) -> bool:
+        """Whether the op that needs the most goes, or came, as the loss is split; kept logits are beside all ops."""
+        if place and hows[place - 1].kept:
+            return True
+        split = in_parts(whole, hows[place - 1])  # the last is the smallest
+        graphs = (split.graph, whole.graph) if place else (whole.graph, split.graph)
+        here, other = ({n.name for n in graph.nodes} for graph in graphs)
+        most = problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name
+        return most in here - other
+
+    def _regions(self, problem: Problem, module: fx.GraphModule) -> Problem | None:
+        """The step with the regions about the ops that need the most in more parts, if that gains."""
+        least = int(GAIN * problem.unavoidable_bytes.max())
+        tried = equal_bits.same_bits if self.tried else lambda parts: True
+        of_loss = tuple(text for text in problem.splits if text.startswith("loss in "))
+        at = problem
+        for _ in range(MOST_TIMES):  # what an op works in is known once it is measured: it may take more parts
+            made = split_further(module, joint_of(at), [*_needs(at)], tried=tried, least_gain=least)
+            split = None if made is None else self._posed(made)
+            if made is None or split is None:
+                return None
+            module, at = made, split
+            if _gains(split, problem):
+                split = replace(split, splits=(*of_loss, *self._said(made)))
+                return self.further(split, made, None)
+        return None
+
+    def _posed(self, module: fx.GraphModule) -> Problem | None:
+        """The problem of a split step; None: there is none."""
+        try:
+            return self.pose(self.read(module))
+        except Unsupported as error:
+            log.info("in parts: %s", error)
+            return None
+
+    def _said(self, module: fx.GraphModule) -> Iterator[str]:
+        """What runs in parts, in words."""
+        for node, parts, count in regions_of(module).values():
+            alike = f" and {count - 1} alike" if count > 1 else ""
+            certificate = self._certificate(equal_bits.inputs_of(parts))
+            yield f"{node.meta['first']} of {where(node)}{alike} in {parts.parts} parts: {certificate}"
+
+    def _certificate(self, inputs: int) -> str:
+        return f"bits equal on {inputs} inputs, {_threads()}" if self.tried else "not tried here"
+
+
+def _gains(split: Problem, before: Problem) -> bool:
+    return bool(split.unavoidable_bytes.max() <= (1 - GAIN) * before.unavoidable_bytes.max())
+
+
+def _needs(problem: Problem) -> Iterator[Need]:
+    for k, op in enumerate(problem.graph.ops):
+        saved = max((saved for _, saved in problem.savings[k]), default=0)
+        own = int(problem.sizes[[*op.inputs, *op.outputs]].sum() + problem.workspace[k]) - saved
+        yield Need(op.name, int(problem.unavoidable_bytes[k]), own)
+
+
 def with_parts(
     problem: Problem,
     module: fx.GraphModule,
@@ -55,45 +166,18 @@ def with_parts(
     pose: Callable[[Joint], Problem],
     *,
     tried: bool,
-    tried_before: int = 0,
-    below: int | None = None,
 ) -> Problem:
-    """The problem of a step, from which the same step with its loss in more parts can be had.
+    """The problem of a step, from which the same step with its loss, then other ops, in more parts can be had.
 
     Args:
-        problem: of the step, or of one of these.
+        problem: of the step as it is.
         module: the joint graph, prepared and whole.
         read: makes a captured step of such a graph.
         pose: makes a problem of a captured step.
         tried: the bits of a split are tried before it is offered. Without data nothing can be.
-        tried_before: how many splits, from cheap to small, are not asked for any more.
-        below: bytes that no plan without kept logits goes below so far; None: those of the problem.
     """
-    whole = int(problem.unavoidable_bytes.max()) if below is None else below
-
-    @cache
-    def smaller() -> Problem | None:
-        found = losses(module.graph)
-        for place, how in enumerate(splits_of(found)[tried_before:], tried_before + 1):
-            if tried and not all(same_bits_in_parts(loss, how) for loss in found):
-                log.info("%s: not the bits of the whole", how)
-                continue
-            try:
-                split = pose(read(in_parts(module, how)))
-            except Unsupported as error:
-                log.info("%s: %s", how, error)
-                return None
-            least = split.unavoidable_bytes.max()
-            if least > (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else whole):
-                continue
-            inputs = min(map(inputs_of, found))
-            certificate = f"bits equal on {inputs} inputs, {_threads()}" if tried else "not tried here"
-            split = replace(split, splits=(f"{how}: {certificate}",))
-            after = whole if how.kept else int(least)  # kept logits are beside other ops too: no op alone shows that
-            return with_parts(split, module, read, pose, tried=tried, tried_before=place, below=after)
-        return None
-
-    return replace(problem, smaller=smaller)
+    least = int(problem.unavoidable_bytes.max())
+    return _Step(read, pose, tried).further(problem, module, module, place=0, below=least)
 
 
 def _threads() -> str:

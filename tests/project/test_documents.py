@@ -104,6 +104,25 @@ def test_the_figures_of_losses_in_parts_come_from_the_committed_rows() -> None:
     assert {*figures} <= written
 
 
+def test_the_figures_of_ops_in_parts_come_from_the_committed_rows() -> None:
+    lines = (ROOT / "benchmarks" / "results" / "splits.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    measured = [row for row in rows if row["measured"]]
+    assert measured
+    assert all(row["same_bits"] and row["measured_peak"] <= row["after"] for row in measured)
+    written = set()
+    for row in rows:
+        unit, name = (1e6, "MB") if row["measured"] else (1e9, "GB")
+        digits = 1 if row["measured"] else 2
+        sizes = " | ".join(f"{row[key] / unit:.{digits}f} {name}" for key in ("keep_all", "before", "after"))
+        gain, longer = 1 - row["after"] / row["before"], row["split_seconds"] / row["seconds"] - 1
+        written.add(f"| {row['network']} | {sizes} | {gain:.1%} | {longer:.1%} |")
+    shown = re.findall(r"^\| .* \|$", (ROOT / "docs" / "splits.md").read_text(), flags=re.MULTILINE)
+    figures = [line for line in shown if re.search(r"\d", line)]
+    assert len(figures) >= 8
+    assert {*figures} <= written
+
+
 def test_the_figures_of_planning_come_from_the_committed_rows() -> None:
     lines = (ROOT / "benchmarks" / "results" / "solve.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["method"] == "auto" and row.get("cost_ratio")]

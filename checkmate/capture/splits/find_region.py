@@ -1,0 +1,297 @@
+"""Which ops of a step run in parts together, and how they are made one call.
+
+It begins with an op that needs many bytes, and a dimension of what it makes. What it reads is made within the region
+too, if it is large and is made independently along that dimension: an op of the forward is then computed once more, in
+parts, for the backward. What reads it joins likewise, if it is of the same phase. The results are what others read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from checkmate.capture.nodes import ancestors, getitems, is_mutating, is_random, is_view, tensors, viewed
+from checkmate.capture.phases import after_tangent
+from checkmate.capture.random_draws import draw_mask, save_state
+from checkmate.capture.splits.dimensions import Split, split_of
+from checkmate.capture.splits.parts import InParts, Region
+
+aten = torch.ops.aten
+SHARES = (1.5, 4, 16)  # a value is large if it has this share of the largest that the first op reads or makes
+MOST_OPS = 24  # of a region
+_OF_SHAPE = {draw_mask, save_state}  # they read the shape and layout of their argument only
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A graph in which regions are looked for."""
+
+    graph: fx.Graph
+    forward_outputs: tuple[fx.Node, ...]
+    pinned: Collection[str]  # ops that have to run exactly once
+
+    @cached_property
+    def forward(self) -> set[fx.Node]:
+        """All that the forward needs."""
+        nodes = list(self.graph.nodes)
+        later = after_tangent(nodes)
+        once = [n for n in nodes if n not in later and n.op == "call_function" and (is_random(n) or is_mutating(n))]
+        return ancestors([*self.forward_outputs, *once])
+
+    @cached_property
+    def output(self) -> fx.Node:
+        """The node of the results."""
+        return self.graph.output_node()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a region is found from its first op."""
+
+    result: int  # of the op
+    dim: int  # of that result
+    units: int
+    share: float  # what is large: see `SHARES`
+    down: bool  # whether readers join
+
+
+def choices(node: fx.Node) -> Iterator[Choice]:
+    """All ways to begin with a node."""
+    vals = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+    sizes = [val.nbytes if isinstance(val, torch.Tensor) else 0 for val in vals]
+    result = sizes.index(max(sizes))
+    for dim, size in enumerate(vals[result].shape):
+        for units in _units(node, result, dim, size):
+            for down in (True, False):
+                for share in SHARES:
+                    yield Choice(result, dim, units, share, down)
+
+
+def _units(node: fx.Node, result: int, dim: int, size: int) -> Iterator[int]:
+    """In how many units a dimension may be split: each element, or what a view next to it has for its first part."""
+    if size > 1:
+        yield size
+    near = {n for n in (*node.all_input_nodes, *node.users) if n.op == "call_function" and is_view(n)}
+    near |= {m for n in near for m in (*n.all_input_nodes, *n.users) if m.op == "call_function" and is_view(m)}
+    found = {s for n in near for t in tensors(n.meta.get("val")) for s in t.shape[: dim + 1] if 1 < s < size}
+    yield from sorted((s for s in found if size % s == 0), reverse=True)[:2]
+
+
+def region_at(place: Place, node: fx.Node, choice: Choice) -> Region | None:
+    """The region that a choice gives at a node; None: there is none."""
+    grown = _Grown(place, node, choice)
+    if not grown.begin():
+        return None
+    made = grown.made()
+    region = Region({n: grown.splits[n] for n in place.graph.nodes if n in grown.splits}, choice.units, tuple(made))
+    if not made or any(region.dim(n) is None for n in made):
+        return None
+    before = ancestors(n for n, _ in region.inputs())
+    return region if before.isdisjoint(made) else None
+
+
+class _Grown:
+    """A region as it grows."""
+
+    def __init__(self, place: Place, first: fx.Node, choice: Choice) -> None:
+        self.place, self.first, self.choice = place, first, choice
+        self.phase = first in place.forward
+        self.splits: dict[fx.Node, Split] = {}
+        self.ops = 0
+        self.own: list[fx.Node] = []  # of the ops, those whose results are the region's: others are copies
+        largest = max(_bytes(n) for n in (first, *first.all_input_nodes))
+        self.least = max(1, int(largest / choice.share))
+
+    def begin(self) -> bool:
+        choice = self.choice
+        split = split_of(self.first, choice.result, choice.dim, choice.units)
+        if split is None or not self._may_join(self.first) or not self._add(self.first, split):
+            return False
+        self.own.append(self.first)
+        todo = [self.first]
+        while choice.down and todo:
+            joined = [user for user in self._readers(todo.pop()) if self._join(user)]
+            self.own += joined
+            todo += joined
+        return True
+
+    def _may_join(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or node.name in self.place.pinned:
+            return False
+        return not (is_random(node) or is_mutating(node)) and (not self.phase or node in self.place.forward)
+
+    def _add(self, node: fx.Node, split: Split) -> bool:
+        """Take an op in, and what it reads that is large. False: parts of an argument are another's whole."""
+        self.splits[node] = split
+        self.ops += not is_view(node)
+        if self.ops > MOST_OPS:
+            return False
+        for face in getitems(node) if isinstance(node.meta["val"], (tuple, list)) else ():
+            if (at := split.results[face.args[1]]) is not None:  # type: ignore[index]
+                self.splits[face] = Split((at,), {node: None})
+        return all(self._take(argument, at) for argument, at in split.reads.items())
+
+    def _take(self, node: fx.Node, at: int | None) -> bool:
+        """Have an argument made within the region, if that is worth it and can be. False: it is split another way."""
+        if at is not None and at < 0:
+            return node not in self.splits  # which would make it
+        if node in self.splits:
+            return self.splits[node].results == (at,)
+        if at is None or node.op != "call_function" or _bytes(node) < self.least:
+            return True
+        source, index = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
+        assert isinstance(source, fx.Node)
+        if not self._may_join(source) or (source.target is aten._native_batch_norm_legit_functional.default and index):
+            return True
+        split = split_of(source, index, at, self.choice.units)  # type: ignore[arg-type]
+        return True if split is None else self._tried(source, split)
+
+    def _tried(self, node: fx.Node, split: Split) -> bool:
+        """Take an op in, or leave all as it was."""
+        before = dict(self.splits), self.ops
+        if not self._add(node, split):
+            self.splits, self.ops = before
+        return True
+
+    def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
+        faces = getitems(node) if isinstance(node.meta["val"], (tuple, list)) else [node]
+        for face in faces:
+            if _bytes(face) >= self.least:
+                yield from face.users
+
+    def _join(self, node: fx.Node) -> bool:
+        """Take in an op that reads what the region makes, if it can be."""
+        same = (node in self.place.forward) == self.phase
+        if node in self.splits or not same or not self._may_join(node) or node.target is operator.getitem:
+            return False
+        vals = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+        for index, val in enumerate(vals):
+            for dim in range(val.dim() if isinstance(val, torch.Tensor) else 0):
+                split = split_of(node, index, dim, self.choice.units)
+                if split is not None and self._agrees(split):
+                    self._tried(node, split)
+                    if node in self.splits:
+                        return True
+        return False
+
+    def _agrees(self, split: Split) -> bool:
+        return all(n not in self.splits or self.splits[n].results == (at,) for n, at in split.reads.items())
+
+    def made(self) -> list[fx.Node]:
+        """What is read of the region outside of it; not views, which are made of what is."""
+        found: dict[fx.Node, None] = {}
+        for node in self.own:
+            faces = getitems(node) if isinstance(node.meta["val"], (tuple, list)) else [node]
+            several = len(faces) > 1 and any(map(self._is_read, faces))
+            found |= {viewed(n): None for n in faces if self._is_read(n) or (several and self._is_used(n))}
+        return [n for n in found if n in self.splits]
+
+    def _is_used(self, node: fx.Node) -> bool:
+        return any(user not in self.splits for user in node.users)
+
+    def _is_read(self, node: fx.Node) -> bool:
+        """Whether an op outside of the region, of its phase, or the caller reads a value."""
+        for user in node.users:
+            if user in self.splits:
+                continue
+            if user is self.place.output:
+                return True
+            if user.target in _OF_SHAPE and stand_in(self.place.graph, node) is not None:
+                continue
+            if self._is_read(user) if is_view(user) else (user in self.place.forward) == self.phase:
+                return True
+        return False
+
+
+def stand_in(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """An input of the step that can be viewed in the shape of a value, for ops that read nothing but that."""
+    val = node.meta["val"]
+    if not val.is_contiguous():
+        return None
+    for n in graph.find_nodes(op="placeholder"):
+        like = n.meta.get("val")
+        plain = isinstance(like, torch.Tensor) and like.device == val.device and like.dtype == val.dtype
+        if plain and like.numel() and like.requires_grad and not any(map(is_mutating, n.users)):
+            return n
+    return None
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of the memory behind a node's largest tensor that the step makes."""
+    if viewed(node).op == "placeholder":
+        return 0
+    return max((t.untyped_storage().nbytes() for t in tensors(node.meta.get("val"))), default=0)
+
+
+def bytes_of(parts: InParts, region: Region) -> int:
+    """An estimate of the bytes that a region needs in parts: what it reads and makes, and a part of what is between."""
+    read = {n for argument, _ in region.inputs() if (n := viewed(argument)).op == "call_function"}
+    made = sum(_bytes(n) for n in region.made)
+    return sum(_bytes(n) for n in read) + made + parts.inner_bytes
+
+
+def write(place: Place, first: fx.Node, region: Region, parts: InParts) -> bool:
+    """Put the call of a region in the place of its ops; False: others would have to run in another order.
+
+    Ops whose values others still read stay.
+    """
+    graph = place.graph
+    order = {n: k for k, n in enumerate(graph.nodes)}
+    inputs = [n for n, _ in region.inputs()]
+    last = max(inputs, key=order.__getitem__)
+    if any(is_random(n) or is_mutating(n) for n in _after(region.made, order[last], order)):
+        return False
+    for node in region.splits:
+        for user in [u for u in node.users if u.target in _OF_SHAPE and node in u.args]:
+            _let_go(graph, node, user)
+    with graph.inserting_after(last):
+        call = at = graph.create_node("call_function", parts, tuple(inputs), name=f"{first.name}_in_parts")
+    call.meta = {key: what for key, what in first.meta.items() if key != "tensor_meta"}
+    call.meta["first"] = first.name
+    call.meta["val"] = tuple(n.meta["val"] for n in region.made)
+    made = []
+    for i, node in enumerate(region.made):
+        with graph.inserting_after(at):
+            at = graph.create_node("call_function", operator.getitem, (call, i), name=f"{node.name}_made")
+        at.meta = {**node.meta}
+        made.append(at)
+        node.replace_all_uses_with(at)
+    for node in reversed(list(region.splits)):
+        if not node.users:
+            graph.erase_node(node)
+    order = {n: k for k, n in enumerate(graph.nodes)}
+    for node in _after(made, order[last], order):
+        at.append(node)
+        at = node
+    place.__dict__.pop("forward", None)  # of what is there now
+    return True
+
+
+def _after(made: Iterable[fx.Node], last: int, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """Nodes up to a position that read some values, or what is made of them, in order."""
+    found, todo = set(), [u for n in made for u in n.users if order[u] <= last]
+    while todo:
+        n = todo.pop()
+        if n not in found:
+            found.add(n)
+            todo += [u for u in n.users if order[u] <= last]
+    return sorted(found, key=order.__getitem__)
+
+
+def _let_go(graph: fx.Graph, node: fx.Node, reader: fx.Node) -> None:
+    """Have a draw take its shape from an input of the step in place of a value."""
+    source = stand_in(graph, node)
+    if source is None:
+        return
+    shape = list(node.meta["val"].shape)
+    with graph.inserting_before(reader), node.meta["val"].fake_mode, torch.no_grad():
+        args: Any = source, shape, [0] * len(shape)
+        view = graph.create_node("call_function", aten.as_strided.default, args)
+        view.meta = {**node.meta, "val": aten.as_strided.default(source.meta["val"], *args[1:])}
+    reader.replace_input_with(node, view)

@@ -1,0 +1,184 @@
+"""A step split further: the ops that need the most bytes run in parts, with what is large beside them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx as fx
+
+from checkmate.capture.joint import Joint
+from checkmate.capture.nodes import is_view
+from checkmate.capture.provenance import where
+from checkmate.capture.rewrite import without_dead_code
+from checkmate.capture.splits.find_region import MOST_OPS, Choice, Place, bytes_of, choices, region_at, write
+from checkmate.capture.splits.parts import InParts, Region, apart, in_parts
+
+log = logging.getLogger("checkmate.capture.splits")
+
+LEVEL = 0.05  # what is so near the largest is split with it
+ALIKE = 0.5  # and what is alike from here on
+COUNTS = (2, 4, 8, 16, 32, 64)
+FULL = 64  # parts at which regions are compared
+TRIALS = 6  # of different regions for one op
+
+Tried = Callable[[InParts], bool]
+
+
+@dataclass(frozen=True)
+class Need:
+    """What an op needs while it runs."""
+
+    name: str  # of its node
+    bytes_at: int  # with all that is there
+    own: int  # what it reads, makes and works in
+
+
+@dataclass
+class Further:
+    """Splits a copy of a graph.
+
+    Args:
+        place: the copy.
+        tried: whether a region in parts has the bits of the whole.
+    """
+
+    place: Place
+    tried: Tried
+    nodes: dict[str, fx.Node] = field(init=False)
+    new: set[str] = field(default_factory=set)  # names of calls that were made or changed
+
+    def __post_init__(self) -> None:
+        self.nodes = {n.name: n for n in self.place.graph.nodes}
+
+    def split(self, needs: Sequence[Need], least_gain: int) -> bool:
+        """Split all that stands at the largest need; False: that cannot be."""
+        most = max(need.bytes_at for need in needs)
+        high = sorted((n for n in needs if n.bytes_at > (1 - LEVEL) * most), key=lambda need: -need.bytes_at)
+        at = {need.name: need.bytes_at for need in needs}
+        for need in high:
+            node = self._here(need.name)
+            if node is None:
+                continue
+            room = need.own - (need.bytes_at - (most - least_gain))  # what it may need for the step to gain
+            done = self._more(node) if isinstance(node.target, InParts) else self._one(node, need, room, at, most)
+            if not done and need.bytes_at > most - least_gain:
+                log.info("%s of %s stays whole", need.name, where(node))
+                return False
+        return bool(self.new)
+
+    def _here(self, name: str) -> fx.Node | None:
+        """The node of this name, if it is still there and as it was."""
+        node = self.nodes.get(name)
+        return None if node is None or name in self.new or node not in self.place.graph.nodes else node
+
+    def _more(self, node: fx.Node) -> bool:
+        """Have a region, and those alike, run in more parts."""
+        old = node.target
+        assert isinstance(old, InParts)
+        more = old.in_more_parts()
+        while more is not None and more.parts <= COUNTS[-1]:
+            if more.inner_bytes < old.inner_bytes and self.tried(more):
+                alike = [n for n in self.place.graph.nodes if isinstance(n.target, InParts)]
+                for n in alike:
+                    if n.target.text == old.text and n.target.length == old.length:
+                        n.target = more
+                        self.new.add(n.name)
+                return True
+            more = more.in_more_parts()
+        return False
+
+    def _one(self, node: fx.Node, need: Need, room: int, at: Mapping[str, int], most: int) -> bool:
+        """Have an op run in parts, and those alike."""
+        for choice, count in self._candidates(node, room):
+            found = self._parts(node, choice, count)
+            if found is None or not self.tried(found[1]) or not self._write(node, *found):
+                continue
+            like = [n for n in self.place.graph.nodes if _alike(n, node) and at.get(n.name, 0) > ALIKE * most]
+            for other in like:
+                again = self._parts(other, choice, count) if other in self.place.graph.nodes else None
+                if again is not None and again[1].text == found[1].text:
+                    self._write(other, *again)
+            return True
+        return False
+
+    def _candidates(self, node: fx.Node, room: int) -> Iterator[tuple[Choice, int]]:
+        """Choices for an op, that with the fewest bytes first, each with the fewest parts that are enough."""
+        found: dict[str, tuple[float, int, Choice, int]] = {}
+        for choice in choices(node):
+            full = self._parts(node, choice, min(FULL, choice.units))
+            if full is None or full[1].text in found:
+                continue
+            least = bytes_of(full[1], full[0])
+            if least < room:
+                ops = sum(not is_view(n) for n in full[0].splits)
+                count = next(
+                    (c for c in COUNTS if c < choice.units and self._fits(node, choice, c, room)),
+                    min(FULL, choice.units),
+                )
+                found[full[1].text] = (least * (1 + 0.2 * ops / MOST_OPS), ops, choice, count)
+        for _, _, choice, count in sorted(found.values(), key=lambda one: one[:2])[:TRIALS]:
+            yield choice, count
+
+    def _fits(self, node: fx.Node, choice: Choice, count: int, room: int) -> bool:
+        found = self._parts(node, choice, count)
+        return found is not None and bytes_of(found[1], found[0]) < room
+
+    def _parts(self, node: fx.Node, choice: Choice, count: int) -> tuple[Region, InParts] | None:
+        """A region, and what runs it in so many parts; None: it cannot be."""
+        region = region_at(self.place, node, choice)
+        if region is None:
+            return None
+        alone = apart(region)
+        made = None if alone is None else in_parts(alone, -(-choice.units // count))
+        return None if made is None else (region, made)
+
+    def _write(self, node: fx.Node, region: Region, parts: InParts) -> bool:
+        name = f"{node.name}_in_parts"
+        if not write(self.place, node, region, parts):
+            return False
+        self.new.add(name)
+        return True
+
+
+def _alike(node: fx.Node, other: fx.Node) -> bool:
+    return (
+        node is not other and node.op == other.op and node.target == other.target and len(node.args) == len(other.args)
+    )
+
+
+def split_further(
+    module: fx.GraphModule, joint: Joint, needs: Sequence[Need], *, tried: Tried, least_gain: int
+) -> fx.GraphModule | None:
+    """A copy of a prepared joint graph in which the ops that need the most run in more parts; None: there is none.
+
+    Args:
+        module: the graph; joint: what was read of it.
+        needs: of each op.
+        tried: whether a region in parts has the bits of the whole.
+        least_gain: bytes that the split is to save.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # from within PyTorch, of what it copies beside the nodes
+        graph = copy.deepcopy(module.graph)
+    output: Any = graph.output_node().args[0]
+    results = tuple(n for n in output[: len(joint.forward_outputs)] if isinstance(n, fx.Node))
+    norms = "_native_batch_norm_legit_functional"  # what parts of them make does not depend on what they overwrite
+    pinned = {op.name for op in joint.graph.ops if op.pinned and norms not in op.target}
+    further = Further(Place(graph, results, pinned), tried)
+    return without_dead_code(module, graph) if further.split(needs, least_gain) else None
+
+
+def regions_of(module: fx.GraphModule) -> dict[str, tuple[fx.Node, InParts, int]]:
+    """What runs in parts in a graph: of regions that are alike the first call, and how many there are."""
+    found: dict[str, tuple[fx.Node, InParts, int]] = {}
+    for node in module.graph.nodes:
+        if isinstance(node.target, InParts):
+            key = f"{node.target.text} {node.target.length}"
+            first, parts, count = found.get(key, (node, node.target, 0))
+            found[key] = first, parts, count + 1
+    return found

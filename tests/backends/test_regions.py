@@ -1,0 +1,165 @@
+"""Ops that no plan of the whole fits run in parts, with the bits of plain PyTorch and to the byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from checkmate.backends import in_parts
+from checkmate.core.problem import Problem
+
+Step = Callable[..., Tensor]
+
+
+class _Attention(nn.Module):
+    """By matmul, softmax, matmul: its scores are the largest values."""
+
+    def __init__(self, depth: int, heads: int, dropout: float, *, masked: bool) -> None:
+        super().__init__()
+        self.heads, self.dropout, self.masked = heads, dropout, masked
+        self.made, self.norm = nn.Linear(depth, 3 * depth), nn.LayerNorm(depth)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, depth = x.shape
+        made = self.made(self.norm(x)).view(batch, length, 3, self.heads, depth // self.heads)
+        q, k, v = made.permute(2, 0, 3, 1, 4).unbind()
+        scores = q @ k.transpose(-1, -2) * depth**-0.5
+        if self.masked:
+            scores = scores.masked_fill(torch.ones(length, length).tril() == 0, float("-inf"))
+        return x + (F.dropout(scores.softmax(-1), self.dropout) @ v).transpose(1, 2).reshape(x.shape)
+
+
+def _attention(dropout: float = 0.1) -> tuple[Step, Tensor]:
+    layers = nn.Sequential(*(_Attention(16, 4, dropout, masked=True) for _ in range(2)))
+    return (lambda x: layers(x).square().mean()), torch.randn(8, 64, 16)
+
+
+def _images() -> tuple[Step, Tensor]:
+    """As the first block of MobileNetV2 is: wide between two narrow layers."""
+    layers = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 48, 1, bias=False), nn.BatchNorm2d(48), nn.ReLU6()),
+        *(nn.Conv2d(48, 48, 3, 2, 1, groups=48, bias=False), nn.BatchNorm2d(48), nn.ReLU(), nn.Conv2d(48, 8, 1)),
+    )
+    return (lambda x: layers(x).square().mean()), torch.randn(8, 3, 24, 24)
+
+
+def _floor(problem: Problem) -> int:
+    return int(problem.unavoidable_bytes.max())
+
+
+@pytest.mark.parametrize(
+    ("make", "share"),
+    [
+        pytest.param(_attention, 0.95, marks=pytest.mark.slow, id="attention with dropout"),
+        pytest.param(lambda: _attention(0.0), 0.75, marks=pytest.mark.slow, id="attention"),
+        pytest.param(_images, 0.85, id="images"),
+    ],
+)
+def test_below_the_smallest_budget_of_the_whole_regions_are_split(make: Any, share: float) -> None:
+    torch.manual_seed(0)
+    step, x = make()
+    problem = checkmate.trace(step, x)
+    smallest = checkmate.min_budget(problem, time_limit=1)
+    assert smallest.peak < share * _floor(problem)
+    report = checkmate.verify(step, x, budget=smallest.peak, time_limit=1)  # bits, and the peak to the byte
+    assert report.measured_peak == report.predicted_peak <= smallest.peak
+    assert all(" parts: bits equal on " in text for text in smallest.splits)
+    assert smallest.splits
+
+
+def test_layers_that_are_alike_are_split_together() -> None:
+    step, x = _attention(0.0)
+    problem = checkmate.trace(step, x)
+    assert problem.smaller is not None
+    split = problem.smaller()
+    assert split is not None
+    (text,) = split.splits
+    assert " and 1 alike in " in text
+    assert text.endswith("1 thread" if torch.get_num_threads() == 1 else "threads")
+    assert text.count("bits equal on") == 1
+
+
+def test_where_a_plan_fits_nothing_is_split_nor_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, x = _attention()
+    problem = checkmate.trace(step, x)
+    monkeypatch.setattr(in_parts.equal_bits, "same_bits", lambda parts: pytest.fail("tried"))
+    assert checkmate.solve(problem, problem.keep_all_peak, time_limit=1).problem.splits == ()
+
+
+def test_a_region_with_other_bits_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, x = _attention()
+    problem = checkmate.trace(step, x)
+    monkeypatch.setattr(in_parts.equal_bits, "same_bits", lambda parts: False)
+    assert [one.splits for one in problem.and_smaller()] == [()]
+
+
+@pytest.mark.slow
+def test_a_refusal_names_the_smallest_budget_with_parts() -> None:
+    step, x = _attention(0.0)
+    problem = checkmate.trace(step, x)
+    solution = checkmate.solve(problem, problem.resident + 10, time_limit=1)
+    assert solution.refusal is not None
+    assert solution.refusal.min_budget < _floor(problem)
+    assert " parts" in solution.message
+
+
+def test_with_data_on_the_meta_device_regions_are_estimated() -> None:
+    with torch.device("meta"):
+        step, x = _attention()
+    *_, last = checkmate.trace(step, x, profile="roofline:h100").and_smaller()
+    assert all(text.endswith(": not tried here") for text in last.splits)
+    assert last.splits
+
+
+def _random_step(seed: int) -> tuple[Step, tuple[Tensor, ...]]:
+    """Some layers of attention or of convolutions, and a loss."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    classes = draw.choice([5, 40, 300])
+    if draw.random() < 0.5:
+        heads, batch, length = draw.choice([1, 2, 4]), draw.choice([2, 3, 4, 6]), draw.choice([16, 33, 48])
+        layers: list[nn.Module] = []
+        for _ in range(draw.choice([1, 2])):
+            layers.append(_Attention(16, heads, draw.choice([0.0, 0.2]), masked=draw.random() < 0.5))
+            if draw.random() < 0.5:
+                layers += [nn.Linear(16, 64), draw.choice([nn.GELU, nn.SiLU, nn.ReLU])(), nn.Linear(64, 16)]
+        x, y = torch.randn(batch, length, 16), torch.randint(classes, (batch, length))
+        model = nn.Sequential(*layers, nn.Linear(16, classes))
+        return (lambda x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten())), (x, y)
+    batch, size, width = draw.choice([2, 4, 5]), draw.choice([12, 16]), 4
+    layers = [nn.Conv2d(3, width, 3, padding=1)]
+    for _ in range(draw.choice([1, 2, 3])):
+        wide = width * draw.choice([1, 2, 6])
+        groups = draw.choice([1, 1, width])
+        layers.append(nn.Conv2d(width, wide, draw.choice([1, 3]), padding=1, groups=groups, bias=draw.random() < 0.5))
+        if draw.random() < 0.5:
+            layers.append(nn.BatchNorm2d(wide))
+        layers += [draw.choice([nn.ReLU, nn.ReLU6, nn.GELU, nn.Hardswish])()]
+        if draw.random() < 0.4:
+            layers.append(draw.choice([nn.MaxPool2d, nn.AvgPool2d])(2))
+        width = wide
+    layers += [nn.Conv2d(width, 4, 1), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, classes)]
+    network = nn.Sequential(*layers)
+    return (lambda x, y: F.cross_entropy(network(x), y)), (
+        torch.randn(batch, 3, size, size),
+        torch.randint(classes, (batch,)),
+    )
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(36)])
+def test_random_steps_below_the_floor_of_the_whole_have_the_bits_of_plain_pytorch(seed: int) -> None:
+    step, batch = _random_step(seed)
+    problem = checkmate.trace(step, *batch)
+    *_, last = problem.and_smaller()
+    budget = checkmate.min_budget(problem, time_limit=1).peak
+    if last is not problem and _floor(last) < budget < _floor(problem):
+        budget = random.Random(seed).randint(budget, _floor(problem) - 1)
+    report = checkmate.verify(step, *batch, budget=budget, time_limit=1)
+    assert report.measured_peak == report.predicted_peak <= budget
