@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
@@ -110,17 +111,28 @@ def least_runs(problem: Problem, S: np.ndarray) -> np.ndarray:
     """Phase two: the least R (T, T) under which S (T, V) can be kept.
 
     R[t, t] = 1; R[t, prod(v)] = 1 where v is kept for stage t+1 but not for t, or an op that runs in stage t reads v,
-    which is not kept. What a pinned op makes is kept in any case, since it cannot be made again, and so is what may be
-    read once what it is made from is overwritten.
+    which is not kept. What a pinned op makes is kept in any case, since it cannot be made again, and so is what would
+    have to be made from what is overwritten by then.
     """
-    graph = problem.graph
-    T = len(graph.ops)
-    S, R = S.copy(), np.eye(T, dtype=bool)
+    graph, S = problem.graph, S.copy()
     for k, op in enumerate(graph.ops):
         results = [v for v in op.outputs if op.pinned or v in graph.outputs]
         S[k + 1 :, results] = True
-    for t, values in problem.limits.closing.items():
-        S[t + 1 :, list(values)] = True
+    while True:
+        R, fits = _runs(graph, S), True
+        for k, last in problem.limits.until.items():
+            late = np.flatnonzero(R[last + 1 :, k])
+            if late.size:  # what would be made then stays from the last stage in which it can be made
+                S[last + 1 : last + 2 + late[-1], list(graph.ops[k].outputs)] = True
+                fits = False
+        if fits:
+            return R
+
+
+def _runs(graph: Graph, S: np.ndarray) -> np.ndarray:
+    """The least R (T, T) under which S can be kept, whatever binds its ops."""
+    T = len(graph.ops)
+    R = np.eye(T, dtype=bool)
     for t in range(T):
         for k in reversed(range(t + 1)):
             if t + 1 < T and any(S[t + 1, v] and not S[t, v] for v in graph.ops[k].outputs):

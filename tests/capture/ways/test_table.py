@@ -117,7 +117,7 @@ def _node(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     return node
 
 
-@pytest.mark.parametrize("op", TABLE, ids=str)
+@pytest.mark.parametrize("op", TABLE, ids=lambda op: getattr(op, "__name__", str(op)))
 def test_an_op_of_the_table_leaves_its_bits_over_each_argument(op: Any) -> None:
     tried = set()
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
