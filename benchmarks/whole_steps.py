@@ -1,6 +1,7 @@
 """Whole training steps with AdamW, forward, backward and update: bytes, seconds and bits of each way to run them.
 
     python -m benchmarks.whole_steps [NETWORK ...] [--time-limit 20] [--rounds 7] [--out benchmarks/results/...]
+    python -m benchmarks.whole_steps --floors [NETWORK ...]
 
 The ways: the plain loop; checkpoints around each block; an optimizer for each parameter, stepped by a hook as soon as
 the gradient is there (`register_post_accumulate_grad_hook`), with and without checkpoints; `checkmate.compile` at its
@@ -9,6 +10,10 @@ lowest peer, and keeping everything. Bytes are the most that PyTorch counts at a
 buffers, batch and the optimizer's state included; for ours and plain PyTorch also by how much the peak resident set
 of the process grows over ten steps, those bytes included. Steps of the plain loop and of a way take turns when they are
 timed. ``same bits``: parameters, buffers and state after three steps are those of the plain loop.
+
+``--floors``: the smallest budgets of steps at the size people train, traced without running them and estimated for an
+H100, with nothing in parts: of a planned forward and backward with the state that is to be reserved beside them, and of
+the whole step, plain and with gradients clipped.
 """
 
 from __future__ import annotations
@@ -17,8 +22,8 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,15 +35,30 @@ import checkmate
 from benchmarks.arena import small_step
 from benchmarks.common.resident import growth
 from benchmarks.common.rows import Row, add_names, append, latest, origin, read
+from benchmarks.graphs import DEVICE, GRAPHS
 from benchmarks.peers.settings import _blocks as checkpointed
 from benchmarks.peers.subjects import NETWORKS, Subject
-from checkmate.backends.state import differing
+from checkmate.backends.state import differing, tensors_within
 from checkmate.core.table import Table
 from checkmate.memory import measure_peak
 from checkmate.units import format_bytes
+from checkmate.updates.updates import Updates
 
 RESULTS = Path(__file__).parent / "results" / "whole_steps.jsonl"
+INTRO = """# Whole training steps
+
+Made by `python -m benchmarks.whole_steps` at {commits} on {cpu}, one thread: AdamW, the networks of the comparison with
+other ways to save memory. Counted: the most that PyTorch counts at any moment of ten steps, parameters, buffers, batch
+and the optimizer's state included; ours is the plan's figure to the byte. Process: by how much the peak resident set of
+the process grows over ten steps, with these. Hooks: an optimizer for each parameter, stepped as soon as its gradient is
+there. Steps of a way and of the plain loop took turns, on a machine that was busy with other work. Numbers: parameters,
+buffers and state after three steps."""
+OF_FLOORS = """Smallest budgets at the size people train, estimated for an H100, nothing in parts: of forward and
+backward planned by `checkmate.compile`, with the bytes of AdamW's state as reserve, and of the whole step, plain and
+with gradients clipped by their norm:"""
 NAMES = ("resnet50", "gpt2", "vit", "vgg16")
+FLOOR = "floor"
+FLOORS = ("network", "state", "forward and backward, state reserved", "whole step", "less", "clipped", "less")
 HEADER = ("network", "way", "budget", "counted", "process", "step / plain", "numbers")
 STEPS = 10
 Loop = Callable[[], Any]
@@ -173,6 +193,40 @@ def rows(name: str, time_limit: float, rounds: int) -> list[Row]:
     return found
 
 
+def floor(name: str, time_limit: float) -> Row:
+    """The smallest budgets of one step at full size."""
+    with torch.device("meta"):
+        step, batch = GRAPHS[name]()
+    parameters = [t for t in tensors_within(step) if isinstance(t, torch.nn.Parameter)]
+
+    def smallest(fn: Any) -> checkmate.MinBudget:
+        torch._dynamo.reset()
+        problem = checkmate.trace(fn, *batch, profile=f"roofline:{DEVICE}")
+        return checkmate.min_budget(replace(problem, smaller=None), time_limit=time_limit)
+
+    def whole(**options: Any) -> checkmate.MinBudget:
+        return smallest(checkmate.training_step(step, _adamw(parameters), budget="1 TB", **options))
+
+    state = Updates([_adamw(parameters)]).held_bytes
+    apart, found, clipped = smallest(step), whole(), whole(clip_norm=1.0)
+    return {
+        "model": name,
+        "way": FLOOR,
+        "state_bytes": state,
+        "apart": apart.peak + state,
+        "whole": found.peak,
+        "whole_bound": found.bound,
+        "clipped": clipped.peak,
+        "clipped_bound": clipped.bound,
+    }
+
+
+def _floor_cells(row: Row) -> list[str]:
+    sizes = [f"{1 - row[name] / row['apart']:.1%}" for name in ("whole", "clipped")]
+    state, apart, whole, clipped = (format_bytes(row[name]) for name in ("state_bytes", "apart", "whole", "clipped"))
+    return [row["model"], state, apart, whole, sizes[0], clipped, sizes[1]]
+
+
 def _cells(row: Row) -> list[str]:
     return [
         row["model"],
@@ -185,20 +239,32 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
+def markdown(rows: Sequence[Row]) -> str:
+    """The document of the last row of each way to train a network."""
+    last = latest((row for row in rows if row["way"] != FLOOR), "model", "way")
+    floors = latest((row for row in rows if row["way"] == FLOOR), "model")
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in last))
+    intro = INTRO.format(commits=commits, cpu=last[-1]["cpu"].removesuffix(" Processor"))
+    measured = Table(HEADER, [_cells(row) for row in last], HEADER[2:]).markdown()
+    estimated = Table(FLOORS, [_floor_cells(row) for row in floors], FLOORS[1:]).markdown()
+    return f"{intro}\n\n{measured}\n\n{OF_FLOORS}\n\n{estimated}\n"
+
+
 def main() -> None:
-    """Measure what was asked for, append the rows to the file, and print the last ones of each way as a table."""
+    """Measure what was asked for, append the rows to the file, and make the document of them."""
     parser = argparse.ArgumentParser(description="Measure whole training steps.")
-    add_names(parser, NAMES)
+    add_names(parser, {**dict.fromkeys(NAMES), **GRAPHS}, NAMES)
+    parser.add_argument("--floors", action="store_true", help="smallest budgets at full size, estimated")
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds to plan for one budget")
     parser.add_argument("--rounds", type=int, default=7, help="of timed pairs of steps")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help="only print the table of the rows that are there")
+    parser.add_argument("--report", action="store_true", help="only make the document of the rows that are there")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in () if args.report else args.names:
-        append(args.out, *({**origin(), **row} for row in rows(name, args.time_limit, args.rounds)))
-    cells = [_cells(row) for row in latest(read(args.out), "model", "way")]
-    print("", Table(HEADER, cells, HEADER[2:]), sep="\n")
+        made = [floor(name, args.time_limit)] if args.floors else rows(name, args.time_limit, args.rounds)
+        append(args.out, *({**origin(), **row} for row in made))
+    args.out.with_suffix(".md").write_text(markdown(read(args.out)))
 
 
 if __name__ == "__main__":
