@@ -28,7 +28,7 @@ def same_bits(parts: InParts) -> bool:
 
 def inputs_of(parts: InParts) -> int:
     """How many inputs a region is tried on: more if it is small."""
-    return min(MOST_INPUTS, max(INPUTS, ENOUGH // sum(n.meta["val"].numel() for n in parts.region.made)))
+    return min(MOST_INPUTS, max(INPUTS, ENOUGH // max(1, sum(n.meta["val"].numel() for n in parts.region.made))))
 
 
 def _equal(parts: InParts, whole: Any, seed: int) -> bool:
@@ -46,12 +46,15 @@ def _equal(parts: InParts, whole: Any, seed: int) -> bool:
 def _made_up(like: Tensor, draw: torch.Generator, seed: int) -> Tensor:
     """Normal numbers, or such between 0.1 and 0.9, which are valid variances; bools; zeros, which are valid indices."""
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    memory = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))  # an element may be many
     if like.dtype.is_floating_point:
-        numbers = torch.empty_strided(like.shape, like.stride(), dtype=torch.float32)
-        return made.copy_(numbers.uniform_(0.1, 0.9, generator=draw) if seed % 2 else numbers.normal_(generator=draw))
-    if like.dtype is torch.bool:
-        return made.copy_(torch.rand(like.shape, generator=draw) < 0.7)
-    return made.zero_()
+        numbers = torch.empty(len(memory))
+        memory.copy_(numbers.uniform_(0.1, 0.9, generator=draw) if seed % 2 else numbers.normal_(generator=draw))
+    elif like.dtype is torch.bool:
+        memory.copy_(torch.rand(len(memory), generator=draw) < 0.7)
+    else:
+        memory.zero_()
+    return made
 
 
 def _bytes(tensor: Tensor) -> Tensor:
