@@ -194,7 +194,9 @@ def _better_bound(search: Portfolio, task: Task) -> None:
 def _bound(search: Portfolio, task: Task, most: int) -> None:
     """More and more moments, from those of the last bound on."""
     known, problem = search.relaxed, task.problem
-    moments = None if known is None or not known.moments else next_moments(problem, task.budget, known)
+    moments = None
+    if known is not None and known.moments:
+        moments = next_moments(problem, task.budget, known, search.incumbent, most=most)
 
     def offer(R: np.ndarray) -> None:
         search.incumbent.offer(R, "bound")

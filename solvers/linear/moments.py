@@ -18,7 +18,10 @@ moment, all of them count as at hand at it, and OVER[i, v] takes off what writin
 
 Any schedule maps to such R and X at no more cost: the least cost here is a bound for all of them. It has O(T m)
 variables, where the exact model has O(T^2). Which moments matters more than how many: `moment_bound` starts with two
-and adds one where the plan that the answer suggests breaks the budget.
+and adds those that `checkmate.solvers.linear.moment_choice` finds lacking.
+
+What only one op j reads, and nothing else that comes and goes goes into j, need not be kept where j may run instead:
+what j makes of it is kept as well in as few bytes. So X[i, v] = 0 for such v, from the first execution of j on.
 """
 
 from __future__ import annotations
@@ -41,10 +44,14 @@ from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
 from checkmate.solvers.linear.highs import Outcome
 from checkmate.solvers.linear.model import NONE, Model
+from checkmate.solvers.linear.moment_choice import default_moments, where_it_breaks, where_runs_repeat
 
 log = logging.getLogger("checkmate.solve")
 EXACT = 1e-6  # a smaller gap than this is none
 LAST_MODEL = 0.98  # of the time: later than that no model is begun
+FAR = 0.01  # of the best plan's seconds: a bound that is farther off lacks more than one moment
+ADDED = 2  # moments at a time then, where the answer breaks the budget
+COARSE = 0.2  # of the gap to the best plan: what models are solved to that others follow
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,14 +105,18 @@ def moment_bound(
     at = sorted(set(moments)) if moments is not None else default_moments(problem)
     best = Bound(problem.keep_all_cost)
     while True:
-        best = _round(task, incumbent, at, best, on_runs)
+        others_follow = len(at) < most
+        gap = max(task.gap, COARSE * (incumbent.gap if incumbent.R is not None else 0.0) * others_follow)
+        best = _round(replace(task, gap=gap), incumbent, at, best, on_runs)
         incumbent.prove(best.value)
         in_time = clock.elapsed < LAST_MODEL * clock.limit
         if best.infeasible or best.schedule is not None or not in_time or best.moments != tuple(at):
             return best
-        at = next_moments(problem, task.budget, best)
-        if at == list(best.moments) or len(at) > most:
-            return best
+        at = next_moments(problem, task.budget, best, incumbent, most=most)
+        if at == list(best.moments):
+            if gap == task.gap:
+                return best
+            most = len(at)  # the same once more, as well as can be
 
 
 def _round(
@@ -154,12 +165,6 @@ def _start(x: Relaxed, moments: list[int], R: np.ndarray | None) -> tuple[np.nda
     return x.R[: len(runs)][there], runs[there].astype(np.float64)
 
 
-def default_moments(problem: Problem) -> list[int]:
-    """Where keeping everything peaks, where most is unavoidable, and before the backward if a rule speaks of that."""
-    begin = [problem.graph.forward_length - 1] if problem.limits.gone else []
-    return sorted({int(np.argmax(problem.live_bytes)), int(np.argmax(problem.unavoidable_bytes)), *begin})
-
-
 def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
     """The model of these moments, ascending."""
     graph, model = problem.graph, Model()
@@ -177,6 +182,8 @@ def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
     for i, o in enumerate(moments):
         own[i, [*graph.ops[o].inputs, *graph.ops[o].outputs]] = True
     X_there = ~held & (made_by <= ends[:-1]) & ((read > ends[:-1]) | own)
+    if not problem.limits.until:  # not tried beside ops that overwrite something
+        X_there &= own | ~_better_as_made_of(problem, held, moments)
     over = np.zeros((m, V), dtype=bool)
     for i, o in enumerate(moments):
         over[i, [v for v, _ in problem.savings[o]]] = True
@@ -190,6 +197,26 @@ def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
     _fit(x, problem, budget, moments, made_by)
     run_at_most(model, R, problem)
     return x
+
+
+def _better_as_made_of(problem: Problem, held: np.ndarray, moments: Sequence[int]) -> np.ndarray:
+    """(m, V) bool: at this moment it is as good to keep what is made of a value as the value itself.
+
+    Whoever keeps it until op j reads it can run j before the moment and keep what j makes, in as few bytes; j runs no
+    more often, and needs nothing else that could be lacking.
+    """
+    graph, at = problem.graph, np.array(moments, dtype=np.int64)
+    better = np.zeros((len(at), len(graph.values)), dtype=bool)
+    written = [{v for v, _ in problem.savings[o]} for o in moments]
+    for v, users in enumerate(graph.users):
+        if held[v] or len(users) != 1 or graph.ops[users[0]].pinned is not None:
+            continue
+        (j,) = users
+        made = {w for w in graph.ops[j].outputs if not held[w]}
+        alone = [u for u in graph.ops[j].inputs if not held[u]] == [v]
+        if alone and problem.sizes[list(made)].sum() <= problem.sizes[v] and not problem.limits.gone & {v, *made}:
+            better[:, v] = (at >= j) & [not made & over for over in written]
+    return better
 
 
 def _depend(x: Relaxed, problem: Problem, begins: np.ndarray, made_by: np.ndarray, held: np.ndarray) -> None:
@@ -246,20 +273,19 @@ def _lifted(problem: Problem, moments: Sequence[int], kept: np.ndarray) -> np.nd
     return on_demand(problem, {t: np.flatnonzero(at).tolist() for t, at in zip(moments, kept, strict=True)})
 
 
-def next_moments(problem: Problem, budget: int, bound: Bound) -> list[int]:
-    """The moments of the next model: those of a bound, and the stage in which its lifted answer breaks the budget most.
+def next_moments(problem: Problem, budget: int, bound: Bound, incumbent: Incumbent, *, most: int) -> list[int]:
+    """The moments of the next model, ``most`` at most: those of a bound, and where it seems to lack some.
 
-    Those of the bound alone if its model ran out of time, or the answer breaks the budget nowhere else.
+    Far from the best plan several at a time: models of few moments prove little, and take time too. Those of the bound
+    alone if its model ran out of time, or nothing is lacking.
     """
     if bound.cut:
         return list(bound.moments)
-    usage = simulator.simulate(simulator.lower(problem, lift(problem, bound)), problem)
-    excess: dict[int, int] = {}
-    stage = 0
-    for op, live in zip(usage.ops, usage.bytes_at, strict=True):
-        excess[stage] = max(excess.get(stage, 0), live - budget)
-        stage += op == stage
-    for t in bound.moments:
-        excess.pop(t, None)
-    worst = max(excess, key=lambda t: excess[t], default=-1)
-    return sorted({*bound.moments, *([worst] if excess.get(worst, 0) > 0 else [])})
+    several = ADDED if incumbent.cost - bound.value > FAR * incumbent.cost else 1
+    room = most - len(bound.moments)
+    lifted = lifted_runs(problem, bound)
+    found = where_it_breaks(problem, budget, lifted, bound.moments, most=min(several, room))
+    if incumbent.R is not None and several > 1:
+        room -= len(found)
+        found += where_runs_repeat(problem, incumbent.R, [*bound.moments, *found], most=max(0, room))
+    return sorted({*bound.moments, *found})

@@ -23,6 +23,7 @@ from checkmate.solvers.search.min_budget import grain_of
 from checkmate.solvers.search.value_sets import Needs
 
 WIDTHS = (64, 256, 1024, 4096)  # states that go on, unmerged: more of them prove more, in more time
+BEHIND = 0.25  # of the seconds that are proven to run again: what proves less of them does not catch up when wider
 GRAIN = 5e-4  # of the budget: what all values below the grain have together
 WORTH = 10.0  # times the forward: the price of all bytes in all stages, that says what is merged
 
@@ -52,5 +53,7 @@ def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = 
         incumbent.prove(once + again)
         if found is not None and obeys(problem, found):
             incumbent.offer(found, "backward bound")
+        if again < BEHIND * (incumbent.bound - once):
+            return
         if beam.complete or task.clock.is_over or incumbent.cost - incumbent.bound <= task.gap * incumbent.cost:
             return

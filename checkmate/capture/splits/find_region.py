@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.capture.nodes import ancestors, getitems, is_mutating, is_random, is_view, tensors, viewed
+from checkmate.capture.nodes import ancestors, getitems, has_effect, is_mutating, is_view, tensors, viewed
 from checkmate.capture.phases import after_tangent
 from checkmate.capture.random_draws import draw_mask, save_state
 from checkmate.capture.splits.dimensions import Split, split_of
@@ -41,7 +41,7 @@ class Place:
         """All that the forward needs."""
         nodes = list(self.graph.nodes)
         later = after_tangent(nodes)
-        once = [n for n in nodes if n not in later and n.op == "call_function" and (is_random(n) or is_mutating(n))]
+        once = [n for n in nodes if n not in later and n.op == "call_function" and has_effect(n)]
         return ancestors([*self.forward_outputs, *once])
 
     @cached_property
@@ -62,10 +62,12 @@ class Choice:
 
 
 def choices(node: fx.Node) -> Iterator[Choice]:
-    """All ways to begin with a node."""
+    """All ways to begin with a node; none with one that makes nothing."""
     vals = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
     sizes = [val.nbytes if isinstance(val, torch.Tensor) else 0 for val in vals]
     result = sizes.index(max(sizes))
+    if not sizes[result]:
+        return
     for dim, size in enumerate(vals[result].shape):
         for units in _units(node, result, dim, size):
             for down in (True, False):
@@ -124,7 +126,7 @@ class _Grown:
     def _may_join(self, node: fx.Node) -> bool:
         if node.op != "call_function" or node.name in self.place.pinned:
             return False
-        return not (is_random(node) or is_mutating(node)) and (not self.phase or node in self.place.forward)
+        return not has_effect(node) and (not self.phase or node in self.place.forward)
 
     def _add(self, node: fx.Node, split: Split) -> bool:
         """Take an op in, and what it reads that is large. False: parts of an argument are another's whole."""
@@ -245,7 +247,7 @@ def write(place: Place, first: fx.Node, region: Region, parts: InParts) -> bool:
     order = {n: k for k, n in enumerate(graph.nodes)}
     inputs = [n for n, _ in region.inputs()]
     last = max(inputs, key=order.__getitem__)
-    if any(is_random(n) or is_mutating(n) for n in _after(region.made, order[last], order)):
+    if any(has_effect(n) for n in _after(region.made, order[last], order)):
         return False
     for node in region.splits:
         for user in [u for u in node.users if u.target in _OF_SHAPE and node in u.args]:

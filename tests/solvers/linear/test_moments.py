@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.networks import dags
@@ -16,9 +18,17 @@ from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.runs import cost_of, peak_of
 from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.moments import EXACT, Bound, build, default_moments, lift
 from checkmate.solvers.linear.moments import moment_bound as bound_of
-from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
+from tests.support.oracle import (
+    interesting_budgets,
+    optimum,
+    outcomes,
+    random_problem,
+    random_problem_with_ways,
+    random_ruled_problem,
+)
 from tests.support.sampling import every
 
 next_use = METHODS["next-use"].solve
@@ -153,3 +163,36 @@ def test_what_is_kept_is_integer_so_that_the_solver_may_round_the_memory_rows() 
     problem = dags.unit_chain(8)
     relaxed = build(problem, 4, default_moments(problem))
     assert relaxed.model.integer[relaxed.X[relaxed.X >= 0]].all()
+
+
+CASES = (random_problem, random_problem_with_ways, random_ruled_problem)
+
+
+def one_input_each(problem: Problem, seed: int) -> Problem:
+    """Most ops read one value only, so that many values have one reader."""
+    rng, graph = np.random.default_rng(seed), problem.graph
+    ops = tuple(replace(op, inputs=op.inputs[-1:]) if rng.random() < 0.7 else op for op in graph.ops)
+    ways = tuple(way for way in problem.profile.ways if way.over in ops[way.op].inputs)
+    return replace(problem, graph=replace(graph, ops=ops), profile=replace(problem.profile, ways=ways))
+
+
+@pytest.mark.parametrize("block", every(4, range(4)))
+def test_keeping_what_is_made_of_a_value_in_its_place_costs_no_more(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(problem: Problem, held: np.ndarray, at: list[int]) -> np.ndarray:
+        return np.zeros((len(at), len(held)), dtype=bool)
+
+    smaller = 0
+    for seed in range(15 * block, 15 * block + 15):
+        problem = one_input_each(CASES[seed % 3](seed, most_ops=9), seed)
+        rng, ops = np.random.default_rng(seed), len(problem.graph.ops)
+        at = sorted(rng.choice(ops, int(rng.integers(1, ops)), replace=False).tolist())
+        for budget in np.linspace(problem.unavoidable_bytes.max(), problem.keep_all_peak, 3).astype(int).tolist():
+            known = build(problem, budget, at).model.columns
+            found = highs.run(build(problem, budget, at).model).objective
+            with monkeypatch.context() as all_kept:
+                all_kept.setattr("checkmate.solvers.linear.moments._better_as_made_of", never)
+                smaller += known < build(problem, budget, at).model.columns
+                assert found == pytest.approx(highs.run(build(problem, budget, at).model).objective)
+    assert smaller

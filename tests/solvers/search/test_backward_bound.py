@@ -55,6 +55,26 @@ def test_proves_what_the_exact_model_takes_minutes_for() -> None:
     assert found.cost == found.bound == 53
 
 
+def test_ends_where_another_bound_is_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a chain of 33 ops, which takes 53 seconds, 16 states prove 35."""
+    chain = dags.unit_chain(16)
+    asked: list[int] = []
+    bound_of = module.Beam.bound
+
+    def bound(beam: module.Beam) -> tuple[float, np.ndarray | None]:
+        asked.append(beam.width)
+        return bound_of(beam)
+
+    monkeypatch.setattr(module.Beam, "bound", bound)
+    for proven, tried in ((33.0, [16, 32]), (40.0, [16, 32]), (43.0, [16])):
+        task = Task(chain, 5)
+        incumbent = Incumbent(task)
+        incumbent.prove(proven)
+        asked.clear()
+        backward_bound(task, incumbent, widths=(16, 32))
+        assert asked == tried
+
+
 def test_proves_that_a_known_plan_is_the_best() -> None:
     chain = dags.unit_chain(8)
     best = run(chain, 4)
