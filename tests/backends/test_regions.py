@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ from checkmate.backends import in_parts
 from checkmate.core.problem import Problem
 
 Step = Callable[..., Tensor]
+
+MANY = int(os.environ.get("CHECKMATE_REGIONS", "6"))  # random steps
 
 
 class _Attention(nn.Module):
@@ -153,7 +156,7 @@ def _random_step(seed: int) -> tuple[Step, tuple[Tensor, ...]]:
     )
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(36)])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(MANY)])
 def test_random_steps_below_the_floor_of_the_whole_have_the_bits_of_plain_pytorch(seed: int) -> None:
     step, batch = _random_step(seed)
     problem = checkmate.trace(step, *batch)

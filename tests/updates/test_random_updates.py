@@ -22,7 +22,7 @@ from tests.support.whole_steps import TrainedWhole, plain_step, train_whole
 from tests.updates.test_optimizers import HAS
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
-MANY = int(os.environ.get("CHECKMATE_UPDATES", "20"))
+MANY = int(os.environ.get("CHECKMATE_UPDATES", "4"))
 SEED = int(os.environ.get("CHECKMATE_SEED", "0"))
 
 
