@@ -166,3 +166,15 @@ def test_random_steps_below_the_floor_of_the_whole_have_the_bits_of_plain_pytorc
         budget = random.Random(seed).randint(budget, _floor(problem) - 1)
     report = checkmate.verify(step, *batch, budget=budget, time_limit=1)
     assert report.measured_peak == report.predicted_peak <= budget
+
+
+def test_the_same_op_of_fewer_dimensions_is_not_alike() -> None:
+    """What is large is split along its last dimension, which the other one does not have."""
+    weight = nn.Parameter(torch.randn(2, 1, 40_000))
+    other = nn.Parameter(torch.randn(60_000))
+
+    def step(x: Tensor) -> Tensor:
+        return ((weight * x).tanh() * x).sum() + ((other * x[0, 0, 0]).tanh() * x[0, 0, 1]).sum()
+
+    problem = checkmate.trace(step, torch.randn(1, 1, 40_000))
+    assert [one.splits for one in problem.and_smaller()][0] == ()

@@ -12,7 +12,7 @@ from typing import Any
 import torch.fx as fx
 
 from checkmate.capture.joint import Joint
-from checkmate.capture.nodes import is_view
+from checkmate.capture.nodes import is_view, tensors
 from checkmate.capture.provenance import where
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.capture.splits.find_region import MOST_OPS, Choice, Place, bytes_of, choices, region_at, write
@@ -146,9 +146,11 @@ class Further:
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:
-    return (
-        node is not other and node.op == other.op and node.target == other.target and len(node.args) == len(other.args)
-    )
+    """The same op, of tensors of the same shapes."""
+    if node is other or node.op != other.op or node.target != other.target or len(node.args) != len(other.args):
+        return False
+    shapes = [[t.shape for t in tensors(n.meta.get("val"))] for n in (node, other)]
+    return shapes[0] == shapes[1]
 
 
 def split_further(
