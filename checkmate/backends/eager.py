@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -15,16 +15,15 @@ import torch.fx as fx
 from torch._dynamo.backends.common import aot_autograd
 
 from checkmate.backends.asked import asked_bytes, with_asked
-from checkmate.backends.in_parts import Write, joint_of, with_parts
+from checkmate.backends.in_parts import joint_of, with_parts
 from checkmate.backends.overwritten import Needs, explain_writes, needs_of
 from checkmate.backends.plan_on import PlanOn
-from checkmate.backends.state import tensors_within
+from checkmate.backends.posed import problem_of, unread_bytes, with_what_is_held
 from checkmate.backends.static_memory import Static, serving, within
 from checkmate.capture.autocast import keeps_copies, refuse_shared_copies
-from checkmate.capture.device import BLOCK_BYTES, allocated_on, as_allocated, device_of, held_outside
+from checkmate.capture.device import BLOCK_BYTES, allocated_on, device_of
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
-from checkmate.capture.nodes import storage
 from checkmate.capture.numbers import draws_of_python, refuse_sizes_of_data, sources_of
 from checkmate.capture.patches import context_variables as _context  # noqa: F401  # Dynamo follows them
 from checkmate.capture.patches import ctc_lengths as _lengths  # noqa: F401  # PyTorch's own describes the kernel
@@ -44,7 +43,7 @@ from checkmate.codegen.fan_out import Sharing, fan_out
 from checkmate.codegen.result_hooks import computed_from, refuse_watching
 from checkmate.codegen.result_views import added_within, refuse_views
 from checkmate.codegen.undefined_gradients import keep_undefined, with_undefined
-from checkmate.codegen.writing_over import writable, writing_over
+from checkmate.codegen.writing_over import writing_over
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
@@ -52,8 +51,6 @@ from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.profiling.in_two import same_in_two
 from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Profiler
-from checkmate.profiling.tried_here import tried_here
-from checkmate.solvers.late_results import late_results
 from checkmate.solvers.recall import Rest
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
@@ -319,49 +316,6 @@ class Backend:
         if rest is not None:
             facts.open = _Open(rest, Changing(num_fwd_outputs), joint, counts, num_fwd_outputs, device)
         return modules.forward, modules.backward
-
-
-def problem_of(joint: Joint, profile: Profiler = MEASURE, *, tried: bool = True) -> Problem:
-    """The problem that a captured step poses, its ops measured or estimated, in the order with the lower floor."""
-    order = late_results(joint.graph)
-    joint = joint if order is None else joint.in_order(order)
-    costs, over = writable(joint, profile(joint))
-    return Problem(joint.graph, costs if tried else tried_here(joint, costs, over), Write(joint, over))
-
-
-def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0) -> Problem:
-    """The problem with all that is in use on the device before the step as resident, known to the step or not.
-
-    Args:
-        problem: what is resident in it is what the graph reads.
-        allocated: bytes; None, on the CPU and for a step whose tensors have no data: only what the step holds.
-        unread: bytes of what the step holds and the graph does not read.
-    """
-    resident = problem.resident + unread
-    resident += 0 if allocated is None else held_outside(allocated, resident)
-    if resident == problem.resident:
-        return problem
-    return replace(problem, profile=replace(problem.profile, resident_bytes=resident))
-
-
-def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_bytes: int) -> int:
-    """Bytes of the tensors that a step holds and its graph does not read, each storage once.
-
-    Args:
-        reach: the step and its arguments: parameters and buffers of modules, and tensors, are found in it.
-        known: what the graph is given.
-        device: of the step; elsewhere nothing is counted.
-        block_bytes: the allocator rounds every size up to a multiple of these.
-    """
-
-    def storages(tensors: Iterable[Any]) -> dict[int, int]:
-        dense = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided]
-        dense = [t for t in dense if t.device.type in (device.type, "meta")]
-        return {storage(t): t.untyped_storage().nbytes() for t in dense}
-
-    read = storages(known)
-    sizes = [size for key, size in storages(tensors_within(reach)).items() if key not in read]
-    return sum(as_allocated(size, block_bytes) for size in sizes)
 
 
 def _refuse_inexact(module: fx.GraphModule) -> None:

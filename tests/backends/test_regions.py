@@ -177,4 +177,5 @@ def test_the_same_op_of_fewer_dimensions_is_not_alike() -> None:
         return ((weight * x).tanh() * x).sum() + ((other * x[0, 0, 0]).tanh() * x[0, 0, 1]).sum()
 
     problem = checkmate.trace(step, torch.randn(1, 1, 40_000))
-    assert [one.splits for one in problem.and_smaller()][0] == ()
+    *_, last = problem.and_smaller()
+    assert last.unavoidable_bytes.max() < problem.unavoidable_bytes.max()

@@ -1,0 +1,63 @@
+"""A captured step as a problem, with all that is in use beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from checkmate.backends.in_parts import Write
+from checkmate.backends.state import tensors_within
+from checkmate.capture.device import as_allocated, held_outside
+from checkmate.capture.joint import Joint
+from checkmate.capture.nodes import storage
+from checkmate.codegen.writing_over import writable
+from checkmate.core.problem import Problem
+from checkmate.profiling.profilers import Profiler
+from checkmate.profiling.tried_here import tried_here
+from checkmate.solvers.late_results import late_results
+
+
+def problem_of(joint: Joint, profile: Profiler, *, tried: bool = True) -> Problem:
+    """The problem that a captured step poses, its ops measured or estimated, in the order with the lower floor."""
+    order = late_results(joint.graph)
+    joint = joint if order is None else joint.in_order(order)
+    costs, over = writable(joint, profile(joint))
+    return Problem(joint.graph, costs if tried else tried_here(joint, costs, over), Write(joint, over))
+
+
+def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0) -> Problem:
+    """The problem with all that is in use on the device before the step as resident, known to the step or not.
+
+    Args:
+        problem: what is resident in it is what the graph reads.
+        allocated: bytes; None, on the CPU and for a step whose tensors have no data: only what the step holds.
+        unread: bytes of what the step holds and the graph does not read.
+    """
+    resident = problem.resident + unread
+    resident += 0 if allocated is None else held_outside(allocated, resident)
+    if resident == problem.resident:
+        return problem
+    return replace(problem, profile=replace(problem.profile, resident_bytes=resident))
+
+
+def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_bytes: int) -> int:
+    """Bytes of the tensors that a step holds and its graph does not read, each storage once.
+
+    Args:
+        reach: the step and its arguments: parameters and buffers of modules, and tensors, are found in it.
+        known: what the graph is given.
+        device: of the step; elsewhere nothing is counted.
+        block_bytes: the allocator rounds every size up to a multiple of these.
+    """
+
+    def storages(tensors: Iterable[Any]) -> dict[int, int]:
+        dense = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+        dense = [t for t in dense if t.device.type in (device.type, "meta")]
+        return {storage(t): t.untyped_storage().nbytes() for t in dense}
+
+    read = storages(known)
+    sizes = [size for key, size in storages(tensors_within(reach)).items() if key not in read]
+    return sum(as_allocated(size, block_bytes) for size in sizes)
