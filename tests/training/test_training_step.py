@@ -37,7 +37,7 @@ def _adamw(model: nn.Module) -> optim.Optimizer:
 def _expected(clip_norm: float | None) -> TrainedWhole:
     model = _model()
     optimizer = _adamw(model)
-    return train_whole(plain_step(_loss_of(model), [optimizer], clip_norm), model, [optimizer], (X, Y))
+    return train_whole(plain_step(_loss_of(model), [optimizer], clip_norm), model, [optimizer], (X, Y), steps=4)
 
 
 def _step(budget: Any, **options: Any) -> tuple[TrainingStep, nn.Module, optim.Optimizer]:
@@ -63,11 +63,13 @@ def test_same_numbers_within_the_budget(share: float, clip_norm: float | None) -
     budget = int(smallest + share * (problem.keep_all_peak - smallest))
     step, model, optimizer = _step(budget, clip_norm=clip_norm)
 
-    found = train_whole(step, model, [optimizer], (X, Y))
+    found = train_whole(step, model, [optimizer], (X, Y), steps=4)
 
     assert_same_bits(found.bits(), _expected(clip_norm).bits())
     (plan,) = step.plans
-    assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
+    peaks = found.peaks[1:]  # the first of these steps lets go of a norm that no meter has seen
+    assert [plan.problem.resident + peak for peak in peaks] == [plan.peak] * len(peaks)
+    assert len(peaks) == 2
     assert plan.peak <= budget
 
 
