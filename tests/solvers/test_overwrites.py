@@ -19,14 +19,10 @@ from checkmate.solvers.common.runs import choose_places, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.linear.places import restricted
-from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.backward_beam import Beam, prices
-from checkmate.solvers.search.drop_runs import slim
 from checkmate.solvers.search.eviction import Stuck, run_pass
-from checkmate.solvers.search.exchange import exchange
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from checkmate.solvers.search.next_use import GRID
-from checkmate.solvers.search.tilting import Tilts
 from checkmate.solvers.search.value_sets import Needs
 from checkmate.solvers.solve import solve
 from tests.support.oracle import (
@@ -36,6 +32,7 @@ from tests.support.oracle import (
     outcomes,
     random_problem_with_overwrites,
 )
+from tests.support.searches import found_from
 
 SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))]
 
@@ -84,11 +81,7 @@ def check_parts(problem: Problem) -> None:
         needs = Needs(problem)
         price = prices(needs, budget, np.zeros(needs.T))
         for found in (
-            exchange(task, dearest),
-            slim(problem, budget, dearest, Clock(1.0)),
-            adapt(task, dearest),
-            adapt(task, max(every, key=lambda R: float(R.sum()))),
-            Tilts(task).search(Clock(0.05)),
+            *found_from(task, dearest, every),
             Beam(needs, budget, 64, price, Clock(2.0)).search(dearest),
         ):
             assert found is None or not wrong(problem, found, budget)

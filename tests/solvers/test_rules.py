@@ -31,10 +31,10 @@ from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.exchange import exchange
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from checkmate.solvers.search.next_use import GRID
-from checkmate.solvers.search.tilting import Tilts
 from checkmate.solvers.search.value_sets import Needs
 from checkmate.solvers.solve import solve
 from tests.support.oracle import all_schedules, interesting_budgets, optimum, outcomes, random_ruled_problem
+from tests.support.searches import found_from
 
 SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))]
 
@@ -82,13 +82,7 @@ def test_every_part_of_auto_obeys(seed: int) -> None:
     for budget, fitting in sorted(at.items())[:3]:
         task, best = Task(problem, budget, Clock(5.0)), min(float(R.sum(axis=0) @ problem.seconds) for R in fitting)
         dearest = max(fitting, key=lambda R: float(R.sum()))
-        for found in (
-            exchange(task, dearest),
-            slim(problem, budget, dearest, Clock(1.0)),
-            adapt(task, dearest),
-            adapt(task, max(every, key=lambda R: float(R.sum()))),
-            Tilts(task).search(Clock(0.05)),
-        ):
+        for found in found_from(task, dearest, every):
             assert found is None or not wrong(problem, found, budget)
         assert moment_bound(task, Incumbent(task), most=5).value <= best * (1 + 1e-6)
         incumbent = Incumbent(task)

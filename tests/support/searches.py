@@ -1,0 +1,27 @@
+"""What searches make of a schedule, to hold each answer against all schedules there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.search.adapt import adapt
+from checkmate.solvers.search.drop_runs import slim
+from checkmate.solvers.search.exchange import exchange
+from checkmate.solvers.search.tilting import Tilts
+
+
+def found_from(task: Task, dearest: np.ndarray, every: Sequence[np.ndarray]) -> Iterator[np.ndarray | None]:
+    """The answers of searches that begin with a schedule.
+
+    Args:
+        dearest: of the schedules within the budget, that with the most runs.
+        every: all schedules, within the budget or not.
+    """
+    yield exchange(task, dearest)
+    yield slim(task.problem, task.budget, dearest, Clock(1.0))
+    yield adapt(task, dearest)
+    yield adapt(task, max(every, key=lambda R: float(R.sum())))
+    yield Tilts(task).search(Clock(0.05))
