@@ -36,13 +36,12 @@ from checkmate.capture.patches.leaves import refuse_lost_leaves
 from checkmate.capture.patches.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.questions import asking_first, taken_out
-from checkmate.capture.rewrite import drop_gradients_of_writes
 from checkmate.codegen.changing import Changing, may_change
 from checkmate.codegen.contributions import counted_contributions, sharing_of, with_contributions
 from checkmate.codegen.fan_out import Sharing, fan_out
 from checkmate.codegen.result_hooks import computed_from, refuse_watching
 from checkmate.codegen.result_views import added_within, refuse_views
-from checkmate.codegen.undefined_gradients import keep_undefined, with_undefined
+from checkmate.codegen.undefined_gradients import drop_gradients_of_writes, keep_undefined, with_undefined
 from checkmate.codegen.writing_over import writing_over
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput, TangentAOTInput
-from torch._functorch.partitioners import _is_tangent
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from checkmate.capture.cudnn import expose_cudnn
@@ -325,76 +323,6 @@ def _call(
     with fake_args[0].fake_mode, torch.no_grad():
         node.meta["val"] = target(*fake_args)
     return node
-
-
-def drop_gradients_of_writes(joint: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Take the gradients that autograd never hands in out of a joint graph, and what depends on nothing else.
-
-    They belong to new values of leaves, such as a parameter whose ``.data`` is clamped: AOTAutograd traces the step as
-    if the new value had a gradient of its own, and writes it back where autograd does not see it.
-
-    Args:
-        joint: a joint graph of AOTAutograd.
-        inputs: what the step is called with, in the order of what was traced.
-    """
-    missing = [n for n in joint.graph.find_nodes(op="placeholder") if _belongs_to_leaf(n.meta.get("desc"), inputs)]
-    if missing:
-        names = {n.name for n in missing}
-        joint.graph = without(joint, names).graph
-        for n in joint.graph.find_nodes(op="placeholder"):
-            n.meta |= {"val": None} if n.name in names else {}
-
-
-def _belongs_to_leaf(desc: Any, inputs: Sequence[Any]) -> bool:
-    if not isinstance(desc, TangentAOTInput) or not isinstance(desc.output, InputMutationAOTOutput):
-        return False
-    written = desc.output.mutated_input
-    return isinstance(written, PlainAOTInput) and inputs[written.idx].is_leaf and inputs[written.idx].requires_grad
-
-
-def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
-    """A backward as autograd runs it where the gradients in these placeholders are not defined.
-
-    What depends on none but undefined ones is undefined; a sum with one is its other term; any other op that reads both
-    kinds reads zeros, as autograd's own do.
-    """
-    names = set(missing)
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}  # of the nodes that are defined
-    depends: set[fx.Node] = set()  # on a gradient that is handed in
-    for node in module.graph.nodes:
-        given = [n for n in node.all_input_nodes if n in depends]
-        if given or _is_tangent(node):
-            depends.add(node)
-        if node.op == "placeholder":
-            copy = graph.node_copy(node)
-            if node.name not in names:
-                copies[node] = copy
-        elif node.op == "output":
-            graph.output(tuple(copies.get(n) if isinstance(n, fx.Node) else n for n in node.args[0])).meta = node.meta
-        elif given and not any(n in copies for n in given):
-            continue
-        elif (term := _only_term(node, copies)) is not None:
-            copies[node] = copies[term]
-        else:
-            copies[node] = graph.node_copy(node, lambda n: copies[n] if n in copies else _zeros(graph, n))
-    return without_dead_code(module, graph)
-
-
-def _only_term(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node | None:
-    """What is left of a sum of two gradients, one of which is undefined."""
-    terms = node.all_input_nodes
-    defined = [n for n in terms if n in copies]
-    if node.target is not aten.add.Tensor or node.kwargs or (len(terms), len(defined)) != (2, 1):
-        return None
-    term, total = defined[0].meta["val"], node.meta["val"]
-    return defined[0] if (term.shape, term.dtype) == (total.shape, total.dtype) else None
-
-
-def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    val = like.meta["val"]
-    kind = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
-    return graph.call_function(aten.full.default, (list(val.shape), 0), kind)
 
 
 def without_dead_code(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
