@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from weakref import WeakKeyDictionary
 
 from checkmate.core.problem import Problem
@@ -17,7 +17,7 @@ class Fingerprints:
 
     structure: str  # the ops, what they read, make and overwrite, and what rules forbid; not their names
     sizes: str  # bytes of each value, workspace and ways of each op; what is resident is not among them
-    costs: str  # seconds of each op
+    costs: str  # seconds of each op, and the second memory with its links
 
 
 def fingerprints(problem: Problem) -> Fingerprints:
@@ -42,7 +42,10 @@ def fingerprints(problem: Problem) -> Fingerprints:
         if problem.profile.ways:
             ways = [(way.op, way.makes, way.over, way.workspace) for way in problem.profile.ways]
             sizes = *sizes, ways  # type: ignore[assignment]
-        _known[problem] = Fingerprints(_hash(structure), _hash(sizes), _hash(problem.seconds.tolist()))
+        costs = problem.seconds.tolist()
+        if problem.host is not None:
+            costs = [*costs, *astuple(problem.host)]
+        _known[problem] = Fingerprints(_hash(structure), _hash(sizes), _hash(costs))
     return _known[problem]
 
 

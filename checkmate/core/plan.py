@@ -1,8 +1,9 @@
-"""A plan: what a training step does, in order. It runs ops and frees values."""
+"""A plan: what a training step does, in order. It runs ops, frees values, and may have some wait in a second memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -23,20 +24,53 @@ class Free:
     value: int
 
 
-Step = Run | Free
+@dataclass(frozen=True)
+class Send:
+    """Begin to copy a value into the second memory (`checkmate.core.host`). It stays at hand."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Begin to copy a value back from the second memory. It takes its bytes now, and is at hand after `Wait`."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Go on when the transfer of a value has ended."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Let go of the copy of a value in the second memory."""
+
+    value: int
+
+
+Step = Run | Free | Send | Fetch | Wait | Drop
 
 
 @dataclass(frozen=True)
 class Plan:
     """What happens, in order. ``boundary``: how many of the steps belong to the forward.
 
-    >>> print(Plan((Run(0), Run(1), Free(0), Run(2)), boundary=2))
+    >>> print(Plan((Run(0), Send(0), Run(1), Wait(0), Free(0), Fetch(0), Wait(0), Drop(0), Run(2)), boundary=5))
     forward
          0  run 0
-         1  run 1
+         1  send 0
+         2  run 1
+         3  wait 0
+         4  free 0
     backward
-         2  free 0
-         3  run 2
+         5  fetch 0
+         6  wait 0
+         7  drop 0
+         8  run 2
     """
 
     steps: tuple[Step, ...]
@@ -52,6 +86,11 @@ class Plan:
         """How many of these write over a value."""
         return sum(isinstance(step, Run) and step.over is not None for step in self.steps)
 
+    @cached_property
+    def sent(self) -> frozenset[int]:
+        """The values of which there is a copy in the second memory for a while."""
+        return frozenset(step.value for step in self.steps if isinstance(step, Send))
+
     def __str__(self) -> str:
         half = {0: "forward", self.boundary: "backward"}
         lines = []
@@ -61,5 +100,5 @@ class Plan:
                 over = "" if step.over is None else f" over {step.over}"
                 lines.append(f"{i:>6}  run {step.op}{over}")
             else:
-                lines.append(f"{i:>6}  free {step.value}")
+                lines.append(f"{i:>6}  {type(step).__name__.lower()} {step.value}")
         return "\n".join(lines)

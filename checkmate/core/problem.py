@@ -17,6 +17,7 @@ import numpy as np
 
 from checkmate.core.files import check_header
 from checkmate.core.graph import MAX_BYTES, Graph, Op, Value
+from checkmate.core.host import Host
 from checkmate.core.limits import Limits, Rule
 from checkmate.core.plan import Plan
 from checkmate.core.ways import Saving, Way, savings
@@ -27,6 +28,8 @@ VERSION = 1
 WITH_RULES = 2  # the version of files whose problem has rules: who does not know them would break them
 WITH_WAYS = 3  # and of those whose ops have ways: who does not know them would count other bytes
 WITH_OVERWRITES = 4  # and of those whose ops overwrite something: who does not know would run others after them
+WITH_HOST = 5  # and of those with a second memory: who does not know it would count other seconds
+NEWER = (WITH_RULES, WITH_WAYS, WITH_OVERWRITES, WITH_HOST)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +78,7 @@ class Problem:
     profile: Profile
     emit: Callable[[Plan], Any] | None = field(default=None, repr=False)  # writes fx modules; None: not from PyTorch
     rules: tuple[Rule, ...] = ()  # that every plan obeys; `checkmate.core.rules.with_rules` puts them here
+    host: Host | None = None  # a second memory, where values may wait; `with_host` puts one here
     splits: tuple[str, ...] = ()  # what runs in parts in it, in words; not in files
     smaller: Callable[[], Problem | None] | None = field(default=None, repr=False)  # the step split further
 
@@ -255,6 +259,21 @@ class Problem:
             held.update(v for v in op.outputs if v in results or (op.pinned and graph.users[v]))
         return np.array(bytes_at, dtype=np.int64)
 
+    def with_host(self, host: Host | None) -> Problem:
+        """The same problem with this second memory, or without one; split further, too.
+
+        >>> problem = Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[4, 4])
+        >>> print(problem.with_host(Host(100, send=1e9, fetch=1e9)).host)
+        100 B, 1 GB/s there, 1 back, a link each way
+        """
+        smaller = self.smaller
+
+        def split_further() -> Problem | None:
+            problem = smaller() if smaller is not None else None
+            return None if problem is None else problem.with_host(host)
+
+        return replace(self, host=host, smaller=None if smaller is None else split_further)
+
     def and_smaller(self) -> Iterator[Problem]:
         """The problem, then the same step split further and further, as long as that is asked for and helps."""
         problem: Problem | None = self
@@ -277,6 +296,7 @@ class Problem:
             "estimated": self.profile.estimated,
             **({"rules": [asdict(rule) for rule in self.rules]} if self.rules else {}),
             **({"ways": [_without_defaults(way) for way in self.profile.ways]} if self.profile.ways else {}),
+            **({"host": asdict(self.host)} if self.host is not None else {}),
         }
         text = json.dumps(document, allow_nan=False).encode()
         path = Path(path)
@@ -284,6 +304,8 @@ class Problem:
 
     def _version(self) -> int:
         """The least version of files that say all of it."""
+        if self.host is not None:
+            return WITH_HOST
         if self.graph.overwritten_by:
             return WITH_OVERWRITES
         return WITH_WAYS if self.profile.ways else WITH_RULES if self.rules else VERSION
@@ -302,7 +324,7 @@ class Problem:
             document = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
         except (ValueError, OSError, EOFError, zlib.error, RecursionError) as error:
             raise InvalidProblem(f"{path} is not JSON: {error}") from None
-        newer = isinstance(document, dict) and document.get("version") in (WITH_RULES, WITH_WAYS, WITH_OVERWRITES)
+        newer = isinstance(document, dict) and document.get("version") in NEWER
         version = document["version"] if newer else VERSION
         check_header(document, path, format=FORMAT, version=version, what="problem file")
         try:
@@ -319,7 +341,8 @@ class Problem:
             profile = Profile(
                 **costs, estimated=tuple(document.get("estimated", ())), ways=ways
             )  # older files lack both
-            return cls(graph, profile, rules=tuple(map(_read_rule, document.get("rules", ()))))
+            host = Host(**document["host"]) if "host" in document else None
+            return cls(graph, profile, rules=tuple(map(_read_rule, document.get("rules", ()))), host=host)
         except KeyError as error:
             raise InvalidProblem(f"{path} describes no valid problem: {error} is missing") from None
         except (TypeError, ValueError) as error:

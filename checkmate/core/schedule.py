@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from checkmate.core.graph import Graph
+from checkmate.core.plan import Drop, Free, Plan, Run, Send, Wait
 from checkmate.core.problem import Problem
 
 
@@ -34,6 +35,41 @@ class Schedule:
 
     R: np.ndarray  # (T, T) bool
     S: np.ndarray  # (T, V) bool
+    H: np.ndarray | None = None  # (T, V) bool: a complete copy is in the second memory when stage t begins
+    Out: np.ndarray | None = None  # (T, V) bool: the value is on its way there in stage t, or in a part of it
+    In: np.ndarray | None = None  # (T, V) bool: the value is on its way back
+
+    @classmethod
+    def of_plan(cls, graph: Graph, plan: Plan) -> Schedule:
+        """What runs in each stage of a plan, what is at hand when it begins, and what is elsewhere or under way.
+
+        H, Out and In are None for a plan without transfers.
+        """
+        T, V = len(graph.ops), len(graph.values)
+        R = np.zeros((T, T), dtype=bool)
+        S, H, Out, In = (np.zeros((T, V), dtype=bool) for _ in range(4))
+        here, there, sending, fetching = (np.zeros(V, dtype=bool) for _ in range(4))
+        t = 0
+        for step in plan.steps:
+            if isinstance(step, Run):
+                if not R[t].any():  # the stage begins
+                    S[t], H[t] = here, there
+                    Out[t] |= sending
+                    In[t] |= fetching
+                R[t, step.op] = True
+                here[[*graph.ops[step.op].outputs]] = True
+                if step.over is not None:
+                    here[step.over] = False
+                t = min(t + (step.op == t), T - 1)
+            elif isinstance(step, (Free, Drop)):
+                (here if isinstance(step, Free) else there)[step.value] = False
+            elif isinstance(step, Wait):
+                (there if sending[step.value] else here)[step.value] = True
+                sending[step.value] = fetching[step.value] = False
+            else:
+                moving, seen = (sending, Out) if isinstance(step, Send) else (fetching, In)
+                moving[step.value] = seen[t, step.value] = True
+        return cls(R, S, H, Out, In) if plan.sent else cls(R, S)
 
     @classmethod
     def from_runs(cls, graph: Graph, R: np.ndarray) -> Schedule:

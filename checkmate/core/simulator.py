@@ -11,18 +11,20 @@ from itertools import chain
 
 import numpy as np
 
-from checkmate.core.plan import Free, Plan, Run, Step
+from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
+from checkmate.core.timing import timing
 from checkmate.units import exact_bytes
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a simulation saw: for each `Run` in order, the bytes at hand while it ran."""
+    """What a simulation saw: for each `Run` in order, the bytes at hand while it ran, or before the next one did."""
 
     ops: tuple[int, ...]
     bytes_at: tuple[int, ...]
+    peak_there: int = 0  # the most bytes of copies in the second memory
 
     @property
     def peak(self) -> int:
@@ -102,11 +104,13 @@ def without_slower_ways(plan: Plan, problem: Problem, budget: int) -> Plan:
 def simulate(plan: Plan, problem: Problem) -> Usage:
     """Run the plan on paper: bytes at hand are the resident ones, the values not yet freed and the op's workspace.
 
-    An op that writes over a value has as much less as that way of it saves.
+    An op that writes over a value has as much less as that way of it saves. What is fetched takes its bytes from the
+    beginning of the transfer on; a copy in the second memory takes them there from the beginning of its transfer, until
+    it is dropped.
     """
     graph, sizes = problem.graph, problem.sizes
     at_hand: set[int] = set()
-    live = problem.resident
+    live, there, peak_there = problem.resident, 0, 0
     ops, bytes_at = [], []
     for step in plan.steps:
         if isinstance(step, Run):
@@ -120,14 +124,24 @@ def simulate(plan: Plan, problem: Problem) -> Usage:
             if step.over in at_hand:
                 live -= int(sizes[step.over])
                 at_hand.remove(step.over)
-        elif step.value in at_hand:
-            live -= int(sizes[step.value])
-            at_hand.remove(step.value)
-    return Usage(tuple(ops), tuple(bytes_at))
+        elif isinstance(step, Free):
+            if step.value in at_hand:
+                live -= int(sizes[step.value])
+                at_hand.remove(step.value)
+        elif isinstance(step, Fetch):
+            live += int(sizes[step.value])
+            at_hand.add(step.value)
+            bytes_at[-1:] = [max(live, *bytes_at[-1:])]
+        elif not isinstance(step, Wait):
+            there += int(sizes[step.value]) if isinstance(step, Send) else -int(sizes[step.value])
+            peak_there = max(peak_there, there)
+    return Usage(tuple(ops), tuple(bytes_at), peak_there)
 
 
 def cost(plan: Plan, problem: Problem) -> float:
-    """Seconds of the step: the sum over everything that runs."""
+    """Seconds of the step: the sum over everything that runs, and what is waited for at the second memory's links."""
+    if plan.sent:
+        return timing(plan, problem).seconds
     return float(sum(problem.seconds[k] for k in plan.runs))
 
 
@@ -138,7 +152,9 @@ def verify(plan: Plan, problem: Problem, budget: int | None = None) -> list[str]
     side of the boundary; every input is at hand; only what is at hand is freed, and no result of the step; an op writes
     over what one of its ways writes over, and nothing reads that afterwards; no op runs after another has overwritten
     what it reads; the results are at hand in the end; no op runs more often than a rule allows, and what a rule has
-    made again in the backward is not at hand when that begins; the simulated peak is within the budget.
+    made again in the backward is not at hand when that begins; what goes to the second memory is at hand, comes back
+    from a copy that is complete, is not touched while its transfer is under way, and leaves no copy behind; the
+    simulated peaks are within the budgets of both memories.
     """
     return list(_faults(plan, problem, budget))
 
@@ -149,9 +165,14 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
     times = [0] * len(graph.ops)
     turn = 0  # the op whose turn it is to run for the first time
     results, limits = set(graph.outputs), problem.limits
+    links = _Links(problem)
     for i, step in enumerate(plan.steps):
         if i == plan.boundary:
             yield from _kept_against_rules(problem, at_hand)
+        if isinstance(step, (Send, Fetch, Wait, Drop)):
+            yield from (f"step {i} {fault}" for fault in links.follow(step, at_hand))
+            continue
+        yield from (f"step {i} {fault}" for fault in links.touched(step))
         if isinstance(step, Free):
             if step.value not in at_hand or graph.values[step.value].producer is None:
                 yield f"step {i} frees {graph.values[step.value].name}, which is not at hand"
@@ -191,6 +212,10 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
     for v in graph.outputs:
         if v not in at_hand:
             yield f"{graph.values[v].name}, a result of the step, is not at hand in the end"
+    yield from links.left()
+    if plan.runs and problem.host is not None and simulate(plan, problem).peak_there > problem.host.budget:
+        most, room = exact_bytes(simulate(plan, problem).peak_there), exact_bytes(problem.host.budget)
+        yield f"copies in the second memory take {most}, more than its budget of {room}"
     if budget is not None and plan.runs:
         usage = simulate(plan, problem)
         if usage.peak > budget:
@@ -201,3 +226,60 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
 def _kept_against_rules(problem: Problem, at_hand: set[int]) -> Iterator[str]:
     for v in sorted(problem.limits.gone & at_hand):
         yield f"{problem.graph.values[v].name} is at hand when the backward begins, though a rule has it made again"
+
+
+class _Links:
+    """What is under way to or from the second memory, and what has a copy there."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.going: dict[int, Send | Fetch] = {}  # value -> its transfer that nobody has waited for
+        self.there: set[int] = set()
+
+    def follow(self, step: Send | Fetch | Wait | Drop, at_hand: set[int]) -> Iterator[str]:
+        """Faults of a step about transfers, which then counts as done."""
+        v = step.value
+        value = self.problem.graph.values[v]
+        if self.problem.host is None:
+            yield f"sends or fetches {value.name}, though there is no second memory"
+        if isinstance(step, Wait):
+            if v not in self.going:
+                yield f"waits for {value.name}, which is on no link"
+            elif isinstance(self.going.pop(v), Fetch):
+                at_hand.add(v)
+            return
+        if v in self.going:
+            yield f"handles {value.name} while its transfer is under way"
+        if isinstance(step, Send):
+            if v not in at_hand or value.producer is None:
+                yield f"sends {value.name}, which is not at hand"
+            if v in self.there:
+                yield f"sends {value.name}, of which a copy is there"
+            if v in self.problem.limits.gone:
+                yield f"sends {value.name}, which a rule has made again in the backward"
+            self.going[v] = step
+            self.there.add(v)
+            return
+        if v not in self.there:
+            yield f"asks for {value.name}, of which no copy is there"
+        if isinstance(step, Drop):
+            self.there.discard(v)
+            return
+        if v in at_hand:
+            yield f"fetches {value.name}, which is at hand"
+        self.going[v] = step
+
+    def touched(self, step: Run | Free) -> Iterator[str]:
+        """Faults of a run or of a value let go of, where that is on a link."""
+        if not self.going:
+            return
+        graph = self.problem.graph
+        gone = (step.value,) if isinstance(step, Free) else (*graph.ops[step.op].outputs, step.over)
+        for v in gone:
+            if v in self.going:
+                yield f"lets go of {graph.values[v].name}, or makes it, while its transfer is under way"
+
+    def left(self) -> Iterator[str]:
+        """What is still under way or there when the step ends."""
+        for v in sorted({*self.going, *self.there}):
+            yield f"{self.problem.graph.values[v].name} is on a link or in the second memory when the step ends"

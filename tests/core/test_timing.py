@@ -1,0 +1,150 @@
+"""Plans with transfers: what they take here, there and in time, and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from checkmate.core.host import Host
+from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.core.simulator import cost, lower, simulate, verify
+from checkmate.core.timing import timing
+from checkmate.errors import InvalidProblem
+
+# five ops, a second each; op 4 reads what op 0 made
+CHAIN = Problem.from_dag([[], [0], [1], [2], [0, 3]], seconds=[1] * 5, sizes=[4, 1, 1, 1, 1], forward=3)
+HOST = Host(4, send=4.0, fetch=2.0)
+AWAY = Plan(
+    (
+        Run(0),
+        Send(0),
+        Run(1),
+        Wait(0),
+        Free(0),
+        Run(2),
+        Free(1),
+        Fetch(0),
+        Run(3),
+        Free(2),
+        Wait(0),
+        Drop(0),
+        Run(4),
+        Free(0),
+        Free(3),
+    ),
+    boundary=7,
+)
+
+
+def changed(position: int, *steps: Step) -> Plan:
+    """AWAY with other steps in place of one."""
+    boundary = AWAY.boundary + (len(steps) - 1 if position < AWAY.boundary else 0)
+    return Plan((*AWAY.steps[:position], *steps, *AWAY.steps[position + 1 :]), boundary)
+
+
+def test_a_value_waits_elsewhere_while_ops_run():
+    problem = CHAIN.with_host(HOST)
+    assert verify(AWAY, problem, budget=6) == []
+    usage = simulate(AWAY, problem)
+    assert usage.bytes_at == (4, 5, 5, 6, 6)
+    assert usage.peak_there == 4
+    seen = timing(AWAY, problem)
+    assert [(t.begin, t.end) for t in seen.transfers] == [(1.0, 2.0), (3.0, 5.0)]
+    assert cost(AWAY, problem) == seen.seconds == 6.0
+    assert seen.waited == 1.0
+
+
+@pytest.mark.parametrize(("one_link", "seconds"), [(False, 6.0), (True, 8.0)])
+def test_directions_share_a_link_or_do_not(one_link: bool, seconds: float):
+    problem = Problem.from_dag(
+        [[], [0], [1], [2], [0, 3], [2, 4]], seconds=[1] * 6, sizes=[4, 1, 4, 1, 1, 1], forward=3
+    ).with_host(Host(9, send=2.0, fetch=4.0, one_link=one_link))
+    steps = (
+        *(Run(0), Send(0), Run(1), Run(2), Wait(0), Free(0), Free(1), Send(2)),
+        *(Fetch(0), Run(3), Wait(0), Drop(0), Run(4), Wait(2), Drop(2), Run(5), Free(0), Free(2), Free(3), Free(4)),
+    )
+    plan = Plan(steps, boundary=8)
+    assert verify(plan, problem) == []
+    assert cost(plan, problem) == seconds
+    assert simulate(plan, problem).peak_there == 8
+
+
+def test_latency_keeps_the_link_busy():
+    assert cost(AWAY, CHAIN.with_host(Host(4, send=4.0, fetch=2.0, latency=0.5))) == 7.0
+
+
+def test_the_matrices_of_a_plan_say_where_values_are():
+    schedule = Schedule.of_plan(CHAIN.graph, AWAY)
+    assert np.array_equal(schedule.R, np.eye(5, dtype=bool))
+    assert schedule.S[:, 0].tolist() == [False, True, False, False, True]
+    assert schedule.H is not None
+    assert schedule.Out is not None
+    assert schedule.In is not None
+    assert schedule.H[:, 0].tolist() == [False, False, True, True, False]
+    assert schedule.Out[:, 0].tolist() == [False, True, False, False, False]
+    assert schedule.In[:, 0].tolist() == [False, False, False, True, False]
+
+
+def test_without_transfers_they_are_those_of_its_schedule():
+    R = np.eye(5, dtype=bool)
+    R[4, 0] = True
+    schedule = Schedule.from_runs(CHAIN.graph, R)
+    again = Schedule.of_plan(CHAIN.graph, lower(CHAIN, schedule))
+    assert np.array_equal(again.R, R)
+    assert np.array_equal(again.S, schedule.S)
+    assert again.H is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "fault"),
+    [
+        (changed(3), "while its transfer is under way"),  # no wait before it is let go of
+        (changed(10), "without its input"),  # and none before it is read
+        (changed(1), "on no link"),  # never sent
+        (changed(4, Free(0), Send(0)), "not at hand"),
+        (changed(4), "is at hand"),  # fetched though it never went
+        (changed(11), "when the step ends"),  # a copy is left
+        (changed(1, Send(0), Send(0)), "while its transfer is under way"),
+        (changed(4, Free(0), Drop(0)), "of which no copy is there"),
+        (changed(5, Run(2), Wait(2)), "on no link"),
+        (changed(4, Send(0), Wait(0), Free(0)), "of which a copy is there"),
+        (changed(2, Run(1), Run(0)), "makes it, while"),
+        (changed(10, Wait(0), Fetch(0)), "is at hand"),
+    ],
+)
+def test_every_fault_is_named(plan: Plan, fault: str):
+    assert any(fault in wrong for wrong in verify(plan, CHAIN.with_host(HOST))), verify(plan, CHAIN.with_host(HOST))
+
+
+def test_budgets_of_both_memories_hold():
+    (wrong,) = verify(AWAY, CHAIN.with_host(Host(3, send=4.0, fetch=2.0)), budget=6)
+    assert "copies in the second memory take 4 B" in wrong
+    (wrong,) = verify(AWAY, CHAIN.with_host(HOST), budget=5)
+    assert "exceeds the budget" in wrong
+    assert any("there is no second memory" in wrong for wrong in verify(AWAY, CHAIN))
+    with pytest.raises(ValueError, match="with_host"):
+        timing(AWAY, CHAIN)
+
+
+def test_what_is_fetched_counts_before_the_next_op_runs():
+    steps = (Run(0), Send(0), Wait(0), Free(0), Run(1), Fetch(0), Wait(0), Free(1), Drop(0))
+    problem = Problem.from_dag([[], []], seconds=[1, 1], sizes=[4, 2], outputs=[]).with_host(HOST)
+    assert simulate(Plan((*steps, Free(0)), 10), problem).bytes_at == (4, 6)
+
+
+@pytest.mark.parametrize(
+    "numbers", [(-1, 1.0, 1.0), (1.5, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, float("inf")), (1, "fast", 1.0)]
+)
+def test_a_host_that_makes_no_sense_is_refused(numbers: tuple):
+    budget, send, fetch = numbers
+    with pytest.raises(InvalidProblem):
+        Host(budget, send=send, fetch=fetch)
+
+
+def test_a_problem_with_a_host_travels_as_json(tmp_path):
+    problem = CHAIN.with_host(Host(10**9, send=2e9, fetch=1e9, one_link=True, latency=1e-5))
+    problem.to_json(tmp_path / "step.json")
+    assert Problem.from_json(tmp_path / "step.json").host == problem.host
+    assert '"version": 5' in (tmp_path / "step.json").read_text()
