@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -44,7 +46,7 @@ def changed(position: int, *steps: Step) -> Plan:
     return Plan((*AWAY.steps[:position], *steps, *AWAY.steps[position + 1 :]), boundary)
 
 
-def test_a_value_waits_elsewhere_while_ops_run():
+def test_a_value_waits_elsewhere_while_ops_run() -> None:
     problem = CHAIN.with_host(HOST)
     assert verify(AWAY, problem, budget=6) == []
     usage = simulate(AWAY, problem)
@@ -57,7 +59,7 @@ def test_a_value_waits_elsewhere_while_ops_run():
 
 
 @pytest.mark.parametrize(("one_link", "seconds"), [(False, 6.0), (True, 8.0)])
-def test_directions_share_a_link_or_do_not(one_link: bool, seconds: float):
+def test_directions_share_a_link_or_do_not(one_link: bool, seconds: float) -> None:
     problem = Problem.from_dag(
         [[], [0], [1], [2], [0, 3], [2, 4]], seconds=[1] * 6, sizes=[4, 1, 4, 1, 1, 1], forward=3
     ).with_host(Host(9, send=2.0, fetch=4.0, one_link=one_link))
@@ -71,11 +73,11 @@ def test_directions_share_a_link_or_do_not(one_link: bool, seconds: float):
     assert simulate(plan, problem).peak_there == 8
 
 
-def test_latency_keeps_the_link_busy():
+def test_latency_keeps_the_link_busy() -> None:
     assert cost(AWAY, CHAIN.with_host(Host(4, send=4.0, fetch=2.0, latency=0.5))) == 7.0
 
 
-def test_the_matrices_of_a_plan_say_where_values_are():
+def test_the_matrices_of_a_plan_say_where_values_are() -> None:
     schedule = Schedule.of_plan(CHAIN.graph, AWAY)
     assert np.array_equal(schedule.R, np.eye(5, dtype=bool))
     assert schedule.S[:, 0].tolist() == [False, True, False, False, True]
@@ -87,7 +89,7 @@ def test_the_matrices_of_a_plan_say_where_values_are():
     assert schedule.In[:, 0].tolist() == [False, False, False, True, False]
 
 
-def test_without_transfers_they_are_those_of_its_schedule():
+def test_without_transfers_they_are_those_of_its_schedule() -> None:
     R = np.eye(5, dtype=bool)
     R[4, 0] = True
     schedule = Schedule.from_runs(CHAIN.graph, R)
@@ -114,11 +116,11 @@ def test_without_transfers_they_are_those_of_its_schedule():
         (changed(10, Wait(0), Fetch(0)), "is at hand"),
     ],
 )
-def test_every_fault_is_named(plan: Plan, fault: str):
+def test_every_fault_is_named(plan: Plan, fault: str) -> None:
     assert any(fault in wrong for wrong in verify(plan, CHAIN.with_host(HOST))), verify(plan, CHAIN.with_host(HOST))
 
 
-def test_budgets_of_both_memories_hold():
+def test_budgets_of_both_memories_hold() -> None:
     (wrong,) = verify(AWAY, CHAIN.with_host(Host(3, send=4.0, fetch=2.0)), budget=6)
     assert "copies in the second memory take 4 B" in wrong
     (wrong,) = verify(AWAY, CHAIN.with_host(HOST), budget=5)
@@ -128,7 +130,7 @@ def test_budgets_of_both_memories_hold():
         timing(AWAY, CHAIN)
 
 
-def test_what_is_fetched_counts_before_the_next_op_runs():
+def test_what_is_fetched_counts_before_the_next_op_runs() -> None:
     steps = (Run(0), Send(0), Wait(0), Free(0), Run(1), Fetch(0), Wait(0), Free(1), Drop(0))
     problem = Problem.from_dag([[], []], seconds=[1, 1], sizes=[4, 2], outputs=[]).with_host(HOST)
     assert simulate(Plan((*steps, Free(0)), 10), problem).bytes_at == (4, 6)
@@ -137,13 +139,13 @@ def test_what_is_fetched_counts_before_the_next_op_runs():
 @pytest.mark.parametrize(
     "numbers", [(-1, 1.0, 1.0), (1.5, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, float("inf")), (1, "fast", 1.0)]
 )
-def test_a_host_that_makes_no_sense_is_refused(numbers: tuple):
+def test_a_host_that_makes_no_sense_is_refused(numbers: tuple[object, ...]) -> None:
     budget, send, fetch = numbers
     with pytest.raises(InvalidProblem):
         Host(budget, send=send, fetch=fetch)
 
 
-def test_a_problem_with_a_host_travels_as_json(tmp_path):
+def test_a_problem_with_a_host_travels_as_json(tmp_path: Path) -> None:
     problem = CHAIN.with_host(Host(10**9, send=2e9, fetch=1e9, one_link=True, latency=1e-5))
     problem.to_json(tmp_path / "step.json")
     assert Problem.from_json(tmp_path / "step.json").host == problem.host
