@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.obey import obeys
 from checkmate.solvers.common.runs import choose_places
 from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import Bound, lifted_runs, moment_bound, next_moments
 from checkmate.solvers.linear.places import restricted
@@ -75,6 +77,8 @@ def auto(
     """
     if unknown := [name for name in without if name not in {stage.name for stage in STAGES}]:
         raise ValueError(f"auto has no stage {unknown[0]!r}; its stages are {', '.join(s.name for s in STAGES)}.")
+    if task.problem.host is not None:
+        return offload(task, incumbent, partial(auto, settle=settle, start=start, without=without))
     known = None if start is None else as_schedule(task.problem, start).R
     if task.budget >= task.problem.keep_all_peak and not task.problem.limits.gone:
         return checkpoint_all(task, incumbent)

@@ -7,6 +7,7 @@ import logging
 import numpy as np
 
 from checkmate.core import simulator
+from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
@@ -29,6 +30,24 @@ def certify(
     """
     schedule = Schedule.from_runs(problem.graph, R)
     plan = simulator.without_slower_ways(simulator.lower(problem, schedule), problem, budget)
+    return certify_plan(problem, budget, plan, schedule, method=method, bound=bound, **fields)
+
+
+def certify_plan(
+    problem: Problem,
+    budget: int,
+    plan: Plan,
+    schedule: Schedule,
+    *,
+    method: str,
+    bound: float = 0.0,
+    **fields: object,
+) -> Solution:
+    """The same for the plan of a schedule, which may send values to a second memory.
+
+    Raises:
+        SolverError: if the plan breaks a rule or exceeds a budget; the method is wrong then, not the problem.
+    """
     if wrong := simulator.verify(plan, problem, budget):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise SolverError(f"The schedule of {method} is wrong: {wrong[0]}{more}.")
@@ -36,7 +55,8 @@ def certify(
     if contradicts(bound, cost):
         log.warning("a bound of %s, %.6g s, was wrong: a verified schedule takes %.6g s", method, bound, cost)
         bound = problem.keep_all_cost
-    runs_once = np.array_equal(R, np.eye(len(R), dtype=bool))  # the least there is, whatever is lost in its sum
+    T = len(problem.graph.ops)
+    runs_once = not plan.sent and len(plan.runs) == T  # the least there is, whatever is lost in its sum
     bound = max(problem.keep_all_cost, bound)  # in this order, what is no number is no bound
     bound = cost if runs_once else min(bound, cost)
     status = Status.OPTIMAL if cost - bound <= OPTIMAL_GAP * cost else Status.FEASIBLE

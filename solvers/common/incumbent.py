@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from checkmate.core import simulator
+from checkmate.core.plan import Plan
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, Status
 from checkmate.errors import SolverError
-from checkmate.solvers.common.certify import certify, contradicts
+from checkmate.solvers.common.certify import certify, certify_plan, contradicts
 from checkmate.solvers.common.runs import cost_of, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.units import format_seconds
@@ -49,6 +50,7 @@ class Incumbent:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.R: np.ndarray | None = None  # (T, T) bool
+        self.plan: Plan | None = None  # of R, where it sends values to a second memory
         self.cost = float("inf")  # seconds, of R
         self.bound = task.problem.keep_all_cost  # seconds that every schedule within the budget takes
         self.least_peak: int | None = None  # bytes, of all schedules that were simulated
@@ -91,7 +93,31 @@ class Incumbent:
             if contradicts(self.bound, cost):
                 log.warning("a bound of %.6g s was wrong: a verified schedule of %s takes %.6g s", self.bound, by, cost)
                 self.bound = problem.keep_all_cost
-            self.R, self.cost, self.found[by] = R.copy(), cost, cost
+            self.R, self.plan, self.cost, self.found[by] = R.copy(), None, cost, cost
+            self._record(by)
+        return True
+
+    def offer_plan(self, plan: Plan, by: str) -> bool:
+        """The same for a plan, which may send values to a second memory.
+
+        Raises:
+            SolverError: if it breaks another rule than the budgets.
+        """
+        problem, budget = self.task.problem, self.task.budget
+        cost, usage = simulator.cost(plan, problem), simulator.simulate(plan, problem)
+        there = 0 if problem.host is None else problem.host.budget
+        if cost >= self.cost or not self._is_within(usage.peak) or usage.peak_there > there:
+            return False
+        if wrong := simulator.verify(plan, problem, budget):
+            raise SolverError(f"The plan of {by} is wrong: {wrong[0]}.")
+        with self._lock:
+            if cost >= self.cost:
+                return False
+            if contradicts(self.bound, cost):
+                log.warning("a bound of %.6g s was wrong: a verified plan of %s takes %.6g s", self.bound, by, cost)
+                self.bound = problem.keep_all_cost
+            self.R, self.plan, self.cost = Schedule.of_plan(problem.graph, plan).R, plan, cost
+            self.found[by] = cost
             self._record(by)
         return True
 
@@ -124,7 +150,11 @@ class Incumbent:
             about |= {"details": remarks.details, "stuck": remarks.stuck}
             return Solution(status, task.problem, task.budget, method, **about)
         about["interrupted"] = remarks.interrupted
-        answer = certify(task.problem, task.budget, self.R, method=method, **about)
+        if self.plan is None:
+            answer = certify(task.problem, task.budget, self.R, method=method, **about)
+        else:
+            schedule = Schedule.of_plan(task.problem.graph, self.plan)
+            answer = certify_plan(task.problem, task.budget, self.plan, schedule, method=method, **about)
         low, high = answer.bound, answer.cost  # what differs from them does in the last digit of a sum
         path = [(seconds, max(cost, high), min(bound, low)) for seconds, cost, bound in self.trajectory]
         return replace(answer, details={**remarks.details, "trajectory": [*path, (spent, high, low)]})

@@ -16,6 +16,8 @@ moment, all of them count as at hand at it, and OVER[i, v] takes off what writin
 
     OVER[i, v] + X[i, v] <= 1,   Σ_v OVER[i, v] <= 1
 
+Where there is a second memory, `checkmate.solvers.linear.links` adds what its links do between the moments.
+
 Any schedule maps to such R and X at no more cost: the least cost here is a bound for all of them. It has O(T m)
 variables, where the exact model has O(T^2). Which moments matters more than how many: `moment_bound` starts with two
 and adds those that `checkmate.solvers.linear.moment_choice` finds lacking.
@@ -43,7 +45,8 @@ from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
 from checkmate.solvers.linear.highs import Outcome
-from checkmate.solvers.linear.model import NONE, Model
+from checkmate.solvers.linear.links import Links, add_links, bind_links, negligible, time_segments
+from checkmate.solvers.linear.model import NONE, Model, Term
 from checkmate.solvers.linear.moment_choice import default_moments, where_it_breaks, where_runs_repeat
 
 log = logging.getLogger("checkmate.solve")
@@ -62,6 +65,7 @@ class Bound:
     moments: tuple[int, ...] = ()  # ops, of the last model that had an answer
     kept: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))  # (m, V) bool, at hand at each moment
     R: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))  # (m + 1, T) bool, runs between moments
+    sent: tuple[int, ...] = ()  # values that come back from a second memory in it
     schedule: Schedule | None = None  # of the least cost, where the model's answer fits the budget: it is optimal
     infeasible: bool = False  # proven: no schedule fits the budget
     cut: bool = False  # the last model ran out of time
@@ -76,6 +80,11 @@ class Relaxed:
     X: np.ndarray
     carried: np.ndarray  # X as what follows a moment finds it: without what a rule has made again in the backward
     OVER: np.ndarray  # (m, V): the op of moment i writes over value v
+    links: Links | None = None  # where there is a second memory
+
+    def fetched(self, s: np.ndarray, v: np.ndarray) -> list[Term]:
+        """F of segments and values, in an equation on whose other side it stands."""
+        return [] if self.links is None else [(self.links.F[s, v], -1.0)]
 
 
 def moment_bound(
@@ -147,7 +156,8 @@ def _round(
     if result.x is None:
         return replace(best, value=value)
     kept, R = (x.model.value(result.x, family) > 0.5 for family in (x.X, x.R))
-    found = Bound(value, tuple(at), kept, R, cut=result.outcome is Outcome.STOPPED)
+    sent = () if x.links is None else np.flatnonzero((x.model.value(result.x, x.links.F) > 0.5).any(axis=0))
+    found = Bound(value, tuple(at), kept, R, tuple(map(int, sent)), cut=result.outcome is Outcome.STOPPED)
     schedule = lift(problem, found)
     fits = simulator.simulate(simulator.lower(problem, schedule), problem).peak <= budget
     fits = fits and obeys(problem, schedule.R)
@@ -171,6 +181,9 @@ def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
     T, V, m = len(graph.ops), len(graph.values), len(moments)
     made_by = np.array([-1 if value.producer is None else value.producer for value in graph.values])
     held = np.isin(np.arange(V), graph.outputs) | (made_by < 0)  # always at hand once made
+    host = problem.host
+    if host is not None:
+        held |= negligible(problem)
     useful, read = map(np.array, lives(graph, problem.limits.until))
     begins = np.array([0, *(o + 1 for o in moments)])[:, None]  # of each segment, its first new op
     ends = np.array([*moments, T - 1])[:, None]
@@ -182,20 +195,25 @@ def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
     for i, o in enumerate(moments):
         own[i, [*graph.ops[o].inputs, *graph.ops[o].outputs]] = True
     X_there = ~held & (made_by <= ends[:-1]) & ((read > ends[:-1]) | own)
-    if not problem.limits.until:  # not tried beside ops that overwrite something
+    if not problem.limits.until and host is None:  # not tried beside ops that overwrite something
         X_there &= own | ~_better_as_made_of(problem, held, moments)
     over = np.zeros((m, V), dtype=bool)
     for i, o in enumerate(moments):
         over[i, [v for v, _ in problem.savings[o]]] = True
-    R = model.variables(R_there, lower=first, cost=problem.seconds / cost_unit(problem), integer=True)
+    price = problem.seconds / cost_unit(problem) if host is None else 0.0
+    R = model.variables(R_there, lower=first, cost=price, integer=True)
     X = model.variables(X_there, lower=own & ~over, integer=True)  # the least X is integral: for cover cuts of (9)
     carried = X.copy()
     carried[np.ix_([o == graph.forward_length - 1 for o in moments], [*problem.limits.gone])] = NONE
-    x = Relaxed(model, R, X, carried, model.variables(over))
+    links = None if host is None else add_links(model, problem, ends[:, 0], made_by, held)
+    x = Relaxed(model, R, X, carried, model.variables(over), links)
     _depend(x, problem, begins[:, 0], made_by, held)
     _keep(x, begins[:, 0], made_by)
     _fit(x, problem, budget, moments, made_by)
     run_at_most(model, R, problem)
+    if host is not None and links is not None:
+        bind_links(model, links, R, x.carried, problem, host, made_by)
+        time_segments(model, links, R, problem, host, cost_unit(problem))
     return x
 
 
@@ -225,14 +243,14 @@ def _depend(x: Relaxed, problem: Problem, begins: np.ndarray, made_by: np.ndarra
     j, v = np.array(reads, dtype=np.int64).reshape(-1, 2).T
     s, e = np.nonzero((x.R[1:, j] != NONE) & (made_by[v] < begins[1:, None]))
     j, v = j[e], v[e]
-    terms = [(x.R[s + 1, j], 1.0), (x.carried[s, v], -1.0), (x.R[s + 1, made_by[v]], -1.0)]
+    terms = [(x.R[s + 1, j], 1.0), (x.carried[s, v], -1.0), (x.R[s + 1, made_by[v]], -1.0), *x.fetched(s + 1, v)]
     x.model.constrain("depend", terms, upper=0.0)
 
 
 def _keep(x: Relaxed, begins: np.ndarray, made_by: np.ndarray) -> None:
     """X[i, v] <= X[i-1, v] + R[i, prod(v)]      v made before segment i."""
     s, v = np.nonzero((x.X[1:] != NONE) & (made_by < begins[1:-1, None]))
-    terms = [(x.X[s + 1, v], 1.0), (x.carried[s, v], -1.0), (x.R[s + 1, made_by[v]], -1.0)]
+    terms = [(x.X[s + 1, v], 1.0), (x.carried[s, v], -1.0), (x.R[s + 1, made_by[v]], -1.0), *x.fetched(s + 1, v)]
     x.model.constrain("keep", terms, upper=0.0)
 
 
@@ -250,6 +268,8 @@ def _fit(x: Relaxed, problem: Problem, budget: int, moments: Sequence[int], made
     saved[i, v] = [dict(problem.savings[moments[row]])[of] for row, of in zip(i.tolist(), v.tolist(), strict=True)]
     unit = size_unit(problem)
     terms = [(at, problem.sizes / unit), (x.OVER, -saved / unit)]
+    if x.links is not None:
+        terms.append((x.links.L, problem.sizes / unit))
     x.model.constrain("fit", terms, upper=(np.array(room) - there.sum(axis=1)) / unit)
     if len(i):
         x.model.constrain("write over what goes", [(x.OVER[i, v], 1.0), (x.X[i, v], 1.0)], upper=1.0)

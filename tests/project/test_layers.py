@@ -18,7 +18,7 @@ ROOMS = (  # each imports itself and rooms of lines above it; those of one line 
     ("capture", "solvers.common"),
     ("solvers.linear",),
     ("solvers.search",),
-    ("solvers.baselines",),
+    ("solvers.baselines", "solvers.host"),
     ("solvers",),
     ("codegen", "profiling", "inspection", "updates"),
     ("backends", "plot"),
@@ -33,7 +33,7 @@ ROOMS = (  # each imports itself and rooms of lines above it; those of one line 
 LINE = {room: number for number, line in enumerate(ROOMS) for room in line}
 WITHOUT_TORCH = {
     *("errors", "version", "statusline", "units", "core", "inspection", "plot", "webpage", "__init__"),
-    *("solvers", "solvers.common", "solvers.linear", "solvers.search", "solvers.baselines"),
+    *("solvers", "solvers.common", "solvers.linear", "solvers.search", "solvers.baselines", "solvers.host"),
 }
 
 

@@ -1,0 +1,1 @@
+"""Plans that let values wait in a second memory."""

@@ -1,0 +1,135 @@
+"""A step in which some values can be had again for nothing: what is left to decide once it is known what is sent.
+
+For a value v that is sent to the second memory when it is made, an op q_v that reads nothing stands behind the op that
+makes it: from then on v is q_v's. To run q_v again is to fetch v. It takes no seconds, or few, so that what the solvers
+for recomputation find for this problem is what to keep, what to fetch and what to run again at which moment; when the
+links carry what they must is `checkmate.solvers.host.placement`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from checkmate.core.graph import Graph, Op
+from checkmate.core.plan import Free, Plan, Run
+from checkmate.core.problem import Problem, Profile
+
+PRICE = 0.01  # of the seconds that a link is busy with it: what a fetch costs, so that none is for nothing
+
+
+@dataclass(frozen=True, eq=False)
+class Away:
+    """A problem in which some values can be fetched, and what its ops are in the plain one."""
+
+    problem: Problem
+    op: tuple[int | None, ...]  # of each op the plain one; None: it fetches a value
+    value: tuple[int | None, ...]  # the value that it fetches
+
+
+@dataclass(frozen=True)
+class Need:
+    """Have a value back from the second memory here."""
+
+    value: int
+
+
+Event = Run | Free | Need
+
+
+def away(problem: Problem, sent: Collection[int]) -> Away:
+    """The problem in which these values are sent when they are made, without a second memory.
+
+    Args:
+        problem: with a second memory.
+        sent: values, each made by an op and none that a rule has made again in the backward.
+
+    >>> from checkmate.core.host import Host
+    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[4] * 4, forward=3)
+    >>> free = away(chain.with_host(Host(100, send=1.0, fetch=1.0)), [0])
+    >>> [op.name for op in free.problem.graph.ops], free.problem.graph.values[0].producer
+    (['op0', 'fetch v0', 'op1', 'op2', 'op3'], 1)
+    """
+    graph, host = problem.graph, problem.host
+    assert host is not None
+    order: list[tuple[int | None, int | None]] = []  # a plain op, or a value that is fetched
+    place: list[int] = []  # of each plain op
+    for k, op in enumerate(graph.ops):
+        place.append(len(order))
+        order.append((k, None))
+        order += [(None, v) for v in op.outputs if v in sent]
+    ops, seconds, workspace = [], [], []
+    producer = [None if value.producer is None else place[value.producer] for value in graph.values]
+    for at, (plain, v) in enumerate(order):
+        if plain is not None:
+            op = graph.ops[plain]
+            ops.append(replace(op, outputs=tuple(w for w in op.outputs if w not in sent)))
+            seconds.append(float(problem.seconds[plain]))
+            inside = sum(int(problem.sizes[w]) for w in op.outputs if w in sent)
+            workspace.append(int(problem.workspace[plain]) + inside)
+        elif v is not None:
+            made_by = graph.values[v].producer
+            assert made_by is not None
+            producer[v] = at
+            ops.append(Op(f"fetch {graph.values[v].name}", "fetch", (), (v,), graph.ops[made_by].phase))
+            seconds.append(PRICE * host.seconds_to_fetch(int(problem.sizes[v])))
+            workspace.append(0)
+    values = tuple(replace(value, producer=p) for value, p in zip(graph.values, producer, strict=True))
+    ways = [replace(way, op=place[way.op]) for way in problem.profile.ways if way.makes not in sent]
+    source = problem.profile.source
+    profile = Profile(np.array(seconds), np.array(workspace), problem.resident, source, ways=tuple(ways))
+    rules = tuple(
+        replace(rule, ops=tuple(place[k] for k in rule.ops), exempt=tuple((place[k], why) for k, why in rule.exempt))
+        for rule in problem.rules
+    )
+    there = Problem(Graph(tuple(ops), values, graph.outputs), profile, rules=rules)
+    return Away(there, tuple(k for k, _ in order), tuple(v for _, v in order))
+
+
+def events(free: Away, plan: Plan) -> tuple[list[Event], int]:
+    """What a plan of it is in the plain problem, and where the backward begins.
+
+    Fetches are `Need`. What an op makes again of what is fetched otherwise goes at once.
+    """
+    found: list[Event] = []
+    boundary, ran, made = 0, set[int](), set[int]()
+    graph = free.problem.graph
+    by_product = {k: [v for v in free.value[at + 1 : _end(free, at)] if v is not None] for at, k in _plain(free)}
+    at_hand = set[int]()
+    for position, step in enumerate(plan.steps):
+        if position == plan.boundary:
+            boundary = len(found)
+        if isinstance(step, Free):
+            at_hand.discard(step.value)
+            found.append(step)
+            continue
+        assert isinstance(step, Run)
+        k, v = free.op[step.op], free.value[step.op]
+        if v is not None:
+            if v in made and v not in at_hand:
+                found.append(Need(v))
+            made.add(v)
+            at_hand.add(v)
+            continue
+        assert k is not None
+        found.append(Run(k, step.over))
+        at_hand.update(graph.ops[step.op].outputs)
+        at_hand.discard(step.over if step.over is not None else -1)
+        if k in ran:
+            found += [Free(w) for w in by_product[k] if w not in at_hand]
+        ran.add(k)
+    return found, boundary if plan.boundary < len(plan.steps) else len(found)
+
+
+def _plain(free: Away) -> list[tuple[int, int]]:
+    return [(at, k) for at, k in enumerate(free.op) if k is not None]
+
+
+def _end(free: Away, at: int) -> int:
+    """The place of the next plain op."""
+    end = at + 1
+    while end < len(free.op) and free.op[end] is None:
+        end += 1
+    return end

@@ -1,0 +1,138 @@
+"""Plans that recompute, keep and send away: never worse than recomputation alone, valid, and above their bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from checkmate.core.host import Host
+from checkmate.core.plan import Fetch, Run
+from checkmate.core.problem import Problem
+from checkmate.core.simulator import verify
+from checkmate.core.solution import Status
+from checkmate.core.timing import timing
+from checkmate.solvers.auto import auto
+from checkmate.solvers.common.incumbent import Incumbent
+from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.host.away import Need, away, events
+from checkmate.solvers.host.offload import Sets
+from checkmate.solvers.host.placement import place
+from checkmate.solvers.linear.moments import moment_bound
+from checkmate.solvers.solve import solve
+from tests.support.oracle import (
+    random_problem,
+    random_problem_with_overwrites,
+    random_problem_with_ways,
+    random_ruled_problem,
+)
+
+
+def layers(n: int, *, seconds: float = 1.0, size: int = 8) -> Problem:
+    """A forward chain of n ops and its backward, each of whose ops reads what its layer read."""
+    deps = [[k - 1] if k else [] for k in range(n)]
+    deps += [[n + i - 1, n - 1 - i] for i in range(n)]
+    return Problem.from_dag(deps, [seconds] * (2 * n), [size] * (2 * n), forward=n)
+
+
+def random_host(rng: np.random.Generator) -> Host:
+    return Host(
+        int(rng.integers(0, 40)),
+        send=float(rng.uniform(0.5, 20)),
+        fetch=float(rng.uniform(0.5, 20)),
+        one_link=bool(rng.random() < 0.5),
+        latency=float(rng.choice([0, 0.2])),
+    )
+
+
+def test_a_fast_link_makes_recomputation_needless() -> None:
+    problem = layers(12)
+    budget = 8 * 6
+    alone = solve(problem, budget)
+    solution = solve(problem.with_host(Host(10**6, send=16.0, fetch=16.0)), budget)
+    assert alone.overhead > 0.1
+    assert solution.plan is not None
+    assert solution.status is Status.OPTIMAL
+    assert solution.overhead == pytest.approx(0)
+    assert solution.plan.sent
+
+
+def test_a_slow_link_changes_nothing() -> None:
+    problem, budget = layers(12), 8 * 6
+    solution = solve(problem.with_host(Host(10**6, send=1e-3, fetch=1e-3)), budget)
+    assert solution.cost == solve(problem, budget).cost
+    assert solution.plan is not None
+    assert not solution.plan.sent
+
+
+def test_a_link_of_some_worth_is_used_beside_recomputation() -> None:
+    problem, budget = layers(16), 8 * 5
+    alone = solve(problem, budget)
+    solution = solve(problem.with_host(Host(10**6, send=2.0, fetch=2.0)), budget, time_limit=20)
+    assert solution.plan is not None
+    assert problem.keep_all_cost < solution.cost < alone.cost
+    assert len(solution.plan.runs) > len(problem.graph.ops)
+    assert solution.bound <= solution.cost
+
+
+def test_the_host_budget_holds() -> None:
+    problem = layers(12).with_host(Host(17, send=16.0, fetch=16.0))
+    solution = solve(problem, 8 * 6)
+    assert solution.plan is not None
+    assert len(solution.plan.sent) <= 12
+    assert verify(solution.plan, problem, 8 * 6) == []
+    roomier = solve(layers(12).with_host(Host(10**6, send=16.0, fetch=16.0)), 8 * 6)
+    assert roomier.cost < solution.cost < solve(layers(12), 8 * 6).cost
+
+
+def test_a_budget_below_that_of_recomputation_is_met() -> None:
+    """Values that wait elsewhere need not be made again from others, which must be at hand for that."""
+    problem = layers(20)
+    smallest = min(b for b in range(24, 80, 8) if solve(problem, b, time_limit=5).plan is not None)
+    with_host = problem.with_host(Host(10**6, send=16.0, fetch=16.0))
+    fits = solve(with_host, smallest)
+    assert fits.plan is not None
+    assert fits.overhead < 0.7 * solve(problem, smallest).overhead
+
+
+def test_what_is_fetched_is_not_made_again() -> None:
+    problem = layers(8).with_host(Host(10**6, send=8.0, fetch=8.0))
+    free = away(problem, [2])
+    solution = solve(free.problem, 8 * 5)
+    assert solution.plan is not None
+    happens, boundary = events(free, solution.plan)
+    assert [event.value for event in happens if isinstance(event, Need)] == [2]
+    assert [event for event in happens if isinstance(event, Run)].count(Run(2)) == 1
+    plan = place(problem, 8 * 6, happens, boundary)
+    assert plan is not None
+    assert verify(plan, problem, 8 * 6) == []
+    fetch, need = plan.steps.index(Fetch(2)), timing(plan, problem)
+    assert need.waited == 0.0  # it begins early enough
+    assert fetch > plan.steps.index(Run(7))
+
+
+KINDS: list[Callable[..., Problem]] = [
+    random_problem,
+    random_problem_with_ways,
+    random_ruled_problem,
+    random_problem_with_overwrites,
+]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_whatever_is_sent_the_plan_is_right_and_no_bound_is_above_it(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    plain = KINDS[seed % len(KINDS)](seed, most_ops=8)
+    problem = plain.with_host(random_host(rng))
+    budget = int(rng.integers(plain.unavoidable_bytes.max(), plain.keep_all_peak + 1))
+    task = Task(problem, budget, Clock(20.0))
+    incumbent = Incumbent(task)
+    sets = Sets(task, incumbent, auto)
+    may = [v for v in range(len(plain.sizes)) if plain.sizes[v] and v not in {*plain.graph.outputs, *plain.limits.gone}]
+    for _ in range(3 if may else 0):
+        sets.attempt(rng.choice(may, int(rng.integers(1, len(may) + 1)), replace=False).tolist())  # raises if wrong
+    alone = solve(plain, budget, time_limit=5)
+    bound = moment_bound(Task(problem, budget, Clock(20.0)), Incumbent(replace(task))).value
+    assert bound <= min(incumbent.cost, alone.cost) * (1 + 1e-6)
