@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from checkmate.core.solution import OPTIMAL_GAP
+from checkmate.core.solution import OPTIMAL_GAP, Solution
 from checkmate.errors import SolverError
 from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
@@ -78,7 +78,8 @@ def auto(
     if unknown := [name for name in without if name not in {stage.name for stage in STAGES}]:
         raise ValueError(f"auto has no stage {unknown[0]!r}; its stages are {', '.join(s.name for s in STAGES)}.")
     if task.problem.host is not None:
-        return offload(task, incumbent, partial(auto, settle=settle, start=start, without=without))
+        known_plan = start.plan if isinstance(start, Solution) else None
+        return offload(task, incumbent, partial(auto, settle=settle, without=without), start=known_plan)
     known = None if start is None else as_schedule(task.problem, start).R
     if task.budget >= task.problem.keep_all_peak and not task.problem.limits.gone:
         return checkpoint_all(task, incumbent)

@@ -234,6 +234,8 @@ def _way_out(problem: Problem, ends: MinBudget) -> str:
 
 def _what_it_costs(problem: Problem) -> str:
     """That the smallest budget is slow, and a budget that is not: at the very smallest hardly any order is left."""
+    if problem.host is not None:  # what is waited for there is known once it is planned
+        return ""
     smallest, R = least_runs(problem, time_limit=0.0)
     times = cost_of(problem, R) / problem.keep_all_cost if problem.keep_all_cost else 1.0
     if times <= 1 + SLOW:

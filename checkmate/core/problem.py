@@ -241,13 +241,14 @@ class Problem:
 
         Its inputs, outputs and workspace, the results of the step made so far, and the values that a later op still
         reads and whose own op must not run again, since it is pinned or since what it reads has been overwritten; less
-        what the best way of the op saves where its value may go. No budget below the largest of these can be met.
+        what the best way of the op saves where its value may go. With a second memory such values may be there in the
+        meantime. No budget below the largest of these can be met.
         """
         graph = self.graph
         results, bytes_at = set(graph.outputs), []
         held: set[int] = set()  # made earlier, and here in every schedule
         closed: dict[int, list[int]] = {}  # with each op: what cannot be made again after it
-        for k, until in self.limits.until.items():
+        for k, until in self.limits.until.items() if self.host is None else ():
             closed.setdefault(until, []).extend(graph.ops[k].outputs)
         for k, op in enumerate(graph.ops):
             held.update(v for v in closed.get(k, ()) if v in results or graph.users[v])
@@ -256,7 +257,8 @@ class Problem:
             stay = {v for v in held if graph.users[v] and graph.users[v][-1] > k}
             saved = next((saved for v, saved in self.savings[k] if v not in stay), 0)
             bytes_at.append(self.resident + int(self.sizes[list(here)].sum()) + int(self.workspace[k]) - saved)
-            held.update(v for v in op.outputs if v in results or (op.pinned and graph.users[v]))
+            stays = op.pinned is not None and self.host is None
+            held.update(v for v in op.outputs if v in results or (stays and graph.users[v]))
         return np.array(bytes_at, dtype=np.int64)
 
     def with_host(self, host: Host | None) -> Problem:

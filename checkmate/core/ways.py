@@ -30,7 +30,7 @@ class Way:
     """Op ``op`` makes value ``makes`` in the storage of its input ``over``, which is gone then."""
 
     op: int
-    makes: int
+    makes: int | None  # None: what counts as workspace, and is no value of the graph
     over: int
     workspace: int  # bytes that it needs beside its inputs and its other outputs
     slower: bool = False  # than a plain run: taken only where that would be above the budget
@@ -41,15 +41,16 @@ class Way:
         Raises:
             InvalidProblem: if the op or the values are not there, not of the op, not of one size, or stay with others.
         """
-        numbers = self.op, self.makes, self.over, self.workspace
+        numbers = self.op, self.over if self.makes is None else self.makes, self.over, self.workspace
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
             raise InvalidProblem(f"{self} is made of numbers that are no indices or bytes.")
         if self.op >= len(graph.ops):
             raise InvalidProblem(f"{self} is for an op that is not there.")
         op = graph.ops[self.op]
-        if self.makes not in op.outputs or self.over not in op.inputs:
+        if (self.makes is not None and self.makes not in op.outputs) or self.over not in op.inputs:
             raise InvalidProblem(f"{op.name} cannot write value {self.makes} over {self.over}: not both are its own.")
-        made, over = graph.values[self.makes], graph.values[self.over]
+        over = graph.values[self.over]
+        made = over if self.makes is None else graph.values[self.makes]
         if made.size_bytes != over.size_bytes:
             sizes = f"{made.size_bytes} and {over.size_bytes} bytes"
             raise InvalidProblem(f"{op.name} cannot write {made.name} over {over.name}: they have {sizes}.")

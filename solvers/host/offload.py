@@ -1,15 +1,17 @@
 """Recompute, keep, or send away: plans for a step with a second memory.
 
-    plans of recomputation alone -> the bound of moments with links, whose answer says what to send
-    -> what is left to decide, as a problem of recomputation (`checkmate.solvers.host.away`)
-    -> the transfers of its plan (`checkmate.solvers.host.placement`), whose seconds the simulator tells
-    -> fewer values sent, or others, as long as that helps
+    plans of recomputation alone
+    -> the bound of moments with links (`checkmate.solvers.linear.links`), whose answer says what to send
+    -> what is left to decide then, as a problem of recomputation (`checkmate.solvers.common.away`)
+    -> the transfers of its plan (`checkmate.solvers.common.placement`), whose seconds the simulator tells
+    -> more moments, other sets: without what is waited for, with what runs again for long
 
 The first plan is that of recomputation alone, so that a second memory never makes a step slower.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -17,43 +19,76 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from checkmate.core import simulator
-from checkmate.core.plan import Plan
+from checkmate.core.plan import Fetch, Plan
+from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
+from checkmate.core.timing import timing
 from checkmate.errors import SolverError
+from checkmate.solvers.common.away import away, events, sendable
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.placement import place
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.host.away import away, events
-from checkmate.solvers.host.placement import place
-from checkmate.solvers.linear.moments import Bound, moment_bound
+from checkmate.solvers.linear.moments import Bound, moment_bound, next_moments
+from checkmate.solvers.search.min_budget import with_most_sent
 
 Solver = Callable[[Task, Incumbent], Remarks]
-SHARE_OF_RECOMPUTATION, SHARE_OF_BOUND = 0.2, 0.5  # of the time, of what is left then
+SHARE_OF_RECOMPUTATION, SHARE_OF_BOUND = 0.2, 0.25  # of the time; of what is left then, for each of several
+SHARE_OF_LEAST = 0.5  # of what is left, for the smallest budget where no other plan fits
 LEAST_TRY, SHARE_OF_TRY = 0.3, 0.04  # seconds of one set of values at least; of the time
-SHARES = (1.0, 0.85, 0.7, 0.5, 0.3)  # of what the bound would send
-MOST_MOMENTS = 10
+MOMENTS = (1, 2, 4, 8, 12)  # at most, of one bound after another
+SHARES = (1.0, 0.85, 0.7, 0.5)  # of what the bound would send
+ROOMS = (2.0, 1.0, 0.0)  # times the largest value that is sent: what is left free for transfers
+FAR = 0.02  # of the best plan's seconds: parts of a set that are farther off are not tried with all rooms
+STEPS = (4, 1, 16, 2, 8, 32)  # values that a set has more or less than the best
+AT_RANDOM, MOST_AT_RANDOM = 20, 4  # sets tried before others are looked at once more; values by which they differ
 log = logging.getLogger("checkmate.solve")
 
 
-def offload(task: Task, incumbent: Incumbent, recompute: Solver) -> Remarks:
+def offload(task: Task, incumbent: Incumbent, recompute: Solver, start: Plan | None = None) -> Remarks:
     """Plans and a bound for a problem with a second memory.
 
     Args:
         recompute: finds plans for a problem without one, and proves bounds, within the time of its task.
+        start: a known plan, which may not fit.
     """
     problem = task.problem
+    if start is not None and not simulator.verify(start, problem, task.budget):
+        incumbent.offer_plan(start, "start")
     alone = Incumbent(replace(task.within(SHARE_OF_RECOMPUTATION * task.clock.left), problem=problem.with_host(None)))
     remarks = recompute(alone.task, alone)
     if alone.R is not None:
         incumbent.offer(alone.R, "recomputation")
     if task.budget >= problem.keep_all_peak:
         return remarks
-    search = Sets(task, incumbent, recompute)
-    bound = moment_bound(task.within(SHARE_OF_BOUND * task.clock.left), incumbent, most=MOST_MOMENTS)
-    for sent in _first_sets(task, bound):
-        if not search.is_open:
+    sets = Sets(task, incumbent, recompute)
+    bound: Bound | None = None
+    for most in MOMENTS:
+        if not sets.is_open:
             break
-        search.attempt(sent)
+        at = None if bound is None else next_moments(problem, task.budget, bound, incumbent, most=most)
+        if bound is not None and (bound.infeasible or at == list(bound.moments)):
+            break
+        limited = task.within(SHARE_OF_BOUND * task.clock.left)
+        bound = moment_bound(limited, incumbent, moments=at, most=len(at) if at else most)
+        sets.attempt_parts(bound.sent)
+        if sets.best is None:
+            sets.attempt(sendable(problem))
+        if incumbent.R is None:
+            _, least = with_most_sent(problem, time_limit=SHARE_OF_LEAST * task.clock.left)
+            if least is not None:
+                incumbent.offer_plan(least, "least")
+    sets.improve()
     return Remarks(details={"found": incumbent.found})
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of sending some values, with some room left for what is on its way."""
+
+    seconds: float
+    sent: frozenset[int]
+    room: int  # bytes
+    plan: Plan
 
 
 @dataclass
@@ -63,42 +98,91 @@ class Sets:
     task: Task
     incumbent: Incumbent
     recompute: Solver
+    best: Tried | None = None
     tried: dict[tuple[frozenset[int], int], float] = field(default_factory=dict)  # -> seconds
 
     @property
     def is_open(self) -> bool:
         """There is time, and something to gain."""
-        return not self.task.clock.is_over and self.incumbent.gap > self.task.gap
+        best = self.incumbent
+        return not (self.task.clock.is_over or best.is_infeasible or (best.gap <= self.task.gap and best.R is not None))
+
+    def attempt_parts(self, sent: Collection[int]) -> None:
+        """Try a set, and parts of it: those that take longest to make again for their bytes."""
+        order = sorted(sent, key=lambda v: -_worth(self.task.problem, v))
+        for share in SHARES:
+            self.attempt(order[: round(share * len(order))])
 
     def attempt(self, sent: Collection[int]) -> float:
-        """The seconds of the best plan that sends these values, infinite without one; it is offered."""
-        largest = max((int(self.task.problem.sizes[v]) for v in sent), default=0)
-        return min(self._with_room(frozenset(sent), room) for room in (2 * largest, largest, 0))
+        """The seconds of the best plan found that sends these values, infinite without one; it is offered."""
+        largest, least = max((int(self.task.problem.sizes[v]) for v in sent), default=0), float("inf")
+        for times in ROOMS:
+            least = min(least, self.with_room(sent, round(times * largest)))
+            if self.best is not None and least > (1 + FAR) * self.best.seconds:
+                break
+        return least
 
-    def _with_room(self, sent: frozenset[int], room: int) -> float:
-        """The same with so many bytes left for what is on its way."""
-        task = self.task
-        if not sent or (sent, room) in self.tried or not self.is_open:
-            return self.tried.get((sent, room), float("inf"))
-        seconds = float("inf")
-        plan = self._plan(sent, task.budget - room)
+    def with_room(self, sent: Collection[int], room: int) -> float:
+        """The same with so many bytes left free for what is on its way."""
+        task, key = self.task, (frozenset(sent), room)
+        if key in self.tried or not sent or not self.is_open:
+            return self.tried.get(key, float("inf"))
+        plan = self._plan(frozenset(sent), task.budget - room)
+        seconds = float("inf") if plan is None else simulator.cost(plan, task.problem)
+        self.tried[key] = seconds
         if plan is not None:
-            seconds = simulator.cost(plan, task.problem)
-            self.incumbent.offer_plan(plan, f"{len(sent)} sent, {room} B room")
-        self.tried[sent, room] = seconds
-        log.info("sending %d values with room of %d bytes: %.6g s", len(sent), room, seconds)
+            self.incumbent.offer_plan(plan, "sending")
+            there = simulator.simulate(plan, task.problem).peak_there
+            fits = task.problem.host is not None and there <= task.problem.host.budget
+            if fits and (self.best is None or seconds < self.best.seconds):
+                self.best = Tried(seconds, frozenset(sent), room, plan)
+        log.info("sending %d values with room for %d bytes: %.6g s", len(sent), room, seconds)
         return seconds
 
+    def improve(self) -> None:
+        """Sets beside the best one until the time is over: where no such set is better, with a few others at random."""
+        rng = np.random.default_rng(self.task.seed)
+        while self.best is not None and self.is_open:
+            before, tried = self.best, len(self.tried)
+            for sent, room in itertools.chain(self._beside(before), self._at_random(before, rng)):
+                self.with_room(sent, room)
+                if self.best is not before or not self.is_open:
+                    break
+            if self.best is before and len(self.tried) == tried:
+                return
+
+    def _beside(self, best: Tried) -> Iterator[tuple[frozenset[int], int]]:
+        """Sets with some values less, which are waited for or soon made again, or more, which run again for long."""
+        problem = self.task.problem
+        late = _waited_for(best.plan, problem)
+        cheap = sorted(best.sent, key=lambda v: _worth(problem, v))
+        dear = [v for v in _made_again(best.plan, problem) if v not in best.sent]
+        largest = max(int(problem.sizes[v]) for v in best.sent)
+        for n in STEPS:
+            yield best.sent.difference(late[:n]), best.room
+            yield best.sent.union(dear[:n]), best.room
+            yield best.sent.difference(late[:n]).union(dear[:n]), best.room
+            yield best.sent.difference(cheap[:n]).union(dear[:n]), best.room
+            yield best.sent, max(0, best.room + largest * (1 if n % 3 == 1 else -1) // max(1, n // 2))
+
+    def _at_random(self, best: Tried, rng: np.random.Generator) -> Iterator[tuple[frozenset[int], int]]:
+        """Sets with a few values more and a few less."""
+        pool = sendable(self.task.problem)
+        for _ in range(AT_RANDOM):
+            n = int(rng.integers(1, min(MOST_AT_RANDOM, len(pool)) + 1))
+            yield best.sent.symmetric_difference(rng.choice(pool, n, replace=False).tolist()), best.room
+
     def _plan(self, sent: frozenset[int], budget: int) -> Plan | None:
+        """The best plan soon found that sends these values and keeps the others within the budget."""
         free = away(self.task.problem, sent)
-        clock = Clock(min(self.task.clock.left, max(LEAST_TRY, SHARE_OF_TRY * self.task.clock.limit)))
-        inner = Incumbent(replace(self.task, problem=free.problem, budget=budget, clock=clock, gap=1e-3))
         if budget < free.problem.unavoidable_bytes.max():
             return None
+        clock = Clock(min(self.task.clock.left, max(LEAST_TRY, SHARE_OF_TRY * self.task.clock.limit)))
+        inner = Incumbent(replace(self.task, problem=free.problem, budget=budget, clock=clock, gap=1e-3))
         try:
             self.recompute(inner.task, inner)
         except SolverError as error:
-            log.warning("what to send was not found: %s", error)
+            log.warning("what to do beside transfers was not found: %s", error)
         if inner.R is None:
             return None
         R, _, _ = inner.now()
@@ -106,11 +190,26 @@ class Sets:
         return place(self.task.problem, self.task.budget, *events(free, found))
 
 
-def _first_sets(task: Task, bound: Bound) -> Iterator[list[int]]:
-    """What the bound's answer sends, and parts of it: those that take longest to make again for their bytes."""
-    problem = task.problem
-    producers = [problem.graph.values[v].producer for v in bound.sent]
-    worth = [problem.seconds[p] / max(1, int(problem.sizes[v])) for v, p in zip(bound.sent, producers, strict=True)]
-    order = [bound.sent[i] for i in np.argsort(-np.array(worth), kind="stable")]
-    for share in SHARES:
-        yield order[: round(share * len(order))]
+def _worth(problem: Problem, v: int) -> float:
+    """Seconds of the op that makes a value, for each of its bytes."""
+    producer = problem.graph.values[v].producer
+    assert producer is not None
+    return float(problem.seconds[producer]) / max(1, int(problem.sizes[v]))
+
+
+def _waited_for(plan: Plan, problem: Problem) -> list[int]:
+    """Values whose transfers ops wait for, the longest first."""
+    seconds: dict[int, float] = {}
+    for position, stall in timing(plan, problem).stalls:
+        v = plan.steps[position].value  # type: ignore[union-attr]  # of a Wait
+        seconds[v] = seconds.get(v, 0.0) + stall
+    return sorted(seconds, key=lambda v: -seconds[v])
+
+
+def _made_again(plan: Plan, problem: Problem) -> list[int]:
+    """Values whose ops run more than once and that may be sent, the longest for their bytes first."""
+    graph = problem.graph
+    times = np.bincount(plan.runs, minlength=len(graph.ops)) - 1
+    fetched = {step.value for step in plan.steps if isinstance(step, Fetch)}
+    values = [v for v in sendable(problem) if times[graph.values[v].producer] > 0 and v not in fetched]
+    return sorted(values, key=lambda v: -_worth(problem, v))

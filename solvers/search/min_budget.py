@@ -17,11 +17,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from checkmate.core import simulator
 from checkmate.core.fingerprint import fingerprints
+from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
+from checkmate.core.schedule import Schedule
+from checkmate.solvers.common.away import Away, away, events, sendable
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.placement import place
 from checkmate.solvers.common.runs import as_matrix, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.backward_search import find_plan, refute
@@ -36,6 +41,7 @@ log = logging.getLogger("checkmate.solve")
 TIME_LIMIT = 10.0  # seconds
 MOST_OPS_EXACT = 24  # up to here the two ends meet
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of the way from the bound to the peak, to look for a plan at
+SHARE_WITHOUT_HOST = 0.4  # of the time, where there is a second memory
 SHARE = 0.85  # of the time to search in; the rest is for what makes the plan slim
 SHARE_OF_EVICTION, SHARE_OF_PROOFS = 0.2, 0.15  # of what is left of that: eviction passes, proofs of one width
 GRAIN = 5e-4  # of the smallest budget: what all values below the grain have together
@@ -123,19 +129,50 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
 
 def ends_of(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
     """The same of a problem as it is, not split further."""
+    if problem.host is not None:
+        return _ends_with_host(problem, time_limit)
     known = _find(problem, time_limit)
     return MinBudget(known.peak, known.bound)
 
 
+def _ends_with_host(problem: Problem, time_limit: float) -> MinBudget:
+    """Where all that may be sent is, and comes back for nothing, no budget can be smaller; the plan waits for links."""
+    plain = _find(problem.with_host(None), SHARE_WITHOUT_HOST * time_limit)
+    most, plan = with_most_sent(problem, time_limit=(1 - SHARE_WITHOUT_HOST) * time_limit)
+    bound = _find(most.problem, 0.0).bound
+    peak = plain.peak if plan is None else min(plain.peak, simulator.simulate(plan, problem).peak)
+    return MinBudget(peak, min(bound, peak))
+
+
+def with_most_sent(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple[Away, Plan | None]:
+    """The problem in which all that may be sent is, and the plan of its smallest peak.
+
+    Where the host budget has no room for that, fewer values are sent in the plan, the largest ones.
+    """
+    assert problem.host is not None
+    sent = sorted(sendable(problem), key=lambda v: -int(problem.sizes[v]))
+    every = away(problem, sent)
+    free = every
+    while sent:
+        peak, R = least_runs(free.problem, time_limit=time_limit)
+        found = simulator.lower(free.problem, Schedule.from_runs(free.problem.graph, R))
+        plan = place(problem, peak, *events(free, found))
+        if plan is not None and simulator.simulate(plan, problem).peak_there <= problem.host.budget:
+            return every, plan
+        sent, time_limit = sent[: len(sent) // 2], time_limit / 2
+        free = away(problem, sent)
+    return every, None
+
+
 def least_runs(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple[int, np.ndarray]:
-    """The smallest peak that a plan was found to reach, and its R (T, T)."""
-    known = _find(problem, time_limit)
+    """The smallest peak that a plan without a second memory was found to reach, and its R (T, T)."""
+    known = _find(problem.with_host(None) if problem.host is not None else problem, time_limit)
     return known.peak, known.R
 
 
 def bottleneck(problem: Problem) -> int:
     """The op that stands in the way of a smaller budget, as far as it is known."""
-    return _find(problem, 0.0).op
+    return _find(problem, 0.0).op if problem.host is None else int(problem.unavoidable_bytes.argmax())
 
 
 def _find(problem: Problem, time_limit: float) -> _Known:

@@ -17,11 +17,11 @@ from checkmate.core.timing import timing
 from checkmate.solvers.auto import auto
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.host.away import Need, away, events
+from checkmate.solvers.common.away import Need, away, events
 from checkmate.solvers.host.offload import Sets
-from checkmate.solvers.host.placement import place
+from checkmate.solvers.common.placement import place
 from checkmate.solvers.linear.moments import moment_bound
-from checkmate.solvers.solve import solve
+from checkmate.solvers.solve import min_budget, solve
 from tests.support.oracle import (
     random_problem,
     random_problem_with_overwrites,
@@ -70,7 +70,7 @@ def test_a_slow_link_changes_nothing() -> None:
 def test_a_link_of_some_worth_is_used_beside_recomputation() -> None:
     problem, budget = layers(16), 8 * 5
     alone = solve(problem, budget)
-    solution = solve(problem.with_host(Host(10**6, send=2.0, fetch=2.0)), budget, time_limit=20)
+    solution = solve(problem.with_host(Host(10**6, send=2.0, fetch=2.0)), budget, time_limit=6)
     assert solution.plan is not None
     assert problem.keep_all_cost < solution.cost < alone.cost
     assert len(solution.plan.runs) > len(problem.graph.ops)
@@ -87,14 +87,12 @@ def test_the_host_budget_holds() -> None:
     assert roomier.cost < solution.cost < solve(layers(12), 8 * 6).cost
 
 
-def test_a_budget_below_that_of_recomputation_is_met() -> None:
-    """Values that wait elsewhere need not be made again from others, which must be at hand for that."""
+def test_at_the_smallest_budget_of_recomputation_a_link_saves_most_of_it() -> None:
     problem = layers(20)
-    smallest = min(b for b in range(24, 80, 8) if solve(problem, b, time_limit=5).plan is not None)
-    with_host = problem.with_host(Host(10**6, send=16.0, fetch=16.0))
-    fits = solve(with_host, smallest)
+    smallest = min_budget(problem).peak
+    fits = solve(problem.with_host(Host(10**6, send=16.0, fetch=16.0)), smallest, time_limit=3)
     assert fits.plan is not None
-    assert fits.overhead < 0.7 * solve(problem, smallest).overhead
+    assert fits.overhead < 0.7 * solve(problem, smallest, time_limit=3).overhead
 
 
 def test_what_is_fetched_is_not_made_again() -> None:
@@ -136,3 +134,20 @@ def test_whatever_is_sent_the_plan_is_right_and_no_bound_is_above_it(seed: int) 
     alone = solve(plain, budget, time_limit=5)
     bound = moment_bound(Task(problem, budget, Clock(20.0)), Incumbent(replace(task))).value
     assert bound <= min(incumbent.cost, alone.cost) * (1 + 1e-6)
+
+
+def test_the_smallest_budget_is_that_of_plans_which_send() -> None:
+    problem = Problem.from_dag([[], [0], [1], [2], [3, 2], [4, 1], [5, 0]], seconds=[1] * 7, sizes=[8] * 7, forward=4)
+    pinned = replace(
+        problem, graph=replace(problem.graph, ops=tuple(replace(op, pinned="is random") for op in problem.graph.ops))
+    )
+    host = pinned.with_host(Host(100, send=1.0, fetch=1.0))
+    alone, ends = min_budget(pinned), min_budget(host)
+    assert (alone.peak, alone.proven) == (pinned.keep_all_peak, True)
+    assert (ends.peak, ends.bound) == (24, 24)
+    solution = solve(host, ends.peak)
+    assert solution.plan is not None
+    assert solution.peak == 24
+    assert solve(host, 23).status is Status.INFEASIBLE
+    few = min_budget(pinned.with_host(Host(8, send=1.0, fetch=1.0)))
+    assert ends.peak < few.peak < alone.peak

@@ -15,7 +15,7 @@ import numpy as np
 
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.core.problem import Problem
-from checkmate.solvers.host.away import Event, Need
+from checkmate.solvers.common.away import Event, Need
 
 
 def place(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Plan | None:

@@ -3,7 +3,7 @@
 For a value v that is sent to the second memory when it is made, an op q_v that reads nothing stands behind the op that
 makes it: from then on v is q_v's. To run q_v again is to fetch v. It takes no seconds, or few, so that what the solvers
 for recomputation find for this problem is what to keep, what to fetch and what to run again at which moment; when the
-links carry what they must is `checkmate.solvers.host.placement`'s.
+links carry what they must is `checkmate.solvers.common.placement`'s.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from checkmate.core.graph import Graph, Op
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Problem, Profile
+from checkmate.core.ways import Way
 
 PRICE = 0.01  # of the seconds that a link is busy with it: what a fetch costs, so that none is for nothing
 
@@ -77,7 +78,10 @@ def away(problem: Problem, sent: Collection[int]) -> Away:
             seconds.append(PRICE * host.seconds_to_fetch(int(problem.sizes[v])))
             workspace.append(0)
     values = tuple(replace(value, producer=p) for value, p in zip(graph.values, producer, strict=True))
-    ways = [replace(way, op=place[way.op]) for way in problem.profile.ways if way.makes not in sent]
+    ways = [
+        _moved(way, place[way.op], int(problem.sizes[way.makes]) if way.makes in sent else None)
+        for way in problem.profile.ways
+    ]
     source = problem.profile.source
     profile = Profile(np.array(seconds), np.array(workspace), problem.resident, source, ways=tuple(ways))
     rules = tuple(
@@ -86,6 +90,17 @@ def away(problem: Problem, sent: Collection[int]) -> Away:
     )
     there = Problem(Graph(tuple(ops), values, graph.outputs), profile, rules=rules)
     return Away(there, tuple(k for k, _ in order), tuple(v for _, v in order))
+
+
+def _moved(way: Way, op: int, inside: int | None) -> Way:
+    """A way of an op that stands elsewhere; what it made of so many bytes may count as workspace now."""
+    return replace(way, op=op) if inside is None else replace(way, op=op, makes=None, workspace=way.workspace + inside)
+
+
+def sendable(problem: Problem) -> list[int]:
+    """The values that may be sent: those of some bytes but for results, and what a rule has made again."""
+    graph, out = problem.graph, {*problem.graph.outputs, *problem.limits.gone}
+    return [v for v in range(len(graph.values)) if problem.sizes[v] and v not in out and graph.users[v]]
 
 
 def events(free: Away, plan: Plan) -> tuple[list[Event], int]:
