@@ -77,10 +77,10 @@ def auto(
     """
     if unknown := [name for name in without if name not in {stage.name for stage in STAGES}]:
         raise ValueError(f"auto has no stage {unknown[0]!r}; its stages are {', '.join(s.name for s in STAGES)}.")
+    known = None if start is None else as_schedule(task.problem, start).R
     if task.problem.host is not None:
         known_plan = start.plan if isinstance(start, Solution) else None
         return offload(task, incumbent, partial(auto, settle=settle, without=without), start=known_plan)
-    known = None if start is None else as_schedule(task.problem, start).R
     if task.budget >= task.problem.keep_all_peak and not task.problem.limits.gone:
         return checkpoint_all(task, incumbent)
     if start is not None:

@@ -16,10 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
+from checkmate.core.plan import Plan
 from checkmate.core.solution import Solution
-from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.low_priority import Gone, Process
 from checkmate.solvers.common.task import Clock
@@ -39,7 +37,7 @@ class News:
     cost: float  # seconds of the step, of the best plan
     bound: float  # seconds, proven
     seconds: float  # spent
-    runs: np.ndarray | None = None  # R, (T, T) bool, of a plan that is notably better than those told before
+    plan: Plan | None = None  # that is notably better than those told before
     over: bool = False  # this is the last
 
 
@@ -105,7 +103,7 @@ class Search:
                 return
             for news in self._child.answers():
                 self.news = news
-                if news.runs is not None:
+                if news.plan is not None:
                     self.better = news
                 if news.over:
                     break
@@ -148,12 +146,12 @@ def search(rest: Rest, tell: Callable[[News], None]) -> Solution:
         while not over.wait(TELL_SECONDS):
             if not watched or watched[0].R is None:
                 continue
-            R, cost, bound = watched[0].now()
-            better = R if rest.is_better(cost, told) else None
-            if better is not None:
-                told = cost
-                rest.keep(certify(rest.problem, rest.budget, R, method="auto", bound=bound), clock.elapsed)
-            tell(News(cost, bound, clock.elapsed, better))
+            best, better = watched[0], None
+            if rest.is_better(best.cost, told):
+                known = best.now("auto")
+                told, better = known.cost, known.plan
+                rest.keep(known, clock.elapsed)
+            tell(News(best.cost, min(best.bound, best.cost), clock.elapsed, better))
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
@@ -166,7 +164,6 @@ def search(rest: Rest, tell: Callable[[News], None]) -> Solution:
     if found.schedule is None or found.cost >= rest.start.cost:  # it never is worse, but for what sums round
         found = replace(rest.start, bound=max(rest.start.bound, min(found.bound, rest.start.cost)))
     rest.keep(found, rest.seconds)
-    assert found.schedule is not None
-    better = found.schedule.R if rest.is_better(found.cost, told) else None
+    better = found.plan if rest.is_better(found.cost, told) else None
     tell(News(found.cost, found.bound, clock.elapsed, better, over=True))
     return found

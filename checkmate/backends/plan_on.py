@@ -20,9 +20,11 @@ import torch
 
 from checkmate.backends.asked import with_asked
 from checkmate.codegen.changing import Changing
+from checkmate.core.plan import Plan
+from checkmate.core.schedule import Schedule
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
-from checkmate.solvers.common.certify import certify, contradicts
+from checkmate.solvers.common.certify import certify_plan, contradicts
 from checkmate.solvers.further import Search
 from checkmate.solvers.recall import Rest
 from checkmate.statusline import showing
@@ -127,16 +129,18 @@ class PlanOn:
             if accumulating or self._code.pending:
                 return
             self._tried = news
-            self._take_over(news.runs, news.bound, news.seconds)
+            assert news.plan is not None
+            self._take_over(news.plan, news.bound, news.seconds)
         elif over:
             self._close()
 
-    def _take_over(self, R: Any, bound: float, seconds: float) -> None:
+    def _take_over(self, plan: Plan, bound: float, seconds: float) -> None:
         """Run by another plan from now on. Whatever is wrong with it is no reason to end a training."""
         problem, budget, began = self.plan.problem, self.plan.budget, time.perf_counter()
         about: dict[str, Any] = {"seconds": self._began + seconds, "origin": "beside the training"}
         try:
-            found = certify(problem, budget, R, method=self.plan.method, bound=bound, **about)
+            schedule = Schedule.of_plan(problem.graph, plan)
+            found = certify_plan(problem, budget, plan, schedule, method=self.plan.method, bound=bound, **about)
             found = with_asked(found, self._asked)
             assert self._write is not None
             code = self._write(found)

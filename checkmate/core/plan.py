@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -53,6 +54,7 @@ class Drop:
 
 
 Step = Run | Free | Send | Fetch | Wait | Drop
+KINDS: dict[str, type[Step]] = {kind.__name__.lower(): kind for kind in (Run, Free, Send, Fetch, Wait, Drop)}
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,31 @@ class Plan:
     def sent(self) -> frozenset[int]:
         """The values of which there is a copy in the second memory for a while."""
         return frozenset(step.value for step in self.steps if isinstance(step, Send))
+
+    def as_lists(self) -> list[list[str | int]]:
+        """Each step as its name and its numbers, as JSON holds it."""
+        numbers = ([n for n in vars(step).values() if n is not None] for step in self.steps)
+        return [[type(step).__name__.lower(), *of] for step, of in zip(self.steps, numbers, strict=True)]
+
+    @classmethod
+    def from_lists(cls, steps: Sequence[Sequence[str | int]], boundary: int) -> Plan:
+        """What `as_lists` wrote.
+
+        Raises:
+            ValueError, KeyError, TypeError: for what it did not write.
+
+        >>> plan = Plan((Run(0), Run(1, over=0)), boundary=1)
+        >>> Plan.from_lists(plan.as_lists(), 1) == plan
+        True
+        """
+        found = []
+        for name, *numbers in steps:
+            if not all(type(n) is int and n >= 0 for n in numbers):
+                raise ValueError(f"A step of a plan is {numbers!r:.100}.")
+            found.append(KINDS[str(name)](*numbers))  # type: ignore[arg-type]  # they are, just seen
+        if type(boundary) is not int or not 0 <= boundary <= len(found):
+            raise ValueError(f"A plan of {len(found)} steps has its backward at {boundary!r:.100}.")
+        return cls(tuple(found), boundary)
 
     def __str__(self) -> str:
         half = {0: "forward", self.boundary: "backward"}

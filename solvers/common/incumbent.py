@@ -135,11 +135,12 @@ class Incumbent:
                 if bound > last * (1 + NOTABLE):
                     self._record("bound")
 
-    def now(self) -> tuple[np.ndarray, float, float]:
-        """R, (T, T) bool, of the best plan, its cost and the bound, as they belong together."""
+    def now(self, method: str) -> Solution:
+        """The best plan with its bound, certified, while the search goes on."""
         with self._lock:
-            assert self.R is not None
-            return self.R, self.cost, min(self.bound, self.cost)
+            R, plan, bound = self.R, self.plan, min(self.bound, self.cost)
+        assert R is not None
+        return self._certified(R, plan, method=method, bound=bound)
 
     def solution(self, method: str, remarks: Remarks) -> Solution:
         """The best plan, certified, with what there is to say; or that there is none."""
@@ -150,14 +151,16 @@ class Incumbent:
             about |= {"details": remarks.details, "stuck": remarks.stuck}
             return Solution(status, task.problem, task.budget, method, **about)
         about["interrupted"] = remarks.interrupted
-        if self.plan is None:
-            answer = certify(task.problem, task.budget, self.R, method=method, **about)
-        else:
-            schedule = Schedule.of_plan(task.problem.graph, self.plan)
-            answer = certify_plan(task.problem, task.budget, self.plan, schedule, method=method, **about)
+        answer = self._certified(self.R, self.plan, method=method, **about)
         low, high = answer.bound, answer.cost  # what differs from them does in the last digit of a sum
         path = [(seconds, max(cost, high), min(bound, low)) for seconds, cost, bound in self.trajectory]
         return replace(answer, details={**remarks.details, "trajectory": [*path, (spent, high, low)]})
+
+    def _certified(self, R: np.ndarray, plan: Plan | None, **about: Any) -> Solution:
+        problem, budget = self.task.problem, self.task.budget
+        if plan is None:
+            return certify(problem, budget, R, **about)
+        return certify_plan(problem, budget, plan, Schedule.of_plan(problem.graph, plan), **about)
 
     def line(self) -> str:
         """What a line has room for: the overhead, the gap and the time."""

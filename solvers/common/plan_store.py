@@ -26,11 +26,12 @@ import numpy as np
 from checkmate.core import files, simulator
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.graph import MAX_BYTES
+from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
 from checkmate.errors import InvalidProblem, SolverError
-from checkmate.solvers.common.certify import certify, contradicts
+from checkmate.solvers.common.certify import certify, certify_plan, contradicts
 from checkmate.version import __version__
 
 log = logging.getLogger("checkmate.solve")
@@ -85,12 +86,16 @@ class Record:
     keep_all_peak: int  # bytes
     ops: int
     again: tuple[tuple[int, int], ...]  # (stage, op): what runs beyond each op's own stage
+    steps: tuple[tuple[str | int, ...], ...] = ()  # all of a plan that sends values to a second memory
+    boundary: int = 0  # how many of these belong to the forward
 
     @classmethod
     def of(cls, solution: Solution, method: str, time_limit: float) -> Record:
         """What to keep of a solution that has a plan."""
         assert solution.schedule is not None
+        assert solution.plan is not None
         problem, again = solution.problem, np.argwhere(np.tril(solution.schedule.R, -1)).tolist()
+        steps, boundary = (solution.plan.as_lists(), solution.plan.boundary) if solution.plan.sent else ((), 0)
         return cls(
             Question.of(problem, solution.budget, method),
             solution.method,
@@ -100,6 +105,8 @@ class Record:
             problem.keep_all_peak,
             len(problem.graph.ops),
             tuple((t, k) for t, k in again),
+            tuple(map(tuple, steps)),
+            boundary,
         )
 
     @property
@@ -133,8 +140,13 @@ class Record:
             return None
         bound = self.bound if self.answers(Question.of(problem, budget, self.question.method)) else 0.0
         try:
-            found = certify(problem, budget, self.runs(), method=self.by, bound=bound)
-        except SolverError:
+            if self.steps:
+                plan = Plan.from_lists(self.steps, self.boundary)
+                schedule = Schedule.of_plan(problem.graph, plan)
+                found = certify_plan(problem, budget, plan, schedule, method=self.by, bound=bound)
+            else:
+                found = certify(problem, budget, self.runs(), method=self.by, bound=bound)
+        except (SolverError, IndexError):
             return None
         return replace(found, origin="plan cache")
 
@@ -208,12 +220,14 @@ def from_document(document: dict[str, Any], origin: str) -> Record:
         _check(record)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidProblem(f"{origin} is no valid plan: {error}") from None
-    return replace(record, again=tuple((t, k) for t, k in record.again))
+    return replace(record, again=tuple((t, k) for t, k in record.again), steps=tuple(map(tuple, record.steps)))
 
 
 def as_document(record: Record) -> dict[str, Any]:
     """The record as JSON holds it."""
     document = {"format": FORMAT, "version": VERSION, **asdict(record)}
+    if not record.steps:
+        del document["steps"], document["boundary"]
     document = json.loads(json.dumps(document))  # tuples as lists, as they are read
     return {**document, "checksum": _hash(document)}
 
@@ -238,6 +252,7 @@ def _check(record: Record) -> None:
     for name in ("keep_all_peak", "ops"):
         value = getattr(record, name)
         _require(type(value) is int and 0 < value <= MAX_BYTES, name, value)
+    Plan.from_lists(record.steps, record.boundary)  # raises for what is none
     _require(isinstance(record.again, list), "again", type(record.again))
     for place in record.again:
         t, k = place

@@ -185,8 +185,7 @@ class Sets:
             log.warning("what to do beside transfers was not found: %s", error)
         if inner.R is None:
             return None
-        R, _, _ = inner.now()
-        found = simulator.lower(free.problem, Schedule.from_runs(free.problem.graph, R))
+        found = simulator.lower(free.problem, Schedule.from_runs(free.problem.graph, inner.R))
         return place(self.task.problem, self.task.budget, *events(free, found))
 
 

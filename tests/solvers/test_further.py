@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from checkmate import Problem, Solution, solve
+from checkmate.core.simulator import cost, verify
 from checkmate.solvers import further, recall
 from checkmate.solvers.common import low_priority, plan_store
 from checkmate.solvers.common.certify import certify
@@ -104,8 +105,9 @@ def test_a_process_finds_what_is_better_and_keeps_it() -> None:
 
     assert search.failure == ""
     assert search.better is not None
-    assert search.better.runs is not None
-    assert certify(problem, budget, search.better.runs, method="auto").cost == search.news.cost == best.cost
+    assert search.better.plan is not None
+    assert not verify(search.better.plan, problem, budget)
+    assert cost(search.better.plan, problem) == search.news.cost == best.cost
     assert search.news.bound == pytest.approx(best.bound)
     record = plan_store.lookup(plan_store.Question.of(problem, budget, "auto"))
     assert record is not None
@@ -128,7 +130,7 @@ def test_only_what_is_notably_better_is_told_as_a_plan() -> None:
     found = further.search(replace(_poor(problem, budget), start=best), told.append)
     assert found.cost == best.cost
     assert told[-1].over
-    assert [news.runs for news in told] == [None] * len(told)
+    assert [news.plan for news in told] == [None] * len(told)
 
 
 def test_what_is_open_is_sent_without_functions() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 
 from checkmate import Problem, Solution, min_budget, solve
 from checkmate.backends import plan_on
+from checkmate.core.plan import Plan
 from checkmate.solvers import recall
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.further import News
@@ -31,8 +31,8 @@ class Offers:
     def offer(self) -> None:
         """One more plan, another than the last."""
         self.count += 1
-        R = self._plans[self.count % len(self._plans)]
-        self.news = self.better = News(self.rest.start.cost, 0.0, float(self.count), R)
+        plan = self._plans[self.count % len(self._plans)]
+        self.news = self.better = News(self.rest.start.cost, 0.0, float(self.count), plan)
 
     def start(self) -> None:
         """Nothing runs."""
@@ -46,13 +46,13 @@ class Offers:
         return not self.goes_on
 
 
-def plans_within(problem: Problem, budget: int) -> list[np.ndarray]:
-    """R of three plans of a problem, all within a budget, that differ: one that keeps much first, then less."""
+def plans_within(problem: Problem, budget: int) -> list[Plan]:
+    """Three plans of a problem, all within a budget, that differ: one that keeps much first, then less."""
     least = min_budget(problem, time_limit=SECONDS).peak
     within = [budget, (2 * budget + least) // 3, (budget + 2 * least) // 3]
-    found = [solve(problem, b, method="next-use", time_limit=SECONDS).schedule for b in within]
-    plans = [schedule.R for schedule in found if schedule is not None]
-    assert len({R.tobytes() for R in plans}) == len(within)
+    found = [solve(problem, b, method="next-use", time_limit=SECONDS).plan for b in within]
+    plans = [plan for plan in found if plan is not None]
+    assert len(set(plans)) == len(within)
     return plans
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from checkmate.core.problem import Problem
 from checkmate.core.simulator import verify
 from checkmate.core.solution import Status
 from checkmate.core.timing import timing
+from checkmate.solvers import recall
 from checkmate.solvers.auto import auto
-from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.common.away import Need, away, events
-from checkmate.solvers.host.offload import Sets
+from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.placement import place
+from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.host.offload import Sets
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.solve import min_budget, solve
 from tests.support.oracle import (
@@ -151,3 +153,21 @@ def test_the_smallest_budget_is_that_of_plans_which_send() -> None:
     assert solve(host, 23).status is Status.INFEASIBLE
     few = min_budget(pinned.with_host(Host(8, send=1.0, fetch=1.0)))
     assert ends.peak < few.peak < alone.peak
+
+
+def test_a_plan_that_sends_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
+    problem = layers(12).with_host(Host(10**6, send=16.0, fetch=16.0))
+    first = recall.plan(problem, 8 * 6, time_limit=5)
+    again = recall.plan(problem, 8 * 6, time_limit=5)
+    assert first.plan is not None
+    assert first.plan.sent
+    assert (again.plan, again.cost, again.origin) == (first.plan, first.cost, "plan cache")
+    slower = layers(12).with_host(Host(10**6, send=1.0, fetch=1.0))
+    assert recall.plan(slower, 8 * 6, time_limit=5).origin != "plan cache"
+
+
+def test_a_known_plan_is_where_a_solve_begins() -> None:
+    problem = layers(12).with_host(Host(10**6, send=16.0, fetch=16.0))
+    known = solve(problem, 8 * 6)
+    assert solve(problem, 8 * 6, start=known).details["found"] == {"start": known.cost}
