@@ -1,0 +1,120 @@
+"""What a second memory is worth: plans that recompute, that send, and that do both, with those of others beside them.
+
+    python -m benchmarks.second_memory [NETWORK ...] [--budgets 0.4 0.3] [--methods NAME ...] [--time-limit SECONDS]
+    python -m benchmarks.second_memory --report     # from the rows: results/second_memory.md
+
+A network is a graph of `benchmarks/problems`, whose costs are estimates for an H100; the second memory is that of the
+host, over PCIe 5 at 55 GB/s each way. Budgets are shares of the peak of keeping everything; those below what one op
+alone needs are left out. "recomputation" is `auto` without a second memory. One row for each network, budget and
+method; each is a process of its own, on one thread, on Linux. Seconds, those of the limit too, are the ones that the
+process computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common.own_seconds import count_own_seconds
+from benchmarks.common.rows import Row, add_names, append, latest, origin, read, shown
+from benchmarks.solve.comparison import FILES, HERE, facts, load
+from checkmate.core.host import Host
+from checkmate.core.table import Table
+from checkmate.core.timing import timing
+from checkmate.solvers.solve import solve
+from checkmate.units import format_bytes
+
+RESULTS = HERE / "results" / "second_memory.jsonl"
+BUDGETS = (0.4, 0.3)
+TIME_LIMIT = 60.0  # seconds for each solve
+PCIE_5 = Host(256 * 10**9, send=55e9, fetch=55e9)
+ALONE = "recomputation"
+METHODS = (ALONE, "auto", "offload-all", "capuchin", "poet")
+HEADER = ("network", "ops", "budget", "method", "step", "bound", "gap", "sent", "waited", "seconds")
+
+
+def row_of(name: str, share: float, method: str, time_limit: float) -> Row | None:
+    """Solve in this process, in seconds that it computes; None where no plan can fit."""
+    plain = load(name)
+    budget = int(share * plain.keep_all_peak)
+    problem = plain if method == ALONE else plain.with_host(PCIE_5)
+    if budget < plain.with_host(PCIE_5).unavoidable_bytes.max():
+        return None
+    count_own_seconds()
+    solution = solve(
+        problem, budget, method="auto" if method == ALONE else method, time_limit=time_limit, progress=False
+    )
+    row: Row = {"network": name, "share": share, "method": method, "time_limit": time_limit, **facts(solution)}
+    if solution.plan is not None:
+        when = timing(solution.plan, problem)
+        row["sent"] = sum(int(problem.sizes[t.value]) for t in when.transfers if not t.back)
+        row["fetched"] = sum(int(problem.sizes[t.value]) for t in when.transfers if t.back)
+        row["waited"] = when.waited / problem.keep_all_cost
+        row["runs_again"] = len(solution.plan.runs) - len(problem.graph.ops)
+    return {key: value for key, value in row.items() if key != "trajectory"}
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """The last row of each network, budget and method; small networks and large budgets first."""
+    found = latest(rows, "network", "share", "method")
+    return sorted(found, key=lambda row: (row["ops"], row["network"], -row["share"], METHODS.index(row["method"])))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table with a line that says where the rows are from."""
+    commits, machines = (", ".join(sorted({row[key] for row in rows})) for key in ("commit", "cpu"))
+    limits = ", ".join(f"{limit:g}" for limit in sorted({row["time_limit"] for row in rows}))
+    lines = [
+        "# A second memory",
+        "",
+        f"Made by `python -m benchmarks.second_memory` at {commits} on {machines}, one thread, within {limits} "
+        "seconds that the process computed. Ops are estimated for an H100, whose host is reached at 55 GB/s each way. "
+        "A step is relative to one that keeps everything; all are simulated alike, what is waited for included.",
+        "",
+        Table(HEADER, [_cells(row) for row in in_order(rows)], HEADER[1:]).markdown(),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> list[str]:
+    cost, bound = row["cost_ratio"], row["bound_ratio"]
+    return [
+        row["network"],
+        str(row["ops"]),
+        f"{row['share']:.0%}",
+        row["method"],
+        row["status"] if cost is None else f"{cost - 1:+.2%}",
+        "" if bound is None or cost is None else f"{bound - 1:+.2%}",
+        shown(row["gap"], ".2%"),
+        "" if "sent" not in row else format_bytes(row["sent"]),
+        shown(row.get("waited"), ".2%"),
+        f"{row['seconds']:.1f} s",
+    ]
+
+
+def main() -> None:
+    """Solve what was asked for and append the rows to the file, and make the report of all its rows."""
+    parser = argparse.ArgumentParser(description="Plans with a second memory beside those of others.")
+    add_names(parser, FILES, FILES)
+    parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, help="shares of keeping everything")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT, help="seconds for each solve")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help="solve nothing, write the table")
+    args = parser.parse_args()
+    source = origin("numpy", "scipy", "highspy")
+    asked = [(n, share, method) for n in args.names for share in args.budgets for method in args.methods]
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as apart:
+        for name, share, method in () if args.report else asked:
+            row = apart.apply(row_of, (name, share, method, args.time_limit))
+            if row is not None:
+                append(args.out, {**source, **row})
+                print(name, share, method, row["status"], row["cost_ratio"], row["gap"], flush=True)
+    args.out.with_suffix(".md").write_text(markdown(read(args.out)))
+
+
+if __name__ == "__main__":
+    main()
