@@ -56,6 +56,7 @@ class Method:
     source: str
     run: Callable[..., Remarks] = field(repr=False)
     heeds: tuple[str, ...] = ()  # those of the common options that it goes by
+    sends: bool = False  # it knows of a second memory; what others prove does not hold with one
 
     @property
     def defaults(self) -> dict[str, object]:
@@ -87,7 +88,12 @@ class Method:
 
 _TABLE = (
     Method(
-        "auto", "several methods in turn: a plan at once, a bound, then closing the gap between them", JAIN, auto, ALL
+        "auto",
+        "several methods in turn: a plan at once, a bound, then closing the gap between them",
+        JAIN,
+        auto,
+        ALL,
+        sends=True,
     ),
     Method("checkpoint-all", "keep everything, run nothing twice", "what PyTorch does", checkpoint_all),
     Method("last-node", "keep only what the op before made: the most recomputation", JAIN, last_node),

@@ -127,8 +127,10 @@ def attempt(
     with showing(incumbent.line, share=lambda: clock.elapsed / time_limit, shown=progress):
         if budget < problem.unavoidable_bytes.max():
             solution = Solution(Status.INFEASIBLE, problem, budget, method, bound=float("inf"))
-        else:
+        elif problem.host is None or chosen.sends:
             solution = incumbent.solution(method, _remarks(chosen, incumbent, options))
+        else:
+            solution = _without_host(chosen, incumbent, options)
     solution = replace(solution, seconds=clock.elapsed)
     log.info("%s", solution)
     return solution
@@ -171,6 +173,16 @@ def check_limits(time_limit: float, gap: float) -> None:
         raise ValueError(f"time_limit is a positive, finite number of seconds, not {time_limit!r}.")
     if not 0 <= gap <= 1:
         raise ValueError(f"gap is a share between 0 and 1, such as 0.01, not {gap!r}.")
+
+
+def _without_host(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> Solution:
+    """What a method answers that knows of no second memory: its plan, and none of its bounds."""
+    task = incumbent.task
+    alone = Incumbent(replace(task, problem=task.problem.with_host(None)))
+    remarks = _remarks(method, alone, options)
+    if alone.R is not None:
+        incumbent.offer(alone.R, method.name)
+    return incumbent.solution(method.name, remarks)
 
 
 def _remarks(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> Remarks:

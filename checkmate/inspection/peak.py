@@ -11,7 +11,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.core.table import Printed, Table
 from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.certify import again
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes, format_seconds, parse_bytes, signed
 
@@ -301,7 +301,7 @@ def _better(solution: Solution, answers: list[Solution]) -> Solution | None:
     best = min(faster, key=lambda answer: answer.cost)
     assert best.schedule is not None
     bound = min(solution.bound, best.cost)
-    return certify(solution.problem, solution.budget, best.schedule.R, method=best.method, bound=bound)
+    return again(best, solution.problem, solution.budget, bound=bound)
 
 
 def _prices(solution: Solution, step: int, time_limit: float) -> Iterator[tuple[Price, Solution]]:
