@@ -44,12 +44,15 @@ AT_RANDOM, MOST_AT_RANDOM = 20, 4  # sets tried before others are looked at once
 log = logging.getLogger("checkmate.solve")
 
 
-def offload(task: Task, incumbent: Incumbent, recompute: Solver, start: Plan | None = None) -> Remarks:
+def offload(
+    task: Task, incumbent: Incumbent, recompute: Solver, *, start: Plan | None = None, settle: float = 0.0
+) -> Remarks:
     """Plans and a bound for a problem with a second memory.
 
     Args:
         recompute: finds plans for a problem without one, and proves bounds, within the time of its task.
         start: a known plan, which may not fit.
+        settle: the gap that is worth all of the time; a smaller one is worth less, in proportion.
     """
     problem = task.problem
     if start is not None and not simulator.verify(start, problem, task.budget):
@@ -60,7 +63,7 @@ def offload(task: Task, incumbent: Incumbent, recompute: Solver, start: Plan | N
         incumbent.offer(alone.R, "recomputation")
     if task.budget >= problem.keep_all_peak:
         return remarks
-    sets = Sets(task, incumbent, recompute)
+    sets = Sets(task, incumbent, recompute, settle)
     bound: Bound | None = None
     for most in MOMENTS:
         if not sets.is_open:
@@ -98,14 +101,18 @@ class Sets:
     task: Task
     incumbent: Incumbent
     recompute: Solver
+    settle: float = 0.0
     best: Tried | None = None
     tried: dict[tuple[frozenset[int], int], float] = field(default_factory=dict)  # -> seconds
 
     @property
     def is_open(self) -> bool:
         """There is time, and something to gain."""
-        best = self.incumbent
-        return not (self.task.clock.is_over or best.is_infeasible or (best.gap <= self.task.gap and best.R is not None))
+        best, clock = self.incumbent, self.task.clock
+        if best.R is None or best.is_infeasible:
+            return not (clock.is_over or best.is_infeasible)
+        worth = min(1.0, best.gap / self.settle) if self.settle else 1.0
+        return best.gap > self.task.gap and clock.elapsed < worth * clock.limit
 
     def attempt_parts(self, sent: Collection[int]) -> None:
         """Try a set, and parts of it: those that take longest to make again for their bytes."""
