@@ -64,6 +64,12 @@ def offload(
     if task.budget >= problem.keep_all_peak:
         return remarks
     sets = Sets(task, incumbent, recompute, settle)
+    if incumbent.R is None:
+        sets.attempt(sendable(problem))
+    if incumbent.R is None:
+        _, least = with_most_sent(problem, time_limit=SHARE_OF_LEAST * task.clock.left)
+        if least is not None:
+            sets.offer(least, 0)
     bound: Bound | None = None
     for most in MOMENTS:
         if not sets.is_open:
@@ -74,12 +80,6 @@ def offload(
         limited = task.within(SHARE_OF_BOUND * task.clock.left)
         bound = moment_bound(limited, incumbent, moments=at, most=len(at) if at else most)
         sets.attempt_parts(bound.sent)
-        if sets.best is None:
-            sets.attempt(sendable(problem))
-        if incumbent.R is None:
-            _, least = with_most_sent(problem, time_limit=SHARE_OF_LEAST * task.clock.left)
-            if least is not None:
-                incumbent.offer_plan(least, "least")
     sets.improve()
     return Remarks(details={"found": incumbent.found})
 
@@ -135,15 +135,18 @@ class Sets:
         if key in self.tried or not sent or not self.is_open:
             return self.tried.get(key, float("inf"))
         plan = self._plan(frozenset(sent), task.budget - room)
-        seconds = float("inf") if plan is None else simulator.cost(plan, task.problem)
-        self.tried[key] = seconds
-        if plan is not None:
-            self.incumbent.offer_plan(plan, "sending")
-            there = simulator.simulate(plan, task.problem).peak_there
-            fits = task.problem.host is not None and there <= task.problem.host.budget
-            if fits and (self.best is None or seconds < self.best.seconds):
-                self.best = Tried(seconds, frozenset(sent), room, plan)
-        log.info("sending %d values with room for %d bytes: %.6g s", len(sent), room, seconds)
+        self.tried[key] = float("inf") if plan is None else self.offer(plan, room)
+        log.info("sending %d values with room for %d bytes: %.6g s", len(sent), room, self.tried[key])
+        return self.tried[key]
+
+    def offer(self, plan: Plan, room: int) -> float:
+        """The seconds of a plan, which is kept if it is the best."""
+        problem = self.task.problem
+        seconds, there = simulator.cost(plan, problem), simulator.simulate(plan, problem).peak_there
+        self.incumbent.offer_plan(plan, "sending")
+        fits = problem.host is not None and there <= problem.host.budget
+        if fits and plan.sent and (self.best is None or seconds < self.best.seconds):
+            self.best = Tried(seconds, plan.sent, room, plan)
         return seconds
 
     def improve(self) -> None:
