@@ -63,6 +63,7 @@ def trace(
     """
     find_costs, block_bytes = profiler(profile, cache=cache)
     problems: list[Problem] = []
+    as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
     fn, updates = (fn.loss_fn, fn.inserts) if isinstance(fn, TrainingStep) else (fn, None)
 
     def keep_all(problem: Problem) -> Solution:
@@ -70,7 +71,7 @@ def trace(
         return solve(problem, max(1, problem.keep_all_peak), method="checkpoint-all")
 
     try:
-        with quietly(), nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu():
+        with quietly(), as_captured(), nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu():
             capture(fn, Backend(keep_all, _stop, find_costs, block_bytes, updates=updates))(*args, **kwargs)
     except _Captured:
         pass
