@@ -51,20 +51,15 @@ class Exchange:
         """The parameters whose gradients are averaged."""
         return set(self.parameters())
 
-    def part(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What a rank has to add to the mean."""
-        return gradient * (1.0 / self.ranks)
+    def part(self, gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """What a rank has to add to the mean; ``out``: where it is to be written."""
+        return torch.mul(gradient, 1.0 / self.ranks, out=out)  # `mul_` would round the factor to half precision
 
-    def mean(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The mean of a gradient over all ranks."""
-        part = self.part(gradient)
+    def mean(self, gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The mean of a gradient over all ranks; ``out``: where it is to be written."""
+        part = self.part(gradient, out)
         self._sum(part)
         return part
-
-    def mean_in_place(self, gradient: torch.Tensor) -> None:
-        """The same, in place."""
-        torch.mul(gradient, 1.0 / self.ranks, out=gradient)  # `mul_` rounds the factor to half precision
-        self._sum(gradient)
 
     def agree(self, gradients: Sequence[object], device: torch.device) -> None:
         """Have all ranks be about to send the same gradients.

@@ -2,7 +2,8 @@
 
 ``does``: what an op does beside what it makes, in words with a place for the name of its second argument, a parameter;
 such an op runs once. ``updates``: positions of the arguments that it overwrites. ``rehearsal``: makes a function that
-costs the same and leaves everything as it is. ``moved_bytes``: of what is no argument.
+costs the same and leaves everything as it is. ``over``: how it writes its result over an argument. ``moved_bytes``: of
+what is no argument.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from checkmate.capture.ways.table import Written
 from checkmate.updates.clipping import Clipping, total
 from checkmate.updates.exchange import Exchange
 from checkmate.updates.one_parameter import Update
@@ -112,15 +114,16 @@ def exchange(exchange: Exchange, parameter: torch.Tensor) -> Op:
     """
 
     def exchange_gradient(
-        gradient: torch.Tensor, like: torch.Tensor, before: torch.Tensor
+        gradient: torch.Tensor, like: torch.Tensor, before: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return exchange.mean(gradient), token_of(parameter)
+        return exchange.mean(gradient, out), token_of(parameter)
 
     def rehearsal() -> Op:
-        return lambda gradient, like, before: (exchange.part(gradient), token_of(like))
+        return lambda gradient, like, before, out=None: (exchange.part(gradient, out), token_of(like))
 
-    does = "averages the gradient of {} over all ranks"
-    return _with(exchange_gradient, does=does, rehearsal=rehearsal, moved_bytes=parameter.nbytes)
+    does, over = "averages the gradient of {} over all ranks", Written(exchange_gradient, (0,))
+    about: dict[str, Any] = {"does": does, "rehearsal": rehearsal, "moved_bytes": parameter.nbytes}
+    return _with(exchange_gradient, over=over, **about)
 
 
 def add_and_exchange(updates: Updates, of: Update) -> Op:

@@ -102,7 +102,7 @@ class Updates:
         assert self.exchange is not None
         assert parameter.grad is not None
         self._exchanged.add(parameter)
-        self.exchange.mean_in_place(parameter.grad)
+        self.exchange.mean(parameter.grad, out=parameter.grad)
 
     def prepare(self) -> None:
         """Exchange, unscale and clip all gradients by their norm, where they are and it was not done."""

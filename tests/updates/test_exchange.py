@@ -98,6 +98,7 @@ def _same_numbers() -> None:
     step = _assert_as_plain()
     sent = [k for k, op in enumerate(step.plans[0].problem.graph.ops) if "over all ranks" in (op.pinned or "")]
     assert len(sent) == 3 * 4 + 2
+    assert {way.op for way in step.plans[0].problem.profile.ways}.issuperset(sent)
     _assert_as_plain(checkmate.min_budget(step.plans[0].problem, time_limit=1.0).peak + 100_000)
 
 
