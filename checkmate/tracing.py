@@ -143,6 +143,7 @@ def _stop(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
     """Where `torch.compile` would split the step, in the order of the code that runs."""
     found: dict[Break, None] = {}
+    as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
     fn = fn.loss_fn if isinstance(fn, TrainingStep) else fn
     if any(map(is_fake, tensors_within((fn, args, kwargs)))):
         return []  # nothing can run
@@ -161,7 +162,7 @@ def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
         return fn(*args, **kwargs)
 
     try:
-        with unchanged((fn, args, kwargs)):
+        with unchanged((fn, args, kwargs)), as_captured():
             torch.compile(step, backend=note, dynamic=False)(*args, **kwargs)
     except Exception as error:  # noqa: BLE001  # the reason is known already; what fails here, fails in plain PyTorch
         found[Break("", f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")] = None

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from checkmate.errors import Unsupported
 
+AGREEING_BYTES = 2 * 8  # that ranks compare
 PATIENCE = 1.0  # seconds that a thread of the backend may take to let go of what it has sent
 
 
@@ -58,7 +59,7 @@ class Exchange:
     def mean(self, gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The mean of a gradient over all ranks; ``out``: where it is to be written."""
         part = self.part(gradient, out)
-        self._sum(part)
+        self._reduce(part, dist.ReduceOp.SUM)
         return part
 
     def agree(self, gradients: Sequence[object], device: torch.device) -> None:
@@ -73,7 +74,7 @@ class Exchange:
         """
         number = int.from_bytes(hashlib.sha256(repr(gradients).encode()).digest()[:7], "big")
         both = torch.tensor([number, -number], device=device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, self.group)
+        self._reduce(both, dist.ReduceOp.MAX)
         largest, smallest = both.tolist()
         if largest != -smallest:
             raise Unsupported(
@@ -94,11 +95,11 @@ class Exchange:
                 if dense is not tensor:
                     tensor.copy_(dense)
 
-    def _sum(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over all ranks, in place."""
+    def _reduce(self, tensor: torch.Tensor, how: Any) -> None:
+        """Have a tensor be the sum, say, of those of all ranks, in place."""
         dense = _dense(tensor)
         held = _times_held(dense)
-        dist.all_reduce(dense.detach(), group=self.group)
+        dist.all_reduce(dense.detach(), how, self.group)
         # On the CPU a thread of the backend may hold the tensor a moment longer, and free it: no plan would know when.
         deadline = time.monotonic() + PATIENCE
         while _times_held(dense) > held and time.monotonic() < deadline:
