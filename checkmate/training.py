@@ -30,7 +30,7 @@ from checkmate.memory.report import ArenaReport
 from checkmate.profiling.profilers import Choice
 from checkmate.updates import averaging, scaling
 from checkmate.updates.clipping import Clipping
-from checkmate.updates.data_parallel import as_their_modules, exchange_of, refuse_special, wrapped_in
+from checkmate.updates.data_parallel import as_their_modules, exchange_of, refuse_special, stand_aside, wrapped_in
 from checkmate.updates.insert import Insert
 from checkmate.updates.sums import Sums
 from checkmate.updates.supported import checked, refuse_hooks
@@ -50,7 +50,7 @@ def training_step(
     accumulate: int = 1,
     scaler: torch.amp.GradScaler | None = None,
     ema: tuple[AveragedModel, nn.Module] | None = None,
-    process_group: Any = None,
+    process_group: Any = False,
     gradients: bool = False,
     verify: bool = False,
     method: str = "auto",
@@ -108,8 +108,8 @@ def training_step(
         scaler: scales the loss, for half precision, and skips updates by gradients that are not finite.
         ema: an averaged model, and the model that it averages.
         process_group: of ranks that train together, `torch.distributed.group.WORLD` for all, where ``loss_fn`` calls
-            its model as it is. Parameters, and buffers of modules that ``loss_fn`` holds, are those of the first rank
-            from now on; buffers at each update.
+            its model as it is; False: there are none, or the model is wrapped. Parameters, and buffers of modules that
+            ``loss_fn`` holds, are those of the first rank from now on; buffers at each update.
         gradients: leave the gradients in ``.grad`` after the step, clipped if they are: all of them are there then.
         verify: run the first call plainly as well, from the same state, and compare what it gives, parameters, buffers,
             gradients that are kept, the optimizer's state, the norm and the random state bitwise, and the measured peak
@@ -256,6 +256,7 @@ class TrainingStep:
             checked(updates.optimizers)
             self._plan_anew()
         refuse_special(self._wrapped)
+        stand_aside(self._wrapped)
         if self._added == 0:
             for optimizer in updates.optimizers:
                 optimizer.zero_grad(set_to_none=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
+from checkmate.capture.meta_tensors import is_fake
 from checkmate.errors import Unsupported
 from checkmate.updates.exchange import Exchange
 
@@ -59,6 +60,15 @@ def as_their_modules(wrapped: Sequence[DistributedDataParallel]) -> Iterator[Non
             module.__class__ = DistributedDataParallel
 
 
+def stand_aside(wrapped: Sequence[DistributedDataParallel]) -> None:
+    """Have them leave the next backward alone.
+
+    After a forward without a backward, as to evaluate, they wait for gradients, and would send those of a step as well.
+    """
+    for module in wrapped:
+        module.reducer._reset_state()
+
+
 def refuse_special(wrapped: Sequence[DistributedDataParallel]) -> None:
     """Refuse what does more or less than to average all gradients.
 
@@ -83,20 +93,25 @@ def exchange_of(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[o
 
     Args:
         modules: of the step.
-        group: of ranks that average the gradients of all parameters; None: those that average gradients
-            among the modules do it.
+        group: of ranks that average the gradients of all parameters; False: those do that wrap a module.
         optimizers: of the step.
 
     Raises:
+        TypeError: if the group is none.
         Unsupported: if modules exchange gradients in other ways, or with different ranks.
         ValueError: if both are given, or the ranks' parameters are not of the same shapes.
     """
     wrapped = wrapped_in(modules)
-    if group is not None:
+    if group is not False:
         if wrapped:
             raise ValueError(
                 "The model is wrapped in DistributedDataParallel, which has a process group. Leave process_group= out, "
                 "or give the module within, which saves the memory of buckets."
+            )
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                "process_group is a torch.distributed.ProcessGroup, such as torch.distributed.group.WORLD after "
+                f"torch.distributed.init_process_group(), not {group!r}."
             )
         return _of_group(modules, group, optimizers)
     if not wrapped:
@@ -130,5 +145,5 @@ def _of_group(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[opt
     dist.all_gather_object(shapes, [(tuple(t.shape), str(t.dtype)) for t in (*parameters(), *buffers())], group)
     if any(other != shapes[0] for other in shapes):
         raise ValueError("The ranks of process_group= have models of different shapes: they cannot train together.")
-    exchange.share((*parameters(), *buffers()))
+    exchange.share(t for t in (*parameters(), *buffers()) if not is_fake(t))
     return exchange

@@ -169,8 +169,10 @@ class Updates:
         """Parameters whose gradients are there, and are to be averaged over all ranks yet."""
         if self.exchange is None:
             return []
-        done, averaged = self._updated | self._exchanged, self.exchange.averaged()
-        return [p for p in self._parameters() if p.grad is not None and p in averaged and p not in done]
+        done = self._updated | self._exchanged
+        left = [p for p in self._parameters() if p.grad is not None and p not in done]
+        averaged = self.exchange.averaged() if left else set()
+        return [p for p in left if p in averaged]
 
     def _exchange_rest(self) -> None:
         for parameter in self._rest():

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,12 @@ def _like_ddp(model: nn.Module, loss_fn: Any, optimizer: optim.Optimizer, accumu
     return run
 
 
+def _evaluate(model: nn.Module, number: int) -> None:
+    """A forward that no backward follows, after which DDP waits for gradients."""
+    model.eval()(_batch()[0])
+    model.train()
+
+
 def _assert_as_plain(budget: int | None = None, *, clip_norm: float | None = None, **options: Any) -> list[Any]:
     """Four updates and a half, wrapped in DDP and averaged with a group: bits of the loop around DDP, on each rank.
 
@@ -86,15 +93,15 @@ def _assert_as_plain(budget: int | None = None, *, clip_norm: float | None = Non
     plans = []
     for wrap in (DistributedDataParallel, lambda model: model):
         model = _model()
-        inner, group = wrap(model), None if wrap is DistributedDataParallel else dist.group.WORLD
-        if group is not None and dist.get_rank():
+        inner, group = wrap(model), wrap is not DistributedDataParallel and dist.group.WORLD
+        if group and dist.get_rank():
             with torch.no_grad():
                 model[0][0].weight.zero_()  # those of the first rank are taken
         optimizer = optim.AdamW(model.parameters(), lr=1e-2)
         about = {"clip_norm": clip_norm, "process_group": group, **options}
         step = _planned(_loss_of(inner), optimizer, **about, **({} if budget is None else {"budget": budget}))
-        metered = "accumulate" not in options
-        found = train_whole(step, model, [optimizer], _batch(), steps=steps, metered=metered)
+        metered, evaluate = "accumulate" not in options, partial(_evaluate, inner)
+        found = train_whole(step, model, [optimizer], _batch(), steps=steps, between=evaluate, metered=metered)
         assert_same_bits(found.bits(), expected.bits())
         _assert_same_everywhere(model, optimizer)
         plan = step.plans[-1]
@@ -183,7 +190,7 @@ def _verified() -> None:
     """The first step is compared with a plain one whose gradients are averaged one by one."""
     for wrap in (DistributedDataParallel, lambda model: model):
         model = _model()
-        inner, group = wrap(model), None if wrap is DistributedDataParallel else dist.group.WORLD
+        inner, group = wrap(model), wrap is not DistributedDataParallel and dist.group.WORLD
         optimizer = optim.AdamW(model.parameters())
         step = _planned(_loss_of(inner), optimizer, verify=True, clip_norm=0.1, process_group=group)
         step(*_batch())
@@ -235,6 +242,8 @@ def _refused() -> None:
     model = _model()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     inner = DistributedDataParallel(model)
+    with pytest.raises(TypeError, match="init_process_group"):
+        _planned(_loss_of(model), optimizer, process_group=None)  # as `group.WORLD` is before there is one
     with pytest.raises(ValueError, match="has a process group"):
         _planned(_loss_of(inner), optimizer, process_group=dist.group.WORLD)
     step = _planned(_loss_of(inner), optimizer)
