@@ -16,6 +16,7 @@ from checkmate.core.solution import Solution, Status
 from checkmate.errors import (
     BudgetError,
     CheckmateError,
+    HostError,
     InfeasibleBudget,
     InvalidProblem,
     RuleError,
@@ -58,6 +59,7 @@ __all__ = [
     "Explanation",
     "Frontier",
     "Graph",
+    "HostError",
     "InfeasibleBudget",
     "InvalidProblem",
     "LargestBatch",

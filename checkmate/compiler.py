@@ -22,6 +22,7 @@ from checkmate.backends.plan_on import Planning
 from checkmate.backends.planner import MOST_PLANS, Code, Memory, Options, Planner, Wait
 from checkmate.backends.static_memory import arenas
 from checkmate.codegen.result_hooks import watch_backward
+from checkmate.codegen.second_memory import SecondMemories
 from checkmate.core.rules import Rules
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
@@ -52,6 +53,8 @@ def compile(  # type: ignore[overload-overlap]  # a module is callable too, and 
     memory: Memory | None = ...,
     wait: Wait = ...,
     rules: Rules | None = ...,
+    host_budget: int | float | str | None = ...,
+    host: str | None = ...,
 ) -> M: ...
 
 
@@ -71,6 +74,8 @@ def compile(
     memory: Memory | None = ...,
     wait: Wait = ...,
     rules: Rules | None = ...,
+    host_budget: int | float | str | None = ...,
+    host: str | None = ...,
 ) -> CompiledStep[P, R]: ...
 
 
@@ -89,6 +94,8 @@ def compile(
     memory: Memory | None = None,
     wait: Wait = "first",
     rules: Rules | None = None,
+    host_budget: int | float | str | None = None,
+    host: str | None = None,
 ) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -134,6 +141,13 @@ def compile(
             of a `tag`; ``"keep"`` and ``"once"`` have its values kept until they are read last, ``"recompute"`` has
             them made again in the backward, and a number says how often the op runs at most. Of several patterns that
             name an op the last one holds.
+        host_budget: bytes of a second memory, in which values may wait that are not needed for a while; None: nothing
+            waits elsewhere. They are sent there and fetched back beside the step, where that costs less than to run ops
+            again, and below the smallest budget without. A step can be differentiated once for each call then. If
+            several calls are begun before a backward, each has so many bytes there.
+        host: where that is: ``"file:/fast/disk"``, a folder on a fast disk in which a file without a name is kept, or
+            ``"file:"``, the folder of temporary files, for a step on the CPU; ``"pinned"``, memory of the host, on
+            CUDA. Without a choice ``"file:"`` and ``"pinned"``. How fast it is, is measured once for a machine.
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
@@ -151,6 +165,8 @@ def compile(
             once, if Inductor finds no C++ compiler that works; at a later call, if a number that changes from call to
             call has used up ``max_plans``.
         VerificationError: at the first call, with ``verify``, if anything differs.
+        HostError: at a call, if there is no such second memory or no room in it, or it fails; the step has changed
+            nothing then, and the next call begins anew.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
@@ -161,7 +177,7 @@ def compile(
     """
     _refuse_what_is_no_step(fn)
     asked = (budget, method, time_limit, reserve, verify, profile, cache, backend, max_plans, memory, wait, rules)
-    options = Options(*asked)
+    options = Options(*asked, host_budget, host)
     return _compile(fn, options)
 
 
@@ -178,6 +194,8 @@ def verify(
     memory: Memory | None = None,
     calls: int = 1,
     rules: Rules | None = None,
+    host_budget: int | float | str | None = None,
+    host: str | None = None,
     **kwargs: Any,
 ) -> Certificate:
     """Run a step plainly and compiled on your own batch, and certify that nothing differs.
@@ -190,8 +208,9 @@ def verify(
 
     Args:
         fn: a module or function; args, kwargs: a batch for it.
-        budget, method, time_limit, reserve, profile, cache, backend, memory, rules: as for `compile`. Compiled by
-            Inductor, a tensor may be as far off as `torch.testing.assert_close` allows of its largest element.
+        budget, method, time_limit, reserve, profile, cache, backend, memory, rules, host_budget, host: as for
+            `compile`. Compiled by Inductor, a tensor may be as far off as `torch.testing.assert_close` allows of its
+            largest element.
         calls: call the step so often before one backward through all its results, as a loss of two batches does. A plan
             is for one call: with more of them the peak is not compared.
 
@@ -208,7 +227,7 @@ def verify(
     """
     _refuse_what_is_no_step(fn)
     about: dict[str, Any] = {"profile": profile, "cache": cache, "backend": backend, "memory": memory, "rules": rules}
-    options = Options(budget, method, time_limit, reserve, **about)
+    options = Options(budget, method, time_limit, reserve, host_budget=host_budget, host=host, **about)
     return CompiledStep(fn, options)._compare(args, kwargs, calls)
 
 
@@ -223,14 +242,18 @@ def _compile(fn: Any, options: Options) -> Any:
     return _compile_module(fn, options) if isinstance(fn, nn.Module) else CompiledStep(fn, options)
 
 
-def new_backend(options: Options, updates: Insert | None = None) -> Backend:
-    """What compiles a step, with its updates if these are part of it."""
+def new_backend(options: Options, updates: Insert | None = None, elsewhere: SecondMemories | None = None) -> Backend:
+    """What compiles a step, with its updates if these are part of it.
+
+    ``elsewhere``: where values may wait; None: in a second memory of its own, if one is asked for.
+    """
+    elsewhere = elsewhere or options.elsewhere
     planner, (find_costs, block_bytes) = Planner(options), profiler(options.profile, cache=options.cache)
     if options.backend == "eager":
         costs: Any = {"profile": find_costs, "block_bytes": block_bytes}
         new_arena = arenas(options.memory, cache=options.cache)
         serving: Any = {"new_arena": new_arena, "pools": options.memory == "arena"}
-        return Backend(planner.plan, **costs, **serving, begin=planner.begin, updates=updates)
+        return Backend(planner.plan, **costs, **serving, begin=planner.begin, updates=updates, elsewhere=elsewhere)
     require_compiler()
     limit = options.total - options.set_aside
     return Inductor(planner.plan, lower, profile=find_costs, block_bytes=block_bytes, budget=limit)

@@ -45,3 +45,7 @@ class SolverError(CheckmateError):
 
 class VerificationError(CheckmateError):
     """A compiled step whose numbers or whose peak differ from what was promised."""
+
+
+class HostError(CheckmateError):
+    """A second memory, such as a file, that cannot be had, or that failed while a step used it."""

@@ -62,6 +62,8 @@ def training_step(
     memory: Memory | None = None,
     wait: Wait = "first",
     rules: Rules | None = None,
+    host_budget: int | float | str | None = None,
+    host: str | None = None,
 ) -> TrainingStep:
     """Make a whole training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -114,7 +116,8 @@ def training_step(
         verify: run the first call plainly as well, from the same state, and compare what it gives, parameters, buffers,
             gradients that are kept, the optimizer's state, the norm and the random state bitwise, and the measured peak
             with the planned one. Needs the memory of a plain step, once.
-        method, time_limit, reserve, profile, cache, max_plans, memory, wait, rules: as for `checkmate.compile`.
+        method, time_limit, reserve, profile, cache, max_plans, memory, wait, rules, host_budget, host: as for
+            `checkmate.compile`.
 
     Returns:
         A function of a batch. It gives what ``loss_fn`` gives, detached, after the parameters were updated. Its
@@ -158,6 +161,7 @@ def training_step(
         exchange=exchange_of(modules, process_group, optimizers),
     )
     about: dict[str, Any] = {"profile": profile, "cache": cache, "max_plans": max_plans, "memory": memory}
+    about |= {"host_budget": host_budget, "host": host}
     options = Options(budget, method, time_limit, reserve, wait=wait, rules=rules, **about)
     if verify and (accumulate > 1 or updates.scaling is not None or updates.average is not None):
         raise ValueError("verify=True compares one call and its update, without accumulate, scaler or ema.")
@@ -179,6 +183,7 @@ class TrainingStep:
         self.loss_fn, self._updates, self._options = _with_one_gradient(loss_fn), updates, options
         self._accumulate, self._added = accumulate, 0  # calls of an update, and those that there were
         self._verify, self._wrapped = verify, wrapped_in(modules_within(loss_fn))
+        self._elsewhere = options.elsewhere  # of both kinds of calls
         self._plan_anew()
         functools.update_wrapper(self, loss_fn, updated=())
 
@@ -190,7 +195,7 @@ class TrainingStep:
             self._adding = self._new_step(Insert(self._updates, last=False))  # all calls of an update but the last
 
     def _new_step(self, insert: Insert) -> CompiledStep[..., Any]:
-        return CompiledStep(self.loss_fn, self._options, new_backend(self._options, insert))
+        return CompiledStep(self.loss_fn, self._options, new_backend(self._options, insert, self._elsewhere))
 
     @property
     def inserts(self) -> Insert:

@@ -18,7 +18,7 @@ from checkmate.backends.asked import asked_bytes, with_asked
 from checkmate.backends.in_parts import joint_of, with_parts
 from checkmate.backends.overwritten import Needs, explain_writes, needs_of
 from checkmate.backends.plan_on import PlanOn
-from checkmate.backends.posed import problem_of, unread_bytes, with_what_is_held
+from checkmate.backends.posed import problem_of, unread_bytes, with_second_memory, with_what_is_held
 from checkmate.backends.static_memory import Static, serving, within
 from checkmate.capture.autocast import keeps_copies, refuse_shared_copies
 from checkmate.capture.device import BLOCK_BYTES, allocated_on, device_of
@@ -41,6 +41,7 @@ from checkmate.codegen.contributions import counted_contributions, sharing_of, w
 from checkmate.codegen.fan_out import Sharing, fan_out
 from checkmate.codegen.result_hooks import computed_from, refuse_watching
 from checkmate.codegen.result_views import added_within, refuse_views
+from checkmate.codegen.second_memory import SecondMemories
 from checkmate.codegen.undefined_gradients import drop_gradients_of_writes, keep_undefined, with_undefined
 from checkmate.codegen.writing_over import writing_over
 from checkmate.core.problem import Problem
@@ -133,6 +134,7 @@ class Backend:
     arenas: WeakSet[Arena] = field(default_factory=WeakSet)  # of the graphs whose code is kept
     begin: Callable[[Problem], tuple[Solution, Rest | None]] | None = None  # a plan, and what is open of it
     updates: Insert | None = None  # of parameters, that are part of the step
+    elsewhere: SecondMemories | None = None  # where values may wait
     open: list[PlanOn] = field(default_factory=list)  # graphs whose plan may have changed since they were captured
 
     exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
@@ -294,8 +296,11 @@ class Backend:
         allocated = None if fakes else allocated_on(device)
         tried = not self.exact or fakes or isinstance(self.profile, Measure)  # or not to be tried
 
+        memory = None if self.elsewhere is None else self.elsewhere.on(device)
+
         def pose(joint: Joint) -> Problem:
-            return with_what_is_held(problem_of(joint, self.profile, tried=tried), allocated, unread=unread)
+            problem = with_what_is_held(problem_of(joint, self.profile, tried=tried), allocated, unread=unread)
+            return problem if memory is None else with_second_memory(problem, memory)
 
         problem, rest = pose(joint), None
         if self.exact:

@@ -22,7 +22,8 @@ from checkmate.capture.splits.find_loss import losses
 from checkmate.capture.splits.further import Need, regions_of, split_further
 from checkmate.capture.splits.trial import inputs_of, same_bits_in_parts
 from checkmate.capture.splits.write_loss import Split, in_parts, splits_of
-from checkmate.codegen.emit import emit
+from checkmate.codegen.emit import Begin, emit
+from checkmate.codegen.transfers import no_second_memory
 from checkmate.codegen.writing_over import Positions
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
@@ -40,10 +41,11 @@ class Write:
 
     joint: Joint
     over: Positions  # which argument an op writes over that writes over a value
+    begin: Begin = no_second_memory  # what a forward calls that sends values
 
     def __call__(self, plan: Plan) -> Any:
         """The two modules."""
-        return emit(self.joint, plan, self.over)
+        return emit(self.joint, plan, self.over, begin=self.begin)
 
 
 def joint_of(problem: Problem) -> Joint:

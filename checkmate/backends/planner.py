@@ -10,6 +10,7 @@ from math import inf
 from typing import Any, Literal, get_args
 
 from checkmate.backends import ranks
+from checkmate.codegen.second_memory import SecondMemories
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, check, names_any, with_rules
 from checkmate.core.solution import Solution
@@ -29,6 +30,7 @@ Code = Literal["eager", "inductor"]
 Memory = Literal["arena", "allocator"]
 Wait = Literal["first", "best"] | float
 FIRST_SECONDS = 1.0  # to look for a plan before a step runs with what there is
+_HOSTS = ("pinned", "memory")  # that are no files
 MOST_PLANS = 64  # of one step, unless a user asks for another number
 
 
@@ -57,6 +59,8 @@ class Options:
     memory: Memory | None = None  # an arena, where one can be had
     wait: Wait = "best"
     rules: Rules | None = None
+    host_budget: int | float | str | None = None
+    host: str | None = None  # a file on the CPU, pinned memory on CUDA
 
     def __post_init__(self) -> None:
         if isinstance(self.max_plans, bool) or not isinstance(self.max_plans, int) or self.max_plans < 1:
@@ -75,6 +79,7 @@ class Options:
         if self.rules is not None:
             check(self.rules)
             object.__setattr__(self, "rules", {**self.rules})  # as they are now
+        _check_host(self.host, self.host_budget, self.backend)
         _ = self.total, self.set_aside  # numbers of bytes, or an error
 
     @property
@@ -86,6 +91,13 @@ class Options:
     def patience(self) -> float:
         """Seconds to look for a plan before the first step runs."""
         return self.wait if not isinstance(self.wait, str) else FIRST_SECONDS if self.wait == "first" else inf
+
+    @property
+    def elsewhere(self) -> SecondMemories | None:
+        """Where values may wait; None: nowhere."""
+        if self.host_budget is None:
+            return None
+        return SecondMemories(self.host, parse_bytes(self.host_budget), cache=self.cache)
 
     @property
     def set_aside(self) -> int:
@@ -172,6 +184,24 @@ class Planner:
         ruled = with_rules(problem, {pattern: asks for pattern, asks in rules.items() if pattern not in absent})
         self._named |= named
         return ruled
+
+
+def _check_host(host: Any, budget: Any, backend: Code) -> None:
+    if budget is None:
+        if host is not None:
+            raise ValueError(f'host={host!r} is for values that wait there: say how many bytes, host_budget="10 GB".')
+        return
+    parse_bytes(budget)
+    if host is not None and not (isinstance(host, str) and (host in _HOSTS or host.startswith("file:"))):
+        raise ValueError(
+            f'Unknown second memory {host!r}: host is "file:/fast/disk", "file:" for the folder of temporary files, '
+            'or "pinned" for a step on CUDA.'
+        )
+    if backend != "eager":
+        raise ValueError(
+            f'host_budget is for backend="eager" so far, not for {backend!r}: its kernels are fused across what is '
+            "sent and fetched."
+        )
 
 
 def _check_wait(wait: Any) -> None:

@@ -13,6 +13,7 @@ from checkmate.backends.state import tensors_within
 from checkmate.capture.device import as_allocated, held_outside
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage
+from checkmate.codegen.second_memory import SecondMemory
 from checkmate.codegen.writing_over import writable
 from checkmate.core.problem import Problem
 from checkmate.profiling.profilers import Profiler
@@ -26,6 +27,16 @@ def problem_of(joint: Joint, profile: Profiler, *, tried: bool = True) -> Proble
     joint = joint if order is None else joint.in_order(order)
     costs, over = writable(joint, profile(joint))
     return Problem(joint.graph, costs if tried else tried_here(joint, costs, over), Write(joint, over))
+
+
+def with_second_memory(problem: Problem, memory: SecondMemory) -> Problem:
+    """The problem of a captured step, whose values may wait elsewhere.
+
+    Raises:
+        HostError: if there is no such memory.
+    """
+    assert isinstance(problem.emit, Write)
+    return replace(problem, host=memory.host(problem.graph), emit=replace(problem.emit, begin=memory.begin))
 
 
 def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0) -> Problem:

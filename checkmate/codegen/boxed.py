@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.fx as fx
 from torch.fx.graph import CodeGen
 
 from checkmate.capture.provenance import is_users, where
+from checkmate.codegen.transfers import ending_calls
 
 aten = torch.ops.aten
 _OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
@@ -93,12 +95,12 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     file = f"<checkmate {id(module):x}>"
     exec(compile(_OP_CALL.sub(bind, code.src), file, "exec"), bound)
-    forward = bound["forward"]
+    forward = ending_calls(module.graph, partial(bound["forward"], module))
 
     @takes_one_list
     def run(inputs: list[Any]) -> Any:
         try:
-            return forward(module, inputs)
+            return forward(inputs)
         except Exception as error:
             _say_where(error, module.graph, file)
             raise

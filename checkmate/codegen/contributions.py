@@ -28,6 +28,7 @@ from checkmate.capture.rewrite import without_dead_code
 from checkmate.codegen.arrival_order import reachable, verdicts
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.fan_out import UNKNOWN, Shared, Sharing, fan_of_this_call
+from checkmate.codegen.transfers import as_made
 
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]
@@ -137,7 +138,7 @@ def _written_or_shown(forward: fx.GraphModule, results: int) -> set[int]:
 
 def _adds_through_views(total: fx.Node) -> bool:
     """Whether a gradient may be one of a view of the input, where plain PyTorch adds what comes to that view."""
-    while is_view(total):
+    while is_view(total := as_made(total)):
         total = total.all_input_nodes[0]
     return total.target is aten.add.Tensor
 
@@ -146,6 +147,7 @@ def terms_of(total: fx.Node, count: int) -> list[fx.Node] | None:
     """The terms of ``((a + b) + c) + ...``, as autograd adds so many of them; None where this is no such sum."""
     terms: list[fx.Node] = []
     for _ in range(count - 1):
+        total = as_made(total)
         if total.target is not aten.add.Tensor or total.kwargs or len(total.args) != 2:
             return None
         total, term = total.args  # type: ignore[assignment]

@@ -3,18 +3,20 @@
 The generated code is plain Python: an op that runs again stands there again, as ``<name>_again<i>``, and a name is
 cleared after its last use, which is where the plan frees its value. Views cost nothing and are made anew from each copy
 of the value they show. What an op writes over is gone at once; the op is marked, and becomes a call that writes when
-the module becomes a function (`checkmate.codegen.writing_over`).
+the module becomes a function (`checkmate.codegen.writing_over`). What waits in a second memory is sent and fetched by
+calls that stand where the plan has them (`checkmate.codegen.transfers`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput
 from torch._functorch.partitioners import (
@@ -28,12 +30,15 @@ from torch._functorch.partitioners import (
 
 from checkmate.capture import random_draws as randomness
 from checkmate.capture.joint import Joint
+from checkmate.codegen import transfers
 from checkmate.codegen.boxed import Boxed
+from checkmate.codegen.transfers import Land, told_apart
 from checkmate.codegen.writing_over import Positions, mark, mark_own, refuse_unwritable
-from checkmate.core.plan import Plan, Run, Step
+from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.errors import SolverError
 
 AGAIN = "_again"  # in a node's name: an op that runs another time
+Begin = Callable[[int], torch.Tensor]  # a call of a step that has so many bytes in a second memory, at most
 
 
 @dataclass(frozen=True)
@@ -54,30 +59,38 @@ class Modules:
         return tuple(node.name for node in nodes if AGAIN in node.name)
 
 
-def emit(joint: Joint, plan: Plan, over: Positions = MappingProxyType({})) -> Modules:
+def emit(
+    joint: Joint,
+    plan: Plan,
+    over: Positions = MappingProxyType({}),
+    *,
+    begin: Begin = transfers.no_second_memory,
+) -> Modules:
     """Write the modules of a plan.
 
     Args:
         over: which argument an op writes over that writes over a value.
+        begin: what a forward calls whose plan sends values to a second memory.
 
     Raises:
         SolverError: if the plan reads what is not at hand, or writes over what it must not.
     """
-    before, after = plan.steps[: plan.boundary], plan.steps[plan.boundary :]
+    steps = told_apart(plan.steps)
+    before, after = steps[: plan.boundary], steps[plan.boundary :]
     needed = _saved(joint, after)
     saved = sorted((n for n in needed if not is_sym_node(n)), key=is_unchecked)  # AOTAutograd wants the unchecked last
     numbers = [n for n in needed if is_sym_node(n)]  # and numbers after them
     kinds = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
-    descs = [kinds[is_unchecked(node)](i) for i, node in enumerate([*saved, *numbers])]
     inputs = _placeholders(joint, _is_primal, _is_fwd_seed_offset)
     tangents = _placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state)
     times: Counter[fx.Node] = Counter()
-    forward = _Writer(joint, inputs, times, over).write(
-        before, [*joint.forward_outputs, *saved, *numbers], [*joint.forward_descs, *descs]
-    )
-    backward = _Writer(joint, [*numbers, *saved, *tangents], times, over).write(
-        after, joint.backward_outputs, joint.backward_descs
-    )
+    first = _Writer(joint, inputs, times, over)
+    call = first.begin(begin, plan) if plan.sent else None
+    saved = saved if call is None else [call, *saved]
+    descs = [kinds[is_unchecked(node)](i) for i, node in enumerate([*saved, *numbers])]
+    forward = first.write(before, [*joint.forward_outputs, *saved, *numbers], [*joint.forward_descs, *descs])
+    second = _Writer(joint, [*numbers, *saved, *tangents], times, over, call=call)
+    backward = second.write(after, joint.backward_outputs, joint.backward_descs)
     _draw_once(forward)
     for module in (forward, backward):
         refuse_unwritable(module.graph)
@@ -111,8 +124,8 @@ def is_unchecked(node: fx.Node) -> bool:
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
-def _saved(joint: Joint, steps: Iterable[Step]) -> list[fx.Node]:
-    """What crosses from the forward to the backward: what the backward reads without having made it.
+def _saved(joint: Joint, steps: Iterable[Step | Land]) -> list[fx.Node]:
+    """What crosses from the forward to the backward: what the backward reads without having made it or had it back.
 
     And all inputs that autograd does not check. AOTAutograd counts these once, and so each plan saves as many: another
     may take over. It takes no memory, as they stay with the caller.
@@ -127,6 +140,10 @@ def _saved(joint: Joint, steps: Iterable[Step]) -> list[fx.Node]:
         if isinstance(step, Run) and (node := joint.nodes[step.op]) is not None:
             read(node.all_input_nodes)
             made.update(face for v in joint.graph.ops[step.op].outputs for face in joint.faces[v])
+        elif isinstance(step, (Send, Wait)):
+            read(joint.faces[step.value])
+        elif isinstance(step, Land):
+            made.update(joint.faces[step.value])
     read(n for n in joint.backward_outputs if isinstance(n, fx.Node))
     saved.update(dict.fromkeys(n for n in joint.placeholders if is_unchecked(n) and n not in made))
     return list(saved)
@@ -140,9 +157,19 @@ def _roots(joint: Joint, node: fx.Node) -> list[fx.Node]:
 
 
 class _Writer:
-    """Writes one module. ``env``: for each node of the joint graph at hand, its copy here."""
+    """Writes one module. ``env``: for each node of the joint graph at hand, its copy here.
 
-    def __init__(self, joint: Joint, inputs: Sequence[fx.Node], times: Counter[fx.Node], over: Positions) -> None:
+    ``call``: what says which call of the step it is, as the forward has it; None where nothing is sent, or not yet.
+    """
+
+    def __init__(
+        self,
+        joint: Joint,
+        inputs: Sequence[fx.Node],
+        times: Counter[fx.Node],
+        over: Positions,
+        call: fx.Node | None = None,
+    ) -> None:
         self.joint = joint
         self.over = over
         self.times = times  # how often each op was written, in both modules together
@@ -157,13 +184,28 @@ class _Writer:
             self.env[node].meta = dict(node.meta)
             if node.op == "call_function" and not is_sym_node(node):
                 mark_own(self.env[node])
+        self.call = None if call is None else self.env[call]
+        self.sent: dict[int, fx.Node] = {}  # of what this module sends, what does so
+        if self.call is not None:
+            transfers.mark_call(self.call)
 
-    def write(self, steps: Iterable[Step], outputs: Sequence[Any], descs: Sequence[Any]) -> fx.GraphModule:
+    def begin(self, begin: Begin, plan: Plan) -> fx.Node:
+        """Have the module begin with a call that sends values."""
+        call = self.graph.call_function(begin, (transfers.most_there(plan, self.joint.graph),))
+        call.meta["val"] = transfers.as_fake_call(self.joint.module.graph.nodes)
+        self.call = self.env[call] = call
+        return call
+
+    def write(self, steps: Iterable[Step | Land], outputs: Sequence[Any], descs: Sequence[Any]) -> fx.GraphModule:
         for step in steps:
             if isinstance(step, Run):
                 self._run(step)
-            else:
+            elif isinstance(step, Free):
                 self._forget(step.value)
+            else:
+                self._transfer(step)
+        if self.call is not None and self.call.op == "placeholder":
+            self.graph.call_function(transfers.finish, (self.call,))
         results = tuple(self.handed_over.get(n) or self._at_hand(n) if isinstance(n, fx.Node) else n for n in outputs)
         self.graph.output(results).meta["desc"] = list(descs)
         for node in reversed(self.graph.nodes):
@@ -201,6 +243,39 @@ class _Writer:
             del self.env[node]
         if step.over is not None:
             self._forget(step.over)
+
+    def _transfer(self, step: Send | Fetch | Wait | Drop | Land) -> None:
+        v, call = step.value, self.call
+        assert call is not None
+        faces = self.joint.faces[v]
+        at = self.sent.get(v, call)  # not the call itself: where a part of the backward runs, what is not sent stays
+        if isinstance(step, Send):
+            self.sent[v] = self._beside(transfers.send, (call, v, *map(self._at_hand, faces)))
+        elif isinstance(step, Wait):
+            self._beside(transfers.arrive, (at, v, *map(self._at_hand, faces)))
+        elif isinstance(step, Fetch):
+            self._beside(transfers.fetch, (at, v))
+        elif isinstance(step, Drop):
+            self._beside(transfers.drop, (at, v))
+        else:
+            self._land(v, at, faces)
+
+    def _beside(self, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = args[0].meta["val"]
+        return node
+
+    def _land(self, v: int, at: fx.Node, faces: Sequence[fx.Node]) -> None:
+        """Have what is back in place of what the value's op made."""
+        landed = self.graph.call_function(transfers.land, (at, v))
+        if len(faces) == 1:
+            landed.meta = dict(faces[0].meta)
+            self.env[faces[0]] = landed
+            return
+        landed.meta["val"] = tuple(face.meta["val"] for face in faces)
+        for i, face in enumerate(faces):
+            self.env[face] = self.graph.call_function(operator.getitem, (landed, i))
+            self.env[face].meta = dict(face.meta)
 
     def _forget(self, value: int) -> None:
         for node in (*self.joint.faces[value], *self.views.pop(value, ())):

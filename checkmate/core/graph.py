@@ -21,6 +21,9 @@ Role = Literal["parameter", "buffer", "input", "tangent", "intermediate"]
 
 MAX_BYTES = 2**53  # beyond it a float64, which solvers compute in, no longer holds every integer
 
+# what makes values that others hold: autograd, and ops that speak with other ranks
+_HELD_BY_OTHERS = ("autograd", "_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
+
 
 @dataclass(frozen=True)
 class Value:
@@ -156,6 +159,12 @@ class Graph:
         """For each op, the ops whose values it reads, ascending."""
         producers = ({self.values[v].producer for v in op.inputs} for op in self.ops)
         return tuple(tuple(sorted(p for p in made_by if p is not None)) for made_by in producers)
+
+    @cached_property
+    def only_here(self) -> frozenset[int]:
+        """Values that cannot wait in a second memory: others hold them, or write to them when their op has returned."""
+        made = (op.outputs for op in self.ops if op.target.partition(".")[0] in _HELD_BY_OTHERS)
+        return frozenset(v for outputs in made for v in outputs)
 
     @cached_property
     def forward_length(self) -> int:

@@ -256,6 +256,8 @@ class _Links:
                 yield f"sends {value.name}, which is not at hand"
             if v in self.there:
                 yield f"sends {value.name}, of which a copy is there"
+            if v in self.problem.graph.only_here:
+                yield f"sends {value.name}, which others hold"
             if v in self.problem.limits.gone:
                 yield f"sends {value.name}, which a rule has made again in the backward"
             self.going[v] = step

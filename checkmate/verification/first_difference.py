@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from checkmate.backends.eager import Backend
+from checkmate.backends.in_parts import Write
 from checkmate.capture.device import random_states, same_random_state
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import target_name, tensors
@@ -74,7 +75,11 @@ class _Notes:
         return self.solution.problem.profile
 
     def plan(self, problem: Problem) -> Solution:
-        return replace(self.solution, problem=problem)
+        known = self.solution.problem
+        assert isinstance(problem.emit, Write)
+        assert isinstance(known.emit, Write)
+        emit = replace(problem.emit, begin=known.emit.begin)  # values wait where they do in the step
+        return replace(self.solution, problem=replace(problem, host=known.host, emit=emit))
 
     def lower(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[[list[Any]], Any]:
         """Run a module node by node, as it is run otherwise: a value is looked at before another is written over it.

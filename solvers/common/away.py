@@ -101,8 +101,8 @@ def away(problem: Problem, sent: Collection[int]) -> Away:
 
 
 def sendable(problem: Problem) -> list[int]:
-    """The values that may be sent: those of some bytes but for results, and what a rule has made again."""
-    graph, out = problem.graph, {*problem.graph.outputs, *problem.limits.gone}
+    """The values that may be sent: those of some bytes. Not results, what others hold, what a rule has made again."""
+    graph, out = problem.graph, {*problem.graph.outputs, *problem.graph.only_here, *problem.limits.gone}
     return [v for v in range(len(graph.values)) if problem.sizes[v] and v not in out and graph.users[v]]
 
 

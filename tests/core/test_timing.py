@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import cost, lower, simulate, verify
 from checkmate.core.timing import timing
 from checkmate.errors import InvalidProblem
+from checkmate.solvers.common.away import sendable
 
 # five ops, a second each; op 4 reads what op 0 made
 CHAIN = Problem.from_dag([[], [0], [1], [2], [0, 3]], seconds=[1] * 5, sizes=[4, 1, 1, 1, 1], forward=3)
@@ -151,3 +153,12 @@ def test_a_problem_with_a_host_travels_as_json(tmp_path: Path) -> None:
     problem.to_json(tmp_path / "step.json")
     assert Problem.from_json(tmp_path / "step.json").host == problem.host
     assert '"version": 5' in (tmp_path / "step.json").read_text()
+
+
+@pytest.mark.parametrize("target", ["autograd", "_c10d_functional.all_reduce.default"])
+def test_what_others_hold_is_not_sent(target: str) -> None:
+    graph = CHAIN.graph
+    held = replace(CHAIN, graph=replace(graph, ops=(replace(graph.ops[0], target=target), *graph.ops[1:])))
+    assert 0 in sendable(CHAIN)
+    assert 0 not in sendable(held)
+    assert any("which others hold" in wrong for wrong in verify(AWAY, held.with_host(HOST)))

@@ -14,7 +14,7 @@ ROOMS = (  # each imports itself and rooms of lines above it; those of one line 
     ("errors", "version", "statusline"),
     ("units",),
     ("core",),
-    ("memory", "tags"),
+    ("memory", "tags", "host"),
     ("capture", "solvers.common"),
     ("solvers.linear",),
     ("solvers.search",),

@@ -1,0 +1,110 @@
+"""Copies between a CUDA device and pinned memory of the host, on a stream for each direction.
+
+The memory is taken and pinned once, to the byte: PyTorch's own pool of pinned memory rounds up to powers of two. A copy
+begins when what the compute stream was given before it is done, and `wait` has the compute stream wait for its end: the
+host waits for nothing. So memory that is freed after `wait`, or allocated before `fetch`, is ordered by the compute
+stream alone, and no tensor has to be recorded on another. No device has run this yet.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import torch
+
+from checkmate.errors import HostError
+from checkmate.host.store import Place, Transfer
+from checkmate.units import exact_bytes
+
+
+class PinnedTransfer:
+    """A copy on a stream."""
+
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    @property
+    def ended(self) -> bool:
+        """Whether the device has made it."""
+        return self._event.query()
+
+    def wait(self) -> BaseException | None:
+        """Have the compute stream go on only after it; what a device reports of a failed copy comes later, from it."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+        return None
+
+
+class PinnedMover:
+    """Copies to and from pinned memory.
+
+    Args:
+        device: of the step.
+        nbytes: of the pinned memory.
+
+    Raises:
+        HostError: if the host does not give so much, or it cannot be pinned.
+    """
+
+    name = "pinned memory"
+    own_bytes = 0
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._device = device
+        self._pinned = _pin(nbytes)
+        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def out(self, storage: torch.UntypedStorage, place: Place) -> Transfer:
+        """Begin to copy a value into the host's memory."""
+        return self._copy(self._out, storage, place, out=True)
+
+    def back(self, place: Place, storage: torch.UntypedStorage) -> Transfer:
+        """Begin to copy a value from the host's memory."""
+        return self._copy(self._back, storage, place, out=False)
+
+    def finish(self) -> None:
+        """Wait for the copies that are under way; here the host waits, since the step has ended."""
+        self._out.synchronize()
+        self._back.synchronize()
+
+    def close(self) -> None:
+        """Give the memory back to the host."""
+        if self._pinned.numel():
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
+        self._pinned = torch.empty(0, dtype=torch.uint8)
+
+    def abandon(self) -> None:
+        """Nothing: CUDA does not work in a forked child."""
+
+    def _copy(self, stream: Any, storage: torch.UntypedStorage, place: Place, *, out: bool) -> Transfer:
+        """Copy each piece after all that the compute stream was given."""
+        there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (place.nbytes,), (1,))
+        stream.wait_event(torch.cuda.current_stream(self._device).record_event())
+        done = 0
+        with torch.cuda.stream(stream):
+            for run in place.runs:
+                count = min(run.nbytes, place.nbytes - done)
+                pinned, piece = self._pinned[run.begin : run.begin + count], there[done : done + count]
+                to, source = (pinned, piece) if out else (piece, pinned)
+                to.copy_(source, non_blocking=True)
+                done += count
+        return PinnedTransfer(stream.record_event(), self._device)
+
+
+def _pin(nbytes: int) -> torch.Tensor:
+    """Memory of the host that a device reads and writes by itself."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    except OSError as error:
+        raise HostError(
+            f"The host does not give {exact_bytes(nbytes)}: {error.strerror}. Give a smaller host_budget."
+        ) from error
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)
+    if int(status) != 0:
+        raise HostError(
+            f"{exact_bytes(nbytes)} of the host's memory cannot be pinned: CUDA error {int(status)}. Give a smaller "
+            "host_budget, or raise the limit of locked memory (ulimit -l)."
+        )
+    return memory

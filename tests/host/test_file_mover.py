@@ -1,0 +1,294 @@
+"""Copies to and from a file: bits, threads beside the step, and what is left when anything goes wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkmate.errors import HostError
+from checkmate.host import file_mover, open_store
+from checkmate.host.buffer import Buffer
+from checkmate.host.file_mover import FileMover
+from checkmate.host.slots import BLOCK
+from checkmate.host.store import Store
+
+CPU = torch.device("cpu")
+TO_THE_END = 60.0  # seconds: nothing that is right waits so long
+
+
+def value(nbytes: int, shift: int = 0) -> torch.UntypedStorage:
+    """Random bytes, at an address so much above a multiple of 4096."""
+    whole = torch.randint(0, 256, (nbytes + 2 * BLOCK,), dtype=torch.uint8)
+    begin = -whole.data_ptr() % BLOCK + shift
+    return Slice(whole, begin, nbytes)
+
+
+class Slice:
+    """Some bytes of a tensor, with what a store asks of a storage."""
+
+    def __init__(self, whole: torch.Tensor, begin: int, nbytes: int) -> None:
+        self.tensor = whole[begin : begin + nbytes]
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr()
+
+    def nbytes(self) -> int:
+        return self.tensor.numel()
+
+    def bits(self) -> bytes:
+        return self.tensor.numpy().tobytes()
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("checkmate-")]
+
+
+@pytest.fixture(params=["direct", "cached"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder; as if its file system had no way past the page cache, too. No file and no thread stays."""
+    if request.param == "cached":
+        monkeypatch.setattr(Buffer, "_go_direct", lambda buffer: False)
+    yield tmp_path
+    assert list(tmp_path.iterdir()) == []
+    assert threads() == []
+
+
+@pytest.fixture(params=[64, 512, None], ids="alignment {}".format)
+def alignment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disks ask for addresses of which alignments; None: what this one says. What asks for more suits it as well."""
+    if request.param is not None:
+        found = Buffer._find_alignment
+        monkeypatch.setattr(Buffer, "_find_alignment", lambda buffer: max(request.param, found(buffer)))
+
+
+@pytest.mark.usefixtures("alignment")
+def test_bits_come_back_in_any_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_mover, "BOUNCE", 2 * BLOCK)
+    draw, capacity = random.Random(1), 64 * BLOCK
+    store = open_store(f"file:{folder}", capacity, CPU)
+    there: dict[int, bytes] = {}
+    under_way: dict[int, Slice | None] = {}
+    for key in range(300):
+        nbytes = draw.choice([0, 1, 63, 4095, 4096, 4097, 4096 + 511, draw.randrange(12 * BLOCK)])
+        while store.bytes_there + nbytes + BLOCK > capacity:
+            other = draw.choice([*there])
+            settle(store, there, under_way, other)
+            store.drop(other)
+            del there[other]
+        some = value(nbytes, draw.choice([0, 64, 448, 512, 1]))
+        store.send(key, some)
+        there[key], under_way[key] = some.bits(), None
+        for other in draw.sample([*there], min(2, len(there))):
+            settle(store, there, under_way, other)
+            under_way[other] = value(len(there[other]), draw.choice([0, 64, 448, 512, 1]))
+            store.fetch(other, under_way[other])
+    for key in there:
+        settle(store, there, under_way, key)
+    store.close()
+
+
+def settle(store: Store, there: dict[int, bytes], under_way: dict[int, Slice | None], key: int) -> None:
+    if key in under_way:
+        store.wait(key)
+        landed = under_way.pop(key)
+        assert landed is None or landed.bits() == there[key]
+
+
+def test_threads_share_a_store(folder: Path) -> None:
+    store, wrong = open_store(f"file:{folder}", 100 * BLOCK, CPU), []
+
+    def step(first: int) -> None:
+        draw = random.Random(first)
+        for key in range(first, first + 40):
+            some = torch.randint(0, 256, (draw.randrange(20 * BLOCK),), dtype=torch.uint8)
+            landing = torch.zeros_like(some)
+            store.send(key, some.untyped_storage())
+            store.wait(key)
+            store.fetch(key, landing.untyped_storage())
+            store.wait(key)
+            store.drop(key)
+            wrong.extend([key] * (bytes(some.numpy()) != bytes(landing.numpy())))
+
+    steps = [threading.Thread(target=step, args=(100 * n,)) for n in range(4)]
+    for one in steps:
+        one.start()
+    for one in steps:
+        one.join()
+    assert wrong == []
+    assert (store.bytes_there, store.counts.waits) == (0, 320)
+    store.close()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gate]:
+    """A gate that calls of the file go through."""
+
+    def make(name: str) -> Gate:
+        gate, call = Gate(), getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args: (gate.reach(), call(*args))[1])
+        return gate
+
+    return make
+
+
+class Gate:
+    """Where a thread stops until it is let on."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def reach(self) -> None:
+        self.reached.set()
+        assert self.open.wait(TO_THE_END)
+
+
+def test_copies_run_beside_the_step_and_in_both_directions(folder: Path, gate: Callable[..., Gate]) -> None:
+    store = open_store(f"file:{folder}", 10 * BLOCK, CPU)
+    first, second, landing = (value(2 * BLOCK + 9, 64) for _ in range(3))
+    store.send(0, first)
+    store.wait(0)
+    writes = gate("pwrite")
+    store.send(1, second)
+    assert writes.reached.wait(TO_THE_END)  # the thread is in the midst of it
+    torch.rand(100, 100) @ torch.rand(100, 100)  # and so is the step
+    store.fetch(0, landing)
+    store.wait(0)  # the other direction does not stand behind
+    assert landing.bits() == first.bits()
+    before = store.counts.blocked
+    threading.Timer(0.01, writes.open.set).start()
+    store.wait(1)
+    assert store.counts.blocked == before + 1
+    store.close()
+
+
+def test_nothing_is_freed_while_it_is_copied(folder: Path, gate: Callable[..., Gate]) -> None:
+    store = open_store(f"file:{folder}", 10 * BLOCK, CPU)
+    writes = gate("pwrite")
+    values = [value(BLOCK), value(BLOCK)]
+    for key in (0, 1):
+        store.send(key, values[key])
+    assert writes.reached.wait(TO_THE_END)
+    over = threading.Event()
+    end = threading.Thread(target=lambda: (store.reset(), over.set()))
+    end.start()
+    assert not over.wait(0.05)  # one copy is under way: the step's end waits
+    writes.open.set()
+    end.join(TO_THE_END)
+    assert over.is_set()
+    assert store.bytes_there == 0
+    store.send(1, values[0])
+    store.wait(1)
+    landing, reads = value(BLOCK), gate("preadv")
+    store.fetch(1, landing)
+    assert reads.reached.wait(TO_THE_END)
+    threading.Timer(0.01, reads.open.set).start()
+    store.close()  # in the middle of a copy, which ends first
+    assert landing.bits() == values[0].bits()
+    with pytest.raises(HostError, match="closed"):
+        store.wait(1)
+
+
+def test_a_deleted_store_ends_its_copies_threads_and_file(folder: Path, gate: Callable[..., Gate]) -> None:
+    store = open_store(f"file:{folder}", BLOCK, CPU)
+    assert sorted(threads()) == ["checkmate-back_0", "checkmate-out_0"]
+    writes = gate("pwrite")
+    store.send(0, value(BLOCK))
+    threading.Timer(0.01, writes.open.set).start()
+    del store
+    assert threads() == []
+
+
+def test_errors_of_the_disk_reach_the_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(f"file:{folder}", 10 * BLOCK, CPU)
+    store.send(0, value(5000))
+    store.wait(0)
+
+    def fail(*args: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    for name, says in (
+        ("preadv", "from the file in .* failed: .*Input/output"),
+        ("pwrite", "to the file in .* failed"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fail)
+            store.fetch(0, value(5000)) if name == "preadv" else store.send(1, value(5000))
+            with pytest.raises(HostError, match=says):
+                store.wait(0 if name == "preadv" else 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", lambda *args: 0)
+        store.fetch(0, value(5000))
+        with pytest.raises(HostError, match=r"0 of .* bytes were moved at byte 0"):
+            store.wait(0)
+    store.reset()  # and then all goes on
+    some, landing = value(9000, 64), value(9000, 64)
+    store.send(0, some)
+    store.wait(0)
+    store.fetch(0, landing)
+    store.wait(0)
+    assert landing.bits() == some.bits()
+    store.close()
+
+
+def test_calls_that_move_less_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, read, short = os.pwrite, os.preadv, 2 * BLOCK
+    store = open_store(f"file:{folder}", 10 * BLOCK, CPU)
+    monkeypatch.setattr(os, "pwrite", lambda fd, piece, at: write(fd, memoryview(piece)[:short], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, pieces, at: read(fd, [memoryview(pieces[0])[:short]], at))
+    some, landing = value(7 * BLOCK + 5), value(7 * BLOCK + 5)
+    store.send(0, some)
+    store.wait(0)
+    store.fetch(0, landing)
+    store.wait(0)
+    assert landing.bits() == some.bits()
+    store.close()
+
+
+CHILD = """
+import os, sys, torch
+from checkmate.host import open_store
+store = open_store("file:" + sys.argv[1], 1 << 20, torch.device("cpu"))
+store.send(0, torch.rand(1000).untyped_storage())
+store.wait(0)
+"""
+KILLED = "store.send(1, torch.rand(100000).untyped_storage()); os.kill(os.getpid(), 9)"
+ENDED = "store.send(1, torch.rand(100000).untyped_storage())"
+FORKED = """
+child = os.fork()
+try:
+    store.fetch(0, torch.UntypedStorage(4000))
+except Exception as error:
+    assert child == 0 and "forked" in str(error)
+else:
+    assert child and os.waitpid(child, 0)[1] == 0
+    store.wait(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ending", "status"), [(KILLED, -9), (ENDED, 0), (FORKED, 0)], ids=["killed", "ended", "forked"]
+)
+def test_a_process_leaves_no_file_however_it_ends(ending: str, status: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CHILD + ending, str(tmp_path)]
+    assert subprocess.run(command, timeout=TO_THE_END).returncode == status
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_hold_no_storage(tmp_path: Path) -> None:
+    mover = FileMover(Buffer(tmp_path, BLOCK))
+    store = Store(mover, BLOCK)
+    storage = torch.UntypedStorage(8)
+    held = sys.getrefcount(storage)
+    store.send(0, storage)
+    store.wait(0)
+    assert sys.getrefcount(storage) == held
+    store.close()

@@ -1,0 +1,170 @@
+"""What a store promises, with a mover whose copies end when the test says so."""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import pytest
+import torch
+
+from checkmate.errors import CheckmateError, HostError
+from checkmate.host.slots import BLOCK
+from checkmate.host.store import Counts, Place, Store, Transfer
+
+
+class Copy:
+    """A copy that ends when it is waited for."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.ended, self.error = False, error
+
+    def wait(self) -> Exception | None:
+        self.ended = True
+        return self.error
+
+
+class ByHand:
+    """A mover that notes what it is asked."""
+
+    name, own_bytes = "the test's memory", 0
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.error: Exception | None = None
+
+    def out(self, storage: torch.UntypedStorage, place: Place) -> Transfer:
+        self.asked.append("out")
+        return Copy(self.error)
+
+    def back(self, place: Place, storage: torch.UntypedStorage) -> Transfer:
+        self.asked.append("back")
+        return Copy(self.error)
+
+    def finish(self) -> None:
+        self.asked.append("finish")
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+    def abandon(self) -> None:
+        self.asked.append("abandon")
+
+
+def sent(store: Store, key: int, nbytes: int) -> None:
+    store.send(key, torch.UntypedStorage(nbytes))
+    store.wait(key)
+
+
+def test_bytes_there_are_counted_from_send_to_drop() -> None:
+    store = Store(ByHand(), 10 * BLOCK)
+    store.send(0, torch.UntypedStorage(2 * BLOCK + 1))
+    assert (store.bytes_there, store.peak_there) == (3 * BLOCK, 3 * BLOCK)
+    sent(store, 1, 0)
+    sent(store, 2, 1)
+    store.wait(0)
+    store.drop(0)
+    assert (store.bytes_there, store.peak_there) == (BLOCK, 4 * BLOCK)
+    store.fetch(2, torch.UntypedStorage(1))
+    store.wait(2)
+    assert store.bytes_there == BLOCK
+    assert store.counts == Counts(sent=2 * BLOCK + 2, fetched=1, waits=4, blocked=4)
+
+
+def test_storages_live_until_the_wait_and_go_with_it() -> None:
+    store = Store(ByHand(), BLOCK)
+    source, landing = torch.UntypedStorage(8), torch.UntypedStorage(8)
+    alive = [weakref.ref(storage) for storage in (source, landing)]
+    store.send(0, source)
+    del source
+    assert alive[0]() is not None
+    store.wait(0)
+    assert alive[0]() is None
+    store.fetch(0, landing)
+    del landing
+    assert alive[1]() is not None
+    store.wait(0)
+    assert alive[1]() is None
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda store: store.fetch(7, torch.UntypedStorage(1)), "Value 7 is not in the test's memory"),
+        (lambda store: store.drop(7), "Value 7 is not in the test's memory"),
+        (lambda store: store.wait(7), "Nothing of value 7 is under way"),
+        (lambda store: store.wait(0), "Nothing of value 0 is under way"),
+        (lambda store: store.send(0, torch.UntypedStorage(1)), "Value 0 is in the test's memory already"),
+        (lambda store: store.fetch(0, torch.UntypedStorage(9)), "Value 0 has 8 B, and is to land in 9 B"),
+        (lambda store: store.fetch(1, torch.UntypedStorage(8)), "Value 1 is under way"),
+        (lambda store: store.drop(1), "Value 1 is under way .* before it is dropped"),
+        (lambda store: store.send(2, torch.UntypedStorage(BLOCK)), r"No room for value 2 .* 8.19 kB .* are taken"),
+    ],
+)
+def test_what_a_plan_must_not_do_is_refused(call: object, says: str) -> None:
+    mover = ByHand()
+    store = Store(mover, 2 * BLOCK)
+    sent(store, 0, 8)
+    store.send(1, torch.UntypedStorage(8))
+    with pytest.raises(HostError, match=says):
+        call(store)
+    assert mover.asked == ["out", "out"]
+    assert store.bytes_there == 2 * BLOCK
+
+
+def test_what_went_wrong_in_a_copy_is_told_by_its_wait() -> None:
+    mover = ByHand()
+    store = Store(mover, 10 * BLOCK)
+    sent(store, 0, 8)
+    mover.error = OSError(5, "Input/output error")
+    store.fetch(0, torch.UntypedStorage(8))
+    with pytest.raises(CheckmateError, match=r"The copy of 8 B from the test's memory failed: .*Input/output error"):
+        store.wait(0)
+    store.send(1, torch.UntypedStorage(8))
+    with pytest.raises(CheckmateError, match="The copy of 8 B to the test's memory failed") as raised:
+        store.wait(1)
+    assert raised.value.__cause__ is mover.error
+    assert store.bytes_there == BLOCK  # what was not copied whole is not there
+    with pytest.raises(HostError, match="Value 1 is not in"):
+        store.fetch(1, torch.UntypedStorage(8))
+
+
+def test_a_step_that_broke_off_leaves_nothing() -> None:
+    mover = ByHand()
+    store = Store(mover, 3 * BLOCK)
+    sent(store, 0, 8)
+    source = torch.UntypedStorage(8)
+    alive = weakref.ref(source)
+    store.send(1, source)
+    del source
+    mover.finish = lambda: mover.asked.append("finish" if alive() is not None else "too late")
+    store.reset()
+    assert mover.asked == ["out", "out", "finish"]
+    assert (store.bytes_there, alive()) == (0, None)
+    sent(store, 0, 3 * BLOCK)
+
+
+def test_a_store_is_closed_once_by_hand_or_when_it_is_deleted() -> None:
+    mover = ByHand()
+    store = Store(mover, BLOCK)
+    store.close()
+    store.close()
+    with pytest.raises(HostError, match="is closed"):
+        store.send(0, torch.UntypedStorage(1))
+    with pytest.raises(HostError, match="is closed"):
+        store.wait(0)
+    del store
+    assert mover.asked == ["finish", "close"]
+    other = Store(mover, BLOCK)
+    del other
+    assert mover.asked == ["finish", "close"] * 2
+
+
+def test_a_forked_child_must_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    mover = ByHand()
+    store, parent = Store(mover, BLOCK), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    with pytest.raises(HostError, match=f"opened by process {parent}. This one was forked"):
+        store.send(0, torch.UntypedStorage(1))
+    del store
+    assert mover.asked == ["abandon"]
