@@ -13,7 +13,8 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
 from checkmate.core.table import Printed, Table
 from checkmate.inspection.module_groups import fold
-from checkmate.inspection.timeline import OUTSIDE, place_of
+from checkmate.inspection.places import place_of
+from checkmate.inspection.timeline import OUTSIDE
 from checkmate.units import format_bytes, format_seconds, signed
 
 
