@@ -202,8 +202,8 @@ class Store:
         with self._books:
             self._check_open()
             self._mover.finish()
-            for key in [*self._values]:
-                self._forget(key)
+            self._values.clear()
+            self._slots = Slots(self.capacity)
 
     def close(self) -> None:
         """Let the second memory go, after what is under way has ended. Closing again does nothing."""
