@@ -47,7 +47,6 @@ WIDTH = 110  # characters of a line
 COMMON: dict[str, object] = {"time_limit": 60.0, "gap": 1e-4, "threads": 1, "seed": 0}  # options, with their defaults
 ALL = tuple(COMMON)
 TIMED, SEEDED = ("time_limit",), ("time_limit", "seed")
-BOTH = {"sends": True, "needs_host": True}
 SOLVER, RELAXED = ("time_limit", "gap", "threads"), ("time_limit", "threads", "seed")
 
 
@@ -94,6 +93,12 @@ class Method:
         return incumbent.solution(self.name, self.run(incumbent.task, incumbent, **options))
 
 
+def _beside_host(
+    name: str, summary: str, source: str, run: Callable[..., Remarks], heeds: tuple[str, ...] = ()
+) -> Method:
+    return Method(name, summary, source, run, heeds, sends=True, needs_host=True)
+
+
 _TABLE = (
     Method(
         "auto",
@@ -120,9 +125,9 @@ _TABLE = (
     Method("min-cut", "save a minimum cut between forward and backward", "He, AOTAutograd, 2022", min_cut, TIMED),
     Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp, SOLVER, sends=True),
     Method("lp-rounding", "its linear relaxation, rounded in two phases", f"{JAIN}, Section 5", lp_rounding, RELAXED),
-    Method("offload-all", "send all that the backward reads to a second memory", HOOKS, offload_all, **BOTH),
-    Method("capuchin", "swap what is unused for long, recompute what is cheap", PENG, capuchin, TIMED, **BOTH),
-    Method("poet", "recompute and page in one integer program, on one device", PATIL, poet, SOLVER, **BOTH),
+    _beside_host("offload-all", "send all that the backward reads to a second memory", HOOKS, offload_all),
+    _beside_host("capuchin", "swap what is unused for long, recompute what is cheap", PENG, capuchin, TIMED),
+    _beside_host("poet", "recompute and page in one integer program, on one device", PATIL, poet, SOLVER),
 )
 METHODS = {method.name: method for method in _TABLE}
 

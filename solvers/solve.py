@@ -117,6 +117,11 @@ def attempt(
         options = {**options, "start": start if method == "auto" else as_schedule(problem, start)}
     chosen = check_method(method, options)
     refuse_unknown_rules(problem, method)
+    if chosen.needs_host and problem.host is None:
+        raise ValueError(
+            f"Method {method!r} is for a problem with a second memory. Give it one: problem.with_host(Host(budget, "
+            "send=bytes_per_second, fetch=bytes_per_second)), or compile(host_budget=...)."
+        )
     budget = parse_bytes(budget)
     check_limits(time_limit, gap)
     common = {name: options.pop(name) for name in ("threads", "seed") if name in options}

@@ -17,7 +17,7 @@ LINKS = {False: ("sent", BLUE, "//"), True: ("fetched", ORANGE, "||")}  # the lo
 
 
 def links(ax: Axes, line: Timeline) -> tuple[Axes, Axes]:
-    """Strips under a picture of the memory, on its seconds: transfers as bars, where they are waited for, bytes there."""
+    """Strips under a picture of the memory, on its seconds: transfers as bars, what is waited for, bytes there."""
     lanes = ax.inset_axes((0.0, -0.24, 1.0, 0.18), sharex=ax)
     there = ax.inset_axes((0.0, -0.50, 1.0, 0.20), sharex=ax)
     _lanes(lanes, line)
