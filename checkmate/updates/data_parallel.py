@@ -51,13 +51,14 @@ def wrapped_in(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
 @contextmanager
 def as_their_modules(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """Within the block these are called as the modules that they wrap."""
+    kinds = [type(module) for module in wrapped]
     for module in wrapped:
         module.__class__ = AsItsModule
     try:
         yield
     finally:
-        for module in wrapped:
-            module.__class__ = DistributedDataParallel
+        for module, kind in zip(wrapped, kinds, strict=True):
+            module.__class__ = kind
 
 
 def stand_aside(wrapped: Sequence[DistributedDataParallel]) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -252,6 +253,15 @@ def _refused() -> None:
     inner.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
     with pytest.raises(checkmate.Unsupported, match=r"communication hook.*reserve="):
         _planned(_loss_of(inner), optimizer)
+    own = type("Own", (DistributedDataParallel,), {})(_model())
+    with pytest.raises(checkmate.Unsupported, match="A Own may do more"):
+        _planned(_loss_of(own), optimizer)
+
+    def mean_of_all(x: Tensor, y: Tensor) -> Tensor:
+        return all_gather_tensor_autograd(model(x), 0, dist.group.WORLD).square().mean()
+
+    with pytest.raises(checkmate.Unsupported, match="the backward exchanges data"):
+        _planned(mean_of_all, optimizer, process_group=dist.group.WORLD)(*_batch())
     other = nn.Linear(WIDTH, 10 + dist.get_rank())
     with pytest.raises(ValueError, match="different shapes"):
         _planned(_loss_of(other), optim.SGD(other.parameters(), lr=0.1), process_group=dist.group.WORLD)
