@@ -1,0 +1,130 @@
+"""A file as the second memory, measured: a network at the smallest budget of recomputation alone, with and without it.
+
+    python -m benchmarks.second_memory_measured [NETWORK ...] [--where file:/dev/shm file:] [--rounds N]
+    python -m benchmarks.second_memory_measured --report     # from the rows: results/second_memory_measured.md
+
+Networks are those of `make bench`, on one thread. Steps of all ways and a plain one are run in turn, and the time of
+each is divided by the plain one's of the same round; the median counts. Bits and peak are compared with plain PyTorch
+by `checkmate.verify`. One row for each network and way goes to `benchmarks/results/second_memory_measured.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import checkmate
+from benchmarks.common.rows import Row, add_names, append, latest, origin, read, shown
+from benchmarks.peers.subjects import NETWORKS, Subject
+from checkmate.core.table import Table
+from checkmate.core.timing import timing
+from checkmate.solvers.search.min_budget import ends_of
+from checkmate.units import format_bytes
+
+RESULTS = Path(__file__).parent / "results" / "second_memory_measured.jsonl"
+ALONE = "recomputation"
+WHERE = ("file:/dev/shm", "file:")
+HOST_BUDGET = 2 * 10**9  # bytes
+TIME_LIMIT = 20.0  # seconds to plan
+ROUNDS = 15
+HEADER = ("network", "budget", "way", "step / plain", "planned", "peak", "there", "sent", "numbers")
+
+
+def rows_of(name: str, where: Sequence[str], rounds: int) -> list[Row]:
+    """The rows of a network: without a second memory, and with each."""
+    torch.set_num_threads(1)
+    subject = Subject.of(NETWORKS[name], torch.device("cpu"))
+    budget = ends_of(checkmate.trace(subject.plain, *subject.batch)).peak
+    asked: dict[str, dict[str, Any]] = {
+        ALONE: {},
+        **{way: {"host": way, "host_budget": HOST_BUDGET} for way in where},
+    }
+    steps = {
+        way: checkmate.compile(subject.plain, budget=budget, wait="best", time_limit=TIME_LIMIT, **about)
+        for way, about in asked.items()
+    }
+    times = _in_turn({"plain": subject.plain, **steps}, subject, rounds)
+    found = []
+    for way, about in asked.items():
+        report = checkmate.verify(subject.plain, *subject.batch, budget=budget, time_limit=TIME_LIMIT, **about)
+        plan = steps[way].plans[0]
+        assert plan.plan is not None
+        there = [t for t in timing(plan.plan, plan.problem).transfers if not t.back]
+        ratios = [ours / plain for ours, plain in zip(times[way], times["plain"], strict=True)]
+        row: Row = {"network": name, "budget": budget, "way": way, "time_ratio": statistics.median(ratios)}
+        row |= {"planned_ratio": plan.cost / plan.problem.keep_all_cost, "predicted_peak": plan.peak}
+        row |= {"peak": report.measured_peak, "same_bits": report.repeats, "ratios": ratios}
+        row |= {"sent": sum(int(plan.problem.sizes[t.value]) for t in there), "values": len(there)}
+        row |= {"rates": None if plan.problem.host is None else str(plan.problem.host), "rounds": rounds}
+        found.append(row)
+    return found
+
+
+def _in_turn(steps: dict[str, Callable[..., Any]], subject: Subject, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step, by way, in rounds that run each once."""
+    times: dict[str, list[float]] = {way: [] for way in steps}
+    for turn in range(-2, rounds):  # the first ones plan and warm up
+        for way, step in steps.items():
+            subject.module.zero_grad()
+            began = time.perf_counter()
+            step(*subject.batch).backward()
+            if turn >= 0:
+                times[way].append(time.perf_counter() - began)
+    return times
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table with a line that says where the rows are from."""
+    commits, machines = (", ".join(sorted({row[key] for row in rows})) for key in ("commit", "cpu"))
+    last = latest(rows, "network", "way")
+    lines = [
+        "# A file as the second memory",
+        "",
+        f"Made by `python -m benchmarks.second_memory_measured` at {commits} on {machines}, one thread: each network "
+        "at the smallest budget for which a plan of recomputation alone is known. Times are medians of interleaved "
+        "steps.",
+        "",
+        Table(HEADER, [_cells(row) for row in last], HEADER[1:]).markdown(),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row["network"],
+        format_bytes(row["budget"]),
+        row["way"],
+        shown(row["time_ratio"], ".2f"),
+        shown(row["planned_ratio"], ".2f"),
+        format_bytes(row["peak"]),
+        row["rates"] or "",
+        format_bytes(row["sent"]),
+        "same bits" if row["same_bits"] else "other bits",
+    ]
+
+
+def main() -> None:
+    """Measure what was asked for and append the rows to the file, and make the report of all its rows."""
+    parser = argparse.ArgumentParser(description="A file as the second memory, measured.")
+    add_names(parser, tuple(NETWORKS), ("gpt2",))
+    parser.add_argument("--where", nargs="+", default=WHERE, help="second memories, as compile(host=) takes them")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the table")
+    args = parser.parse_args()
+    for name in () if args.report else args.names:
+        for row in rows_of(name, args.where, args.rounds):
+            append(args.out, {**origin(), **row})
+            print(name, row["way"], row["time_ratio"], row["planned_ratio"], row["peak"], row["same_bits"], flush=True)
+    args.out.with_suffix(".md").write_text(markdown(read(args.out)))
+
+
+if __name__ == "__main__":
+    main()
