@@ -5,15 +5,15 @@ accesses, measured in a step that keeps everything: of each value, the pair of a
 
     free time = back access - swap time in - (evicted access + swap time out)
 
-Values are taken by free time, the most first. As long as it is not negative a swap costs nothing, and is what is done.
-Of the others each is swapped or made again, whichever costs less: a swap what its free time lacks, recomputation what
-its ops take; those of the most memory saving per second (MSPS) come first, and what is taken changes the others', which
-may have been made from it. It ends when the plan fits.
+Values are taken by free time, the most first. As long as none becomes negative, in the queue of the link too, a swap
+costs nothing, and is what is done. Of the others each is swapped or made again, whichever costs less: a swap what free
+time lacks, recomputation what its ops take; those of the most memory saving per second (MSPS) come first, and what is
+taken changes the others', which may have been made from it. It ends when the plan fits.
 
-Where we differ: the paper adds up the bytes that values save, at the peak; here the plan itself is simulated after each
-value. Its in-trigger, the access before which a fetch is asked for, is the last one that leaves the time of the fetch;
-the paper corrects it at run time by what is measured. Where that leaves no room, fetches wait for the access, as
-the paper's on-demand ones. Links carry one transfer at a time here as there.
+Where we differ: the paper adds up the bytes that values save, at the peak; here the plan itself is simulated, whenever
+another hundredth of the bytes goes. Its in-trigger, the access before which a fetch is asked for, is the last one that
+leaves the time of the fetch, and is corrected at run time by what is measured; here there are three plans, of which the
+best counts: with triggers early enough for all that queues for the link, for the fetch alone, and at the access itself.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from checkmate.solvers.host.unroll import Swap, unroll
 from checkmate.units import exact_bytes
 
 METHOD = "capuchin"
+STEP = 0.01  # of the bytes of keeping all: so much more goes before the next plan is tried
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Candidate:
     swap: Swap
     free_time: float  # seconds that are left over beside its transfers
     back: int  # the op that accesses it again
+    gone: float  # seconds into the step: when it may go
+    needed: float  # when it is accessed again
 
 
 def capuchin(task: Task, incumbent: Incumbent) -> Remarks:
@@ -57,14 +60,16 @@ def capuchin(task: Task, incumbent: Incumbent) -> Remarks:
     6.0
     """
     policy, least = Policy(task), task.problem.keep_all_peak
+    wanted = task.problem.keep_all_peak - task.budget
     while incumbent.R is None:
-        for swaps in (policy.swaps, policy.swaps_on_access):
+        enough = policy.bytes_evicted >= wanted or not policy.left or task.clock.is_over
+        wanted = max(wanted, policy.bytes_evicted + int(STEP * task.problem.keep_all_peak)) if enough else wanted
+        for swaps in policy.triggers if enough else ():
             plan = unroll(task.problem, task.budget, swaps, policy.dropped)
             peak = simulator.simulate(plan, task.problem).peak
             least = min(least, peak)
             if peak <= task.budget and not simulator.verify(plan, task.problem, task.budget):
                 incumbent.offer_plan(plan, METHOD)
-                break
         if task.clock.is_over or not policy.take():
             break
     figures = {"swapped": len(policy.swaps), "recomputed": len(policy.dropped)}
@@ -78,44 +83,78 @@ class Policy:
         self.problem = task.problem
         self.left = sorted(candidates(self.problem), key=lambda candidate: -candidate.free_time)
         self.room = host_of(self.problem).budget
+        self.taken: list[Candidate] = []  # for swaps
         self.swaps: list[Swap] = []
+        self.swapped: set[int] = set()
         self.dropped: dict[int, int] = {}
         self.back: dict[int, int] = {candidate.swap.value: candidate.back for candidate in self.left}
 
     @property
-    def swaps_on_access(self) -> list[Swap]:
-        """The swaps, whose fetches are asked for when their values are accessed: where no room is for them before."""
-        return [replace(swap, fetch=self.back[swap.value]) for swap in self.swaps]
+    def triggers(self) -> list[list[Swap]]:
+        """The swaps, their fetches asked for early enough for all in the queue, for themselves, and when accessed."""
+        _, begins = self._queue(self.taken)
+        ops = np.concatenate([[0.0], np.cumsum(self.problem.seconds)]).tolist()
+        early = {v: bisect_right(ops, begin) - 1 for v, begin in begins.items()}
+        in_turn = [replace(s, fetch=min(s.fetch, max(early[s.value], s.after + 1))) for s in self.swaps]
+        return [in_turn, self.swaps, [replace(swap, fetch=self.back[swap.value]) for swap in self.swaps]]
 
     def take(self) -> bool:
         """Take one value more; whether there was one."""
-        if self.left and self.left[0].free_time >= 0:
-            self._swap(self.left.pop(0))
-            return True
+        for candidate in self.left:
+            if candidate.free_time < 0:
+                break
+            if self._has_room(candidate) and self._late([*self.taken, candidate]) <= 0:
+                self._swap(candidate)
+                return True
         best, most = None, -1.0
+        late = self._late(self.taken)
         for candidate in self.left:  # the most bytes for a second, by whichever of the two takes less
-            again = self._seconds_again(candidate)
             size = float(self.problem.sizes[candidate.swap.value])
-            least = min(again, -candidate.free_time if self._has_room(candidate) else float("inf"))
-            rate = size / least if least > 0 else float("inf")
-            if least < float("inf") and rate > most:
-                best, most = (candidate, again), rate
+            again, swap = self._seconds_again(candidate), float("inf")
+            if self._has_room(candidate):
+                swap = self._late([*self.taken, candidate]) - late
+            rate = size / max(min(again, swap), 1e-12)
+            if min(again, swap) < float("inf") and rate > most:
+                best, most = (candidate, swap < again), rate
         if best is None:
             return False
-        candidate, again = best
-        self.left.remove(candidate)
-        if self._has_room(candidate) and max(0.0, -candidate.free_time) < again:
+        candidate, swaps = best
+        if swaps:
             self._swap(candidate)
         else:
+            self.left.remove(candidate)
             self.dropped[candidate.swap.value] = candidate.swap.after
         return True
 
+    @property
+    def bytes_evicted(self) -> int:
+        """Of all values taken so far."""
+        return int(self.problem.sizes[[*self.dropped, *(swap.value for swap in self.swaps)]].sum())
+
     def _swap(self, candidate: Candidate) -> None:
-        if self._has_room(candidate):
-            self.swaps.append(candidate.swap)
-            self.room -= int(self.problem.sizes[candidate.swap.value])
-        else:
-            self.left.append(Candidate(candidate.swap, -float("inf"), candidate.back))  # it can only be made again
+        self.left.remove(candidate)
+        self.taken.append(candidate)
+        self.swaps.append(candidate.swap)
+        self.swapped.add(candidate.swap.value)
+        self.room -= int(self.problem.sizes[candidate.swap.value])
+
+    def _late(self, taken: list[Candidate]) -> float:
+        """Seconds by which the free time of one of these swaps is negative, if they queue for the links."""
+        ends, begins = self._queue(taken)
+        return max((ends[v] - begins[v] for v in ends), default=0.0)
+
+    def _queue(self, taken: list[Candidate]) -> tuple[dict[int, float], dict[int, float]]:
+        """When each value is away at the earliest, and when it has to start back at the latest."""
+        host, sizes = host_of(self.problem), self.problem.sizes
+        ends: dict[int, float] = {}
+        begins: dict[int, float] = {}
+        busy, begin = 0.0, float("inf")
+        for one in sorted(taken, key=lambda candidate: candidate.gone):
+            busy = ends[one.swap.value] = max(busy, one.gone) + host.seconds_to_send(int(sizes[one.swap.value]))
+        for one in sorted(taken, key=lambda candidate: -candidate.needed):
+            begin = min(begin, one.needed) - host.seconds_to_fetch(int(sizes[one.swap.value]))
+            begins[one.swap.value] = begin
+        return ends, begins
 
     def _has_room(self, candidate: Candidate) -> bool:
         return int(self.problem.sizes[candidate.swap.value]) <= self.room
@@ -138,7 +177,7 @@ class Policy:
     def _is_away(self, v: int, at: int) -> bool:
         """Not at hand before an op, and not in the second memory."""
         graph = self.problem.graph
-        if v in graph.outputs or graph.values[v].producer is None or any(swap.value == v for swap in self.swaps):
+        if v in graph.outputs or graph.values[v].producer is None or v in self.swapped:
             return False
         after, users = self.dropped.get(v), graph.users[v]
         return users[-1] < at or (after is not None and after < at)
@@ -160,7 +199,8 @@ def candidates(problem: Problem) -> list[Candidate]:
         size = int(problem.sizes[v])
         free = float(seconds) - host.seconds_to_send(size) - host.seconds_to_fetch(size)
         trigger = bisect_right(begins.tolist(), begins[back] - host.seconds_to_fetch(size)) - 1
-        found.append(Candidate(Swap(v, evicted, min(back, max(trigger, evicted + 1))), free, back))
+        swap = Swap(v, evicted, min(back, max(trigger, evicted + 1)))
+        found.append(Candidate(swap, free, back, float(begins[evicted + 1]), float(begins[back])))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The exact model on small graphs: the integer program of `checkmate.linear`, and beside a second memory its own.
+"""The exact model on small graphs: the program of `checkmate.solvers.linear`, and its own beside a second memory.
 
 With a second memory there are two programs. `checkmate.solvers.host.every_plan` asks of a plan only what all plans
 obey, so that its optimum is a bound. `checkmate.solvers.host.stages` has plans whose transfers go by stages; its answer

@@ -1,0 +1,173 @@
+"""The exact model and the bound of all plans, beside the cheapest of all plans there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from checkmate.core import simulator
+from checkmate.core.host import Host
+from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Wait
+from checkmate.core.problem import Problem
+from checkmate.core.rules import with_rules
+from checkmate.core.solution import Status
+from checkmate.solvers.common.incumbent import Incumbent
+from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.host.exact import find, prove
+from checkmate.solvers.host.lowering import polished, without_useless_copies
+from checkmate.solvers.host.stages import build, least_bytes
+from checkmate.solvers.solve import solve
+from tests.support.all_plans import cheapest_plan, random_chain_with_host, random_problem_with_host
+from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_ruled_problem
+from tests.support.sampling import long, slow
+
+ONCE = 1 + 1e-6  # solvers round
+CHAIN = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[4, 1, 1, 1, 1], sizes=[2] * 5, forward=3)
+
+
+def random_ruled_problem_with_host(seed: int, *, most_ops: int = 5) -> Problem:
+    rates = np.random.default_rng((seed, 5)).choice([1.0, 4.0, 8.0], 2).tolist()
+    return random_ruled_problem(seed, most_ops=most_ops).with_host(Host(20, *rates))
+
+
+MAKES = (random_problem_with_host, random_chain_with_host, random_ruled_problem_with_host)
+
+
+def budgets(problem: Problem) -> set[int]:
+    """The least that could do, and some in between."""
+    least = int(least_bytes(problem).max())
+    return {least, least + 1, (least + problem.keep_all_peak) // 2}
+
+
+def test_all_plans_are_as_good_as_all_schedules_where_nothing_is_sent() -> None:
+    for seed in range(12):
+        problem = random_problem(seed, most_ops=4)
+        known = outcomes(problem)
+        for budget in interesting_budgets(known):
+            cheapest, plan = cheapest_plan(problem, budget)
+            assert cheapest == pytest.approx(optimum(known, budget))
+            assert plan is None or simulator.verify(plan, problem, budget) == []
+
+
+def test_the_cheapest_plan_is_one_that_the_simulator_knows() -> None:
+    sent = 0
+    for seed in range(8):
+        problem = random_chain_with_host(seed, most_ops=5)
+        for budget in budgets(problem):
+            cheapest, plan = cheapest_plan(problem, budget)
+            if plan is not None:
+                assert simulator.verify(plan, problem, budget) == []
+                assert simulator.cost(plan, problem) == pytest.approx(cheapest)
+                sent += bool(plan.sent)
+            assert cheapest <= cheapest_plan(problem.with_host(None), budget)[0] + 1e-9
+    assert sent > 3
+
+
+def test_the_cheapest_plan_of_a_chain_counted_by_hand() -> None:
+    """Value 0 is gone while ops 2 and 3 run, and nothing but op 1 runs while it goes: half a second is waited for."""
+    problem = CHAIN.with_host(Host(2, send=4.0, fetch=4.0))
+    assert cheapest_plan(problem, 6)[0] == 8.5
+    assert cheapest_plan(problem, 8)[0] == 8.0
+    assert cheapest_plan(problem.with_host(Host(1, send=4.0, fetch=4.0)), 6)[0] == 12.0
+    assert cheapest_plan(problem, 5)[0] == math.inf
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("first", [0, slow(5), *map(long, range(10, 400, 5))])
+def test_no_plan_is_below_the_bound(make: Callable[..., Problem], first: int) -> None:
+    for seed in range(first, first + 5):
+        problem = make(seed, most_ops=5)
+        for budget in budgets(problem):
+            cheapest, _ = cheapest_plan(problem, budget)
+            task = Task(problem, budget, Clock(60))
+            assert prove(task, Incumbent(task))["seconds"] <= cheapest * ONCE, (seed, budget)
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("first", [0, slow(5), *map(long, range(10, 100, 5))])
+def test_a_plan_by_stages_is_valid_and_rarely_above_the_cheapest(make: Callable[..., Problem], first: int) -> None:
+    above = []
+    for seed in range(first, first + 5):
+        problem = make(seed, most_ops=5)
+        for budget in budgets(problem):
+            cheapest, _ = cheapest_plan(problem, budget)
+            task = Task(problem, budget, Clock(60))
+            incumbent = Incumbent(task)
+            find(task, incumbent)
+            assert incumbent.cost >= cheapest / ONCE, (seed, budget)
+            if cheapest < math.inf:
+                above.append(incumbent.cost > cheapest * ONCE)
+    assert sum(above) <= 0.1 * len(above)
+
+
+def test_milp_proves_its_plan_with_a_second_memory_the_best() -> None:
+    problem = CHAIN.with_host(Host(2, send=4.0, fetch=4.0))
+    solution = solve(problem, 6, method="milp")
+    assert solution.status is Status.OPTIMAL
+    assert solution.cost == solution.bound == 8.5
+    assert solution.plan.sent == {0}
+    assert solution.details["stages"]["seconds"] >= solution.cost
+    assert solve(problem, 5, method="milp").status is Status.INFEASIBLE
+
+
+def test_milp_is_the_plain_one_without_a_second_memory() -> None:
+    assert solve(CHAIN, 6, method="milp").cost == 12.0
+    assert solve(CHAIN, 6, method="milp", formulation="paper").method == "milp (paper)"
+    with pytest.raises(ValueError, match="With a second memory there is formulation='strengthened'"):
+        solve(CHAIN.with_host(Host(2, 4.0, 4.0)), 6, method="milp", formulation="paper")
+
+
+def test_links_that_carry_nothing_in_time_leave_recomputation() -> None:
+    slow = CHAIN.with_host(Host(100, send=1e-3, fetch=1e-3))
+    assert solve(slow, 6, method="milp").cost == solve(CHAIN, 6, method="milp").cost
+    assert solve(CHAIN.with_host(Host(0, 4.0, 4.0)), 6, method="milp").cost == 12.0
+
+
+def test_a_copy_is_no_way_around_a_rule() -> None:
+    first, *others = CHAIN.graph.ops
+    graph = replace(CHAIN.graph, ops=(replace(first, tags=("first",)), *others))
+    problem = replace(CHAIN, graph=graph, host=Host(100, send=100.0, fetch=100.0))
+    assert solve(problem, 8, method="milp").cost == 8.0
+    problem = with_rules(problem, {"first": "recompute"})
+    solution = solve(problem, 8, method="milp")
+    assert solution.cost == solution.bound == 12.0
+    assert not solution.plan.sent
+
+
+def test_the_model_of_pages_between_stages_has_no_transfers_beside_ops() -> None:
+    model, x = build(CHAIN.with_host(Host(8, 4.0, 4.0)), 6, beside=False)
+    assert (x.Out < 0).all()
+    assert (x.In < 0).all()
+    assert model.columns < build(CHAIN.with_host(Host(8, 4.0, 4.0)), 6)[0].columns
+
+
+def test_a_method_for_a_second_memory_needs_one() -> None:
+    for method in ("offload-all", "capuchin", "poet"):
+        with pytest.raises(ValueError, match=r"the problem has none: Problem\.with_host"):
+            solve(CHAIN, 8, method=method)
+
+
+def test_polishing_only_makes_a_plan_faster() -> None:
+    """A plan that waits at once for what it asks for takes as long as its links; moved, these work beside ops."""
+    problem = CHAIN.with_host(Host(2, send=4.0, fetch=4.0))
+    steps = (
+        *(Run(0), Run(1), Send(0), Wait(0), Free(0), Run(2)),
+        *(Run(3), Free(1), Free(2), Fetch(0), Wait(0), Drop(0), Run(4), Free(0), Free(3)),
+    )
+    plan = Plan(steps, boundary=6)
+    assert simulator.verify(plan, problem, 6) == []
+    assert simulator.cost(plan, problem) == 9.0
+    faster = polished(plan, problem, 6, Clock(5))
+    assert simulator.verify(faster, problem, 6) == []
+    assert simulator.cost(faster, problem) == 8.5
+    assert faster.runs == plan.runs
+
+
+def test_what_is_never_fetched_is_not_sent() -> None:
+    steps = (Run(0), Send(0), Run(1), Wait(0), Drop(0), Run(2), Send(1), Wait(1), Free(1), Fetch(1), Wait(1), Drop(1))
+    plan = without_useless_copies(Plan(steps, boundary=5))
+    assert plan == Plan((Run(0), Run(1), *steps[5:]), boundary=2)
