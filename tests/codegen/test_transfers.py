@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.networks import CASES
 from checkmate.backends.eager import Backend
+from checkmate.backends.in_parts import Write
 from checkmate.backends.planner import Options
 from checkmate.codegen.second_memory import SecondMemories, SecondMemory
+from checkmate.codegen.transfers import most_there
 from checkmate.compiler import CompiledStep
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
@@ -126,9 +128,9 @@ def test_bits_and_bytes_are_those_of_the_plan(name: str, seed: int) -> None:
     assert verify(plan.plan, plan.problem) == []
     assert plan.plan.sent
     assert [plan.problem.resident + peak for peak in found.peaks] == [plan.peak] * len(found.peaks)
-    assert memory.calls == 3
-    assert memory.last.there == simulate(plan.plan, plan.problem).peak_there
-    assert memory.pending == 0
+    assert memory.use.calls == 3
+    assert memory.use.there == simulate(plan.plan, plan.problem).peak_there
+    assert memory.use.pending == 0
 
 
 def test_calls_that_wait_for_their_backwards_know_nothing_of_each_other() -> None:
@@ -140,25 +142,25 @@ def test_calls_that_wait_for_their_backwards_know_nothing_of_each_other() -> Non
         (2 * first + third).backward()
 
     both_left(twice, model, other, step)
-    assert memory.calls == 3
-    assert memory.pending == 0
-    taken = memory.capacity
+    assert memory.use.calls == 3
+    assert memory.use.pending == 0
+    taken = memory.use.taken
     both_left(twice, model, other, step)
-    assert memory.capacity == taken  # of the stores that there were
+    assert memory.use.taken == taken  # of the stores that there were
 
 
 def test_what_nobody_can_ask_for_is_let_go_of() -> None:
     model, other, step, memory = pair()
     for _ in range(3):
         step(batch(0))
-    assert memory.pending == 1
-    assert memory.capacity < 2 * min(store.capacity for store in memory._used) + 1
+    assert memory.use.pending == 1
+    assert memory.use.taken == most_there(step.plans[0].plan, step.plans[0].problem.graph)  # one store
     other.load_state_dict(model.state_dict())
     both_left(lambda run: run(batch(0)).backward(), model, other, step)
 
 
 def test_a_second_backward_of_a_call_is_refused() -> None:
-    model, other, step, memory = pair()
+    model, other, step, _ = pair()
     loss = step(batch(0))
     loss.backward(retain_graph=True)
     before = state(other)
@@ -191,7 +193,7 @@ def test_a_step_that_fails_leaves_nothing_behind(
         patch.setattr(Store, "wait", wait)
         with pytest.raises(type(broken)) as caught:
             step(batch(0)).backward()
-    assert memory.pending == 0
+    assert memory.use.pending == 0
     assert [p.grad for p in other.parameters()] == [None] * len([*other.parameters()])
     if at == 0:  # in the forward
         assert_same_bits(state(other)[:-1], before[:-1])
@@ -222,7 +224,7 @@ def test_threads_each_have_a_store() -> None:
     for thread in threads:
         thread.join()
     assert_same_bits(found, expected)
-    assert memory.pending == 0
+    assert memory.use.pending == 0
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -243,7 +245,7 @@ def test_a_part_of_the_backward(which: int) -> None:
         model, other, step, memory = pair(seed, Two())
         both_left(lambda run: run(batch(0))[which].backward(), model, other, step)
         both_left(lambda run: sum(run(batch(1))).backward(), model, other, step)
-        assert memory.pending == 0
+        assert memory.use.pending == 0
 
 
 def test_gradients_in_batches() -> None:
@@ -259,7 +261,7 @@ def test_gradients_in_batches() -> None:
 
 
 def test_within_a_checkpoint() -> None:
-    model, other, step, memory = pair()
+    model, other, step, _ = pair()
     both_left(lambda run: checkpoint(run, batch(0), use_reentrant=False).backward(), model, other, step)
 
 
@@ -275,11 +277,6 @@ def test_a_plan_of_no_step_has_no_second_memory() -> None:
     step, _ = compiled(Net(), sending(0))
     step(batch(0))
     (plan,) = step.plans
-    from dataclasses import replace
-
-    alone = replace(plan.problem, emit=type(plan.problem.emit)(plan.problem.emit.joint, plan.problem.emit.over))
-    assert alone.emit is not None
-    forward = alone.emit(plan.plan).forward
-    given = [t for t in forward.graph.find_nodes(op="placeholder")]
+    forward = Write(plan.problem.emit.joint, plan.problem.emit.over)(plan.plan).forward
     with pytest.raises(HostError, match="was made for a problem"):
-        forward([torch.zeros(()) for _ in given])
+        forward([torch.zeros(()) for _ in forward.graph.find_nodes(op="placeholder")])
