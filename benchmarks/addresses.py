@@ -70,7 +70,7 @@ def plan_rows(graph: str, time_limit: float) -> Iterator[Row]:
         addresses = checkmate.addresses(solution, time_limit=time_limit)
         seconds = time.perf_counter() - began
         lives = lives_of(solution)
-        blocks = [Block(life.first, life.last + 1, -(-life.bytes // ALIGNMENT) * ALIGNMENT) for life in lives]
+        blocks = [Block(life.born, life.died, -(-life.bytes // ALIGNMENT) * ALIGNMENT) for life in lives]
         offsets = tuple(box.offset for box in addresses.boxes if not box.over)  # one for each life
         placement = Placement(offsets, addresses.height, addresses.bound)
         name = f"{graph} {share:g}"

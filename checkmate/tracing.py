@@ -74,6 +74,7 @@ def trace(
     find_costs, block_bytes = profiler(profile, cache=cache)
     elsewhere = second_memories(host, host_budget, cache=cache)
     problems: list[Problem] = []
+    as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
     fn, updates = (fn.loss_fn, fn.inserts) if isinstance(fn, TrainingStep) else (fn, None)
 
     def keep_all(problem: Problem) -> Solution:
@@ -81,7 +82,7 @@ def trace(
         return solve(problem, max(1, problem.keep_all_peak), method="checkpoint-all")
 
     try:
-        with quietly(), nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu():
+        with quietly(), as_captured(), nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu():
             backend = Backend(keep_all, _stop, find_costs, block_bytes, updates=updates, elsewhere=elsewhere)
             capture(fn, backend)(*args, **kwargs)
     except _Captured:
@@ -158,6 +159,7 @@ def _stop(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
     """Where `torch.compile` would split the step, in the order of the code that runs."""
     found: dict[Break, None] = {}
+    as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
     fn = fn.loss_fn if isinstance(fn, TrainingStep) else fn
     if any(map(is_fake, tensors_within((fn, args, kwargs)))):
         return []  # nothing can run
@@ -176,7 +178,7 @@ def _breaks(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Break]:
         return fn(*args, **kwargs)
 
     try:
-        with unchanged((fn, args, kwargs)):
+        with unchanged((fn, args, kwargs)), as_captured():
             torch.compile(step, backend=note, dynamic=False)(*args, **kwargs)
     except Exception as error:  # noqa: BLE001  # the reason is known already; what fails here, fails in plain PyTorch
         found[Break("", f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")] = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from checkmate.backends import ranks
 from checkmate.backends.plan_on import Planning
 from checkmate.backends.planner import MOST_PLANS, Memory, Options, Wait
+from checkmate.backends.state import modules_within
 from checkmate.compiler import CompiledStep, new_backend
 from checkmate.core.rules import Rules
 from checkmate.core.solution import Solution
@@ -28,6 +30,7 @@ from checkmate.memory.report import ArenaReport
 from checkmate.profiling.profilers import Choice
 from checkmate.updates import averaging, scaling
 from checkmate.updates.clipping import Clipping
+from checkmate.updates.data_parallel import as_their_modules, exchange_of, refuse_special, stand_aside, wrapped_in
 from checkmate.updates.insert import Insert
 from checkmate.updates.sums import Sums
 from checkmate.updates.supported import checked, refuse_hooks
@@ -47,6 +50,7 @@ def training_step(
     accumulate: int = 1,
     scaler: torch.amp.GradScaler | None = None,
     ema: tuple[AveragedModel, nn.Module] | None = None,
+    process_group: Any = False,
     gradients: bool = False,
     verify: bool = False,
     method: str = "auto",
@@ -85,6 +89,10 @@ def training_step(
     precision, `torch.autocast`, are in ``loss_fn``. With ``ema=(averaged, model)`` it ends in
     ``averaged.update_parameters(model)``: each parameter is averaged behind its update.
 
+    On ranks that train together, gradients are averaged over all ranks before anything else is done with them: where
+    ``loss_fn`` calls a model that is wrapped in `DistributedDataParallel`, or with ``process_group``. Summed over
+    several micro-batches, they are averaged once.
+
     Learning rates and other settings hold from the next call on, whoever sets them; `state_dict` and `load_state_dict`
     of model and optimizer are those of plain training. If a step fails in its backward, on Ctrl-C for instance, some
     parameters may be updated and others not: load a checkpoint.
@@ -101,6 +109,9 @@ def training_step(
         accumulate: how many calls make one update.
         scaler: scales the loss, for half precision, and skips updates by gradients that are not finite.
         ema: an averaged model, and the model that it averages.
+        process_group: of ranks that train together, `torch.distributed.group.WORLD` for all, where ``loss_fn`` calls
+            its model as it is; False: there are none, or the model is wrapped. Parameters, and buffers of modules that
+            ``loss_fn`` holds, are those of the first rank from now on; buffers at each update.
         gradients: leave the gradients in ``.grad`` after the step, clipped if they are: all of them are there then.
         verify: run the first call plainly as well, from the same state, and compare what it gives, parameters, buffers,
             gradients that are kept, the optimizer's state, the norm and the random state bitwise, and the measured peak
@@ -116,10 +127,11 @@ def training_step(
     Raises:
         BudgetError, RuleError, InfeasibleBudget: as for `checkmate.compile`.
         Unsupported: at once, for other optimizers, or hooks on their `step`; at a call, for hooks on parameters, or if
-            the step cannot be captured as one graph. At once, too, if ``loss_fn`` holds a module that is wrapped or
-            sharded for several ranks: their gradients are not exchanged within a plan.
-        ValueError: at once, if ``clip_norm``, ``clip_value`` or ``accumulate`` is no positive number, or ``verify`` is
-            asked of more than one call and one update by gradients as they are.
+            the step cannot be captured as one graph, or ranks have gradients of different parameters. At once, too, if
+            ``loss_fn`` holds a sharded module, or a `DistributedDataParallel` that does more than to average.
+        ValueError: at once, if ``clip_norm``, ``clip_value`` or ``accumulate`` is no positive number, ``verify`` is
+            asked of more than one call and one update by gradients as they are, or ``process_group`` is given for a
+            model that is wrapped, or for ranks with models of different shapes.
         VerificationError: at the first call, with ``verify``, if anything differs.
 
     >>> import torch
@@ -136,6 +148,9 @@ def training_step(
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate is a whole number of calls, 1 at least, not {accumulate!r}.")
     optimizers = checked(optimizer)
+    modules = modules_within(loss_fn)
+    with as_their_modules(wrapped_in(modules)):
+        _refuse_sharded(loss_fn)
     updates = Updates(
         optimizers,
         Clipping(clip_norm, norm_type, error_if_nonfinite, clip_value),
@@ -143,11 +158,11 @@ def training_step(
         sums=None if accumulate == 1 else Sums(),
         scaling=None if scaler is None else scaling.checked(scaler, optimizers),
         average=None if ema is None else averaging.checked(ema),
+        exchange=exchange_of(modules, process_group, optimizers),
     )
     about: dict[str, Any] = {"profile": profile, "cache": cache, "max_plans": max_plans, "memory": memory}
     about |= {"host_budget": host_budget, "host": host}
     options = Options(budget, method, time_limit, reserve, wait=wait, rules=rules, **about)
-    _refuse_ranks(loss_fn)
     if verify and (accumulate > 1 or updates.scaling is not None or updates.average is not None):
         raise ValueError("verify=True compares one call and its update, without accumulate, scaler or ema.")
     return TrainingStep(loss_fn, updates, accumulate, options, verify=verify)
@@ -167,7 +182,7 @@ class TrainingStep:
     ) -> None:
         self.loss_fn, self._updates, self._options = _with_one_gradient(loss_fn), updates, options
         self._accumulate, self._added = accumulate, 0  # calls of an update, and those that there were
-        self._verify = verify
+        self._verify, self._wrapped = verify, wrapped_in(modules_within(loss_fn))
         self._elsewhere = options.elsewhere  # of both kinds of calls
         self._plan_anew()
         functools.update_wrapper(self, loss_fn, updated=())
@@ -186,6 +201,10 @@ class TrainingStep:
     def inserts(self) -> Insert:
         """What puts the updates into a captured ``loss_fn``, for a backend that captures it."""
         return Insert(self._updates)
+
+    def as_captured(self) -> AbstractContextManager[None]:
+        """Within the block ``loss_fn`` does nothing beside what is captured, where it is wrapped for several ranks."""
+        return as_their_modules(self._wrapped)
 
     @property
     def _steps(self) -> list[CompiledStep[..., Any]]:
@@ -242,11 +261,16 @@ class TrainingStep:
         if updates.signature != self._planned_for:
             checked(updates.optimizers)
             self._plan_anew()
+        refuse_special(self._wrapped)
+        stand_aside(self._wrapped)
         if self._added == 0:
             for optimizer in updates.optimizers:
                 optimizer.zero_grad(set_to_none=True)
+            if updates.exchange is not None:
+                updates.exchange.share(updates.exchange.buffers())
         last = self._added == self._accumulate - 1
-        result = (self._last if last else self._adding)(*args, **kwargs)
+        with self.as_captured():
+            result = (self._last if last else self._adding)(*args, **kwargs)
         loss, *others = result if isinstance(result, tuple) else (result,)
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise Unsupported(
@@ -279,7 +303,10 @@ class TrainingStep:
         def plain() -> tuple[Any, torch.Tensor | None]:
             for optimizer in updates.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-            result = self.loss_fn(*args, **kwargs)
+            if updates.exchange is not None:
+                updates.exchange.share(updates.exchange.buffers())
+            with self.as_captured():
+                result = self.loss_fn(*args, **kwargs)
             (result[0] if isinstance(result, tuple) else result).backward()
             updates.as_plain()
             return result, clipping.norm
@@ -294,8 +321,8 @@ class TrainingStep:
         clipping.norm = norm
 
 
-def _refuse_ranks(loss_fn: Callable[..., Any]) -> None:
-    """Refuse modules that exchange their gradients with other ranks, outside of what is captured."""
+def _refuse_sharded(loss_fn: Callable[..., Any]) -> None:
+    """Refuse modules that speak with other ranks in their forward, outside of what is captured."""
     try:
         ranks.refuse_wrapped(loss_fn)
         ranks.refuse_inner(loss_fn, ())

@@ -51,6 +51,24 @@ def parse_bytes(budget: int | float | str) -> int:
     return int(budget)
 
 
+def parse_rate(rate: float | str) -> float:
+    """Read a number of bytes per second.
+
+    Args:
+        rate: a positive number, or text such as ``"55 GB/s"``, with the units of `parse_bytes`; the /s may be left out.
+
+    Raises:
+        ValueError: if it is none.
+
+    >>> parse_rate("55 GB/s"), parse_rate("512MiB"), parse_rate(1e9)
+    (55000000000.0, 536870912.0, 1000000000.0)
+    """
+    try:
+        return float(parse_bytes(re.sub(r"\s*(/\s*s|ps)\s*$", "", rate) if isinstance(rate, str) else rate))
+    except BudgetError:
+        raise ValueError(f"A rate is a number of bytes per second, such as '55 GB/s', not {rate!r}.") from None
+
+
 def _parse_text(text: str) -> int:
     match = _BYTES.fullmatch(text)
     if match is None:

@@ -11,7 +11,7 @@ import torch.fx as fx
 from checkmate.capture.device import BLOCK_BYTES, as_allocated
 from checkmate.capture.joint import Joint
 from checkmate.capture.ways.legal import candidates
-from checkmate.capture.ways.table import TABLE
+from checkmate.capture.ways.table import written_of
 from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
 from checkmate.errors import Unsupported
@@ -62,7 +62,8 @@ def _ways(joint: Joint, costs: Sequence[OpCost | None]) -> Iterator[Way]:
             block = BLOCK_BYTES.get(device_of_op(node).type, 1)
             others = (v for v in joint.graph.ops[k].outputs if v != makes)
             made = sum(as_allocated(joint.graph.values[v].size_bytes, block) for v in others)
-            yield Way(k, makes, over, max(0, allocated - made), TABLE[node.target].slower)
+            written = written_of(node.target)
+            yield Way(k, makes, over, max(0, allocated - made), written is not None and written.slower)
 
 
 def _estimate(node: fx.Node) -> float:

@@ -32,7 +32,7 @@ from checkmate.capture.splits.costs import estimate
 from checkmate.capture.splits.parts import InParts
 from checkmate.capture.ways.legal import Candidate, candidates
 from checkmate.capture.ways.shape_only import convolution_backward_input
-from checkmate.capture.ways.table import TABLE, block_bytes
+from checkmate.capture.ways.table import block_bytes, written_of
 from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
 from checkmate.errors import Unsupported
@@ -163,7 +163,9 @@ def _way(joint: Joint, candidate: Candidate, device: Device) -> Way:
     node = joint.nodes[candidate.op]
     assert node is not None
     bytes_of_block = as_allocated(block_bytes(node) or 0, device.block_bytes)
-    return Way(candidate.op, candidate.makes, candidate.over, bytes_of_block, TABLE[node.target].slower)
+    written = written_of(node.target)
+    slower = written is not None and written.slower
+    return Way(candidate.op, candidate.makes, candidate.over, bytes_of_block, slower)
 
 
 def roofline_seconds(node: fx.Node, device: Device) -> float:

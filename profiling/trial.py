@@ -25,7 +25,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.nodes import tensors
-from checkmate.capture.ways.table import TABLE, call_over, positions_to_try
+from checkmate.capture.ways.table import call_over, positions_to_try, written_of
 from checkmate.profiling.one_op import attempt, flat, repeat
 
 SETS = ("special", "finite", "usual")
@@ -56,7 +56,8 @@ def ways_of(node: fx.Node, run: partial[Any], count: Count) -> dict[int, bool]:
 def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) -> None:
     target: Any = node.target
     numbers = [t for t in tensors((run.args, run.keywords)) if t.is_floating_point() or t.dtype is torch.bool]
-    written = TABLE[target]
+    written = written_of(target)
+    assert written is not None
     sets = POINTWISE_SETS if written.pointwise else BLOCK_SETS if written.block is not None else SETS
     good = [*does]
     for name in sets:
@@ -66,6 +67,7 @@ def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) 
         for position in [*good]:
             over = run.args[position]
             into, args, kwargs = call_over(target, run.args, run.keywords, position)
+            into = into.rehearsal() if hasattr(into, "rehearsal") else into
             call = partial(into, *args, **kwargs)
             if not _is_same(node, partial(count, position, call) if name == sets[-1] else call, over, plain):
                 good.remove(position)

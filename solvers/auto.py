@@ -80,7 +80,7 @@ def auto(
     known = None if start is None else as_schedule(task.problem, start).R
     if task.problem.host is not None:
         known_plan = start.plan if isinstance(start, Solution) else None
-        return offload(task, incumbent, partial(auto, settle=settle, without=without), start=known_plan)
+        return offload(task, incumbent, partial(auto, settle=settle, without=without), start=known_plan, settle=settle)
     if task.budget >= task.problem.keep_all_peak and not task.problem.limits.gone:
         return checkpoint_all(task, incumbent)
     if start is not None:

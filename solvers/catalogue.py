@@ -28,7 +28,10 @@ from checkmate.solvers.baselines.min_cut import min_cut
 from checkmate.solvers.baselines.rotor import rotor
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.linear.milp import milp
+from checkmate.solvers.host.capuchin import capuchin
+from checkmate.solvers.host.exact import milp
+from checkmate.solvers.host.offload_all import offload_all
+from checkmate.solvers.host.poet import poet
 from checkmate.solvers.linear.rounding import lp_rounding
 from checkmate.solvers.search.next_use import next_use
 
@@ -37,6 +40,9 @@ CHEN = "Chen et al., 2016"
 BELADY = "Belady 1966, offline"
 KIRISAME = "Kirisame et al., ICLR 2021"
 GRIEWANK = "Griewank and Walther, 2000"
+HOOKS = "what hooks on saved tensors do"
+PENG = "Peng et al., ASPLOS 2020"
+PATIL = "Patil et al., ICML 2022"
 WIDTH = 110  # characters of a line
 COMMON: dict[str, object] = {"time_limit": 60.0, "gap": 1e-4, "threads": 1, "seed": 0}  # options, with their defaults
 ALL = tuple(COMMON)
@@ -56,6 +62,8 @@ class Method:
     source: str
     run: Callable[..., Remarks] = field(repr=False)
     heeds: tuple[str, ...] = ()  # those of the common options that it goes by
+    sends: bool = False  # it knows of a second memory; what others prove does not hold with one
+    needs_host: bool = False  # it is for problems with a second memory only
 
     @property
     def defaults(self) -> dict[str, object]:
@@ -85,9 +93,20 @@ class Method:
         return incumbent.solution(self.name, self.run(incumbent.task, incumbent, **options))
 
 
+def _beside_host(
+    name: str, summary: str, source: str, run: Callable[..., Remarks], heeds: tuple[str, ...] = ()
+) -> Method:
+    return Method(name, summary, source, run, heeds, sends=True, needs_host=True)
+
+
 _TABLE = (
     Method(
-        "auto", "several methods in turn: a plan at once, a bound, then closing the gap between them", JAIN, auto, ALL
+        "auto",
+        "several methods in turn: a plan at once, a bound, then closing the gap between them",
+        JAIN,
+        auto,
+        ALL,
+        sends=True,
     ),
     Method("checkpoint-all", "keep everything, run nothing twice", "what PyTorch does", checkpoint_all),
     Method("last-node", "keep only what the op before made: the most recomputation", JAIN, last_node),
@@ -104,8 +123,11 @@ _TABLE = (
     Method("dtr", "evict at run time by one of six scores, and plan what that would run", KIRISAME, dtr, SEEDED),
     Method("rotor", "the optimal persistent checkpoints of a chain of segments", "Beaumont et al., 2019", rotor, TIMED),
     Method("min-cut", "save a minimum cut between forward and backward", "He, AOTAutograd, 2022", min_cut, TIMED),
-    Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp, SOLVER),
+    Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp, SOLVER, sends=True),
     Method("lp-rounding", "its linear relaxation, rounded in two phases", f"{JAIN}, Section 5", lp_rounding, RELAXED),
+    _beside_host("offload-all", "send all that the backward reads to a second memory", HOOKS, offload_all),
+    _beside_host("capuchin", "swap what is unused for long, recompute what is cheap", PENG, capuchin, TIMED),
+    _beside_host("poet", "recompute and page in one integer program, on one device", PATIL, poet, SOLVER),
 )
 METHODS = {method.name: method for method in _TABLE}
 

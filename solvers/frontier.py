@@ -22,7 +22,7 @@ from checkmate.core.solution import Solution, Status
 from checkmate.core.table import Printed, Table
 from checkmate.errors import CheckmateError, SolverError
 from checkmate.solvers.catalogue import METHODS
-from checkmate.solvers.common.certify import certify, contradicts
+from checkmate.solvers.common.certify import again, contradicts
 from checkmate.solvers.common.process_pool import Processes
 from checkmate.solvers.rules_in_the_way import refuse_unknown_rules
 from checkmate.solvers.solve import check_limits, check_method, check_problem, min_budget, solve
@@ -250,7 +250,8 @@ def _solve_there(problem: Problem, calls: list[Call], client: Any) -> list[Solut
 def _answer(problem: Problem, method: str, budget: int, options: dict[str, Any]) -> Solution:
     """What a process elsewhere sends back: the runs and the figures, without what the parent has anyway."""
     solution = solve(problem, budget, method=method, progress=False, **options)
-    return replace(solution, problem=None, plan=None)  # type: ignore[arg-type]
+    sends = solution.plan is not None and solution.plan.sent
+    return replace(solution, problem=None, plan=solution.plan if sends else None)  # type: ignore[arg-type]
 
 
 def _certified(answer: Solution, bound: float) -> Solution:
@@ -259,7 +260,7 @@ def _certified(answer: Solution, bound: float) -> Solution:
     if s.schedule is None:
         return replace(s, bound=bound)
     about = {"seconds": s.seconds, "message": s.message, "details": s.details, "interrupted": s.interrupted}
-    return certify(s.problem, s.budget, s.schedule.R, method=s.method, bound=bound, **about)
+    return again(s, s.problem, s.budget, bound=bound, **about)
 
 
 def _failed(problem: Problem, method: str, budget: int, message: str) -> Solution:
@@ -292,8 +293,8 @@ def _adopted(row: Row, known: Row) -> Row:
     about = {"seconds": row.seconds, "details": row.solution.details, "interrupted": row.solution.interrupted}
     message = row.message or f"the plan found for {format_bytes(known.budget)}"
     bound = 0.0 if contradicts(row.bound, known.cost) else row.bound
-    R, problem = known.solution.schedule.R, row.solution.problem
-    solution = certify(problem, row.budget, R, method=row.solution.method, bound=bound, message=message, **about)
+    about |= {"method": row.solution.method, "message": message}
+    solution = again(known.solution, row.solution.problem, row.budget, bound=bound, **about)
     return Row.of(row.method, solution, known.budget)
 
 

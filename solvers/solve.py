@@ -117,6 +117,11 @@ def attempt(
         options = {**options, "start": start if method == "auto" else as_schedule(problem, start)}
     chosen = check_method(method, options)
     refuse_unknown_rules(problem, method)
+    if chosen.needs_host and problem.host is None:
+        raise ValueError(
+            f"Method {method!r} is for a problem with a second memory. Give it one: problem.with_host(Host(budget, "
+            "send=bytes_per_second, fetch=bytes_per_second)), or compile(host_budget=...)."
+        )
     budget = parse_bytes(budget)
     check_limits(time_limit, gap)
     common = {name: options.pop(name) for name in ("threads", "seed") if name in options}
@@ -127,8 +132,10 @@ def attempt(
     with showing(incumbent.line, share=lambda: clock.elapsed / time_limit, shown=progress):
         if budget < problem.unavoidable_bytes.max():
             solution = Solution(Status.INFEASIBLE, problem, budget, method, bound=float("inf"))
-        else:
+        elif problem.host is None or chosen.sends:
             solution = incumbent.solution(method, _remarks(chosen, incumbent, options))
+        else:
+            solution = _without_host(chosen, incumbent, options)
     solution = replace(solution, seconds=clock.elapsed)
     log.info("%s", solution)
     return solution
@@ -171,6 +178,16 @@ def check_limits(time_limit: float, gap: float) -> None:
         raise ValueError(f"time_limit is a positive, finite number of seconds, not {time_limit!r}.")
     if not 0 <= gap <= 1:
         raise ValueError(f"gap is a share between 0 and 1, such as 0.01, not {gap!r}.")
+
+
+def _without_host(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> Solution:
+    """What a method answers that knows of no second memory: its plan, and none of its bounds."""
+    task = incumbent.task
+    alone = Incumbent(replace(task, problem=task.problem.with_host(None)))
+    remarks = _remarks(method, alone, options)
+    if alone.R is not None:
+        incumbent.offer(alone.R, method.name)
+    return incumbent.solution(method.name, remarks)
 
 
 def _remarks(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> Remarks:

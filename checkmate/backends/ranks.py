@@ -34,6 +34,7 @@ from checkmate.core.solution import Refusal, Solution, Status
 from checkmate.errors import SolverError, Unsupported
 from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.plan_store import Record
+from checkmate.updates.data_parallel import AsItsModule
 from checkmate.version import __version__
 
 log = logging.getLogger("checkmate.backends.ranks")
@@ -180,7 +181,7 @@ def refuse_inner(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 def _advice(module: nn.Module) -> str | None:
     """What to do with a module that speaks with other ranks before or after its forward; None: it does not."""
-    if isinstance(module, DistributedDataParallel):
+    if isinstance(module, DistributedDataParallel) and not isinstance(module, AsItsModule):
         return WRAP_OUTSIDE
     sharding: Any = sys.modules.get("torch.distributed.fsdp")  # who has not imported it, shards nothing
     if sharding is not None and isinstance(module, (sharding.FSDPModule, sharding.FullyShardedDataParallel)):

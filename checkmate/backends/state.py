@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,27 @@ def _named_within(things: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]
             yield from _named_within(modules, depth - 1)
         elif depth and hasattr(leaf, "__self__"):
             yield from _named_within(leaf.__self__, depth - 1)
+
+
+def modules_within(things: Any, depth: int = 3) -> list[nn.Module]:
+    """The modules that a call can reach, as they are held: in its arguments, in what a function or an object holds."""
+    found: list[nn.Module] = []
+    for leaf in tree_leaves(things):
+        if isinstance(leaf, nn.Module):
+            found.append(leaf)
+        elif not depth or isinstance(leaf, (type, ModuleType, torch.Tensor)):
+            continue
+        elif isinstance(leaf, FunctionType):
+            names = [leaf.__globals__[name] for name in leaf.__code__.co_names if name in leaf.__globals__]
+            held = [*contents_of_cells(leaf), *names, leaf.__defaults__, leaf.__kwdefaults__]
+            found += modules_within(held, depth - 1)
+        elif isinstance(leaf, functools.partial):
+            found += modules_within((leaf.func, leaf.args, leaf.keywords), depth - 1)
+        elif hasattr(leaf, "__self__"):
+            found += modules_within(leaf.__self__, depth - 1)
+        elif hasattr(leaf, "__dict__"):
+            found += [held for held in vars(leaf).values() if isinstance(held, nn.Module)]
+    return list({id(module): module for module in found}.values())
 
 
 def names_of(state: list[torch.Tensor], things: Any) -> dict[int, str]:

@@ -71,8 +71,8 @@ def within(memory: Static | None, phase: Phase, lower: Lower) -> Lower:
 def _lives(plan: Solution) -> Lives:
     """Of what a plan makes."""
     lives = lives_of(plan)
-    first, last, sizes = (np.array([getattr(life, name) for life in lives]) for name in ("first", "last", "bytes"))
-    return Lives(sizes.astype(np.int64), first.astype(np.int64), last.astype(np.int64) + 1)
+    born, died, sizes = (np.array([getattr(life, name) for life in lives]) for name in ("born", "died", "bytes"))
+    return Lives(sizes.astype(np.int64), born.astype(np.int64), died.astype(np.int64))
 
 
 def place(lives: Lives) -> Placement:

@@ -116,7 +116,8 @@ def _mixed(problems: list[Problem], shares: list[float]) -> Problem:
         ways=tuple(way for way in _mixed_ways(problems, whole) if sizes[way.makes] == sizes[way.over]),
     )
     smaller = partial(_smaller, problems, shares) if all(p.smaller is not None for p in problems) else None
-    return Problem(replace(graph, values=values), profile, splits=problems[0].splits, smaller=smaller)
+    host, splits = problems[0].host, problems[0].splits
+    return Problem(replace(graph, values=values), profile, host=host, splits=splits, smaller=smaller)
 
 
 def _smaller(problems: list[Problem], shares: list[float]) -> Problem | None:

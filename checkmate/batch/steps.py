@@ -27,7 +27,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError, Unsupported
 from checkmate.memory import measure_peak
 from checkmate.profiling.profilers import Choice, profiler
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.certify import again
 from checkmate.statusline import showing
 from checkmate.tracing import trace
 from checkmate.training import TrainingStep
@@ -169,4 +169,4 @@ def _again(solution: Solution, problem: Problem) -> Solution:
     """The same plan for the problem as it is captured to be run."""
     if solution.schedule is None or not same_ops(problem, solution.problem):
         raise Unsupported("The step has other ops when it runs than when it was traced: nothing can be measured.")
-    return certify(problem, MAX_BYTES, solution.schedule.R, method=solution.method)
+    return again(solution, problem, MAX_BYTES)

@@ -22,6 +22,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from checkmate import batch
+from checkmate.cli.host import add_host_options, host_of, with_host
 from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.cli.target import UsageError, find_function, maker
 from checkmate.errors import BudgetError, CheckmateError, RuleError
@@ -145,6 +146,7 @@ def _add_frontier(commands: Any) -> None:
     parser.add_argument("--budget", nargs="+", metavar="BYTES", help="by default from the smallest to keeping all")
     parser.add_argument("--methods", default="auto", metavar="A,B", help="by default auto")
     parser.add_argument("--jobs", type=_size, metavar="N", help="processes at a time")
+    add_host_options(parser)
     _add_limits(parser, TIME_LIMIT)
 
 
@@ -184,6 +186,7 @@ def _add_solving(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rule", action="append", metavar="PATTERN=RULE", help="such as 'blocks.3=keep', again for more; see the guide"
     )
+    add_host_options(parser)
     _add_limits(parser, TIME_LIMIT)
 
 
@@ -227,17 +230,18 @@ def _plan(args: argparse.Namespace) -> int:
         raise CheckmateError(f"The step of {args.target} fails on its batch: {error}") from error
     if args.save_problem:
         problem.to_json(args.save_problem)
-    return _answer(args, problem)
+    return _answer(args, with_host(args, problem))
 
 
 def _solve(args: argparse.Namespace) -> int:
     _check(args)
-    return _answer(args, _read(args.problem))
+    return _answer(args, with_host(args, _read(args.problem)))
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse a budget, a rule or a method that is none."""
+    """Refuse a budget, a rule, a second memory or a method that is none."""
     parse_bytes(args.budget)
+    host_of(args)
     from checkmate.core.rules import read_rules
     from checkmate.solvers.catalogue import METHODS
 
@@ -284,7 +288,7 @@ def _frontier(args: argparse.Namespace) -> int:
 
     methods = [name.strip() for name in args.methods.split(",")]
     limits = {"time_limit": args.time_limit, "gap": args.gap, "jobs": args.jobs}
-    rows = frontier(_read(args.problem), args.budget, methods=methods, **limits)
+    rows = frontier(with_host(args, _read(args.problem)), args.budget, methods=methods, **limits)
     _show(args, rows.records(), repr(rows))
     return DONE if any(row.peak is not None for row in rows) else _say("no budget fits any plan", REFUSED)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Run, Step
 from checkmate.core.rules import as_mapping
-from checkmate.core.solution import Solution
+from checkmate.core.solution import Elsewhere, Solution
 
 
 def solution_record(solution: Solution) -> dict[str, Any]:
@@ -32,21 +33,35 @@ def solution_record(solution: Solution) -> dict[str, Any]:
         "source": s.problem.profile.source,
         "runs_over": 0 if s.plan is None else s.plan.runs_over,
         "runs_again": {s.problem.graph.ops[k].name: times for k, times in again if times},
+        **({"host": asdict(s.problem.host)} if s.problem.host is not None else {}),
+        **({"elsewhere": _elsewhere(s.elsewhere)} if s.elsewhere is not None else {}),
         **({"splits": list(s.problem.splits)} if s.problem.splits else {}),
         **({"rules": as_mapping(s.problem)} if s.problem.rules else {}),
         **({"min_budget_without": s.refusal.without} if s.refusal is not None and s.refusal.without else {}),
     }
 
 
+def _elsewhere(elsewhere: Elsewhere) -> dict[str, Any]:
+    """What waits in the second memory: bytes, and seconds of the step in which a transfer is waited for."""
+    timing = elsewhere.timing
+    return {
+        "values": elsewhere.values,
+        "peak": elsewhere.peak,
+        "transfers": len(timing.transfers),
+        "waited": timing.waited,
+        "hidden": timing.hidden,
+    }
+
+
 def steps_of(solution: Solution) -> list[dict[str, str]]:
-    """The plan in order: which op runs, over which value if it writes over one, which value is freed."""
+    """The plan in order: which op runs, over which value if it writes over one; which value is freed, sent, ..."""
     assert solution.plan is not None
     return [_step(step, solution.problem.graph) for step in solution.plan.steps]
 
 
 def _step(step: Step, graph: Graph) -> dict[str, str]:
     if not isinstance(step, Run):
-        return {"free": graph.values[step.value].name}
+        return {type(step).__name__.lower(): graph.values[step.value].name}
     over = {} if step.over is None else {"over": graph.values[step.over].name}
     return {"run": graph.ops[step.op].name, **over}
 

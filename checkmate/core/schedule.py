@@ -101,7 +101,12 @@ class Schedule:
         return cls(R, S)
 
     def cost(self, problem: Problem) -> float:
-        """Seconds of the whole step, Eq. (1a): Σ_t Σ_k C_k R[t, k]."""
+        """Seconds of the whole step, Eq. (1a): Σ_t Σ_k C_k R[t, k].
+
+        Raises:
+            ValueError: if values are sent to a second memory, as for `memory`: what is waited for is not in R.
+        """
+        self._check_here()
         return float(self.R.sum(axis=0) @ problem.seconds)
 
     def memory(self, problem: Problem) -> np.ndarray:
@@ -110,7 +115,12 @@ class Schedule:
         U[t, k+1] = U[t, k] - freed_t(k) + R[t, k+1] Σ_{v in out(k+1)} M_v, with FREE[t, v, k] = 1 where op k is the
         last to touch v in stage t and v is not kept for stage t+1. Workspace is added where the op runs, less the most
         that a way of it saves which writes over a v with FREE[t, v, k] = 1 (`checkmate.core.ways`).
+
+        Raises:
+            ValueError: if values are sent to a second memory. Their bytes go by the order of the plan's steps, which no
+                stage knows: `checkmate.core.simulator.simulate` counts them.
         """
+        self._check_here()
         graph, sizes = problem.graph, problem.sizes
         T, results = len(graph.ops), set(graph.outputs)
         U = np.zeros((T, T), dtype=np.int64)
@@ -141,7 +151,13 @@ class Schedule:
         return int(self.memory(problem).max())
 
     def violations(self, problem: Problem, budget: int | None = None) -> list[str]:
-        """Each equation that does not hold: its name, where, and by how much. Empty when all do."""
+        """Each equation that does not hold: its name, where, and by how much. Empty when all do.
+
+        Raises:
+            ValueError: if values are sent to a second memory, as for `memory`; `checkmate.core.simulator.verify` checks
+                such plans.
+        """
+        self._check_here()
         graph, R, S = problem.graph, self.R, self.S
         T, V = len(graph.ops), len(graph.values)
         if R.shape != (T, T) or S.shape != (T, V):
@@ -175,6 +191,13 @@ class Schedule:
             for t, k in np.argwhere(U > budget):
                 found.append(f"(9) U[{t}, {k}] = {U[t, k]} exceeds the budget of {budget} by {U[t, k] - budget}")
         return found
+
+    def _check_here(self) -> None:
+        if self.H is not None:
+            raise ValueError(
+                "This schedule is of a plan that sends values to a second memory. What it takes does not follow from R "
+                "and S, but from the plan's steps: see simulate, cost and verify in checkmate.core.simulator."
+            )
 
     @cached_property
     def recomputed(self) -> np.ndarray:

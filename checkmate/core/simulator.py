@@ -131,7 +131,8 @@ def simulate(plan: Plan, problem: Problem) -> Usage:
         elif isinstance(step, Fetch):
             live += int(sizes[step.value])
             at_hand.add(step.value)
-            bytes_at[-1:] = [max(live, *bytes_at[-1:])]
+            if bytes_at:
+                bytes_at[-1] = max(live, bytes_at[-1])
         elif not isinstance(step, Wait):
             there += int(sizes[step.value]) if isinstance(step, Send) else -int(sizes[step.value])
             peak_there = max(peak_there, there)

@@ -10,6 +10,8 @@ from typing import Any
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
+from checkmate.core.simulator import simulate
+from checkmate.core.timing import Timing, timing
 from checkmate.units import format_bytes, format_seconds
 
 OPTIMAL_GAP = 1e-6  # a smaller gap than this is rounding, not recomputation
@@ -39,6 +41,24 @@ class Refusal:
     op: str  # the op in the way
     reason: str  # in words
     without: dict[str, int] = field(default_factory=dict)  # bytes: the smallest budget without a rule; "": without all
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a plan has wait in a second memory."""
+
+    values: int  # how many
+    peak: int  # the most bytes there
+    timing: Timing
+
+    @property
+    def waited(self) -> float:
+        """Seconds of the step in which no op runs."""
+        return self.timing.waited
+
+    def __str__(self) -> str:
+        what = f"{self.values:,} value{'s' * (self.values != 1)}, {format_bytes(self.peak)}"
+        return f"{what}, hidden {self.timing.hidden:.1%}, waited {format_seconds(self.waited)}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -75,9 +95,22 @@ class Solution:
 
     @property
     def overhead(self) -> float:
-        """The cost relative to a step that runs each op once, minus one."""
+        """The cost relative to a step that runs each op once, minus one: what runs again, and what is waited for."""
         base = self.problem.keep_all_cost
         return self.cost / base - 1 if base > 0 else 0.0
+
+    @property
+    def spent_on(self) -> str:
+        """What the overhead is, in words."""
+        return "recomputation" if self.plan is None or not self.plan.sent else "recomputation and waiting"
+
+    @cached_property
+    def elsewhere(self) -> Elsewhere | None:
+        """What waits in the second memory; None where the plan sends nothing."""
+        if self.plan is None or not self.plan.sent:
+            return None
+        peak = simulate(self.plan, self.problem).peak_there
+        return Elsewhere(len(self.plan.sent), peak, timing(self.plan, self.problem))
 
     @cached_property
     def modules(self) -> Any:
@@ -103,11 +136,13 @@ class Solution:
             again, keep_all = self.schedule.recomputed, max(1, self.problem.keep_all_peak)
             facts += [
                 ("peak", f"{format_bytes(self.peak)} ({self.peak / keep_all:.1%} of keeping all)"),
-                ("step", f"{format_seconds(self.cost)} ({self.overhead:+.2%} recomputation)"),
+                ("step", f"{format_seconds(self.cost)} ({self.overhead:+.2%} {self.spent_on})"),
                 ("bound", f"{format_seconds(self.bound)} (gap {self.gap:.2%})"),
                 ("runs again", f"{(again > 0).sum()} of {len(again)} ops, {again.sum()} times in all"),
                 *(("in parts", text) for text in self.problem.splits),
             ]
+            if self.elsewhere is not None:
+                facts.append(("elsewhere", str(self.elsewhere)))
             if over := self.plan.runs_over:
                 facts.append(("in place", f"{over} of {len(self.plan.runs)} runs write over an input"))
         facts.append(("solved in", format_seconds(self.seconds)))

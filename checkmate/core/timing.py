@@ -43,6 +43,12 @@ class Timing:
         """Seconds in which no op runs."""
         return sum(seconds for _, seconds in self.stalls)
 
+    @property
+    def hidden(self) -> float:
+        """The share of the seconds that transfers take in which ops run beside them; 1 without transfers."""
+        busy = sum(moved.end - moved.begin for moved in self.transfers)
+        return max(0.0, 1 - self.waited / busy) if busy else 1.0
+
 
 def timing(plan: Plan, problem: Problem) -> Timing:
     """When each step of a plan happens.

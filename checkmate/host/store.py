@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,8 +77,8 @@ class Counts:
 @dataclass
 class _Value:
     place: Place
-    pending: Transfer | None
     kept: torch.UntypedStorage | None  # source or landing, alive until its copy has ended
+    pending: Transfer | None = None
     arrived: bool = False  # its bytes are there, whole
 
 
@@ -128,8 +130,7 @@ class Store:
             HostError: if it is there already, there is no room, or the store is closed or another process's.
         """
         nbytes = storage.nbytes()
-        with self._books:
-            self._check_open()
+        with self._opened():
             if key in self._values:
                 raise HostError(f"Value {key} is in {self._mover.name} already: drop it before it is sent again.")
             runs = self._slots.take(nbytes)
@@ -138,8 +139,8 @@ class Store:
                     f"No room for value {key} of {exact_bytes(nbytes)} in {self._mover.name}: "
                     f"{exact_bytes(self.bytes_there)} of {exact_bytes(self.capacity)} are taken."
                 )
-            place = Place(nbytes, runs)
-            self._values[key] = _Value(place, self._mover.out(storage, place), storage)
+            self._values[key] = value = _Value(Place(nbytes, runs), storage)  # kept before anything is copied
+            value.pending = self._mover.out(storage, value.place)
             self.peak_there = max(self.peak_there, self.bytes_there)
             self._counts[0] += nbytes
 
@@ -149,12 +150,13 @@ class Store:
         Raises:
             HostError: if it is not there, is still on its way, or the landing has another size.
         """
-        with self._books:
+        with self._opened():
             value = self._settled(key, "fetched")
             if landing.nbytes() != value.place.nbytes:
                 sizes = (exact_bytes(value.place.nbytes), exact_bytes(landing.nbytes()))
                 raise HostError(f"Value {key} has {sizes[0]}, and is to land in {sizes[1]}.")
-            value.pending, value.kept = self._mover.back(value.place, landing), landing
+            value.kept = landing
+            value.pending = self._mover.back(value.place, landing)
             self._counts[1] += value.place.nbytes
 
     def wait(self, key: int) -> None:
@@ -165,8 +167,7 @@ class Store:
         Raises:
             HostError: if the copy failed, with the reason; or no copy of the value was begun.
         """
-        with self._books:
-            self._check_open()
+        with self._opened():
             value = self._values.get(key)
             if value is None or value.pending is None:
                 raise HostError(f"Nothing of value {key} is under way to or from {self._mover.name}.")
@@ -190,7 +191,7 @@ class Store:
         Raises:
             HostError: if it is not there, or still on its way.
         """
-        with self._books:
+        with self._opened():
             self._settled(key, "dropped")
             self._forget(key)
 
@@ -199,37 +200,43 @@ class Store:
 
         No storage is let go while something is copied to or from it.
         """
-        with self._books:
-            self._check_open()
+        with self._opened():
             self._mover.finish()
-            for key in [*self._values]:
-                self._forget(key)
+            _let_go(self._values)
+            self._slots = Slots(self.capacity)
 
     def close(self) -> None:
         """Let the second memory go, after what is under way has ended. Closing again does nothing."""
+        if os.getpid() != self._process:
+            self._close()
+            return
         with self._books:
             self._close()
 
     def _settled(self, key: int, what: str) -> _Value:
-        self._check_open()
+        """A value that is there, whole, with no copy under way."""
         value = self._values.get(key)
-        if value is None:
-            raise HostError(f"Value {key} is not in {self._mover.name}, and cannot be {what}.")
-        if value.pending is not None:
+        if value is not None and value.pending is not None:
             raise HostError(f"Value {key} is under way to or from {self._mover.name}: wait for it before it is {what}.")
+        if value is None or not value.arrived:
+            raise HostError(f"Value {key} is not in {self._mover.name}, and cannot be {what}.")
         return value
 
     def _forget(self, key: int) -> None:
         self._slots.give(self._values.pop(key).place.runs)
 
-    def _check_open(self) -> None:
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """The books of an open store. A forked child must not even wait for them: who has them is not there."""
         if os.getpid() != self._process:
             raise HostError(
                 f"The second memory in {self._mover.name} was opened by process {self._process}. This one was forked "
                 "from it, without the threads that copy: open another, that is, compile the model in this process."
             )
-        if not self._close.alive:
-            raise HostError(f"The second memory in {self._mover.name} is closed.")
+        with self._books:
+            if not self._close.alive:
+                raise HostError(f"The second memory in {self._mover.name} is closed.")
+            yield
 
 
 def _shut(mover: Mover, values: dict[int, _Value], process: int) -> None:
@@ -238,5 +245,12 @@ def _shut(mover: Mover, values: dict[int, _Value], process: int) -> None:
         mover.abandon()
         return
     mover.finish()
-    values.clear()  # and with them the storages that were copied
+    _let_go(values)
     mover.close()
+
+
+def _let_go(values: dict[int, _Value]) -> None:
+    """Forget values and the storages that were copied; an error's traceback may hold a value for longer."""
+    for value in values.values():
+        value.kept = None
+    values.clear()

@@ -22,6 +22,8 @@ class Content(NamedTuple):
     role: str  # as in `checkmate.inspection.timeline.ROLES`
     first: int  # which execution of the plan makes it
     last: int  # the last one at which it is at hand
+    born: int  # the tick of `checkmate.inspection.crossings.clock` from which on it is at hand
+    died: int  # the tick from which on it is gone
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,14 @@ class Life:
     contents: tuple[Content, ...]  # in time; each begins when the one before has ended
 
     @property
-    def first(self) -> int:
-        """Which execution of the plan begins it."""
-        return self.contents[0].first
+    def born(self) -> int:
+        """The tick that begins it."""
+        return self.contents[0].born
 
     @property
-    def last(self) -> int:
-        """The last one at which it is at hand."""
-        return self.contents[-1].last
+    def died(self) -> int:
+        """The tick from which on its place is free."""
+        return self.contents[-1].died
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresse
     if solution.plan is None:
         raise ValueError(f"There are no addresses without a plan: {solution.status.meaning}.")
     lives = lives_of(solution)
-    blocks = [Block(life.first, life.last + 1, -(-life.bytes // ALIGNMENT) * ALIGNMENT) for life in lives]
+    blocks = [Block(life.born, life.died, -(-life.bytes // ALIGNMENT) * ALIGNMENT) for life in lives]
     placed = place(blocks, time_limit=time_limit)
     boxes = tuple(box for offset, life in zip(placed.offsets, lives, strict=True) for box in _boxes(life, offset))
     return Addresses(boxes, placed.height, placed.bound)
@@ -132,11 +134,16 @@ def lives_of(solution: Solution) -> list[Life]:
         else:
             storage_of.append(storage_of[span.continues])
             storages[storage_of[-1]].append(span)
-    lives = [Life(spans[0].bytes, tuple(Content(s.name, s.role, s.first, s.last) for s in spans)) for spans in storages]
+    lives = [Life(spans[0].bytes, tuple(map(_content, spans))) for spans in storages]
     work = (m for m in line.moments if m.workspace)
-    return lives + [Life(m.workspace, (Content(m.name, "workspace", m.index, m.index),)) for m in work]
+    whole = ((m, Content(m.name, "workspace", m.index, m.index, m.tick, m.tick + 1)) for m in work)
+    return lives + [Life(m.workspace, (content,)) for m, content in whole]
+
+
+def _content(span: Span) -> Content:
+    return Content(span.name, span.role, span.first, span.last, span.born, span.died)
 
 
 def _boxes(life: Life, offset: int) -> Iterator[Box]:
     for before, content in zip((None, *life.contents), life.contents, strict=False):
-        yield Box(*content, life.bytes, offset, "" if before is None else before.name)
+        yield Box(*content[:4], life.bytes, offset, "" if before is None else before.name)

@@ -13,7 +13,8 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
 from checkmate.core.table import Printed, Table
 from checkmate.inspection.module_groups import fold
-from checkmate.inspection.timeline import OUTSIDE, place_of
+from checkmate.inspection.places import place_of
+from checkmate.inspection.timeline import OUTSIDE
 from checkmate.units import format_bytes, format_seconds, signed
 
 
@@ -63,10 +64,11 @@ class Difference(Printed):
     values: tuple[ValueDifference, ...]  # most bytes first
     modules: tuple[ModuleDifference, ...]  # in the order of the graph
     kept_at: str  # when a value counts as kept, in words
+    sent: tuple[ValueDifference, ...] = ()  # bytes that the second plan sends to the second memory, as for values
     top: int = 10  # how many ops and values are printed
 
     def __bool__(self) -> bool:
-        return bool(self.ops or self.values)
+        return bool(self.ops or self.values or self.sent)
 
     def records(self) -> list[dict[str, Any]]:
         """Each op that runs more often in one of the plans as a dict."""
@@ -86,6 +88,8 @@ class Difference(Printed):
         over_a, over_b = (0 if s.plan is None else s.plan.runs_over for s in (a, b))
         if over_a or over_b:
             yield "in place", f"{over_a} to {over_b} runs write over an input"
+        if a.elsewhere is not None or b.elsewhere is not None:
+            yield from self._about_sent()
         for word, sign in (("runs more", 1), ("runs less", -1)):
             rows = [row for row in self.ops if (row.runs_b - row.runs_a) * sign > 0]
             times = sum(abs(row.runs_b - row.runs_a) for row in rows)
@@ -95,6 +99,14 @@ class Difference(Printed):
             kept = [row for row in self.values if row.bytes * sign > 0]
             size = signed(sum(row.bytes for row in kept), format_bytes)
             yield word, f"{len(kept)} values {self.kept_at}: {size}" if kept else "no value"
+
+    def _about_sent(self) -> Iterator[tuple[str, str]]:
+        for word, sign in (("sends", 1), ("sends no more", -1)):
+            sent = [row for row in self.sent if row.bytes * sign > 0]
+            size = format_bytes(sum(abs(row.bytes) for row in sent))
+            yield word, f"{len(sent)} values, {size}" if sent else "no value"
+        waited = [0.0 if s.elsewhere is None else s.elsewhere.waited for s in (self.a, self.b)]
+        yield "waits", f"{format_seconds(waited[0])} to {format_seconds(waited[1])} for transfers"
 
     def _tables(self) -> Iterator[Table]:
         """Those without rows are left out."""
@@ -111,6 +123,11 @@ class Difference(Printed):
             others = [(f"... and {len(left)} more", "", size, "")] if left else []
             rows = [*map(_value_cells, self.values[: self.top]), *others]
             yield Table(_VALUE_HEADS, rows, _NUMBERS, f"kept {self.kept_at}")
+        if self.sent:
+            rows = [*map(_value_cells, self.sent[: self.top])]
+            if left := self.sent[self.top :]:
+                rows.append((f"... and {len(left)} more", "", signed(sum(row.bytes for row in left), format_bytes), ""))
+            yield Table(("value", "sent by", "bytes", "where"), rows, _NUMBERS, "sent to the second memory")
 
 
 _OP_HEADS = ("op", "runs in a", "runs in b", "seconds", "where")
@@ -154,6 +171,7 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
     [('v0', -10)]
     """
     plan_a, plan_b = _plan_of(a), _plan_of(b)
+    sent_a, sent_b = _sent(a), _sent(b)
     _check_same(a.problem, b.problem)
     problem = a.problem
     graph, forward = problem.graph, problem.graph.forward_length
@@ -167,6 +185,7 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
         values=tuple(sorted(_values(problem, plan_a.S[stage], plan_b.S[stage]), key=lambda row: -abs(row.bytes))),
         modules=_modules(problem, plan_a, plan_b, stage, top),
         kept_at=kept_at,
+        sent=tuple(sorted(_values(problem, sent_a, sent_b), key=lambda row: -abs(row.bytes))),
         top=top,
     )
 
@@ -175,6 +194,14 @@ def _plan_of(solution: Solution) -> Schedule:
     if solution.schedule is None:
         raise ValueError(f"There is no plan to compare: {solution.message or solution.status.meaning}")
     return solution.schedule
+
+
+def _sent(solution: Solution) -> np.ndarray:
+    """(V,) bool: the plan sends the value."""
+    sent = np.zeros(len(solution.problem.graph.values), dtype=bool)
+    if solution.plan is not None:
+        sent[[*solution.plan.sent]] = True
+    return sent
 
 
 def _check_same(a: Problem, b: Problem) -> None:

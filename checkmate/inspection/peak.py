@@ -5,13 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.core.table import Printed, Table
+from checkmate.inspection.sending import seconds_to_send
 from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
-from checkmate.solvers.common.certify import certify
+from checkmate.solvers.common.certify import again
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes, format_seconds, parse_bytes, signed
 
@@ -36,6 +38,8 @@ class Held:
     next_in: float | None  # seconds from the end of the peak's op until that one begins
     drop_seconds: float | None  # to make it again for that op, from what is kept then; None: it cannot be dropped
     why_not: str  # why it cannot be dropped, in words; empty where it can
+    moving: str = ""  # "being sent" to the second memory, "on its way back", or neither
+    send_seconds: float | None = None  # by which the step is longer if it is in the second memory here; None: see there
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class PeakExplanation(Printed):
     top: int = 10  # how many values are printed
     not_over: str = ""  # what the op could write over if it were not kept, in words
     better: Solution | None = None  # a faster plan within the same budget, if the prices came upon one
+    there: int | None = None  # the most bytes in the second memory about then; None: there is none
 
     def __iter__(self) -> Iterator[Held]:
         return iter(self.held)
@@ -88,6 +93,12 @@ class PeakExplanation(Printed):
         yield "budget", f"{format_bytes(self.budget)}, of which {format_bytes(self.budget - self.peak)} are left"
         held = sum(row.bytes for row in self.held)
         yield "values", f"{format_bytes(held)} in {len(self.held)} values"
+        for moving, about in _MOVING.items():
+            if on_link := [row for row in self.held if row.moving == moving]:
+                of = f"{len(on_link)} value{'s' * (len(on_link) != 1)}"
+                yield moving, f"{format_bytes(sum(row.bytes for row in on_link))} of these in {of}, {about}"
+        if self.there is not None:
+            yield "elsewhere", f"{format_bytes(self.there)} in the second memory"
         if self.resident:
             parts = ", ".join(f"{role} {format_bytes(size)}" for role, size in self.resident.items())
             yield "resident", f"{format_bytes(sum(self.resident.values()))}: {parts}"
@@ -99,14 +110,16 @@ class PeakExplanation(Printed):
             yield "workspace", f"{format_bytes(self.moment.workspace)} of {self.moment.target}"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        shown = [_cells(row) for row in self.held[: self.top]]
+        sends = self.there is not None
+        shown = [_cells(row, sends=sends) for row in self.held[: self.top]]
         rest = self.held[self.top :]
         if rest:
-            shown.append((f"... and {len(rest)} more", format_bytes(sum(row.bytes for row in rest)), "", "", "", ""))
+            size = format_bytes(sum(row.bytes for row in rest))
+            shown.append((f"... and {len(rest)} more", size, *[""] * (5 if sends else 4)))
         return shown
 
     def _tables(self) -> Iterator[Table]:
-        yield Table(_HEADS, self._rows(), _NUMBERS)
+        yield Table(_HEADS if self.there is None else _HEADS_WITH_HOST, self._rows(), _NUMBERS)
         if self.prices:
             yield Table(_PRICE_HEADS, [*map(_price_cells, self.prices)], _PRICE_NUMBERS, self._about_prices())
         if self.better is not None:
@@ -124,15 +137,18 @@ class PeakExplanation(Printed):
 
 
 _HEADS = ("value", "bytes", "role", "needed next by", "dropping costs", "where")
+_HEADS_WITH_HOST = (*_HEADS[:-1], "sending costs", _HEADS[-1])
 _NUMBERS = {"bytes"}
+_MOVING = {"being sent": "whose copy is not complete", "on its way back": "which cannot be read yet"}
 _PRICE_HEADS = ("memory", "budget", "step", "plan found", "any plan, proven", "status")
 _PRICE_NUMBERS = {"memory", "budget", "step", "plan found", "any plan, proven"}
 
 
-def _cells(row: Held) -> tuple[str, ...]:
+def _cells(row: Held, *, sends: bool) -> tuple[str, ...]:
     costs = row.why_not if row.drop_seconds is None else format_seconds(row.drop_seconds)
     wait = f" in {format_seconds(row.next_in)}" if row.next_in else ", the next op" if row.next_in == 0 else ""
-    return row.name, format_bytes(row.bytes), row.role, f"{row.next_op}{wait}", costs, row.where
+    sending = ("-" if row.send_seconds is None else format_seconds(row.send_seconds),) if sends else ()
+    return row.name, format_bytes(row.bytes), row.role, f"{row.next_op}{wait}", costs, *sending, row.where
 
 
 def _price_cells(price: Price) -> tuple[str, ...]:
@@ -170,6 +186,9 @@ def explain_peak(
     solved again, beginning with this plan. The plan found there is one, and the bound is proven for all. Where one of
     these plans is faster and fits this plan's budget as well, it is said, and is ``better``.
 
+    With a second memory, the cost of sending a value is by how much longer the step would be if it were there at the
+    peak, the rest staying as it is; it is asked of the largest values only, as many as are printed.
+
     Args:
         solution: one with a plan.
         step: bytes less than the peak, and more than the budget, to ask the price of; by default 100 MB, or a hundredth
@@ -198,12 +217,17 @@ def explain_peak(
     line = timeline(solution.plan, solution.problem)
     moment = line.peak_moment
     remake = Remaking(solution, line)
-    held = tuple(_held(solution, line, moment, span, remake) for span in line.alive(moment.index))
+    alive = line.alive(moment.index)
+    sending = [seconds_to_send(solution, line, moment, span) for span in alive[:top]]
+    moving = {c.value: "on its way back" if c.back else "being sent" for c in line.under_way(moment.index)}
+    each = zip_longest(alive, sending)
+    held = tuple(_held(solution, line, span, remake, moving.get(span.value, ""), costs) for span, costs in each)
     asked = list(_prices(solution, size, time_limit)) if prices else []
     best = _better(solution, [answer for _, answer in asked])
     bought = tuple(price for price, _ in asked)
     about = (line.peak, solution.budget, moment, line.resident, solution.cost, top, _not_over(solution, line), best)
-    return PeakExplanation(held, bought, *about)
+    there = None if solution.problem.host is None else line.there[moment.index]
+    return PeakExplanation(held, bought, *about, there)
 
 
 def _not_over(solution: Solution, line: Timeline) -> str:
@@ -227,10 +251,10 @@ class Remaking:
 
     def __init__(self, solution: Solution, line: Timeline) -> None:
         self.graph, self.seconds = solution.problem.graph, solution.problem.seconds
-        self.spans: dict[int, list[tuple[int, int]]] = {}  # by value, when its copies are made and gone, ascending
+        self.spans: dict[int, list[tuple[int, int]]] = {}  # by value, when its copies are made or back, and gone
         for span in line.spans:
             last = max((span.last, *span.uses))  # what is written over is there for the execution that does so
-            self.spans.setdefault(span.value, []).append((span.first, last))
+            self.spans.setdefault(span.value, []).append((span.ready - 1, last))
 
     def at_hand(self, value: int, index: int) -> bool:
         """Whether a copy made before this execution is still there."""
@@ -252,13 +276,17 @@ class Remaking:
         return needed
 
 
-def _held(solution: Solution, line: Timeline, moment: Moment, span: Span, remake: Remaking) -> Held:
-    graph = solution.problem.graph
+def _held(
+    solution: Solution, line: Timeline, span: Span, remake: Remaking, moving: str, send_seconds: float | None
+) -> Held:
+    graph, moment = solution.problem.graph, line.peak_moment
     use = span.next_use(moment.index)
     reader = None if use is None else line.moments[use]
     needed = set() if use is None else remake.ops(span.value, use)
     why_not = ""
-    if span.first == moment.index:
+    if moving:
+        why_not = moving
+    elif span.first == moment.index and span.role != "fetched":
         why_not = "made here" if span.continues is None else f"made here, over {moment.over}"
     elif moment.index in span.uses:
         why_not = "read here"
@@ -276,9 +304,11 @@ def _held(solution: Solution, line: Timeline, moment: Moment, span: Span, remake
         line=span.place.line,
         where=span.where,
         next_op="" if reader is None else reader.name,
-        next_in=None if reader is None else reader.begin - line.moments[moment.index + 1].begin,
+        next_in=None if reader is None else reader.begin - line.moments[moment.index + 1].begin + moment.waited,
         drop_seconds=None if why_not else float(sum(solution.problem.seconds[k] for k in sorted(needed))),
         why_not=why_not,
+        moving=moving,
+        send_seconds=send_seconds,
     )
 
 
@@ -301,7 +331,7 @@ def _better(solution: Solution, answers: list[Solution]) -> Solution | None:
     best = min(faster, key=lambda answer: answer.cost)
     assert best.schedule is not None
     bound = min(solution.bound, best.cost)
-    return certify(solution.problem, solution.budget, best.schedule.R, method=best.method, bound=bound)
+    return again(best, solution.problem, solution.budget, bound=bound)
 
 
 def _prices(solution: Solution, step: int, time_limit: float) -> Iterator[tuple[Price, Solution]]:

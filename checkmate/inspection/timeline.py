@@ -1,23 +1,28 @@
 """What is in memory while a plan runs: each copy of a value from when it is made to when it goes, op by op.
 
 Pictures, explanations and reports read a plan through this module. It says the same as
-`checkmate.core.simulator.simulate`, which counts bytes and nothing else; the two agree to the byte at every op.
+`checkmate.core.simulator.simulate`, which counts bytes and nothing else; the two agree to the byte at every op. Seconds
+are those of `checkmate.core.timing`.
 """
 
 from __future__ import annotations
 
-import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from checkmate.core.plan import Plan, Run
+from checkmate.core.plan import Fetch, Free, Plan, Run, Wait
 from checkmate.core.problem import Problem
+from checkmate.core.timing import Timing, timing
 from checkmate.core.ways import Way
+from checkmate.inspection.crossings import Crossing, bytes_there, clock, crossings
 from checkmate.inspection.module_groups import fold
+from checkmate.inspection.places import Place, place_of
 
 RESIDENT = ("parameters", "buffers", "inputs", "other resident")
 ROLES = (
@@ -25,23 +30,12 @@ ROLES = (
     "results",  # what the step hands out: the loss, gradients of parameters, new statistics; they stay to its end
     "activations",  # first copies of what the forward makes
     "made again",  # later copies of anything but results
+    "fetched",  # copies from the second memory, from the begin of their transfer on
     "gradients",  # first copies of what the backward makes
     "workspace",  # of the op that runs
 )
 OUTSIDE = "outside modules"
 GROUPS = 8  # of modules, where nobody says how many
-
-_WHERE = re.compile(r"(?P<module>[^\s(]+) \((?P<facts>.*)\)")
-_LINE = re.compile(r"[^\s,()]+:\d+$")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in the user's code an op comes from, each part empty where not known."""
-
-    module: str = ""  # path, such as "layer1.0.conv2"
-    kind: str = ""  # class of the module, such as "Conv2d"
-    line: str = ""  # file and line, such as "resnet.py:31"
 
 
 @dataclass(frozen=True)
@@ -57,18 +51,23 @@ class Moment:
     time: int  # how often the op has run before; above 0 it is a rematerialization
     begin: float  # seconds from the begin of the step
     seconds: float  # that it takes
-    bytes: int  # at hand while it runs: resident, values, workspace
-    workspace: int  # bytes, of these
+    bytes: int  # at hand while it runs: resident, values, workspace; or after it, where more is fetched then
+    workspace: int  # bytes that it needs while it runs
     over: str  # name of the value that it writes over, which is gone then; empty where it writes over none
     where: str  # as `Op.where`, empty where not known
     place: Place  # the same in parts
+    waited: float  # seconds between it and the next execution, in which a transfer is waited for
+    position: int  # of the step in the plan
+    tick: int  # of the clock of `checkmate.inspection.crossings.clock`
 
 
 @dataclass(frozen=True)
 class Span:
     """One copy of a value: at hand while the executions from ``first`` to ``last`` run, both included.
 
-    A copy that is written over ends before the execution that does so, though this one reads it yet.
+    A copy that is written over ends before the execution that does so, though this one reads it yet. One that is
+    fetched begins with the execution after the begin of its transfer. What is at hand between two executions say
+    ``born`` and ``died``: moments of a finer clock, which ticks with every execution and with every fetch.
     """
 
     value: int  # index in the graph
@@ -78,11 +77,14 @@ class Span:
     copy: int  # how many copies were made before
     producer: int  # the op that made it
     first: int  # index of the Moment that makes it
+    ready: int  # index of the first Moment that can read it: the next one, or the one after the end of its transfer
     last: int  # index of the last Moment at which it is at hand
     uses: tuple[int, ...]  # indices of the Moments that read this copy, ascending
     continues: int | None  # index of the Span in whose storage it is, which ends where this begins; None: in its own
     where: str  # of the producer
     place: Place
+    born: int  # the tick from which on it is at hand
+    died: int  # the tick from which on it is gone
 
     def next_use(self, index: int) -> int | None:
         """The first Moment after this one that reads the copy; None: nobody does."""
@@ -97,6 +99,11 @@ class Timeline:
     spans: tuple[Span, ...]  # in the order in which they are made
     resident: dict[str, int]  # bytes that are there all the time, by role
     boundary: int  # how many of the moments belong to the forward
+    seconds: float  # of the whole step, with those in which transfers are waited for
+    ticks: np.ndarray  # (N,) int64: of each moment, the tick of its most bytes: its execution's, or a fetch's after it
+    crossings: tuple[Crossing, ...] = ()  # in the order in which they are asked for
+    there: tuple[int, ...] = ()  # (N,) the most bytes in the second memory from each execution to the next
+    levels: tuple[tuple[float, int], ...] = ()  # (seconds, bytes there from then on)
 
     @cached_property
     def bytes(self) -> np.ndarray:
@@ -113,15 +120,23 @@ class Timeline:
         """The first execution at which so many bytes are at hand."""
         return self.moments[int(self.bytes.argmax())]
 
-    @property
-    def seconds(self) -> float:
-        """Of the whole step."""
-        return self.moments[-1].begin + self.moments[-1].seconds
-
     def alive(self, index: int) -> tuple[Span, ...]:
-        """The copies at hand while this execution runs, its outputs included, the most bytes first."""
-        here = (span for span in self.spans if span.first <= index <= span.last)
+        """The copies at hand while this execution runs, its outputs included, the most bytes first.
+
+        Where more bytes are at hand after it than while it runs, since a fetch begins, the copies that are there then.
+        """
+        here = (span for span in self.spans if span.born <= self.ticks[index] < span.died)
         return tuple(sorted(here, key=lambda span: -span.bytes))
+
+    def under_way(self, index: int) -> tuple[Crossing, ...]:
+        """The transfers that the plan has asked for and not yet waited for, at the same moment."""
+        return tuple(c for c in self.crossings if c.born <= self.ticks[index] < c.died)
+
+    @cached_property
+    def workspaces(self) -> np.ndarray:
+        """(N,) int64: of the bytes at hand at each moment, the workspace."""
+        of_op = [m.workspace if at == m.tick else 0 for m, at in zip(self.moments, self.ticks.tolist(), strict=True)]
+        return np.array(of_op, dtype=np.int64)
 
     def by_role(self) -> dict[str, np.ndarray]:
         """For each role that has any bytes, in the order of ROLES, (N,) int64: its bytes over the step.
@@ -130,7 +145,7 @@ class Timeline:
         """
         rows = self._sums(lambda span: span.role)
         rows.update({role: np.full(len(self.moments), size) for role, size in self.resident.items()})
-        rows["workspace"] = np.array([moment.workspace for moment in self.moments], dtype=np.int64)
+        rows["workspace"] = self.workspaces
         return {role: rows[role] for role in ROLES if role in rows and rows[role].any()}
 
     def by_module(self, groups: int = GROUPS) -> dict[str, np.ndarray]:
@@ -145,7 +160,7 @@ class Timeline:
         held = self._sums(lambda span: span.place.module)
         held = {path: held.get(path, np.zeros(len(self.moments), dtype=np.int64)) for path in order}
         for moment in self.moments:
-            held[moment.place.module][moment.index] += moment.workspace
+            held[moment.place.module][moment.index] += self.workspaces[moment.index]
         named = {"": OUTSIDE}
         for group in fold(paths, groups, [int(held[path].sum()) for path in paths]):
             named.update(dict.fromkeys(paths[group.first : group.last + 1], group.label))
@@ -170,7 +185,8 @@ class Timeline:
         spans: dict[str, list[Span]] = {}
         for span in self.spans:
             spans.setdefault(label(span), []).append(span)
-        return {name: _held(group, len(self.moments)) for name, group in spans.items()}
+        length = max(span.died for span in self.spans)
+        return {name: _held(group, length)[self.ticks] for name, group in spans.items()}
 
 
 def timeline(plan: Plan, problem: Problem) -> Timeline:
@@ -194,36 +210,50 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
     open_: dict[int, int] = {}  # by value, which copy is at hand
     copies = [0] * len(graph.values)
     runs: list[_Run] = []
-    for position, step in enumerate(plan.steps):
-        if not isinstance(step, Run):
+    ticks, seen = clock(plan), timing(plan, problem)
+    for position, (step, tick) in enumerate(zip(plan.steps, ticks, strict=True)):
+        if isinstance(step, Free):
             if step.value in open_:
-                made[open_.pop(step.value)].last = len(runs) - 1
-            continue
-        index, op = len(runs), graph.ops[step.op]
-        way = ways.get((step.op, step.over))
-        if step.over is not None and (way is None or step.over not in open_):
-            over = graph.values[step.over].name
-            raise ValueError(f"The plan runs {op.name} over {over}, which no way of it does, or which is not at hand.")
-        runs.append(_Run(step.op, position < plan.boundary, way))
-        for v in op.inputs:
-            if v in open_:
-                made[open_[v]].uses.append(index)
-        ended = None if way is None else open_.pop(way.over)
-        if ended is not None:
-            made[ended].last = index - 1
-        for v in op.outputs:
-            continues = ended if way is not None and way.makes == v else None
-            made.append(_Copy(v, copies[v], index, index, continues))  # it goes at once where a copy is still at hand
-            copies[v] += 1
-            open_.setdefault(v, len(made) - 1)
+                made[open_.pop(step.value)].end(len(runs) - 1, tick + 1)
+        elif isinstance(step, Fetch):
+            open_[step.value] = len(made)
+            made.append(_Copy(step.value, copies[step.value], len(runs), tick, fetched=True))
+            copies[step.value] += 1
+        elif isinstance(step, Wait):
+            if step.value in open_ and made[open_[step.value]].ready is None:
+                made[open_[step.value]].ready = len(runs)
+        elif isinstance(step, Run):
+            index, op = len(runs), graph.ops[step.op]
+            way = ways.get((step.op, step.over))
+            if step.over is not None and (way is None or step.over not in open_):
+                what = f"{op.name} over {graph.values[step.over].name}"
+                raise ValueError(f"The plan runs {what}, which no way of it does, or which is not at hand.")
+            runs.append(_Run(step.op, position, tick, position < plan.boundary, way))
+            for v in op.inputs:
+                if v in open_:
+                    made[open_[v]].uses.append(index)
+            ended = None if way is None else open_.pop(way.over)
+            if ended is not None:
+                made[ended].end(index - 1, tick)
+            for v in op.outputs:
+                continues = ended if way is not None and way.makes == v else None
+                copy = _Copy(v, copies[v], index, tick, continues, ready=index + 1)
+                copy.end(index, tick + 1)  # it goes at once where a copy is still at hand
+                made.append(copy)
+                copies[v] += 1
+                open_.setdefault(v, len(made) - 1)
     if not runs:
         raise ValueError("The plan runs nothing: it has no timeline.")
     for i in open_.values():
-        made[i].last = len(runs) - 1
+        made[i].end(len(runs) - 1, ticks[-1] + 1)
     results = frozenset(graph.outputs)
-    spans = tuple(_span(problem, copy, places, results) for copy in made)
-    moments = _moments(problem, runs, spans, places)
-    return Timeline(moments, spans, _resident(problem), sum(run.forward for run in runs))
+    spans = tuple(_span(problem, copy, places, results, len(runs) - 1) for copy in made)
+    at, most = _fullest(problem, runs, spans, ticks[-1] + 1)
+    moments = _moments(problem, runs, most, places, seen)
+    crossed = crossings(plan, problem, seen) if plan.sent else ()
+    there, levels = bytes_there(plan, problem, seen)
+    forward = sum(run.forward for run in runs)
+    return Timeline(moments, spans, _resident(problem), forward, seen.seconds, at, crossed, there, levels)
 
 
 @dataclass
@@ -233,13 +263,23 @@ class _Copy:
     value: int
     before: int
     first: int
-    last: int
-    continues: int | None
+    born: int
+    continues: int | None = None
+    ready: int | None = None  # None: its transfer has not ended
+    fetched: bool = False
+    last: int = -1
+    died: int = -1
     uses: list[int] = field(default_factory=list)
+
+    def end(self, last: int, died: int) -> None:
+        """Say when it goes."""
+        self.last, self.died = last, died
 
 
 class _Run(NamedTuple):
     op: int
+    position: int
+    tick: int
     forward: bool  # whether it runs in the forward
     way: Way | None  # None: plainly
 
@@ -254,25 +294,7 @@ def _best_ways(problem: Problem) -> dict[tuple[int, int | None], Way]:
     return best
 
 
-def place_of(where: str | None) -> Place:
-    """The parts of `Op.where`.
-
-    >>> place_of("layer1.0.conv2 (Conv2d, resnet.py:31)")
-    Place(module='layer1.0.conv2', kind='Conv2d', line='resnet.py:31')
-    >>> place_of("train.py:7").line, place_of(None).line
-    ('train.py:7', '')
-    """
-    match = _WHERE.fullmatch(where or "")
-    module, facts = (match["module"], match["facts"]) if match else ("", where or "")
-    *kind, last = facts.split(", ")
-    line = last if _LINE.fullmatch(last) else ""
-    named = ", ".join(kind if line else [*kind, last])
-    if not match and not line:  # a bare path, or words such as "generated code"
-        return Place(module="" if " " in facts else facts)
-    return Place(module, named, line)
-
-
-def _span(problem: Problem, copy: _Copy, places: list[Place], results: frozenset[int]) -> Span:
+def _span(problem: Problem, copy: _Copy, places: list[Place], results: frozenset[int], final: int) -> Span:
     v, before = copy.value, copy.before
     value, size = problem.graph.values[v], int(problem.sizes[v])
     k = value.producer
@@ -280,38 +302,60 @@ def _span(problem: Problem, copy: _Copy, places: list[Place], results: frozenset
     op = problem.graph.ops[k]
     if v in results:
         role = "results"
+    elif copy.fetched:
+        role = "fetched"
     elif before:
         role = "made again"
     else:
         role = "activations" if op.phase == "forward" else "gradients"
-    when = (copy.first, copy.last, tuple(copy.uses))
-    return Span(v, value.name, size, role, before, k, *when, copy.continues, op.where or "", places[k])
+    first = min(copy.first, final)
+    when = (first, first + 1 if copy.ready is None else copy.ready, max(first, copy.last), tuple(copy.uses))
+    at = op.where or "", places[k], copy.born, copy.died
+    return Span(v, value.name, size, role, before, k, *when, copy.continues, *at)
 
 
 def _held(spans: Iterable[Span], length: int) -> np.ndarray:
-    """(length,) int64: bytes of these copies while each execution runs."""
+    """(length,) int64: bytes of these copies at each tick."""
     changes = np.zeros(length + 1, dtype=np.int64)
     for span in spans:
-        changes[span.first] += span.bytes
-        changes[span.last + 1] -= span.bytes
+        changes[span.born] += span.bytes
+        changes[span.died] -= span.bytes
     return changes.cumsum()[:-1]
 
 
-def _moments(problem: Problem, runs: list[_Run], spans: tuple[Span, ...], places: list[Place]) -> tuple[Moment, ...]:
-    live = problem.resident + _held(spans, len(runs))
+def _fullest(problem: Problem, runs: list[_Run], spans: tuple[Span, ...], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(N,) int64 each: the tick from each execution to the next at which most bytes are at hand, and these bytes."""
+    live = problem.resident + _held(spans, length)
+    begins = np.array([run.tick for run in runs])
+    live[begins] += [int(problem.workspace[run.op]) if run.way is None else run.way.workspace for run in runs]
+    ticks = np.array([a + live[a:b].argmax() for a, b in pairwise([*begins.tolist(), length])], dtype=np.int64)
+    return ticks, live[ticks]
+
+
+def _moments(
+    problem: Problem, runs: list[_Run], most: np.ndarray, places: list[Place], seen: Timing
+) -> tuple[Moment, ...]:
     times = [0] * len(problem.graph.ops)
-    moments, begin = [], 0.0
-    for index, (k, forward, way) in enumerate(runs):
+    waited = _waited(runs, seen)
+    moments = []
+    for index, (k, position, tick, forward, way) in enumerate(runs):
         op, seconds = problem.graph.ops[k], float(problem.seconds[k])
         workspace = int(problem.workspace[k]) if way is None else way.workspace
         over = "" if way is None else problem.graph.values[way.over].name
         phase = "forward" if forward else "backward"
-        size = int(live[index]) + workspace
-        figures = (times[k], begin, seconds, size, workspace, over)
-        moments.append(Moment(index, k, op.name, op.target, op.phase, phase, *figures, op.where or "", places[k]))
+        figures = (times[k], seen.at[position], seconds, int(most[index]), workspace, over)
+        where = op.where or "", places[k], waited[index], position, tick
+        moments.append(Moment(index, k, op.name, op.target, op.phase, phase, *figures, *where))
         times[k] += 1
-        begin += seconds
     return tuple(moments)
+
+
+def _waited(runs: list[_Run], seen: Timing) -> list[float]:
+    """For each execution the seconds between it and the next one in which nothing runs."""
+    positions, waited = [run.position for run in runs], [0.0] * len(runs)
+    for position, seconds in seen.stalls:
+        waited[bisect_right(positions, position) - 1] += seconds
+    return waited
 
 
 def _resident(problem: Problem) -> dict[str, int]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.inspection.module_groups import fold
-from checkmate.inspection.timeline import place_of
+from checkmate.inspection.places import place_of
 from checkmate.plot.style import BLUE, axes_of, pyplot
 from checkmate.units import format_bytes, format_seconds
 

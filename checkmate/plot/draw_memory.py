@@ -10,6 +10,7 @@ import numpy as np
 
 from checkmate.core.solution import Solution
 from checkmate.inspection.timeline import OUTSIDE, Timeline, timeline
+from checkmate.plot.draw_links import links
 from checkmate.plot.style import FILLS, HATCHES, LINES, ROLE_STYLES, axes_of, halo, units, with_plan
 from checkmate.units import format_bytes, format_seconds
 
@@ -27,7 +28,8 @@ def memory(
     r"""Bytes at hand over the seconds of the step, as stacked areas: what they are, or whose.
 
     The budget is a line, the peak bears its bytes and its op. Other solutions, for example with other budgets, are
-    lines, their steps as long as they take.
+    lines, their steps as long as they take. Where the plan sends values to a second memory, two strips below show the
+    transfers with the moments at which one is waited for, and the bytes there.
 
     Args:
         solution: one with a plan.
@@ -46,7 +48,7 @@ def memory(
     """
     line, others = _timeline(solution), [_timeline(other) for other in compare]
     rows = line.by(by)
-    ax = axes_of(ax, (10, 5))
+    ax = axes_of(ax, (10, 7 if line.crossings else 5))
     _stack(ax, line, rows, ROLE_STYLES if by == "role" else _styles(rows))
     for other, its, style in zip(compare, others, cycle(LINES)):
         label = f"{other.method}, budget {format_bytes(other.budget)}"
@@ -64,6 +66,8 @@ def memory(
     handles, labels = ax.get_legend_handles_labels()
     order = [*reversed(range(len(rows))), *range(len(rows), len(labels))]  # as the areas lie upon each other
     ax.legend([handles[i] for i in order], [labels[i] for i in order], loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    if line.crossings:
+        links(ax, line)
     return ax
 
 
@@ -85,7 +89,7 @@ def _stack(ax: Axes, line: Timeline, rows: dict[str, np.ndarray], styles: Mappin
 
 
 def _memory_title(solution: Solution) -> str:
-    step = f"{format_seconds(solution.cost)} ({solution.overhead:+.2%} recomputation)"
+    step = f"{format_seconds(solution.cost)} ({solution.overhead:+.2%} {solution.spent_on})"
     return f"{solution.method}: peak {format_bytes(solution.peak or 0)}, step {step}"
 
 

@@ -1,6 +1,6 @@
 """Put what is done with gradients into a traced step: each goes to its update, and is no result of the step.
 
-gradient -> as autograd stores it -> (without the scale) -> (clipped) -> update
+gradient -> as autograd stores it -> (mean of all ranks) -> (without the scale) -> (clipped) -> update
 
 Of several micro-batches all gradients go to their sums, which are no values of the step; the last one's step goes on
 with these, in place. What each node does is said by `checkmate.updates.updates`.
@@ -8,6 +8,7 @@ with these, in place. What each node does is said by `checkmate.updates.updates`
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,10 @@ from torch import optim
 from torch._functorch.partitioners import _is_primal
 from torch.utils._python_dispatch import _disable_current_modes
 
+from checkmate.capture.nodes import is_collective
 from checkmate.capture.patches.strides import lay_out, obeys_layout
+from checkmate.capture.phases import after_tangent
+from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 from checkmate.updates import operations
 from checkmate.updates.clipping import norm_of, order_of
@@ -61,7 +65,7 @@ class Insert:
         defined = [i for i in range(num_fwd_outputs, len(results)) if isinstance(results[i], fx.Node)]
         found: dict[int, tuple[fx.Node, Update]] = {}  # by the position of the gradient
         for i, position in _inputs_of(output, defined):
-            if position is None and (self.updates.clipping.most is not None or self.updates.scaling is not None):
+            if position is None and self.updates.together:
                 raise _unknown()
             if position is not None and position < len(given) and id(given[position]) in updates:
                 found[i] = primals[position], updates[id(given[position])]
@@ -69,6 +73,8 @@ class Insert:
         found = {i: found[i] for i in sorted(found, key=lambda i: made[results[i]])}  # as the backward makes them
         if found:
             inputs = {id(tensor): primals[i] for i, tensor in enumerate(given) if i in primals}
+            if self.last and self.updates.exchange is not None:
+                _refuse_other_exchanges(graph)
             write = _Writer(self.updates, output, results, found, inputs)
             write.with_sums(last=self.last) if self.updates.sums is not None else write.without_sums()
         if self.last and self.updates.average is not None:
@@ -99,16 +105,24 @@ class _Writer:
     ) -> None:
         self._what, self._output, self._results, self._found, self._inputs = updates, output, results, found, inputs
         self._graph = output.graph
+        self._averaged = set() if updates.exchange is None else updates.exchange.averaged()
 
     def with_sums(self, *, last: bool) -> None:
         """Each gradient is added to its sum; at last each parameter is updated by its sum."""
         what, tokens = self._what, []
         assert what.sums is not None
         together = what.clipping.most is not None or what.scaling is not None
+        token = self._agreed() if last else None
         for i, (parameter, update) in self._found.items():
             gradient, self._results[i] = self._results[i], None
             what.sums.expect(update.parameter, _strides(gradient, parameter))
-            if last and not together:
+            if token is not None and update.parameter in self._averaged:
+                exchange = operations.add_and_exchange(what, update)
+                token = self._last(exchange, (gradient, parameter, token), gradient, f"{parameter.name}_mean")
+                tokens.append(token)
+                if not together:
+                    self._update(operations.update_by_sum(what, update), token, parameter, update)
+            elif last and not together:
                 self._update(operations.add_and_update(what, update), gradient, parameter, update)
             else:
                 add = operations.add(what.sums, update.parameter)
@@ -123,6 +137,7 @@ class _Writer:
         what, results = self._what, self._results
         for i, (parameter, _) in self._found.items():
             results[i] = _as_stored(self._graph, results[i], parameter)
+        self._exchange()
         skips = self._decisions()
         clip = what.clipping
         if clip.most is not None:
@@ -140,6 +155,30 @@ class _Writer:
                 gradient = self._last(aten.mul.Tensor, (gradient, factor), gradient, f"{gradient.name}_clipped")
             results[i] = gradient if what.keep else None
             self._update(operations.update(what, update), gradient, parameter, update, skips.get(update.optimizer))
+
+    def _agreed(self) -> fx.Node | None:
+        """Where gradients are averaged over ranks, that these agree on which and in what order."""
+        if self._what.exchange is None:
+            return None
+        order = [update.parameter for _, update in self._found.values() if update.parameter in self._averaged]
+        i, (parameter, _) = next(iter(self._found.items()))
+        agree = operations.agree(self._what, order)
+        return self._last(agree, (self._results[i], parameter), self._results[i], "agreed")
+
+    def _exchange(self) -> None:
+        """Average gradients over all ranks, one after the other."""
+        token = self._agreed()
+        for i, (parameter, update) in self._found.items():
+            if token is not None and update.parameter in self._averaged:
+                gradient = self._results[i]
+                assert self._what.exchange is not None
+                exchange = operations.exchange(self._what.exchange, update.parameter)
+                both = self._last(exchange, (gradient, parameter, token), gradient, f"{gradient.name}_exchange")
+                parts = (("mean", gradient), ("sent", token))
+                self._results[i], token = (
+                    self._last(operator.getitem, (both, n), like, f"{gradient.name}_{name}")
+                    for n, (name, like) in enumerate(parts)
+                )
 
     def _decisions(self) -> dict[optim.Optimizer, fx.Node]:
         """For each optimizer, where the loss is scaled, whether its updates are skipped."""
@@ -193,6 +232,18 @@ def _unknown() -> Unsupported:
         "Two inputs of the step are views of one tensor, whose gradient is not that of one parameter: it cannot be "
         "clipped or unscaled with the others. Have the step use one of them."
     )
+
+
+def _refuse_other_exchanges(graph: fx.Graph) -> None:
+    """Refuse a backward that exchanges data itself: a rank with another plan could do so in another order."""
+    later = after_tangent(graph.nodes)
+    for node in graph.nodes:
+        if node in later and is_collective(node):
+            raise Unsupported(
+                f"{where(node)}: the backward exchanges data with other ranks itself, as SyncBatchNorm does. Gradients "
+                "cannot be averaged within its plan: update outside, DistributedDataParallel(checkmate.compile(model, "
+                "budget=..., reserve=...)), with the bytes of gradients and optimizer state as the reserve."
+            )
 
 
 def _primals(graph: fx.Graph) -> Mapping[int, fx.Node]:

@@ -2,7 +2,8 @@
 
 ``does``: what an op does beside what it makes, in words with a place for the name of its second argument, a parameter;
 such an op runs once. ``updates``: positions of the arguments that it overwrites. ``rehearsal``: makes a function that
-costs the same and leaves everything as it is. ``moved_bytes``: of what is no argument.
+costs the same and leaves everything as it is. ``over``: how it writes its result over an argument. ``moved_bytes``: of
+what is no argument.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from checkmate.capture.ways.table import Written
 from checkmate.updates.clipping import Clipping, total
+from checkmate.updates.exchange import AGREEING_BYTES, Exchange
 from checkmate.updates.one_parameter import Update
 from checkmate.updates.scaling import Scaling, are_not_finite
 from checkmate.updates.sums import Sums, rehearsed_add, token_of
@@ -89,6 +92,65 @@ def add(sums: Sums, parameter: torch.Tensor) -> Op:
         return rehearse
 
     return _with(add_gradient, does="adds to the gradient of {}", rehearsal=rehearsal, moved_bytes=parameter.nbytes)
+
+
+def agree(updates: Updates, order: Sequence[torch.Tensor]) -> Op:
+    """Of a gradient and its parameter; gives a number that says that all ranks send gradients in this order."""
+
+    def agree_with_ranks(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        updates.agree(order)
+        return token_of(like)
+
+    def rehearsal() -> Op:
+        def rehearse(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+            torch.zeros(AGREEING_BYTES, dtype=torch.uint8, device=like.device)
+            return token_of(like)
+
+        return rehearse
+
+    return _with(agree_with_ranks, does="agrees with other ranks on their gradients", rehearsal=rehearsal)
+
+
+def exchange(exchange: Exchange, parameter: torch.Tensor) -> Op:
+    """Of a gradient, the parameter, and the number of the exchange before.
+
+    Gives the mean of all ranks, and the number of this exchange: all ranks send in one order.
+    """
+
+    def exchange_gradient(
+        gradient: torch.Tensor, like: torch.Tensor, before: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return exchange.mean(gradient, out), token_of(parameter)
+
+    def rehearsal() -> Op:
+        return lambda gradient, like, before, out=None: (exchange.part(gradient, out), token_of(like))
+
+    does, over = "averages the gradient of {} over all ranks", Written(exchange_gradient, (0,))
+    about: dict[str, Any] = {"does": does, "rehearsal": rehearsal, "moved_bytes": parameter.nbytes}
+    return _with(exchange_gradient, over=over, **about)
+
+
+def add_and_exchange(updates: Updates, of: Update) -> Op:
+    """The same, of a gradient that is added to its sum before; gives the number only."""
+    sums = updates.sums
+    assert sums is not None
+
+    def add_and_exchange_gradient(gradient: torch.Tensor, like: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        sums.add(of.parameter, gradient)
+        updates.exchange_sum(of.parameter)
+        return token_of(of.parameter)
+
+    def rehearsal() -> Op:
+        add_one = rehearsed_add()
+
+        def rehearse(gradient: torch.Tensor, like: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+            add_one(gradient, like).mul_(0.5)
+            return token_of(like)
+
+        return rehearse
+
+    does, moved = "adds to the gradient of {} and averages it over all ranks", 2 * of.parameter.nbytes
+    return _with(add_and_exchange_gradient, does=does, rehearsal=rehearsal, moved_bytes=moved)
 
 
 def prepare(updates: Updates) -> Op:

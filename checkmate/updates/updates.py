@@ -1,6 +1,6 @@
 """What a training step does with its gradients, one parameter after the other: unscale, clip, update, average.
 
-gradient -> (added to the sum of several) -> (without the scale) -> (clipped) -> update -> (average)
+gradient -> (added to the sum of several) -> (mean of ranks) -> (without the scale) -> (clipped) -> update -> (average)
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import nn, optim
 
 from checkmate.updates.averaging import Average
 from checkmate.updates.clipping import Clipping
+from checkmate.updates.exchange import Exchange
 from checkmate.updates.one_parameter import Update, about
 from checkmate.updates.scaling import HELD_BYTES, Scaling
 from checkmate.updates.sums import Sums
@@ -31,6 +32,7 @@ class Updates:
         sums: of gradients of several micro-batches; None: each step updates.
         scaling: of the loss.
         average: of the parameters.
+        exchange: with other ranks.
     """
 
     optimizers: Sequence[optim.Optimizer]
@@ -39,8 +41,10 @@ class Updates:
     sums: Sums | None = None
     scaling: Scaling | None = None
     average: Average | None = None
+    exchange: Exchange | None = None
     ready: bool = field(default=False, init=False)  # gradients are unscaled and clipped, in the update that goes on
     _updated: set[torch.Tensor] = field(default_factory=set, init=False)  # in the update that goes on
+    _exchanged: set[torch.Tensor] = field(default_factory=set, init=False)  # sums, in the same
 
     def of_parameters(self) -> dict[int, Update]:
         """The update of each parameter that the optimizers have now, by its id."""
@@ -54,6 +58,11 @@ class Updates:
         return [(about(o, group), [id(p) for p in group["params"]]) for o, group in groups]
 
     @property
+    def together(self) -> bool:
+        """Whether it has to be known of each gradient which parameter it belongs to, updated or not."""
+        return self.clipping.most is not None or self.scaling is not None or self.exchange is not None
+
+    @property
     def reach(self) -> list[nn.Module]:
         """What is held beside a step and its batch."""
         return [] if self.average is None else [self.average.averaged]
@@ -64,23 +73,44 @@ class Updates:
         held = sum(update.state_bytes for update in self.of_parameters().values())
         held += 0 if self.sums is None else self.sums.held_bytes
         held += 0 if self.average is None else self.average.rest_bytes
+        held += 0 if self.exchange is None else self.exchange.held_bytes
         held += 0 if self.clipping.most is None else NORM_BYTES
         return held + (0 if self.scaling is None else HELD_BYTES)
 
     def begin(self) -> None:
         """Prepare for an update, before the backward that it comes with."""
-        self._updated, self.ready = set(), False
+        self._updated, self._exchanged, self.ready = set(), set(), False
         if self.scaling is not None:
             self.scaling.begin()
         if self.average is not None:
             self.average.begin()
 
+    def agree(self, order: Sequence[torch.Tensor]) -> None:
+        """Have all ranks be about to send the same gradients.
+
+        Args:
+            order: of the parameters whose gradients are sent first; those follow that have one already.
+        """
+        if self.exchange is not None:
+            places = {p: n for n, p in enumerate(self._parameters())}
+            sent = [*order, *(p for p in self._rest() if p not in {*order})]
+            device = next(iter(places)).device
+            self.exchange.agree([(places[p], tuple(p.shape), str(p.dtype)) for p in sent], device)
+
+    def exchange_sum(self, parameter: torch.Tensor) -> None:
+        """Average the gradient that a parameter has over all ranks."""
+        assert self.exchange is not None
+        assert parameter.grad is not None
+        self._exchanged.add(parameter)
+        self.exchange.mean(parameter.grad, out=parameter.grad)
+
     def prepare(self) -> None:
-        """Unscale all gradients and clip them by their norm, where they are."""
+        """Exchange, unscale and clip all gradients by their norm, where they are and it was not done."""
         self.ready = True
+        self._exchange_rest()
         if self.scaling is not None:
             self.scaling.unscale(self.optimizers)
-        self.clipping.by_norm([p for o in self.optimizers for group in o.param_groups for p in group["params"]])
+        self.clipping.by_norm(self._parameters())
 
     def update(self, update: Update, gradient: torch.Tensor) -> None:
         """Update a parameter by its gradient as it is."""
@@ -102,7 +132,9 @@ class Updates:
     def finish(self) -> None:
         """Do what the backward has left to do: all of it, as plain PyTorch does, where no captured step has run."""
         if not self.ready:
+            self.agree(())
             self.prepare()
+        self._exchange_rest()
         for update in self.of_parameters().values():
             if update.parameter not in self._updated and update.parameter.grad is not None:
                 self.update_in_place(update)
@@ -118,7 +150,9 @@ class Updates:
 
     def as_plain(self) -> None:
         """Clip and update as plain PyTorch does, all at once, by the gradients that a plain backward has left."""
-        parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        self._updated, self._exchanged = set(), set()
+        self._exchange_rest()
+        parameters = self._parameters()
         self.clipping.by_norm(parameters)
         for parameter in parameters:
             if parameter.grad is not None:
@@ -127,6 +161,22 @@ class Updates:
             optimizer.step()
             if not self.keep:
                 optimizer.zero_grad(set_to_none=True)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+
+    def _rest(self) -> list[torch.Tensor]:
+        """Parameters whose gradients are there, and are to be averaged over all ranks yet."""
+        if self.exchange is None:
+            return []
+        done = self._updated | self._exchanged
+        left = [p for p in self._parameters() if p.grad is not None and p not in done]
+        averaged = self.exchange.averaged() if left else set()
+        return [p for p in left if p in averaged]
+
+    def _exchange_rest(self) -> None:
+        for parameter in self._rest():
+            self.exchange_sum(parameter)
 
     def _skips(self, optimizer: optim.Optimizer) -> bool:
         return self.scaling is not None and self.scaling.skips(optimizer)

@@ -27,6 +27,7 @@ ABOUT_ROLES = {
     "results": "what the step hands out, such as the loss and gradients of parameters",
     "activations": "first copies of what the forward makes",
     "made again": "later copies",
+    "fetched": "copies from the second memory, from the begin of their transfer on",
     "gradients": "first copies of what the backward makes",
     "workspace": "of the op that runs",
 }

@@ -16,7 +16,6 @@ import numpy as np
 from checkmate.core.graph import Graph, Op
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Problem, Profile
-from checkmate.core.ways import Way
 
 PRICE = 0.01  # of the seconds that a link is busy with it: what a fetch costs, so that none is for nothing
 
@@ -61,6 +60,11 @@ def away(problem: Problem, sent: Collection[int]) -> Away:
         place.append(len(order))
         order.append((k, None))
         order += [(None, v) for v in op.outputs if v in sent]
+
+    def inside(k: int) -> int:
+        """Bytes of what op k makes that counts as its workspace now: other ops take it over."""
+        return sum(int(problem.sizes[w]) for w in graph.ops[k].outputs if w in sent)
+
     ops, seconds, workspace = [], [], []
     producer = [None if value.producer is None else place[value.producer] for value in graph.values]
     for at, (plain, v) in enumerate(order):
@@ -68,8 +72,7 @@ def away(problem: Problem, sent: Collection[int]) -> Away:
             op = graph.ops[plain]
             ops.append(replace(op, outputs=tuple(w for w in op.outputs if w not in sent)))
             seconds.append(float(problem.seconds[plain]))
-            inside = sum(int(problem.sizes[w]) for w in op.outputs if w in sent)
-            workspace.append(int(problem.workspace[plain]) + inside)
+            workspace.append(int(problem.workspace[plain]) + inside(plain))
         elif v is not None:
             made_by = graph.values[v].producer
             assert made_by is not None
@@ -79,7 +82,12 @@ def away(problem: Problem, sent: Collection[int]) -> Away:
             workspace.append(0)
     values = tuple(replace(value, producer=p) for value, p in zip(graph.values, producer, strict=True))
     ways = [
-        _moved(way, place[way.op], int(problem.sizes[way.makes]) if way.makes in sent else None)
+        replace(
+            way,
+            op=place[way.op],
+            makes=None if way.makes in sent else way.makes,
+            workspace=way.workspace + inside(way.op),
+        )
         for way in problem.profile.ways
     ]
     source = problem.profile.source
@@ -90,11 +98,6 @@ def away(problem: Problem, sent: Collection[int]) -> Away:
     )
     there = Problem(Graph(tuple(ops), values, graph.outputs), profile, rules=rules)
     return Away(there, tuple(k for k, _ in order), tuple(v for _, v in order))
-
-
-def _moved(way: Way, op: int, inside: int | None) -> Way:
-    """A way of an op that stands elsewhere; what it made of so many bytes may count as workspace now."""
-    return replace(way, op=op) if inside is None else replace(way, op=op, makes=None, workspace=way.workspace + inside)
 
 
 def sendable(problem: Problem) -> list[int]:

@@ -64,6 +64,19 @@ def certify_plan(
     return Solution(status, problem, budget, method, schedule, plan, cost, bound, peak, **fields)  # type: ignore[arg-type]
 
 
+def again(known: Solution, problem: Problem, budget: int, *, bound: float = 0.0, **fields: object) -> Solution:
+    """The plan of a solution, certified anew for this problem and budget.
+
+    Raises:
+        SolverError: if it breaks a rule there or exceeds a budget.
+    """
+    assert known.schedule is not None
+    about = {"method": known.method, **fields}
+    if known.plan is None or not known.plan.sent:
+        return certify(problem, budget, known.schedule.R, bound=bound, **about)  # type: ignore[arg-type]
+    return certify_plan(problem, budget, known.plan, known.schedule, bound=bound, **about)  # type: ignore[arg-type]
+
+
 def contradicts(bound: float, cost: float) -> bool:
     """Whether a lower bound cannot be true if a schedule has this cost, beyond what solvers round."""
     return bound > cost * (1 + TOLERANCE)

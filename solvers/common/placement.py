@@ -15,6 +15,7 @@ import numpy as np
 
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.core.problem import Problem
+from checkmate.core.timing import Timing, timing
 from checkmate.solvers.common.away import Event, Need
 
 
@@ -28,7 +29,20 @@ def place(problem: Problem, budget: int, happens: Sequence[Event], boundary: int
         boundary: how many of these belong to the forward.
     """
     out = _sends(problem, budget, happens, boundary)
-    return None if out is None else _fetches(problem, budget, out)
+    if out is None:
+        return None
+    best, least = None, float("inf")
+    for _ in range(ROUNDS):
+        plan = _fetches(problem, budget, out)
+        when = timing(plan, problem)
+        if when.seconds >= least:
+            break
+        best, least = plan, when.seconds
+        out.reached(plan, when)
+    return best
+
+
+ROUNDS = 4  # in each of which fetches go by when steps were reached in the one before
 
 
 @dataclass
@@ -44,6 +58,14 @@ class _Outward:
         self.steps.append(step)
         self.live.append(live)
         self.now.append(now)
+
+    def reached(self, plan: Plan, when: Timing) -> None:
+        """Take over when each step is reached where its fetches are elsewhere: what is waited for leaves time."""
+        rest = iter([at for step, at in zip(plan.steps, when.at, strict=True) if not isinstance(step, Fetch)])
+        self.now = [0.0 if isinstance(step, Fetch) else next(rest) for step in self.steps]
+        for i, step in enumerate(self.steps):
+            if isinstance(step, Fetch):
+                self.now[i] = self.now[i + 1]  # of its Wait
 
 
 def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> _Outward | None:

@@ -44,12 +44,15 @@ AT_RANDOM, MOST_AT_RANDOM = 20, 4  # sets tried before others are looked at once
 log = logging.getLogger("checkmate.solve")
 
 
-def offload(task: Task, incumbent: Incumbent, recompute: Solver, start: Plan | None = None) -> Remarks:
+def offload(
+    task: Task, incumbent: Incumbent, recompute: Solver, *, start: Plan | None = None, settle: float = 0.0
+) -> Remarks:
     """Plans and a bound for a problem with a second memory.
 
     Args:
         recompute: finds plans for a problem without one, and proves bounds, within the time of its task.
         start: a known plan, which may not fit.
+        settle: the gap that is worth all of the time; a smaller one is worth less, in proportion.
     """
     problem = task.problem
     if start is not None and not simulator.verify(start, problem, task.budget):
@@ -60,7 +63,13 @@ def offload(task: Task, incumbent: Incumbent, recompute: Solver, start: Plan | N
         incumbent.offer(alone.R, "recomputation")
     if task.budget >= problem.keep_all_peak:
         return remarks
-    sets = Sets(task, incumbent, recompute)
+    sets = Sets(task, incumbent, recompute, settle)
+    if incumbent.R is None:
+        sets.attempt(sendable(problem))
+    if incumbent.R is None:
+        _, least = with_most_sent(problem, time_limit=SHARE_OF_LEAST * task.clock.left)
+        if least is not None:
+            sets.offer(least, 0)
     bound: Bound | None = None
     for most in MOMENTS:
         if not sets.is_open:
@@ -71,12 +80,6 @@ def offload(task: Task, incumbent: Incumbent, recompute: Solver, start: Plan | N
         limited = task.within(SHARE_OF_BOUND * task.clock.left)
         bound = moment_bound(limited, incumbent, moments=at, most=len(at) if at else most)
         sets.attempt_parts(bound.sent)
-        if sets.best is None:
-            sets.attempt(sendable(problem))
-        if incumbent.R is None:
-            _, least = with_most_sent(problem, time_limit=SHARE_OF_LEAST * task.clock.left)
-            if least is not None:
-                incumbent.offer_plan(least, "least")
     sets.improve()
     return Remarks(details={"found": incumbent.found})
 
@@ -98,14 +101,18 @@ class Sets:
     task: Task
     incumbent: Incumbent
     recompute: Solver
+    settle: float = 0.0
     best: Tried | None = None
     tried: dict[tuple[frozenset[int], int], float] = field(default_factory=dict)  # -> seconds
 
     @property
     def is_open(self) -> bool:
         """There is time, and something to gain."""
-        best = self.incumbent
-        return not (self.task.clock.is_over or best.is_infeasible or (best.gap <= self.task.gap and best.R is not None))
+        best, clock = self.incumbent, self.task.clock
+        if best.R is None or best.is_infeasible:
+            return not (clock.is_over or best.is_infeasible)
+        worth = min(1.0, best.gap / self.settle) if self.settle else 1.0
+        return best.gap > self.task.gap and clock.elapsed < worth * clock.limit
 
     def attempt_parts(self, sent: Collection[int]) -> None:
         """Try a set, and parts of it: those that take longest to make again for their bytes."""
@@ -128,15 +135,18 @@ class Sets:
         if key in self.tried or not sent or not self.is_open:
             return self.tried.get(key, float("inf"))
         plan = self._plan(frozenset(sent), task.budget - room)
-        seconds = float("inf") if plan is None else simulator.cost(plan, task.problem)
-        self.tried[key] = seconds
-        if plan is not None:
-            self.incumbent.offer_plan(plan, "sending")
-            there = simulator.simulate(plan, task.problem).peak_there
-            fits = task.problem.host is not None and there <= task.problem.host.budget
-            if fits and (self.best is None or seconds < self.best.seconds):
-                self.best = Tried(seconds, frozenset(sent), room, plan)
-        log.info("sending %d values with room for %d bytes: %.6g s", len(sent), room, seconds)
+        self.tried[key] = float("inf") if plan is None else self.offer(plan, room)
+        log.info("sending %d values with room for %d bytes: %.6g s", len(sent), room, self.tried[key])
+        return self.tried[key]
+
+    def offer(self, plan: Plan, room: int) -> float:
+        """The seconds of a plan, which is kept if it is the best."""
+        problem = self.task.problem
+        seconds, there = simulator.cost(plan, problem), simulator.simulate(plan, problem).peak_there
+        self.incumbent.offer_plan(plan, "sending")
+        fits = problem.host is not None and there <= problem.host.budget
+        if fits and plan.sent and (self.best is None or seconds < self.best.seconds):
+            self.best = Tried(seconds, plan.sent, room, plan)
         return seconds
 
     def improve(self) -> None:

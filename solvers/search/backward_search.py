@@ -14,7 +14,7 @@ Cost does not count here. Where everything that is missing can be made again fro
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +50,7 @@ class BackwardSearch:
     clock: Clock
     exact: bool = False  # pursue also what seems worse
     far: int = ANY  # ops of the backward run again no more than so many stages later
+    homes: Mapping[int, int] | None = None  # where given, of these those do, in these stages and nowhere else
     loose: bool = False  # ask only for what a proof needs: pinned values that come in on the way are left to `owed`
     complete: bool = True
     least: int = 2**62
@@ -123,14 +124,19 @@ class BackwardSearch:
                 done.setdefault(needed & ~(free & needs.below[k + 1]), trail)
                 return []
             self.complete = False
-        elif self._fits(t, k, needed):
+        elif self._may_run(t, k) and self._fits(t, k, needed):
             found.append((needs.before(k, needed), (trail, t, k)))
+        if self.homes is not None and self.homes.get(k) == t:
+            return found
         kept = needed & ~(needs.below[k] & free)  # for sure, in the last moment of the stage before
         if t == needs.forward_length and needed & needs.outputs[k] & needs.gone:
             return found
         if self._fits(t - 1, t - 1, kept):
             found.append((needed, trail))
         return found
+
+    def _may_run(self, t: int, k: int) -> bool:
+        return self.homes is None or k < self.needs.forward_length or self.homes.get(k) == t
 
     def _fits(self, t: int, k: int, needed: int) -> bool:
         least = self.needs.at(t, k, needed)
@@ -186,15 +192,15 @@ class BackwardSearch:
 
 
 def find_plan(
-    needs: Needs, budget: int, *, width: int, clock: Clock, exact: bool = False
+    needs: Needs, budget: int, *, width: int, clock: Clock, exact: bool = False, homes: Mapping[int, int] | None = None
 ) -> tuple[np.ndarray | None, BackwardSearch]:
     """The runs R (T, T) of a schedule within the budget, or None; the search says whether that is proven.
 
     Raises:
         OutOfTime: where the clock runs out first.
     """
-    far = ANY if exact else _far(needs) if width > 1 else 0
-    search = BackwardSearch(needs, budget, width, clock, exact, far=far)
+    far = ANY if exact or homes is not None else _far(needs) if width > 1 else 0
+    search = BackwardSearch(needs, budget, width, clock, exact, far=far, homes=homes, complete=homes is None)
     states: States = {0: None}
     for t in reversed(range(needs.T)):
         states = search.stage(t, states)

@@ -1,7 +1,7 @@
 """The smallest budget: the smallest peak that a known plan reaches, and what no schedule stays below.
 
-    eviction passes -> search backwards: plans from above, refutations from below, wider and wider until they meet
-                    -> what the plan need not run again is dropped
+    clipped gradients kept, or made twice -> eviction passes -> search backwards: plans from above, refutations from
+    below, wider and wider until they meet -> what the plan need not run again is dropped
 
 The two ends mostly meet exactly, or within the grain: values so small that all of them together do not matter are left
 out of the search, and counted as if they were always at hand once made, and as if they always could be written over.
@@ -25,6 +25,7 @@ from checkmate.core.rules import Rules, with_rules
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.away import Away, away, events, sendable
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.made_twice import second_runs
 from checkmate.solvers.common.obey import obeys
 from checkmate.solvers.common.placement import place
 from checkmate.solvers.common.runs import as_matrix, on_demand, peak_of
@@ -44,6 +45,7 @@ SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of the way from the bound to th
 SHARE_WITHOUT_HOST = 0.4  # of the time, where there is a second memory
 SHARE = 0.85  # of the time to search in; the rest is for what makes the plan slim
 SHARE_OF_EVICTION, SHARE_OF_PROOFS = 0.2, 0.15  # of what is left of that: eviction passes, proofs of one width
+SHARE_OF_TWICE = 0.4  # of what is left of that: plans of one width that make gradients twice
 GRAIN = 5e-4  # of the smallest budget: what all values below the grain have together
 CLOSE = 1e-3  # a smaller gap is not worth more time
 CLOSE_PASSES, CLOSE_PROOFS = 0.01, 0.1 * CLOSE  # the gaps at which bisections end: by eviction passes, by proofs
@@ -58,6 +60,7 @@ WIDTHS = (
     128,
     256,
 )  # states that a search pursues at most; wider ones find more, and take longer
+WIDTH_TWICE = 4  # of the first searches where gradients can be made twice
 REMEMBERED = 32  # problems
 NEAR_WIDER = 16  # times as many states are pursued there
 NEAR = 10  # stages after one that a search did not get beyond, to look for a proof in first
@@ -223,6 +226,7 @@ class _Ends:
         self.needs = Needs(problem, grain=self.grain)
         self.once = self._needs_with_limited_ops_once() if problem.limits.most_runs else self.needs
         self.small = int(problem.sizes[problem.sizes <= grain].sum()) + (self.grain if problem.profile.ways else 0)
+        self.homes = () if exact else second_runs(problem)  # of what waits long, as clipped gradients do
         self.stuck: set[int] = set()  # stages that searches for plans did not get beyond
         self.fat = False  # the plan makes more again than it needs to
 
@@ -235,6 +239,9 @@ class _Ends:
                 self._plan(before, WIDE_ENOUGH)
             if self.known.bound == self.known.peak:
                 return
+        if self.homes:  # shorter searches than all others
+            self._refute(WIDTHS[0])
+            self._make_twice(WIDTH_TWICE)
         if self._plan(self.known.bound, WIDTHS[0]) and self._is_open:
             self._evict(GRID[:1])
             if self.problem.limits.most_runs:  # searches know not how often an op has run; passes do
@@ -242,6 +249,8 @@ class _Ends:
         for width in WIDTHS:
             if self._is_open:
                 self._refute(width)
+            if width > WIDTH_TWICE:
+                self._make_twice(width)
             if self._is_open:
                 self._descend(width)
 
@@ -316,6 +325,21 @@ class _Ends:
                 else:
                     known.bound, known.op = min(proven, known.peak), t
                 budget = known.bound if high - known.bound <= CLOSE_PROOFS * high else (known.bound + high) // 2
+
+    def _make_twice(self, width: int) -> None:
+        """Lower the peak by plans in which it is said beforehand what stays and what is made a second time."""
+        low, clock = self.known.bound, self.clock.share(SHARE_OF_TWICE)
+        with contextlib.suppress(OutOfTime):
+            while self.homes and self.known.peak - self.small - low > CLOSE * low:
+                budget = (low + self.known.peak - self.small) // 2
+                found = (
+                    find_plan(self.needs, budget, width=width, clock=clock, homes=homes)[0] for homes in self.homes
+                )
+                R = next((R for R in found if R is not None and obeys(self.problem, R)), None)
+                if R is None:
+                    low = budget
+                else:
+                    self._offer(R, budget + self.small)
 
     def _descend(self, width: int) -> None:
         """Lower the peak: look for a plan at the bound itself, then from there up to what is known.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from copy import deepcopy
@@ -33,8 +32,8 @@ from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import solve
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import slow
-from tests.support.sent import with_transfers
 from tests.support.stepping import assert_same, train
+from tests.support.transfers import as_run, with_transfers
 
 CPU = torch.device("cpu")
 Plans = Callable[[Problem], Solution]
@@ -51,7 +50,8 @@ def sending(seed: int, *, again: bool = False) -> Plans:
             tighter = solve(alone, half, time_limit=0.5).plan
             assert tighter is not None
             found = tighter
-        sent = with_transfers(problem, found, random.Random(seed), share=0.7 if again else 1.0)
+        sent = with_transfers(problem, found, np.random.default_rng(seed), share=0.7 if again else 1.0)
+        sent = as_run(problem, sent)
         return certify_plan(problem, 10**12, sent, Schedule.of_plan(problem.graph, sent), method="by hand")
 
     return plan

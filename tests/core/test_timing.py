@@ -107,6 +107,7 @@ def test_without_transfers_they_are_those_of_its_schedule() -> None:
         (changed(3), "while its transfer is under way"),  # no wait before it is let go of
         (changed(10), "without its input"),  # and none before it is read
         (changed(1), "on no link"),  # never sent
+        (changed(0, Fetch(0), Run(0)), "of which no copy is there"),  # before anything ran
         (changed(4, Free(0), Send(0)), "not at hand"),
         (changed(4), "is at hand"),  # fetched though it never went
         (changed(11), "when the step ends"),  # a copy is left

@@ -16,10 +16,12 @@ from checkmate.host.store import Counts, Place, Store, Transfer
 class Copy:
     """A copy that ends when it is waited for."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         self.ended, self.error = False, error
 
-    def wait(self) -> Exception | None:
+    def wait(self) -> BaseException | None:
+        if isinstance(self.error, KeyboardInterrupt):
+            raise self.error
         self.ended = True
         return self.error
 
@@ -31,7 +33,7 @@ class ByHand:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def out(self, storage: torch.UntypedStorage, place: Place) -> Transfer:
         self.asked.append("out")
@@ -142,6 +144,21 @@ def test_a_step_that_broke_off_leaves_nothing() -> None:
     assert mover.asked == ["out", "out", "finish"]
     assert (store.bytes_there, alive()) == (0, None)
     sent(store, 0, 3 * BLOCK)
+
+
+def test_a_wait_that_is_broken_off_keeps_the_storage_until_the_reset() -> None:
+    mover = ByHand()
+    store = Store(mover, BLOCK)
+    mover.error = KeyboardInterrupt()
+    source = torch.UntypedStorage(8)
+    alive = weakref.ref(source)
+    store.send(0, source)
+    del source
+    with pytest.raises(KeyboardInterrupt):
+        store.wait(0)
+    assert alive() is not None  # its copy may be under way
+    store.reset()
+    assert alive() is None
 
 
 def test_a_store_is_closed_once_by_hand_or_when_it_is_deleted() -> None:

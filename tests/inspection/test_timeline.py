@@ -17,7 +17,8 @@ from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Profile
 from checkmate.core.schedule import Schedule
 from checkmate.core.ways import Way
-from checkmate.inspection.timeline import ROLES, Place, Timeline, place_of, timeline
+from checkmate.inspection.places import Place, place_of
+from checkmate.inspection.timeline import ROLES, Timeline, timeline
 from checkmate.solvers.catalogue import METHODS
 from tests.core.test_schedule import random_runs
 from tests.support import oracle

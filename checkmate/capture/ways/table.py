@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -116,6 +117,12 @@ TABLE: Mapping[Any, Written] = {
 }
 
 
+def written_of(target: Any) -> Written | None:
+    """How an op is called to write over an argument: by the table, or as an op of ours says; None: it is not."""
+    said: Written | None = getattr(target, "over", None) if isinstance(target, FunctionType) else None
+    return TABLE.get(target, said)
+
+
 def positions(node: fx.Node) -> tuple[int, ...]:
     """The arguments over which a node's op could write its first result, as far as its own tensors tell."""
     return tuple(i for i in positions_to_try(node) if is_whole(node.args[i]))
@@ -126,7 +133,7 @@ def positions_to_try(node: fx.Node) -> tuple[int, ...]:
 
     Only floats are written over: they are what is large, and what a trial has made-up numbers for.
     """
-    written = TABLE.get(node.target)
+    written = written_of(node.target)
     made = first_result(node)
     if written is None or made is None or not (written.pointwise or made.device.type == "cpu"):
         return ()
@@ -137,7 +144,8 @@ def positions_to_try(node: fx.Node) -> tuple[int, ...]:
 
 def block_bytes(node: fx.Node) -> int | None:
     """Bytes of a block, of an op that runs block by block to write over an argument; None: it does not so."""
-    block = TABLE[node.target].block
+    written = written_of(node.target)
+    block = None if written is None else written.block
     return None if block is None else block(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
 
 
@@ -177,5 +185,6 @@ def call_over(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], positi
     >>> target(*args, **kwargs) is x, x
     (True, tensor([0., 2.]))
     """
-    written = TABLE[target]
+    written = written_of(target)
+    assert written is not None
     return written.into, args, kwargs if written.out is None else {**kwargs, written.out: args[position]}

@@ -21,6 +21,7 @@ from checkmate.solvers.common.away import Need, away, events
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.placement import place
 from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.frontier import frontier
 from checkmate.solvers.host.offload import Sets
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.solve import min_budget, solve
@@ -171,3 +172,19 @@ def test_a_known_plan_is_where_a_solve_begins() -> None:
     problem = layers(12).with_host(Host(10**6, send=16.0, fetch=16.0))
     known = solve(problem, 8 * 6)
     assert solve(problem, 8 * 6, start=known).details["found"] == {"start": known.cost}
+
+
+def test_a_method_without_transfers_proves_nothing_about_them() -> None:
+    problem, budget = layers(6), 8 * 4
+    assert solve(problem, budget, method="milp").status is Status.OPTIMAL
+    solution = solve(problem.with_host(Host(10**6, send=16.0, fetch=16.0)), budget, method="next-use")
+    assert solution.status is Status.FEASIBLE
+    assert solution.bound == problem.keep_all_cost
+
+
+def test_a_frontier_has_plans_that_send() -> None:
+    problem = layers(8).with_host(Host(10**6, send=16.0, fetch=16.0))
+    rows = frontier(problem, budgets=[8 * 5, 8 * 7], methods=["auto", "next-use"], time_limit=3, jobs=1).rows
+    best = [row.cost for row in rows if row.method == "auto"]
+    assert best[0] < min(row.cost for row in rows if row.method == "next-use" and row.budget == 8 * 5)
+    assert all(row.bound <= row.cost for row in rows)

@@ -1,0 +1,112 @@
+"""Gradients made a second time: what runs again and when, and smallest budgets of steps in which gradients wait."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from dataclasses import replace
+
+import pytest
+
+from checkmate.core import simulator
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.solvers.common.made_twice import second_runs
+from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.task import Clock
+from checkmate.solvers.search import min_budget as least
+from checkmate.solvers.search.backward_search import find_plan
+from checkmate.solvers.search.min_budget import min_budget
+from checkmate.solvers.search.value_sets import Needs
+from tests.solvers.test_overwrites import whole_step
+from tests.support.oracle import outcomes, random_problem_with_overwrites
+
+
+def convolutional(layers: int, seed: int) -> Problem:
+    """A clipped step: what its layers make is largest at the first, gradients of parameters at the last."""
+    problem, rng = whole_step(layers, clipped=True), random.Random(seed)
+
+    def size(name: str, before: int) -> int:
+        kind, *of = name.split()
+        if kind in ("layer", "into"):
+            return int(1000 * 0.7 ** int(of[0]) * rng.uniform(0.8, 1.2)) + 1
+        return int(100 * 0.7 ** (layers - 1 - int(of[0])) * rng.uniform(0.8, 1.2)) + 1 if kind == "gradient" else before
+
+    values = [
+        value if value.producer is None else replace(value, size_bytes=size(name, value.size_bytes))
+        for value in problem.graph.values
+        for name in [problem.graph.ops[value.producer or 0].name]
+    ]
+    return replace(problem, graph=replace(problem.graph, values=tuple(values)))
+
+
+def test_gradients_run_again_where_their_updates_read_them() -> None:
+    problem = whole_step(4, clipped=True)
+    place = {op.name: k for k, op in enumerate(problem.graph.ops)}
+    everything, nothing = second_runs(problem, shares=(1.0, 0.0))
+    assert nothing == {}
+    said = {problem.graph.ops[k].name: problem.graph.ops[t].name for k, t in everything.items()}
+    assert said == {
+        # what leads to the layer below runs again before the update of what it reads
+        **{f"gradient {i}": f"update {i}" for i in range(4)},
+        **{f"into {i}": f"update {i + 1}" for i in range(3)},
+        "into 3": "update 3",
+    }
+    half = second_runs(problem, shares=(0.5,))[0]
+    assert {k for k in half if problem.graph.ops[k].name.startswith("gradient")} == {
+        place["gradient 3"],
+        place["gradient 2"],
+    }
+
+
+def test_nothing_waits_where_updates_follow_their_gradients() -> None:
+    assert all(not homes for homes in second_runs(whole_step(6, clipped=False)))
+
+
+@pytest.mark.parametrize("layers", [6, 10])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_narrowest_search_finds_the_smallest_budget(
+    layers: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds only plans that say beforehand which gradients stay and which are made twice; its bound is the same."""
+    monkeypatch.setattr(least, "_known", OrderedDict())
+    monkeypatch.setattr(least, "WIDTHS", (1,))
+    assert min_budget(convolutional(layers, seed)).proven
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_plans_that_make_twice_are_among_all_schedules(block: int) -> None:
+    tried = 0
+    for seed in range(100 * block, 100 * block + 100):
+        problem = random_problem_with_overwrites(seed)
+        ops = [replace(op, phase="backward" if k else "forward") for k, op in enumerate(problem.graph.ops)]
+        problem = replace(problem, graph=replace(problem.graph, ops=tuple(ops)))
+        if any(second_runs(problem)):
+            known = {peak for _, peak in outcomes(problem)}
+            found = check_plans(problem, [min(known) - 1, *known])
+            assert not found[min(known) - 1]
+            tried += sum(found.values())
+    assert tried >= 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_that_make_twice_are_allowed(seed: int) -> None:
+    problem = convolutional(3, seed)
+    ends = min_budget(problem)
+    assert ends.proven
+    found = check_plans(problem, [ends.peak - 1, ends.peak, (ends.peak + problem.keep_all_peak) // 2])
+    assert found[ends.peak - 1] == 0 < found[(ends.peak + problem.keep_all_peak) // 2]
+
+
+def check_plans(problem: Problem, budgets: list[int]) -> dict[int, int]:
+    """How many plans are found within each budget; all are as the verifier wants them."""
+    found = dict.fromkeys(budgets, 0)
+    for budget in found:
+        for homes in second_runs(problem):
+            R, search = find_plan(Needs(problem), budget, width=4, clock=Clock(5.0), homes=homes)
+            assert not search.complete  # it proves nothing of other plans
+            if R is not None and obeys(problem, R):
+                found[budget] += 1
+                plan = simulator.lower(problem, Schedule.from_runs(problem.graph, R))
+                assert not simulator.verify(plan, problem, budget)
+    return found

@@ -1,0 +1,235 @@
+"""The truth on tiny problems with a second memory: the cheapest of all plans there are.
+
+A search over states: which op runs for the first time next, what is at hand, what has a copy in the second memory, what
+is under way, and when that and the links' last transfers end. From each state every legal step is taken: `Run` of the
+next op or of an earlier one again, over a value or not, `Free`, `Send`, `Fetch`, `Wait`, `Drop`. Ops may run again
+in any order and any number of times, which schedules by stages do not do.
+
+Left out is only what cannot help, each by an exchange of steps: to wait for a transfer that has ended is free and
+forbids nothing, so it is done at once; a value that no op can read any more is let go of at once, and not sent or
+fetched; copies left at the end are dropped there. Of two ways to one state, the one that is later in every clock is
+dropped, since the clocks only take maxima and sums of each other.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from checkmate.core.host import Host
+from checkmate.core.limits import lives
+from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
+from checkmate.core.problem import Problem
+from tests.support.oracle import random_problem, random_problem_with_overwrites, random_problem_with_ways
+
+Label = tuple[float, ...]  # now, each link's end, and the end of each transfer under way, by value
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything but the clocks."""
+
+    turn: int = 0  # the op that runs for the first time next
+    backward: bool = False  # the backward has begun
+    here: frozenset[int] = frozenset()  # at hand
+    there: frozenset[int] = frozenset()  # copies, complete or not
+    sending: frozenset[int] = frozenset()
+    fetching: frozenset[int] = frozenset()
+    runs: tuple[int, ...] = ()  # of the ops that a rule limits
+
+    @property
+    def going(self) -> list[int]:
+        return sorted(self.sending | self.fetching)
+
+
+@dataclass(frozen=True)
+class Clocks:
+    now: float
+    busy: tuple[float, float]  # of the links, where their last transfer ends; both alike where there is one
+    ends: tuple[tuple[int, float], ...] = ()  # of each transfer under way, by value
+
+    def label(self) -> Label:
+        return (self.now, *(max(self.now, end) for end in self.busy), *(end for _, end in self.ends))
+
+
+Move = tuple[tuple[Step | None, ...], State, Clocks]  # None: the backward begins
+
+
+def cheapest_plan(problem: Problem, budget: int, *, most_states: int = 10**7) -> tuple[float, Plan | None]:
+    """The seconds of the cheapest plan within both budgets, infinite without one, and the plan.
+
+    Raises:
+        RuntimeError: if there are more states than that.
+    """
+    search = Moves(problem, budget)
+    T, count = len(problem.graph.ops), itertools.count()
+    left = [*np.cumsum(problem.seconds[::-1])[::-1].tolist(), 0.0]  # seconds that the first runs of later ops take
+    start = State(runs=(0,) * len(search.limited))
+    heap: list[tuple[float, int, int, State, Clocks, int]] = [(left[0], 0, next(count), start, Clocks(0, (0, 0)), -1)]
+    labels: dict[State, list[Label]] = {start: [heap[0][4].label()]}
+    history: list[tuple[int, tuple[Step | None, ...]]] = []  # (parent, steps) of each move
+    while heap:
+        _, _, _, state, clocks, origin = heapq.heappop(heap)
+        if any(_earlier(other, clocks.label()) for other in labels[state] if other != clocks.label()):
+            continue
+        if state.turn == T and not state.going and search.results <= state.here:
+            return clocks.now, _plan(problem, history, origin, state)
+        for steps, following, after in search.of(state, clocks):
+            label = after.label()
+            known = labels.setdefault(following, [])
+            if any(_earlier(other, label) for other in known):
+                continue
+            known[:] = [other for other in known if not _earlier(label, other)] + [label]
+            history.append((origin, steps))
+            if len(history) > most_states:
+                raise RuntimeError(f"more than {most_states} states")
+            entry = (after.now + left[following.turn], -following.turn, next(count), following, after, len(history) - 1)
+            heapq.heappush(heap, entry)
+    return float("inf"), None
+
+
+class Moves:
+    """The steps that are legal in a state."""
+
+    def __init__(self, problem: Problem, budget: int) -> None:
+        self.problem, self.budget, self.host = problem, budget, problem.host
+        graph, self.limits = problem.graph, problem.limits
+        self.limited = [*self.limits.most_runs]
+        made = {v for v, value in enumerate(graph.values) if value.producer is not None}
+        self.results = frozenset(made.intersection(graph.outputs))
+        self.inputs = [made.intersection(op.inputs) for op in graph.ops]
+        self.size = problem.sizes.tolist()
+        self.read = lives(graph, self.limits.until)[1]
+        self.savings = [dict(of) for of in problem.savings]
+        self.has_backward = graph.forward_length < len(graph.ops)
+
+    def of(self, state: State, clocks: Clocks) -> Iterator[Move]:
+        for steps, following, after in self._single(state, clocks):
+            yield self._tidied((steps,), following, after)
+
+    def _tidied(self, steps: tuple[Step | None, ...], state: State, clocks: Clocks) -> Move:
+        for v, end in clocks.ends:
+            if end <= clocks.now:
+                steps, state, clocks = (*steps, Wait(v)), *_waited(state, clocks, v)
+        for v in state.here - self.results - state.sending:
+            if self.read[v] < state.turn:
+                steps, state = (*steps, Free(v)), replace(state, here=state.here - {v})
+        return steps, state, clocks
+
+    def _single(self, state: State, clocks: Clocks) -> Iterator[tuple[Step | None, State, Clocks]]:
+        live = self.problem.resident + sum(self.size[v] for v in state.here | state.fetching)
+        may_begin = self.has_backward and state.turn >= self.problem.graph.forward_length
+        if may_begin and not state.backward and not self.limits.gone & state.here:
+            yield None, replace(state, backward=True), clocks
+        for k in range(min(state.turn + 1, len(self.inputs))):
+            if self._may_run(state, k):
+                for over in (None, *self.savings[k]):
+                    yield from self._run(state, clocks, k, over, live)
+        for v in state.here - self.results - state.sending:
+            yield Free(v), replace(state, here=state.here - {v}), clocks
+        for v in state.going:
+            yield Wait(v), *_waited(state, clocks, v)
+        if self.host is not None:
+            yield from self._transfers(state, clocks, live, self.host)
+
+    def _may_run(self, state: State, k: int) -> bool:
+        op = self.problem.graph.ops[k]
+        if k < state.turn:
+            most = dict(zip(self.limited, state.runs, strict=True)).get(k, 0) < self.limits.most_runs.get(k, 1)
+            return op.pinned is None and most and state.turn <= self.limits.until.get(k, state.turn)
+        return (op.phase == "backward") == state.backward
+
+    def _run(
+        self, state: State, clocks: Clocks, k: int, over: int | None, live: int
+    ) -> Iterator[tuple[Step | None, State, Clocks]]:
+        going = state.sending | state.fetching
+        made = self.problem.graph.ops[k].outputs
+        new = sum(self.size[v] for v in made) + int(self.problem.workspace[k])
+        new -= 0 if over is None else self.savings[k][over]
+        if not self.inputs[k] <= state.here or going.intersection(made) or over in going or live + new > self.budget:
+            return
+        here = state.here.union(made) - ({over} if over is not None else set())
+        runs = tuple(n + (k == op) for op, n in zip(self.limited, state.runs, strict=True))
+        following = replace(state, turn=max(state.turn, k + 1), here=here, runs=runs)
+        yield Run(k, over), following, replace(clocks, now=clocks.now + float(self.problem.seconds[k]))
+
+    def _transfers(
+        self, state: State, clocks: Clocks, live: int, host: Host
+    ) -> Iterator[tuple[Step | None, State, Clocks]]:
+        going = state.sending | state.fetching
+        room = host.budget - sum(self.size[v] for v in state.there)
+        for v in state.here - state.there - going - self.results - self.limits.gone:
+            if self.size[v] <= room and self.read[v] >= state.turn:
+                following = replace(state, there=state.there | {v}, sending=state.sending | {v})
+                yield Send(v), following, _on_link(clocks, v, host.seconds_to_send(self.size[v]), 0, host)
+        for v in state.there - state.here - going:
+            if live + self.size[v] <= self.budget and self.read[v] >= state.turn:
+                following = replace(state, fetching=state.fetching | {v})
+                yield Fetch(v), following, _on_link(clocks, v, host.seconds_to_fetch(self.size[v]), 1, host)
+        for v in state.there - going:
+            yield Drop(v), replace(state, there=state.there - {v}), clocks
+
+
+def _on_link(clocks: Clocks, v: int, seconds: float, link: int, host: Host) -> Clocks:
+    end = max(clocks.now, clocks.busy[link]) + seconds
+    busy = (end, end) if host.one_link else ((end, clocks.busy[1]) if link == 0 else (clocks.busy[0], end))
+    return replace(clocks, busy=busy, ends=tuple(sorted((*clocks.ends, (v, end)))))
+
+
+def _waited(state: State, clocks: Clocks, v: int) -> tuple[State, Clocks]:
+    here = state.here | (state.fetching & {v})
+    after = replace(state, here=here, sending=state.sending - {v}, fetching=state.fetching - {v})
+    now = max(clocks.now, dict(clocks.ends)[v])
+    return after, replace(clocks, now=now, ends=tuple((w, end) for w, end in clocks.ends if w != v))
+
+
+def _earlier(one: Label, other: Label) -> bool:
+    return all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def _plan(problem: Problem, history: list[tuple[int, tuple[Step | None, ...]]], at: int, end: State) -> Plan:
+    parts = []
+    while at >= 0:
+        at, steps = history[at]
+        parts.append(steps)
+    found = [step for steps in reversed(parts) for step in steps] + [Drop(v) for v in sorted(end.there)]
+    boundary = found.index(None) if None in found else len(found)
+    return Plan(tuple(step for step in found if step is not None), boundary)
+
+
+def random_problem_with_host(seed: int, *, most_ops: int = 5) -> Problem:
+    """A small problem of any kind beside a second memory: slow or fast, large or small, with one link or two."""
+    rng = np.random.default_rng((seed, 3))
+    kinds = (random_problem, random_problem, random_problem_with_ways, random_problem_with_overwrites)
+    problem = kinds[int(rng.integers(4))](seed, most_ops=most_ops)
+    room = int(rng.choice([4, 10, 100]))
+    send, fetch = (float(rng.choice([1.0, 2.0, 4.0, 8.0, 32.0])) for _ in range(2))
+    latency = float(rng.choice([0.0, 0.0, 0.25]))
+    return problem.with_host(Host(room, send, fetch, one_link=bool(rng.random() < 0.3), latency=latency))
+
+
+def random_chain_with_host(seed: int, *, most_ops: int = 7) -> Problem:
+    """A small training step beside a second memory: layers, and gradients that read what they made; where it pays."""
+    rng = np.random.default_rng((seed, 4))
+    T = int(rng.integers(5, most_ops + 1))
+    forward = (T + 1) // 2
+    deps: list[list[int]] = [[k - 1] if k else [] for k in range(T)]
+    for k in range(forward, T):
+        deps[k] = sorted({k - 1, T - 1 - k})
+        if rng.random() < 0.3:
+            deps[k] = sorted({*deps[k], int(rng.integers(forward))})
+    sizes = rng.integers(1, 10, T)
+    sizes[forward:] = rng.integers(1, 6, T - forward)
+    workspace = rng.integers(0, 4, T) * (rng.random(T) < 0.3)
+    results = sorted({T - 1, *(rng.choice(np.arange(forward, T), 1).tolist() if rng.random() < 0.3 else [])})
+    problem = Problem.from_dag(
+        deps, rng.integers(1, 6, T).tolist(), sizes.tolist(), results, workspace.tolist(), forward=forward
+    )
+    room = int(rng.choice([6, 12, 100]))
+    send, fetch = (float(rng.choice([1.0, 2.0, 4.0, 8.0])) for _ in range(2))
+    latency = float(rng.choice([0.0, 0.0, 0.25]))
+    return problem.with_host(Host(room, send, fetch, one_link=bool(rng.random() < 0.3), latency=latency))
