@@ -153,7 +153,8 @@ def compile(
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
         with the one given, which is left as it was. For a function a function. Both have ``.plans``, the `Solution` of
         each captured graph that is kept, as it runs now; ``.planning``, what is known of each; ``.wait(timeout=None)``,
-        which blocks until planning has ended; and ``.memory()``, what the arenas did in the last step: a module where
+        which blocks until planning has ended; and ``.memory()``, what the arenas did in the last step, and how many
+        bytes waited in the second memory, with the seconds that the step waited for them: a module where
         it has no attributes of these names itself. A copy, or what is loaded where it was saved whole, is compiled with
         the same options.
 
@@ -293,8 +294,9 @@ class CompiledStep(Generic[P, R]):
         return True
 
     def memory(self) -> ArenaReport:
-        """What the arenas of this step did when it last ran; it prints as a table."""
-        return report(self._backend.arenas)
+        """What the arenas of this step did when it last ran, and what waited elsewhere; it prints as a table."""
+        elsewhere = self._backend.elsewhere
+        return report(self._backend.arenas, () if elsewhere is None else elsewhere.uses())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _compile, (self._fn, self._options)

@@ -12,6 +12,7 @@ import torch.fx as fx
 from checkmate.backends.captures import capture
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, quietly
+from checkmate.backends.planner import second_memories
 from checkmate.backends.state import tensors_within, unchanged
 from checkmate.capture.meta_tensors import is_fake, meta_as_cpu
 from checkmate.capture.patches.is_compiling import Answer
@@ -30,7 +31,13 @@ from checkmate.training import TrainingStep
 
 
 def trace(
-    fn: Callable[..., Any], *args: Any, profile: Choice = "measure", cache: bool = True, **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    profile: Choice = "measure",
+    cache: bool = True,
+    host_budget: int | float | str | None = None,
+    host: str | None = None,
+    **kwargs: Any,
 ) -> Problem:
     """Capture a step and find the costs of its ops, without running it: no parameter, buffer or random state changes.
 
@@ -45,12 +52,15 @@ def trace(
             `checkmate.profiling.measure.export`; here, too, nothing runs. An op that can be measured and is not
             in the file is refused by name. A `Profile` is taken as it is; it must be of this very step.
         cache: take costs that were measured on this machine before, as `compile` does, and keep new ones.
+        host_budget, host: a second memory, as for `checkmate.compile`; how fast it is, is measured here.
+            `Problem.with_host` takes one of another machine.
 
     Raises:
         Unsupported: if the step cannot be captured as one graph, needs no gradients, or has ops that a file lacks.
         InvalidProblem: if a file is no file of measured ops.
         OSError: if it cannot be read.
         ValueError: if there is no such profile or device.
+        HostError: if there is no such second memory.
 
     >>> import torch
     >>> problem = trace(torch.nn.Linear(8, 4), torch.ones(2, 8))
@@ -62,6 +72,7 @@ def trace(
     10000600576
     """
     find_costs, block_bytes = profiler(profile, cache=cache)
+    elsewhere = second_memories(host, host_budget, cache=cache)
     problems: list[Problem] = []
     as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
     fn, updates = (fn.loss_fn, fn.inserts) if isinstance(fn, TrainingStep) else (fn, None)
@@ -72,7 +83,8 @@ def trace(
 
     try:
         with quietly(), as_captured(), nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu():
-            capture(fn, Backend(keep_all, _stop, find_costs, block_bytes, updates=updates))(*args, **kwargs)
+            backend = Backend(keep_all, _stop, find_costs, block_bytes, updates=updates, elsewhere=elsewhere)
+            capture(fn, backend)(*args, **kwargs)
     except _Captured:
         pass
     except Exception as error:
@@ -96,6 +108,8 @@ def explain(
     cache: bool = True,
     top: int = 10,
     rules: Rules | None = None,
+    host_budget: int | float | str | None = None,
+    host: str | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """Say of a step, before any training, what a plan can and cannot do with it. Nothing of the model's state changes.
@@ -108,6 +122,7 @@ def explain(
         profile, cache: where costs come from, as for `checkmate.trace`.
         top: how many of the pinned ops are printed.
         rules: as for `checkmate.compile`: it says which ops each is for, and which of these cannot obey it.
+        host_budget, host: as for `checkmate.compile`: the smallest budget is that with a second memory then.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.5))
@@ -118,8 +133,9 @@ def explain(
     """
     check({} if rules is None else rules)
     profiler(profile, cache=cache)  # a profile that there is none of is no fault of the step
+    second_memories(host, host_budget, cache=cache)
     try:
-        problem = trace(fn, *args, profile=profile, cache=cache, **kwargs)
+        problem = trace(fn, *args, profile=profile, cache=cache, host_budget=host_budget, host=host, **kwargs)
     except CheckmateError as error:
         return Explanation((), tuple(_breaks(fn, args, kwargs)), str(error), None, None, top)
     except Exception as error:  # noqa: BLE001  # plain PyTorch fails on this batch as well

@@ -234,8 +234,9 @@ class TrainingStep:
         return all(step.wait(None if deadline is None else deadline - time.monotonic()) for step in self._steps)
 
     def memory(self) -> ArenaReport:
-        """What the arenas of this step did when it last ran; it prints as a table."""
-        return ArenaReport(tuple(row for step in self._steps for row in step.memory().rows))
+        """What the arenas of this step did when it last ran, and what waited elsewhere; it prints as a table."""
+        elsewhere = () if self._elsewhere is None else self._elsewhere.uses()
+        return ArenaReport(tuple(row for step in self._steps for row in step.memory().rows), elsewhere)
 
     def update(self) -> None:
         """Update by the gradients that were added since the last update, as the last call of an accumulation does.

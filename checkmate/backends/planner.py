@@ -79,8 +79,12 @@ class Options:
         if self.rules is not None:
             check(self.rules)
             object.__setattr__(self, "rules", {**self.rules})  # as they are now
-        _check_host(self.host, self.host_budget, self.backend)
-        _ = self.total, self.set_aside  # numbers of bytes, or an error
+        if self.host_budget is not None and self.backend != "eager":
+            raise ValueError(
+                f'host_budget is for backend="eager" so far, not for {self.backend!r}: its kernels are fused across '
+                "what is sent and fetched."
+            )
+        _ = self.total, self.set_aside, self.elsewhere  # numbers of bytes, or an error
 
     @property
     def total(self) -> int:
@@ -95,9 +99,7 @@ class Options:
     @property
     def elsewhere(self) -> SecondMemories | None:
         """Where values may wait; None: nowhere."""
-        if self.host_budget is None:
-            return None
-        return SecondMemories(self.host, parse_bytes(self.host_budget), cache=self.cache)
+        return second_memories(self.host, self.host_budget, cache=self.cache)
 
     @property
     def set_aside(self) -> int:
@@ -186,22 +188,24 @@ class Planner:
         return ruled
 
 
-def _check_host(host: Any, budget: Any, backend: Code) -> None:
+def second_memories(host: str | None, budget: int | float | str | None, *, cache: bool) -> SecondMemories | None:
+    """Where values may wait, as `checkmate.compile` is asked; None: nowhere.
+
+    Raises:
+        BudgetError: if the budget is no number of bytes.
+        ValueError: if there is no such memory, or no budget for it.
+    """
     if budget is None:
         if host is not None:
             raise ValueError(f'host={host!r} is for values that wait there: say how many bytes, host_budget="10 GB".')
-        return
-    parse_bytes(budget)
+        return None
+    room = parse_bytes(budget)
     if host is not None and not (isinstance(host, str) and (host in _HOSTS or host.startswith("file:"))):
         raise ValueError(
             f'Unknown second memory {host!r}: host is "file:/fast/disk", "file:" for the folder of temporary files, '
             'or "pinned" for a step on CUDA.'
         )
-    if backend != "eager":
-        raise ValueError(
-            f'host_budget is for backend="eager" so far, not for {backend!r}: its kernels are fused across what is '
-            "sent and fetched."
-        )
+    return SecondMemories(host, room, cache=cache)
 
 
 def _check_wait(wait: Any) -> None:

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.backends.error_messages import WRAP_OUTSIDE, held_modules
 from checkmate.core.fingerprint import fingerprints
+from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Refusal, Solution, Status
 from checkmate.errors import SolverError, Unsupported
@@ -99,7 +100,8 @@ def _store() -> Any:
 
 def _question(problem: Problem, budget: int, method: str) -> str:
     prints = fingerprints(problem)
-    asked = [prints.structure, prints.sizes, budget, method, __version__]
+    there = None if problem.host is None else problem.host.budget
+    asked = [prints.structure, prints.sizes, budget, method, there, __version__]
     return f"checkmate/{hashlib.sha256(json.dumps(asked).encode()).hexdigest()}"
 
 
@@ -110,12 +112,15 @@ def _plan_for_all(plan: Callable[[], Solution], store: Any, key: str, method: st
     except BaseException as error:
         store.set(f"{key}/answer", json.dumps({"failure": f"{type(error).__name__}: {error}"}))
         raise
+    answer: dict[str, Any]
     if solution.plan is None:
         about = {"status": solution.status.name, "method": solution.method, "message": solution.message}
         answer = {**about, "refusal": None if solution.refusal is None else asdict(solution.refusal)}
     else:
         record = plan_cache.as_document(Record.of(solution, method, time_limit))
+        host = solution.problem.host
         answer = {"record": record, "seconds": solution.problem.seconds.tolist()}
+        answer["host"] = None if host is None else asdict(host)
     store.set(f"{key}/answer", json.dumps(answer))
     return solution
 
@@ -144,7 +149,8 @@ def _follow(document: dict[str, Any], problem: Problem, budget: int, planner: st
         return Solution(status, problem, budget, document["method"], **about)
     costs = replace(problem.profile, seconds=np.array(document["seconds"]))
     record = plan_cache.from_document(document["record"], f"The plan of rank {planner}")
-    found = record.certified(replace(problem, profile=costs), budget)
+    host = None if document["host"] is None else Host(**document["host"])  # links differ as costs do
+    found = record.certified(replace(problem, profile=costs, host=host), budget)
     return None if found is None else replace(found, origin=origin)
 
 

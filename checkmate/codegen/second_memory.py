@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,18 +18,9 @@ from checkmate.core.graph import Graph
 from checkmate.core.host import Host
 from checkmate.host import BLOCK, Store, open_store
 from checkmate.host.known_links import known_links
+from checkmate.memory.report import HostUse
 
 _LEFT = "Nobody could ask for this backward any more, and what waited in the second memory for it was let go of."
-
-
-@dataclass(frozen=True)
-class Last:
-    """What the call that ended last did; all but counts in bytes."""
-
-    there: int  # of values that were elsewhere, at most at once
-    sent: int
-    fetched: int
-    waited: float  # seconds
 
 
 class SecondMemory:
@@ -46,22 +36,19 @@ class SecondMemory:
     def __init__(self, where: str | None, budget: int, device: torch.device, *, cache: bool) -> None:
         self.where = where or ("pinned" if device.type == "cuda" else "file:")
         self.budget, self.device, self._cache = budget, device, cache
-        self.calls = 0  # that have ended as they should
-        self.last = Last(0, 0, 0, 0.0)
+        self._calls = 0  # that have ended with their backward
+        self._last = (0, 0, 0, 0.0)  # of the call that ended last: there, sent, fetched, waited
         self._free: list[Store] = []
         self._used: set[Store] = set()
         self._left: deque[Call] = deque()  # calls to be ended
         self._books = threading.Lock()
 
     @property
-    def capacity(self) -> int:
-        """Bytes that are taken in the second memory now."""
-        return sum(store.capacity for store in (*self._free, *self._used))
-
-    @property
-    def pending(self) -> int:
-        """Calls whose backward has not ended."""
-        return len(self._used)
+    def use(self) -> HostUse:
+        """What waited here."""
+        with self._books:
+            taken = sum(store.capacity for store in (*self._free, *self._used))
+            return HostUse(self.where, *self._last, taken, self._calls, len(self._used))
 
     def host(self, graph: Graph) -> Host:
         """What a planner needs to know of it, its links measured if that was not done before.
@@ -98,8 +85,8 @@ class SecondMemory:
     def ended(self, call: Call) -> None:
         """A call has ended with its backward."""
         with self._books:
-            self.calls += 1
-            self.last = Last(call.peak_there, call.sent, call.fetched, call.waited)
+            self._calls += 1
+            self._last = (call.peak_there, call.sent, call.fetched, call.waited)
 
     def left_behind(self, call: Call) -> None:
         """A call is to be ended, which waits for copies: not now, since that may be in the middle of anything."""
@@ -150,3 +137,7 @@ class SecondMemories:
         if device not in self.by_device:
             self.by_device[device] = SecondMemory(self._where, self._budget, device, cache=self._cache)
         return self.by_device[device]
+
+    def uses(self) -> tuple[HostUse, ...]:
+        """What waited in each."""
+        return tuple(memory.use for memory in self.by_device.values())

@@ -1,4 +1,4 @@
-"""What the arenas of a compiled step did when it last ran."""
+"""What the arenas of a compiled step did when it last ran, and its second memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from checkmate.core.table import Printed, Table
 from checkmate.memory.arena import Arena
-from checkmate.units import format_bytes
+from checkmate.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,26 @@ class ArenaUse:
     settled: bool  # nobody looks for lower ones any more
 
 
+@dataclass(frozen=True)
+class HostUse:
+    """What waited in a second memory in the call that ended last; all but counts and seconds in bytes."""
+
+    where: str  # "file:/fast/disk", "pinned"
+    there: int  # of values that were elsewhere, at most at once
+    sent: int
+    fetched: int
+    waited: float  # seconds that the step waited for copies; on CUDA its device does, which is not seen here
+    taken: int  # of the second memory, now
+    calls: int  # that have ended, since it was compiled
+    pending: int  # calls whose backward may still come
+
+
 @dataclass(frozen=True, repr=False)
 class ArenaReport(Printed):
-    """A row for each arena of a step that has served something."""
+    """A row for each arena of a step that has served something, and for each second memory."""
 
     rows: tuple[ArenaUse, ...]
+    elsewhere: tuple[HostUse, ...] = ()
 
     def records(self) -> list[dict[str, Any]]:
         """Each arena as a dict."""
@@ -50,10 +65,13 @@ class ArenaReport(Printed):
         if self.rows:
             heads = ("planned", "counted", "arena", "resident", "outside", "served", "fallbacks", "alive now", "steps")
             yield Table(heads, [tuple(_cells(row)) for row in self.rows], heads)
+        if self.elsewhere:
+            of_host = ("second memory", "there", "sent", "fetched", "waited", "taken", "calls", "pending")
+            yield Table(of_host, [tuple(_host_cells(use)) for use in self.elsewhere], of_host[1:])
 
 
-def report(arenas: Iterable[Arena]) -> ArenaReport:
-    """What these arenas did, the largest first."""
+def report(arenas: Iterable[Arena], elsewhere: Iterable[HostUse] = ()) -> ArenaReport:
+    """What these arenas did, the largest first, and second memories."""
     uses = []
     for arena in arenas:
         c = arena.counts
@@ -62,7 +80,7 @@ def report(arenas: Iterable[Arena]) -> ArenaReport:
             held = (c.bytes, arena.resident, arena.outside)
             since = (c.alive_bytes, c.steps, c.layouts)
             uses.append(ArenaUse(arena.capacity, arena.live_peak, *held, *told, *since, settled=arena.settled))
-    return ArenaReport(tuple(sorted(uses, key=lambda use: -use.planned)))
+    return ArenaReport(tuple(sorted(uses, key=lambda use: -use.planned)), tuple(elsewhere))
 
 
 def _cells(use: ArenaUse) -> Iterator[str]:
@@ -70,3 +88,10 @@ def _cells(use: ArenaUse) -> Iterator[str]:
     yield f"{use.served} ({format_bytes(use.served_bytes)})"
     yield f"{use.fallbacks} ({format_bytes(use.fallback_bytes)})"
     yield from (format_bytes(use.alive), str(use.steps))
+
+
+def _host_cells(use: HostUse) -> Iterator[str]:
+    yield use.where
+    yield from map(format_bytes, (use.there, use.sent, use.fetched))
+    yield format_seconds(use.waited)
+    yield from (format_bytes(use.taken), str(use.calls), str(use.pending))

@@ -24,6 +24,7 @@ from checkmate.backends.eager import Backend
 from checkmate.backends.state import differing, names_of, restored, same_bits, tensors_within
 from checkmate.capture.device import main_device, random_states
 from checkmate.codegen.arrival_order import reachable
+from checkmate.core.simulator import simulate
 from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError
 from checkmate.memory import CPU, measure_peak
@@ -158,6 +159,7 @@ def compare_with_plain(
     comparable = planned is not None and calls == 1 and _is_loss(expected)
     if planned is not None and comparable:
         check_peak(resident + found.peak, planned, device, backend.limit(planned), exact=backend.exact)
+        check_elsewhere(planned, backend, device)
     return Certificate(
         outputs=expected.count("output"),
         gradients=expected.count("the gradient"),
@@ -188,6 +190,22 @@ def check_peak(measured: int, plan: Solution, device: torch.device, limit: int, 
         raise VerificationError(
             f"The measured peak of {exact_bytes(measured)} is above the predicted one of {exact_bytes(plan.peak)}, "
             f"though within the budget of {exact_bytes(plan.budget)}.{_OUTSIDE} Please report this."
+        )
+
+
+def check_elsewhere(plan: Solution, backend: Backend, device: torch.device) -> None:
+    """What waited in the second memory in the last call is what the plan foretells.
+
+    Raises:
+        VerificationError: if it is more.
+    """
+    if plan.plan is None or not plan.plan.sent or backend.elsewhere is None:
+        return
+    foretold, found = simulate(plan.plan, plan.problem).peak_there, backend.elsewhere.on(device).use.there
+    if found > foretold:
+        raise VerificationError(
+            f"{exact_bytes(found)} waited in the second memory at once, and not {exact_bytes(foretold)} as foretold. "
+            "Please report this."
         )
 
 

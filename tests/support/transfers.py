@@ -31,6 +31,23 @@ def with_transfers(problem: Problem, plan: Plan, rng: np.random.Generator, *, sh
     return Plan(tuple(steps), plan.boundary + sum(map(len, inserted[: plan.boundary])))
 
 
+def as_run(problem: Problem, plan: Plan) -> Plan:
+    """The plan where each value goes as soon as its code lets go of it: right behind the step that needs it last."""
+    behind: list[list[Step]] = [[step] for step in plan.steps]
+    for position, step in enumerate(plan.steps):
+        if isinstance(step, Free):
+            last = max(p for p, other in enumerate(plan.steps[:position]) if step.value in _needs(problem, other))
+            behind[position].remove(step)
+            behind[last].append(step)
+    return Plan(tuple(step for steps in behind for step in steps), sum(map(len, behind[: plan.boundary])))
+
+
+def _needs(problem: Problem, step: Step) -> tuple[int, ...]:
+    if isinstance(step, Run):
+        return (*problem.graph.ops[step.op].inputs, *problem.graph.ops[step.op].outputs)
+    return (step.value,) if isinstance(step, (Send, Wait)) else ()
+
+
 class _Life(list[int]):
     """Where in a plan a copy of a value is made and read, in order; it goes where ``end`` stands."""
 
@@ -42,7 +59,7 @@ class _Life(list[int]):
 def _lives(problem: Problem, plan: Plan) -> list[_Life]:
     """Of each value that may be sent the copies that it has, one after another. A result is never let go of."""
     graph = problem.graph
-    barred = {*graph.outputs, *problem.limits.gone, *graph.overwritten_by}
+    barred = {*graph.outputs, *graph.only_here, *problem.limits.gone, *graph.overwritten_by}
     open_: dict[int, _Life] = {}
     closed: list[_Life] = []
 
