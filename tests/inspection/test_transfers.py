@@ -176,4 +176,4 @@ def test_a_plan_that_solve_makes_is_shown() -> None:
     solution = solve(problem, 48)
     assert solution.elsewhere is not None
     assert checkmate.explain_peak(solution, prices=False).peak == solution.peak
-    assert timeline(solution.plan, problem).seconds == solution.cost  # type: ignore[arg-type]
+    assert timeline(solution.plan, problem).seconds == solution.cost
