@@ -102,7 +102,7 @@ class Solution:
     @property
     def spent_on(self) -> str:
         """What the overhead is, in words."""
-        return "recomputation" if self.plan is None or not self.plan.sent else "recomputation and waiting"
+        return "recomputation and waiting" if self.elsewhere is not None and self.elsewhere.waited else "recomputation"
 
     @cached_property
     def elsewhere(self) -> Elsewhere | None:

@@ -25,7 +25,7 @@ ROLE_STYLES = {  # of the roles of `checkmate.inspection.timeline`: fill, hatch
     "results": (PURPLE, "\\\\"),
     "activations": (SKY, ""),
     "made again": (LIGHT_RED, "xxx"),
-    "fetched": (ORANGE, "++"),
+    "fetched": (ORANGE, "||"),
     "gradients": (LIGHT_GREEN, "//"),
     "workspace": (YELLOW, "..."),
 }

@@ -119,6 +119,7 @@ const memory = (() => {
   function placeMark() {
     const [a, b] = [chart.valToPos(xs[current], "x"), chart.valToPos(xs[current + 1], "x")];
     const top = chart.valToPos(data.moments.bytes[current], "y") - 4;
+    links?.draw(chart, xs, current);
     Object.assign(mark.style, { left: `${a}px`, width: `${Math.max(2, b - a)}px`, top: `${top}px` });
   }
 
@@ -167,6 +168,8 @@ const memory = (() => {
         ["at hand", `${formatBytes(data.moments.bytes[i])}, ${here.length} value${here.length === 1 ? "" : "s"}`],
         ["writes over", data.texts[data.moments.over[i]]],
         ["workspace", data.moments.workspace[i] ? formatBytes(data.moments.workspace[i]) : ""],
+        ["then waits", data.links?.waits[i] ?? ""],
+        ["elsewhere", data.links ? formatBytes(data.links.there[i]) : ""],
         ["module", data.ops.module[k]],
         ["line", data.ops.line[k]],
         ["must run once", data.pinned[k] ?? ""],
@@ -234,6 +237,7 @@ const memory = (() => {
       button("Zoom in", keys["+"]), button("Zoom out", keys["-"]), button("Whole step", keys[0]),
       el("label", { for: "memory-scale" }, "Along:"), scale),
     area,
+    ...(links ? [links.area] : []),
     el("div", { class: "under" }, legend, readout),
   );
   if (!(time[N] > 0)) scale.firstElementChild.disabled = true;

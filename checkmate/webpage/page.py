@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SCRIPTS = (  # in order
     "vendor/uPlot.iife.min.js",
-    *("base.js", "tables.js", "memory.js", "schedule.js", "addresses.js", "frontier.js"),
+    *("base.js", "tables.js", "links.js", "memory.js", "schedule.js", "addresses.js", "frontier.js"),
 )
 
 
@@ -112,6 +112,7 @@ def _page(solution: Solution, line: Timeline, peak: PeakExplanation, placed: Add
         "summary": words.summary(solution),
         "figures": list(words.figures(solution)),
         "memory_text": words.memory_text(solution, line),
+        "links_text": words.links_text(solution),
         "schedule_text": words.schedule_text(solution),
         "addresses_text": words.addresses_text(placed),
         "frontier_text": "" if rows is None else words.frontier_text(rows),

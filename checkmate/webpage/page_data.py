@@ -14,6 +14,7 @@ from checkmate.inspection.peak import PeakExplanation, nth
 from checkmate.inspection.places import Place, place_of
 from checkmate.inspection.timeline import Span, Timeline
 from checkmate.plot.draw_frontier import by_method, proven_seconds
+from checkmate.plot.draw_links import LINKS
 from checkmate.plot.style import ROLE_STYLES
 from checkmate.units import format_bytes, format_seconds
 from checkmate.webpage.page_tables import Cell, page_tables, stages_of
@@ -34,7 +35,8 @@ def page_data(
     roles = line.by_role()
     names = list(roles)
     sizes, workspace = problem.sizes.tolist(), [moment.workspace for moment in line.moments]
-    shown = {*sizes, *workspace, *line.bytes.tolist(), *(size for row in roles.values() for size in row.tolist())}
+    shown = {*sizes, *workspace, *line.there, *line.bytes.tolist()}
+    shown.update(size for row in roles.values() for size in row.tolist())
     return {
         "budget": {"bytes": solution.budget, "label": f"budget {format_bytes(solution.budget)}"},
         "peak": {
@@ -75,9 +77,10 @@ def page_data(
         },
         # the most bytes first: value, role, copies before, first and last moment, moments that read it, what it is over
         "spans": [
-            [span.value, texts[span.role], span.copy, span.first, span.last, span.uses, texts[_over(line, span)]]
+            [span.value, texts[span.role], span.copy, *_seen(line, span), span.uses, texts[_over(line, span)]]
             for span in sorted(line.spans, key=lambda span: -span.bytes)
         ],
+        "links": _links(line) if line.crossings else None,
         "kept": _intervals(solution.schedule.S),
         "arena": {
             "height": placed.height,
@@ -105,6 +108,25 @@ class _Texts(dict[str, int]):
 
     def cells(self, row: Sequence[Cell]) -> list[Any]:
         return [self[cell] if isinstance(cell, str) else (self[cell[0]], cell[1]) for cell in row]
+
+
+def _seen(line: Timeline, span: Span) -> tuple[int, int]:
+    """The first and the last moment at which a copy is among what is alive."""
+    first, end = np.searchsorted(line.ticks, (span.born, span.died)).tolist()
+    return first, end - 1
+
+
+def _links(line: Timeline) -> dict[str, Any]:
+    """What crosses to the second memory and back, where that is waited for, and the bytes there."""
+    return {
+        "lanes": [{"name": name, "fill": fill, "hatch": hatch} for name, fill, hatch in LINKS.values()],
+        "crossings": [(int(c.back), c.begin, c.end) for c in line.crossings],
+        "stalls": [(m.begin + m.seconds, m.begin + m.seconds + m.waited) for m in line.moments if m.waited],
+        "levels": line.levels,
+        "most": max(line.there),
+        "there": line.there,
+        "waits": [format_seconds(m.waited) if m.waited else "" for m in line.moments],
+    }
 
 
 def _over(line: Timeline, span: Span) -> str:

@@ -27,7 +27,8 @@ def page_tables(
     """In their order. ``heads`` are texts and whether numbers; ``go``: the moment that a row's name leads to."""
     held, *prices = _peak_tables(line, peak)
     *again, ops = _op_tables(line, problem)
-    return [held, *again, *prices, ops, *([] if rows is None else [_frontier_table(rows)])]
+    crossed = [_crossings_table(line)] if line.crossings else []
+    return [held, *again, *prices, *crossed, ops, *([] if rows is None else [_frontier_table(rows)])]
 
 
 def stages_of(line: Timeline) -> list[int]:
@@ -38,17 +39,19 @@ def stages_of(line: Timeline) -> list[int]:
 
 def _peak_tables(line: Timeline, peak: PeakExplanation) -> Iterator[dict[str, Any]]:
     made = {span.value: span.first for span in line.alive(peak.moment.index)}
+    sends = peak.there is not None
     yield {
         "id": "table-peak",
         "title": f"Values at the peak ({len(peak)})",
         "heads": [
             ("value", False), ("bytes", True), ("role", False), ("needed next by", False), ("in", True),
-            ("dropping costs", True), ("where", False),
+            ("dropping costs", True), *([("sending costs", True)] if sends else []), ("where", False),
         ],
         "rows": [
             (
                 row.name, _bytes(row.bytes), row.role, row.next_op, _seconds(row.next_in),
-                _seconds(row.drop_seconds) if row.drop_seconds is not None else (row.why_not, None), row.where,
+                _seconds(row.drop_seconds) if row.drop_seconds is not None else (row.why_not, None),
+                *([_seconds(row.send_seconds)] if sends else []), row.where,
             )
             for row in peak
         ],
@@ -125,6 +128,25 @@ def _op_tables(line: Timeline, problem: Problem) -> Iterator[dict[str, Any]]:
             for op in by_cost
         ],
         "go": [executions[op.op][0] for op in by_cost],
+    }  # fmt: skip
+
+
+def _crossings_table(line: Timeline) -> dict[str, Any]:
+    return {
+        "id": "table-transfers",
+        "title": f"Transfers ({len(line.crossings)})",
+        "heads": [
+            ("value", False), ("direction", False), ("bytes", True), ("asked for after", False), ("begins", True),
+            ("takes", True), ("waited for", True),
+        ],
+        "rows": [
+            (
+                c.name, "fetched" if c.back else "sent", _bytes(c.bytes), line.moments[c.after].name,
+                _seconds(c.begin), _seconds(c.end - c.begin), _seconds(c.waited),
+            )
+            for c in line.crossings
+        ],
+        "go": [c.after for c in line.crossings],
     }  # fmt: skip
 
 

@@ -40,7 +40,8 @@ def summary(solution: Solution) -> str:
     ops, budget = _counted(len(problem.graph.ops), "op"), format_bytes(solution.budget)
     return (
         f"This plan runs a step of {ops} within a budget of {budget}. "
-        f"Its peak is {format_bytes(peak)}{share}. {_price_in_words(solution)} {_proof_in_words(solution)}"
+        f"Its peak is {format_bytes(peak)}{share}. {_price_in_words(solution)} {_elsewhere_in_words(solution)}"
+        f"{_proof_in_words(solution)}"
     )
 
 
@@ -51,11 +52,27 @@ def _price_in_words(solution: Solution) -> str:
         return f"No op runs twice: the step takes {format_seconds(solution.cost)}."
     ops, times = int((again > 0).sum()), int(again.sum())
     once = solution.problem.keep_all_cost
+    waited = 0.0 if solution.elsewhere is None else solution.elsewhere.waited
+    added = solution.cost - once - waited
+    share = f" ({added / once:+.2%})" if once else ""
     return (
         f"To stay within it, {_counted(ops, 'op')} {'run' if ops > 1 else 'runs'} again, "
         f"{_counted(times, 'time')} in all, "
-        f"which adds {format_seconds(solution.cost - once)} to a step of {format_seconds(once)} "
-        f"({solution.overhead:+.2%})."
+        f"which adds {format_seconds(added)} to a step of {format_seconds(once)}{share}."
+    )
+
+
+def _elsewhere_in_words(solution: Solution) -> str:
+    """What waits in the second memory, with a space behind; empty where nothing does."""
+    away = solution.elsewhere
+    if away is None:
+        return ""
+    many = away.values > 1
+    hidden = f"{away.timing.hidden:.1%} of the time of {'their' if many else 'its'} transfers is hidden behind ops"
+    waits = f", and the step waits {format_seconds(away.waited)} for the rest" if away.waited else ""
+    return (
+        f"{_counted(away.values, 'value')} {'wait' if many else 'waits'} in the second memory for a while, "
+        f"{format_bytes(away.peak)} at most at a time; {hidden}{waits}. "
     )
 
 
@@ -85,7 +102,12 @@ def figures(solution: Solution) -> Iterator[tuple[str, str, str]]:
     yield "cost: one step", format_seconds(solution.cost), f"each op once: {format_seconds(problem.keep_all_cost)}"
     yield "bound", format_seconds(solution.bound), "every plan within the budget takes so long, proven"
     yield "gap", f"{solution.gap:.2%}", "of the step could be saved at most"
-    yield "overhead", f"{solution.overhead:+.2%}", "recomputation, of a step that runs each op once"
+    yield "overhead", f"{solution.overhead:+.2%}", f"{solution.spent_on}, of a step that runs each op once"
+    if away := solution.elsewhere:
+        more = (
+            f"{_counted(away.values, 'value')}, hidden {away.timing.hidden:.1%}, waited {format_seconds(away.waited)}"
+        )
+        yield "in the second memory", format_bytes(away.peak), more
     if over := _runs_over(solution):
         yield "in place", f"{over:,}", "runs write over an input that is not needed any more"
     yield "solved by", solution.method, f"in {format_seconds(solution.seconds)}"
@@ -111,6 +133,8 @@ def facts(solution: Solution) -> Iterator[tuple[str, str]]:
         yield "ops that can write over an input", f"{in_place:,}"
     yield "keeping everything", f"{format_bytes(problem.keep_all_peak)}, {format_seconds(problem.keep_all_cost)}"
     yield "no budget can be below", f"{format_bytes(int(problem.unavoidable_bytes.max()))}"
+    if problem.host is not None:
+        yield "second memory", str(problem.host)
     yield "profile", problem.profile.source + (f"; {_counted(estimated, 'op')} estimated" if estimated else "")
     yield "written with", ", ".join(_versions())
 
@@ -140,6 +164,20 @@ def memory_text(solution: Solution, line: Timeline) -> str:
         f"{format_bytes(int(line.bytes[-1]))} at the last. The peak of {format_bytes(line.peak)} is at {moment.name}"
         f"{over}{where}, execution {moment.index + 1:,} of {len(line.moments):,}, in the {moment.phase}; the budget is "
         f"{format_bytes(solution.budget)}.{halves}{between}{in_place}"
+    )
+
+
+def links_text(solution: Solution) -> str:
+    """What the strips below the memory show; empty where the plan sends nothing."""
+    away = solution.elsewhere
+    if away is None:
+        return ""
+    moved = away.timing.transfers
+    back = sum(one.back for one in moved)
+    waits = ", framed where the step waits for one" if away.waited else "; the step waits for none"
+    return (
+        f"Below the memory are the links to the second one: {_counted(len(moved) - back, 'value')} sent and "
+        f"{back:,} fetched, as bars{waits}. Below these are the bytes there, at most {format_bytes(away.peak)}."
     )
 
 

@@ -306,3 +306,29 @@ def test_rules_hold_and_a_wrong_one_is_the_users(capsys: pytest.CaptureFixture[s
     for rule in ("opp=once", "op=onec", "once"):
         assert main([*asked, "1 kB", "--rule", rule]) == 2
     assert "'opp': 'once' names nothing in this step. Near it: 'op'" in capsys.readouterr().err
+
+
+def test_a_second_memory_is_taken(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    command = ["solve", "chain.json", "--budget", "6B", "--host-budget", "100B", "--host-rate", "4B/s,2B/s"]
+    found = _json(capsys, *command, "--host-one-link", "--save-plan", "plan.json")
+    assert found["host"] == {"budget": 100, "send": 4.0, "fetch": 2.0, "one_link": True, "latency": 0.0}
+    assert found["cost"] < 21
+    assert found["elsewhere"]["values"] > 0
+    steps = json.loads((folder / "plan.json").read_text())["steps"]
+    assert {kind for step in steps for kind in step} == {"run", "free", "send", "wait", "fetch", "drop"}
+    rows = _json(capsys, "frontier", "chain.json", "--budget", "6", "--jobs", "1", *command[4:])
+    assert rows[0]["cost"] < 21
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host-budget", "1GB"], "needs --host-rate, too"),
+        (["--host-rate", "1GB/s"], "needs --host-budget, too"),
+        (["--host-budget", "1GB", "--host-rate", "1,2,3"], "one rate, or one there and one back"),
+        (["--host-budget", "1GB", "--host-rate", "fast"], "such as '55 GB/s', not 'fast'"),
+    ],
+)
+def test_half_a_second_memory_is_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["solve", "chain.json", "--budget", "6", *options]) == 2
+    assert message in capsys.readouterr().err

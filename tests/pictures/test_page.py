@@ -34,6 +34,7 @@ from checkmate.solvers.common.certify import certify
 from checkmate.units import format_bytes, format_seconds
 from checkmate.webpage.page_data import _intervals
 from tests.inspection.test_timeline import _chain
+from tests.inspection.test_transfers import SOLUTION as SENDS
 from tests.project.test_import_without_torch import BLOCK, _python
 from tests.support import oracle
 from tests.support.sampling import slow
@@ -180,6 +181,24 @@ def test_what_is_written_over_is_told(tmp_path: Path) -> None:
     assert "2 runs do so" in words
     assert "ops that can write over an input" in words
     assert "takes over its place" in words
+
+
+def test_what_is_sent_and_fetched_is_told(tmp_path: Path) -> None:
+    path = checkmate.report(SENDS, tmp_path / "plan.html")
+    data = _data(path)
+    assert data["links"]["crossings"] == [[0, 1.0, 2.0], [1, 3.0, 5.0]]
+    assert data["links"]["stalls"] == [[4.0, 5.0]]
+    assert data["links"]["levels"] == [[0.0, 0], [1.0, 4], [5.0, 0]]
+    assert data["moments"]["begin"] == [0.0, 1.0, 2.0, 3.0, 5.0, 6.0]
+    (table,) = [table for table in data["tables"] if table["id"] == "table-transfers"]
+    assert [row[:2] for row in table["rows"]] == [["v0", "sent"], ["v0", "fetched"]]
+    assert [row[-1][1] for row in table["rows"]] == [0.0, 1.0]
+    assert ["sending costs", True] in next(table for table in data["tables"] if table["id"] == "table-peak")["heads"]
+    text = " ".join(_Elements(path.read_text(encoding="utf-8")).texts)
+    assert "1 value waits in the second memory for a while, 4 B at most at a time; 66.7% of the time of its" in text
+    assert "1 value sent and 1 fetched, as bars, framed where the step waits for one" in text
+    assert "4 B, 4e-09 GB/s there, 2e-09 back, a link each way" in text
+    assert _data(checkmate.report(_again(), tmp_path / "plan.html"))["links"] is None
 
 
 def test_every_number_of_bytes_on_the_page_is_written_as_in_the_library(tmp_path: Path) -> None:
@@ -774,6 +793,34 @@ def test_what_an_op_writes_over_is_shown_beside_it(opened: Open) -> None:
     assert "v2, in place of v1" in _one(driver, "#memory .values").text
     _press(driver, "#schedule-area", *[_keys().ARROW_DOWN, _keys().ARROW_RIGHT] * 2)
     assert "op2 runs for the first time and ends the stage, over v1." in _one(driver, "#schedule-readout").text
+
+
+def test_links_are_drawn_under_the_memory(opened: Open) -> None:
+    browser = opened(SENDS)
+    pixels = """
+        const canvas = document.querySelector("#links-area canvas");
+        const copy = Object.assign(document.createElement("canvas"), { width: canvas.width, height: canvas.height });
+        const pen = copy.getContext("2d", { willReadFrequently: true });
+        pen.drawImage(canvas, 0, 0);
+        const sharp = canvas.width / canvas.clientWidth;
+        const over = document.querySelector("#memory-area .u-over");
+        return arguments[0].map(([seconds, y]) => {
+          const x = (over.offsetLeft + seconds / 6 * over.clientWidth) * sharp;
+          return [...pen.getImageData(x - 6, y * sharp, 12, 1).data].some((part, i) => i % 4 === 3 && part > 0);
+        });
+    """
+    _press(browser, "#memory-area", _keys().END)  # the op shown is shaded: away from what is looked at
+    inside = [(1.5, 11), (3.5, 33), (4.5, 33), (3.0, 110), (0.5, 33), (2.5, 11), (0.5, 110)]
+    assert browser.execute_script(pixels, inside) == [True] * 4 + [False] * 3
+    _press(browser, "#memory-area", _keys().ARROW_LEFT)
+    assert "then waits\n1.0 s" in _one(browser, "#memory-readout").text
+    browser.execute_script("""
+        const scale = document.getElementById("memory-scale");
+        scale.value = "ops";
+        scale.dispatchEvent(new Event("change"));
+    """)
+    ops = [(6 / 5 * op, y) for op, y in ((1.5, 11), (2.5, 11), (0.5, 11), (3.8, 33), (2.7, 33))]
+    assert browser.execute_script(pixels, ops) == [True, False, False, True, False]
 
 
 def test_the_pointer_finds_each_box_and_a_click_leads_to_its_op(opened: Open) -> None:

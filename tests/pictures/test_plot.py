@@ -22,6 +22,7 @@ from checkmate.plot.style import BLUE, ROLE_STYLES
 from checkmate.solvers.common.certify import certify
 from checkmate.units import format_bytes
 from tests.inspection.test_timeline import _chain
+from tests.inspection.test_transfers import SOLUTION as SENDS
 from tests.project.test_import_without_torch import BLOCK, _python
 from tests.support import oracle
 
@@ -348,3 +349,22 @@ except ImportError as error:
     print(error)
 """
     assert _python(block + code) == "Pictures need Matplotlib: pip install checkmate[plot]"
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_links_are_strips_under_the_memory(given: bool) -> None:
+    ax = plot.memory(SENDS, ax=plt.figure().add_axes((0.1, 0.4, 0.6, 0.5)) if given else None)
+    _drawn(ax)
+    assert ax.get_title().endswith("6.0 s (+20.00% recomputation and waiting)")
+    assert "fetched" in _labels(ax)
+    lanes, there = ax.child_axes if given else ax.figure.axes[1:]
+    bars = {bar.get_label(): bar.get_paths() for bar in lanes.collections}
+    ends = {name: [tuple(path.get_extents().intervalx) for path in paths] for name, paths in bars.items()}
+    assert ends == {"sent": [(1.0, 2.0)], "fetched": [(3.0, 5.0)], "waited for": [(4.0, 5.0)]}
+    (area,) = there.collections
+    assert area.get_paths()[0].get_extents().intervaly.tolist() == [0.0, 4.0]
+    assert there.get_xlabel() == "time in the step"
+
+
+def test_without_transfers_there_are_no_strips() -> None:
+    assert len(plot.memory(_again()).figure.axes) == 1
