@@ -25,7 +25,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.nodes import tensors
-from checkmate.capture.ways.table import TABLE, call_over, positions_to_try
+from checkmate.capture.ways.table import call_over, positions_to_try, written_of
 from checkmate.profiling.one_op import attempt, flat, repeat
 
 SETS = ("special", "finite", "usual")
@@ -56,7 +56,8 @@ def ways_of(node: fx.Node, run: partial[Any], count: Count) -> dict[int, bool]:
 def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) -> None:
     target: Any = node.target
     numbers = [t for t in tensors((run.args, run.keywords)) if t.is_floating_point() or t.dtype is torch.bool]
-    written = TABLE[target]
+    written = written_of(node.target)
+    assert written is not None
     sets = POINTWISE_SETS if written.pointwise else BLOCK_SETS if written.block is not None else SETS
     good = [*does]
     for name in sets:
