@@ -58,12 +58,12 @@ def _ways(joint: Joint, costs: Sequence[OpCost | None]) -> Iterator[Way]:
         k, makes, over, position = candidate
         node, cost = joint.nodes[k], costs[k]
         allocated = None if cost is None else cost.over.get(position)
-        if node is not None and allocated is not None:
+        written = None if node is None else written_of(node.target)
+        if node is not None and written is not None and allocated is not None:
             block = BLOCK_BYTES.get(device_of_op(node).type, 1)
             others = (v for v in joint.graph.ops[k].outputs if v != makes)
             made = sum(as_allocated(joint.graph.values[v].size_bytes, block) for v in others)
-            written = written_of(node.target)
-            yield Way(k, makes, over, max(0, allocated - made), written is not None and written.slower)
+            yield Way(k, makes, over, max(0, allocated - made), written.slower)
 
 
 def _estimate(node: fx.Node) -> float:

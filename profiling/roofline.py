@@ -159,13 +159,15 @@ def roofline(joint: Joint, device: Device) -> Profile:
 
 
 def _way(joint: Joint, candidate: Candidate, device: Device) -> Way:
-    """Its workspace is a block, where it runs block by block, and else nothing."""
+    """Its workspace is a block or a part, where it runs block by block or in parts, and else nothing."""
     node = joint.nodes[candidate.op]
     assert node is not None
-    bytes_of_block = as_allocated(block_bytes(node) or 0, device.block_bytes)
-    written = written_of(node.target)
-    slower = written is not None and written.slower
-    return Way(candidate.op, candidate.makes, candidate.over, bytes_of_block, slower)
+    written, inside = written_of(node.target), block_bytes(node) or 0
+    assert written is not None
+    if isinstance(node.target, InParts):
+        inside = node.target.inner_bytes
+    workspace = as_allocated(inside, device.block_bytes)
+    return Way(candidate.op, candidate.makes, candidate.over, workspace, written.slower)
 
 
 def roofline_seconds(node: fx.Node, device: Device) -> float:

@@ -18,7 +18,7 @@ import torch.fx as fx
 from checkmate.capture.joint import Joint
 from checkmate.capture.provenance import where
 from checkmate.capture.splits import equal_bits
-from checkmate.capture.splits.find_loss import losses
+from checkmate.capture.splits.find_loss import Loss, losses
 from checkmate.capture.splits.further import Need, regions_of, split_further
 from checkmate.capture.splits.trial import inputs_of, same_bits_in_parts
 from checkmate.capture.splits.write_loss import Split, in_parts, splits_of
@@ -63,22 +63,31 @@ class _Step:
     tried: bool
 
     def further(
-        self, problem: Problem, module: fx.GraphModule, whole: fx.GraphModule | None, *, place: int = 0, below: int = 0
+        self,
+        problem: Problem,
+        module: fx.GraphModule,
+        whole: fx.GraphModule,
+        *,
+        place: int,
+        below: int,
+        of_regions: bool = False,
     ) -> Problem:
         """A problem from which the same step split further can be had.
 
         Args:
             problem: of the module.
             module: the joint graph, prepared.
-            whole: the joint graph without any split; None: regions are split, and the loss is as it is.
+            whole: the joint graph without any split.
             place: how many splits of the loss, from cheap to small, are not asked for any more.
             below: bytes that no plan without kept logits goes below so far.
+            of_regions: some regions are split.
         """
 
         @cache
         def smaller() -> Problem | None:
-            split = None if whole is None else self._loss(problem, whole, place, below)
-            return split or self._regions(problem, module)
+            if of_regions:
+                return self._regions(problem, module, whole, place) or self._loss_and_regions(problem, whole, place)
+            return self._loss(problem, whole, place, below) or self._regions(problem, module, whole, place)
 
         return replace(problem, smaller=smaller)
 
@@ -89,8 +98,7 @@ class _Step:
         if not found or not self._is_at_loss(problem, whole, hows, place):
             return None
         for after, how in enumerate(hows[place:], place + 1):
-            if self.tried and not all(same_bits_in_parts(loss, how) for loss in found):
-                log.info("%s: not the bits of the whole", how)
+            if not self._holds(how, found):
                 continue
             module = in_parts(whole, how)
             split = self._posed(module)
@@ -99,22 +107,56 @@ class _Step:
             least = int(split.unavoidable_bytes.max())
             if least > (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else below):
                 continue
-            split = replace(split, splits=(f"{how}: {self._certificate(min(map(inputs_of, found)))}",))
+            split = replace(split, splits=(self._said_of_loss(how, found),))
             # kept logits are beside other ops too: no op alone shows that
             return self.further(split, module, whole, place=after, below=below if how.kept else least)
         return None
 
-    def _is_at_loss(self, problem: Problem, whole: fx.GraphModule, hows: Sequence[Split], place: int) -> bool:
-        """Whether the op that needs the most goes, or came, as the loss is split; kept logits are beside all ops."""
+    def _loss_and_regions(self, problem: Problem, whole: fx.GraphModule, place: int) -> Problem | None:
+        """A step with split regions, its loss split further, if that gains: the regions are found anew."""
+        found = losses(whole.graph)
+        hows = splits_of(found)
+        if not found or not self._is_at_loss(problem, whole, hows, place, near=GAIN):
+            return None
+        for after, how in enumerate(hows[place:], place + 1):
+            if not self._holds(how, found):
+                continue
+            module = in_parts(whole, how)
+            split = self._posed(module)
+            if split is None:
+                return None
+            split = replace(split, splits=(self._said_of_loss(how, found),))
+            below = int(split.unavoidable_bytes.max())
+            as_before = self.further(split, module, whole, place=after, below=below)
+            if (gained := next((one for one in as_before.and_smaller() if _gains(one, problem)), None)) is not None:
+                return gained
+        return None
+
+    def _holds(self, how: Split, found: Sequence[Loss]) -> bool:
+        """Whether losses split like this have the bits of the whole, as far as that is tried."""
+        if self.tried and not all(same_bits_in_parts(loss, how) for loss in found):
+            log.info("%s: not the bits of the whole", how)
+            return False
+        return True
+
+    def _is_at_loss(
+        self, problem: Problem, whole: fx.GraphModule, hows: Sequence[Split], place: int, *, near: float = 0.0
+    ) -> bool:
+        """Whether the op that needs the most goes, or came, as the loss is split; kept logits are beside all ops.
+
+        Args:
+            near: by this share of the most less is also enough.
+        """
         if place and hows[place - 1].kept:
             return True
         split = in_parts(whole, hows[place - 1])  # the last is the smallest
         graphs = (split.graph, whole.graph) if place else (whole.graph, split.graph)
         here, other = ({n.name for n in graph.nodes} for graph in graphs)
-        most = problem.graph.ops[int(problem.unavoidable_bytes.argmax())].name
-        return most in here - other
+        bytes_at = problem.unavoidable_bytes
+        high = {problem.graph.ops[k].name for k in (bytes_at >= (1 - near) * bytes_at.max()).nonzero()[0]}
+        return not high.isdisjoint(here - other)
 
-    def _regions(self, problem: Problem, module: fx.GraphModule) -> Problem | None:
+    def _regions(self, problem: Problem, module: fx.GraphModule, whole: fx.GraphModule, place: int) -> Problem | None:
         """The step with the regions about the ops that need the most in more parts, if that gains."""
         least = int(GAIN * problem.unavoidable_bytes.max())
         tried = equal_bits.same_bits if self.tried else lambda parts: True
@@ -128,7 +170,8 @@ class _Step:
             module, at = made, split
             if _gains(split, problem):
                 split = replace(split, splits=(*of_loss, *self._said(made)))
-                return self.further(split, made, None)
+                below = int(split.unavoidable_bytes.max())
+                return self.further(split, made, whole, place=place, below=below, of_regions=True)
         return None
 
     def _posed(self, module: fx.GraphModule) -> Problem | None:
@@ -138,6 +181,10 @@ class _Step:
         except Unsupported as error:
             log.info("in parts: %s", error)
             return None
+
+    def _said_of_loss(self, how: Split, found: Sequence[Loss]) -> str:
+        """How losses run in parts, in words."""
+        return f"{how}: {self._certificate(min(map(inputs_of, found)))}"
 
     def _said(self, module: fx.GraphModule) -> Iterator[str]:
         """What runs in parts, in words."""

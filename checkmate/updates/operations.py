@@ -2,8 +2,8 @@
 
 ``does``: what an op does beside what it makes, in words with a place for the name of its second argument, a parameter;
 such an op runs once. ``updates``: positions of the arguments that it overwrites. ``rehearsal``: makes a function that
-costs the same and leaves everything as it is. ``over``: how it writes its result over an argument. ``moved_bytes``: of
-what is no argument.
+costs the same and leaves everything as it is. ``written``: how it writes its result over an argument. ``moved_bytes``:
+of what is no argument.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def exchange(exchange: Exchange, parameter: torch.Tensor) -> Op:
 
     does, over = "averages the gradient of {} over all ranks", Written(exchange_gradient, (0,))
     about: dict[str, Any] = {"does": does, "rehearsal": rehearsal, "moved_bytes": parameter.nbytes}
-    return _with(exchange_gradient, over=over, **about)
+    return _with(exchange_gradient, written=over, **about)
 
 
 def add_and_exchange(updates: Updates, of: Update) -> Op:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from checkmate.capture.phases import after_tangent
 from checkmate.capture.random_draws import draw_mask, save_state
 from checkmate.capture.splits.dimensions import Split, split_of
 from checkmate.capture.splits.parts import InParts, Region
+from checkmate.capture.ways.table import is_alike, is_whole
 
 aten = torch.ops.aten
 SHARES = (1.5, 4, 16)  # a value is large if it has this share of the largest that the first op reads or makes
@@ -95,7 +96,32 @@ def region_at(place: Place, node: fx.Node, choice: Choice) -> Region | None:
     if not made or any(region.dim(n) is None for n in made):
         return None
     before = ancestors(n for n, _ in region.inputs())
-    return region if before.isdisjoint(made) else None
+    return _with_what_is_written_over_first(region) if before.isdisjoint(made) else None
+
+
+def _with_what_is_written_over_first(region: Region) -> Region:
+    """The region, its first result one that may be written over an input, if there is any."""
+
+    def rest(made: fx.Node) -> bool:
+        return not any(at == region.dim(made) and _may_go(n, made, region) for n, at in region.inputs())
+
+    return replace(region, made=tuple(sorted(region.made, key=rest)))
+
+
+def _may_go(argument: fx.Node, made: fx.Node, region: Region) -> bool:
+    """Whether what a region makes may lie where an input lay: in its form, and nothing else reads that afterwards."""
+    source, call = viewed(argument), max(n for n, _ in region.inputs())
+    if source.op != "call_function" or not is_alike(argument, made.meta["val"]) or not is_whole(argument):
+        return False
+    todo, faces = [source], {source}
+    while todo:
+        for user in todo.pop().users:
+            if user not in region.splits and (user.op == "output" or user > call):
+                return False
+            if is_view(user) and user not in faces:
+                faces.add(user)
+                todo.append(user)
+    return sum(n in faces for n, _ in region.inputs()) == 1
 
 
 class _Grown:
@@ -232,10 +258,16 @@ def _bytes(node: fx.Node) -> int:
 
 
 def bytes_of(parts: InParts, region: Region) -> int:
-    """An estimate of the bytes that a region needs in parts: what it reads and makes, and a part of what is between."""
+    """An estimate of the bytes that a region needs in parts: what it reads and makes, and a part of what is between.
+
+    What it writes over an input that goes with it counts once.
+    """
     read = {n for argument, _ in region.inputs() if (n := viewed(argument)).op == "call_function"}
     made = sum(_bytes(n) for n in region.made)
-    return sum(_bytes(n) for n in read) + made + parts.inner_bytes
+    given = [n for n, _ in region.inputs()]
+    over = () if parts.written is None else parts.written.positions
+    once = max((_bytes(given[i]) for i in over if _may_go(given[i], region.made[0], region)), default=0)
+    return sum(_bytes(n) for n in read) + made + parts.inner_bytes - once
 
 
 def write(place: Place, first: fx.Node, region: Region, parts: InParts) -> bool:

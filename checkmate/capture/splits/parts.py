@@ -15,6 +15,7 @@ from torch import Tensor
 from checkmate.capture.nodes import storage, target_name, tensors
 from checkmate.capture.splits.dimensions import Split
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
+from checkmate.capture.ways.table import Written
 
 log = logging.getLogger("checkmate.capture.splits")
 aten = torch.ops.aten
@@ -186,7 +187,21 @@ class InParts:
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The results."""
-        results = tuple(made.empty() for made in self.made)
+        return self._run(inputs, tuple(made.empty() for made in self.made))
+
+    def over(self, *inputs: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+        """The same, the first result written over one of the inputs."""
+        return self._run(inputs, (out, *(made.empty() for made in self.made[1:])))
+
+    @property
+    def written(self) -> Written | None:
+        """How the first result is written over an input that is split as it is; None where parts overlap."""
+        if self.region.units % self.length:
+            return None
+        alike = tuple(i for i, at in enumerate(self.given) if at == self.made[0].at)
+        return Written(self.over, alike, pointwise=False, by_parts=True)
+
+    def _run(self, inputs: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         units = self.region.units
         for begin in range(0, units, self.length):
             self._write(inputs, results, min(begin, units - self.length))

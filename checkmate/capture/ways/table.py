@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ class Written:
     out: str | None = "out"  # what it calls the tensor that it writes to; None: it writes over its first argument
     pointwise: bool = True  # each element is made of the same element of the arguments: it holds on any device
     block: Callable[..., int | None] | None = None  # of the op's arguments: it runs block by block, of these bytes
+    by_parts: bool = False  # each part of an argument is read before it is written: it holds on any device, too
 
     @property
     def slower(self) -> bool:
@@ -118,9 +118,9 @@ TABLE: Mapping[Any, Written] = {
 
 
 def written_of(target: Any) -> Written | None:
-    """How an op is called to write over an argument: by the table, or as an op of ours says; None: it is not."""
-    said: Written | None = getattr(target, "over", None) if isinstance(target, FunctionType) else None
-    return TABLE.get(target, said)
+    """How an op is written over an argument, by the table or by what the op says of itself; None: it is not."""
+    found: Written | None = TABLE.get(target) or getattr(target, "written", None)
+    return found
 
 
 def positions(node: fx.Node) -> tuple[int, ...]:
@@ -135,11 +135,13 @@ def positions_to_try(node: fx.Node) -> tuple[int, ...]:
     """
     written = written_of(node.target)
     made = first_result(node)
-    if written is None or made is None or not (written.pointwise or made.device.type == "cpu"):
+    if written is None or made is None:
+        return ()
+    if not (written.pointwise or written.by_parts or made.device.type == "cpu"):
         return ()
     if written.block is not None and block_bytes(node) is None:
         return ()
-    return tuple(i for i in written.positions if i < len(node.args) and _is_alike(node.args[i], made))
+    return tuple(i for i in written.positions if i < len(node.args) and is_alike(node.args[i], made))
 
 
 def block_bytes(node: fx.Node) -> int | None:
@@ -156,7 +158,7 @@ def first_result(node: fx.Node) -> torch.Tensor | None:
     return first if isinstance(first, torch.Tensor) else None
 
 
-def _is_alike(argument: Any, made: torch.Tensor) -> bool:
+def is_alike(argument: Any, made: torch.Tensor) -> bool:
     """The argument lies in memory without gaps or overlaps, just as the result will."""
     a = argument.meta.get("val") if isinstance(argument, fx.Node) else None
     if not isinstance(a, torch.Tensor) or a.layout is not torch.strided or made.layout is not torch.strided:
