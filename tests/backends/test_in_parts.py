@@ -82,6 +82,7 @@ def test_a_split_with_other_bits_is_not_offered(
     monkeypatch.setattr(in_parts, "same_bits_in_parts", lambda loss, split: split == (8, False))
     assert [one.splits[0][:15] for one in problem.and_smaller() if one.splits] == ["loss in 8 parts"]
     monkeypatch.setattr(in_parts, "same_bits_in_parts", lambda loss, parts: False)
+    monkeypatch.setattr(in_parts.equal_bits, "same_bits", lambda parts: False)  # nor any part of the loss alone
     with pytest.raises(InfeasibleBudget, match="alone needs") as refusal:
         checkmate.compile(model, budget=int(0.7 * _floor(problem)), time_limit=1)(TOKENS)
     assert refusal.value.min_budget >= _floor(problem)
