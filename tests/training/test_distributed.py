@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
 from benchmarks.common.own_seconds import count_own_seconds
+from checkmate.core.simulator import simulate
 from checkmate.core.solution import Solution
 from checkmate.dynamo import backend
 from checkmate.memory import measure_peak
@@ -242,6 +243,20 @@ def _sharded_in_blocks() -> None:
         _compiled(fully_shard(Net()))
 
 
+def _a_second_memory() -> None:
+    """Each rank has its own, and all follow the plan of one, with the rates that this one has measured."""
+    room = {"host_budget": "100 MB", "host": "file:/dev/shm"}
+    least = checkmate.min_budget(checkmate.trace(Net(), *_batch(), **room), time_limit=2).peak
+    (budget,) = set(_everywhere(least)[:1])
+    model = checkmate.compile(Net(), budget=budget + 500_000, time_limit=2, **room)
+    _assert_same(_train(DistributedDataParallel(model)), _train(DistributedDataParallel(Net())))
+    (plan,) = model.plans
+    assert plan.plan is not None
+    assert plan.plan.sent
+    assert len(set(_everywhere((str(plan.plan), plan.cost, str(plan.problem.host))))) == 1
+    assert model.memory().elsewhere[0].there == simulate(plan.plan, plan.problem).peak_there
+
+
 SCENES = (
     _ddp,
     _ddp_around_the_backend_of_torch_compile,
@@ -250,6 +265,7 @@ SCENES = (
     _collectives_within_the_step,
     _sharded,
     _sharded_in_blocks,
+    _a_second_memory,
 )
 
 

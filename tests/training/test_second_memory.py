@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,12 @@ from checkmate import HostError, InfeasibleBudget
 from checkmate.core import files
 from checkmate.core.simulator import simulate
 from checkmate.host import known_links
+from checkmate.memory import measure_peak
+from checkmate.solvers.further import News
 from tests.support.bits import assert_same_bits
+from tests.support.offers import offered
 from tests.support.stepping import assert_same, train
+from tests.support.transfers import as_run, with_transfers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -142,6 +147,35 @@ def test_whole_steps_with_gradients_that_are_accumulated() -> None:
             assert any(plan.plan.sent for plan in step.plans)
             assert len(step.memory().elsewhere) == 1
     assert_same_bits(*left)
+
+
+@pytest.mark.slow
+def test_a_plan_that_sends_takes_over_between_two_steps() -> None:
+    plain, model = Net(), Net()
+    most = checkmate.trace(plain, *batch()).keep_all_peak
+    with offered() as searches:
+        step = checkmate.compile(model, budget=most, host_budget="100 MB", host="file:/dev/shm", memory="allocator")
+        left = []
+        for one, run in ((plain, plain), (model, step)):
+            torch.manual_seed(1)
+            for i in range(3):
+                run(*batch(seed=i)).backward()
+                for search in searches:
+                    begun = search.rest.start
+                    sent = as_run(begun.problem, with_transfers(begun.problem, begun.plan, np.random.default_rng(i)))
+                    search.news = search.better = News(begun.cost, 0.0, float(i), sent)
+                left.append([p.grad for p in one.parameters()])
+                one.zero_grad()
+        assert_same_bits(left[3:], left[:3])
+        assert step.planning[0].swaps == 2
+        for search in searches:
+            search.better = None
+    given = batch()
+    use = measure_peak(lambda: step(*given).backward())
+    (plan,) = step.plans
+    assert plan.plan.sent
+    assert plan.problem.resident + use.peak == plan.peak
+    assert step.memory().elsewhere[0].there == simulate(plan.plan, plan.problem).peak_there
 
 
 @pytest.mark.slow
