@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import checkmate
 from checkmate.capture.ways import in_blocks, table
 from checkmate.capture.ways.table import TABLE
-from checkmate.profiling import trial, tried_here
+from checkmate.profiling import tried_here
 
 aten = torch.ops.aten
 NORM = aten.native_batch_norm_backward.default
@@ -49,7 +49,6 @@ def test_what_leaves_other_bits_here_is_not_offered(monkeypatch: pytest.MonkeyPa
     assert _slower(good) == {"aten.native_batch_norm_backward.default"}
     wrong = {**TABLE, NORM: replace(TABLE[NORM], into=_last_bit)}
     monkeypatch.setattr(table, "TABLE", wrong)
-    monkeypatch.setattr(trial, "TABLE", wrong)
     assert _slower(checkmate.trace(net.step, x, profile=estimate)) == _slower(good)  # it has been tried
     tried_here._known.clear()
     found = checkmate.trace(net.step, x, profile=estimate)
