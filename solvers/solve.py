@@ -117,11 +117,7 @@ def attempt(
         options = {**options, "start": start if method == "auto" else as_schedule(problem, start)}
     chosen = check_method(method, options)
     refuse_unknown_rules(problem, method)
-    if chosen.needs_host and problem.host is None:
-        raise ValueError(
-            f"Method {method!r} is for a problem with a second memory. Give it one: problem.with_host(Host(budget, "
-            "send=bytes_per_second, fetch=bytes_per_second)), or compile(host_budget=...)."
-        )
+    check_host(chosen, has_host=problem.host is not None)
     budget = parse_bytes(budget)
     check_limits(time_limit, gap)
     common = {name: options.pop(name) for name in ("threads", "seed") if name in options}
@@ -167,6 +163,15 @@ def check_method(name: str, options: dict[str, Any]) -> Method:
             f"Method {name!r} has no option {unknown[0]!r}. Its options are {', '.join(method.options) or 'none'}."
         )
     return method
+
+
+def check_host(method: Method, *, has_host: bool) -> None:
+    """Raise a ValueError for a method that is for problems with a second memory where there is none."""
+    if method.needs_host and not has_host:
+        raise ValueError(
+            f"Method {method.name!r} is for a step with a second memory. Give it one: compile(host_budget=...), or "
+            "problem.with_host(Host(budget, send=bytes_per_second, fetch=bytes_per_second))."
+        )
 
 
 def check_limits(time_limit: float, gap: float) -> None:

@@ -21,7 +21,7 @@ from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.cheapest_split import cheapest_split
 from checkmate.solvers.recall import Rest
 from checkmate.solvers.search.min_budget import min_budget
-from checkmate.solvers.solve import refused
+from checkmate.solvers.solve import check_host, refused
 from checkmate.units import exact_bytes, format_bytes, parse_bytes
 
 log = logging.getLogger("checkmate.backends.planner")
@@ -84,6 +84,7 @@ class Options:
                 f'host_budget is for backend="eager" so far, not for {self.backend!r}: its kernels are fused across '
                 "what is sent and fetched."
             )
+        check_host(METHODS[self.method], has_host=self.host_budget is not None)
         _ = self.total, self.set_aside, self.elsewhere  # numbers of bytes, or an error
 
     @property
