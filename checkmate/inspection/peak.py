@@ -323,9 +323,9 @@ def _cannot_run(problem: Problem, k: int, line: Timeline, index: int) -> str:
 
 
 def _better(solution: Solution, answers: list[Solution]) -> Solution | None:
-    """The fastest plan that fits the budget too, if one of the answers is faster."""
-    least = solution.cost * (1 - OPTIMAL_GAP)
-    faster = [a for a in answers if a.peak is not None and a.peak <= solution.budget and a.cost < least]
+    """The fastest plan of the same ops that fits the budget too, if one of the answers is faster."""
+    least, same = solution.cost * (1 - OPTIMAL_GAP), [a for a in answers if a.problem.splits == solution.problem.splits]
+    faster = [a for a in same if a.peak is not None and a.peak <= solution.budget and a.cost < least]
     if not faster:
         return None
     best = min(faster, key=lambda answer: answer.cost)

@@ -182,6 +182,24 @@ def test_a_plan_that_is_not_the_best_is_told_so() -> None:
         assert "a better plan for the same budget was found: a step of 9.0 s, 2.0 s less" in text
 
 
+def test_a_plan_of_the_step_split_further_is_no_better_plan_of_this_one() -> None:
+    problem = dags.unit_chain(4)
+    split = replace(
+        dags.unit_chain(
+            4,
+        ),
+        splits=("op8 in 2 parts",),
+    )
+    split = replace(split, profile=replace(split.profile, seconds=split.seconds / 4))
+    least = checkmate.min_budget(problem).peak
+    solution = checkmate.solve(replace(problem, smaller=lambda: split), least)
+    assert solution.problem.splits == ()
+    smaller = replace(solution, problem=replace(solution.problem, smaller=lambda: split))
+    answers = [checkmate.solve(split, least)]
+    assert answers[0].cost < solution.cost
+    assert peaks._better(smaller, answers) is None
+
+
 def test_of_the_best_plan_no_better_one_is_told() -> None:
     peak = checkmate.explain_peak(checkmate.solve(dags.unit_chain(4), 9), step=1)
     assert peak.better is None
