@@ -18,6 +18,7 @@ best counts: with triggers early enough for all that queues for the link, for th
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -27,7 +28,7 @@ import numpy as np
 from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.task import Task
+from checkmate.solvers.common.task import OutOfTime, Task
 from checkmate.solvers.host.stages import host_of
 from checkmate.solvers.host.unroll import Swap, unroll
 from checkmate.units import exact_bytes
@@ -59,28 +60,34 @@ def capuchin(task: Task, incumbent: Incumbent) -> Remarks:
     >>> solve(chain.with_host(Host(8, 2.0, 2.0)), 6, method="capuchin").cost
     6.0
     """
-    policy, least = Policy(task), task.problem.keep_all_peak
+    policy, found = Policy(task), Remarks("out of time")
+    with contextlib.suppress(OutOfTime):
+        found = _search(task, incumbent, policy)
+    return replace(found, details={"swapped": len(policy.swaps), "recomputed": len(policy.dropped)})
+
+
+def _search(task: Task, incumbent: Incumbent, policy: Policy) -> Remarks:
+    least = task.problem.keep_all_peak
     wanted = task.problem.keep_all_peak - task.budget
     while incumbent.R is None:
         enough = policy.bytes_evicted >= wanted or not policy.left or task.clock.is_over
         wanted = max(wanted, policy.bytes_evicted + int(STEP * task.problem.keep_all_peak)) if enough else wanted
         for swaps in policy.triggers if enough else ():
-            plan = unroll(task.problem, task.budget, swaps, policy.dropped)
+            plan = unroll(task, swaps, policy.dropped)
             peak = simulator.simulate(plan, task.problem).peak
             least = min(least, peak)
             if peak <= task.budget and not simulator.verify(plan, task.problem, task.budget):
                 incumbent.offer_plan(plan, METHOD)
         if task.clock.is_over or not policy.take():
             break
-    figures = {"swapped": len(policy.swaps), "recomputed": len(policy.dropped)}
-    return Remarks("" if incumbent.R is not None else _why(least), figures)
+    return Remarks("" if incumbent.R is not None else _why(least))
 
 
 class Policy:
     """What is swapped and what is made again so far, and what may be next."""
 
     def __init__(self, task: Task) -> None:
-        self.problem = task.problem
+        self.problem, self.clock = task.problem, task.clock
         self.left = sorted(candidates(self.problem), key=lambda candidate: -candidate.free_time)
         self.room = host_of(self.problem).budget
         self.taken: list[Candidate] = []  # for swaps
@@ -140,6 +147,8 @@ class Policy:
 
     def _late(self, taken: list[Candidate]) -> float:
         """Seconds by which the free time of one of these swaps is negative, if they queue for the links."""
+        if self.clock.is_over:
+            raise OutOfTime
         ends, begins = self._queue(taken)
         return max((ends[v] - begins[v] for v in ends), default=0.0)
 

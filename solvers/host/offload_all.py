@@ -36,7 +36,7 @@ def offload_all(task: Task, incumbent: Incumbent, *, threshold: int = 0, ahead: 
     """
     problem, host = task.problem, host_of(task.problem)
     swaps = [swap for swap in every_swap(problem, ahead) if problem.sizes[swap.value] > threshold]
-    plan = unroll(problem, task.budget, swaps, {})
+    plan = unroll(task, swaps, {})
     if incumbent.offer_plan(plan, METHOD):
         return Remarks(details={"sent": len(plan.sent)})
     usage = simulator.simulate(plan, problem)

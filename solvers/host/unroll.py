@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.core.problem import Problem
+from checkmate.solvers.common.task import Clock, OutOfTime, Task
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,18 @@ class Swap:
     fetch: int
 
 
-def unroll(problem: Problem, budget: int, swaps: Collection[Swap], dropped: Mapping[int, int]) -> Plan:
+def unroll(task: Task, swaps: Collection[Swap], dropped: Mapping[int, int]) -> Plan:
     """The plan in which these values are swapped, and those let go of after an op and made again; it may not fit.
 
     Args:
+        task: whose budget says when to wait for what is on its way.
         dropped: value -> the op after which it goes.
+
+    Raises:
+        OutOfTime: where so much is made again, from what is itself made again, that the time is over.
     """
-    unrolling = _Unrolling(problem, budget, {swap.value: swap for swap in swaps}, dict(dropped))
+    problem = task.problem
+    unrolling = _Unrolling(problem, task.budget, {swap.value: swap for swap in swaps}, dict(dropped), task.clock)
     for k in range(len(problem.graph.ops)):
         unrolling.advance(k)
     return unrolling.plan()
@@ -41,6 +47,7 @@ class _Unrolling:
     budget: int
     swaps: dict[int, Swap]
     dropped: dict[int, int]
+    clock: Clock
     steps: list[Step] = field(default_factory=list)
     boundary: int = 0
     live: int = 0
@@ -94,6 +101,8 @@ class _Unrolling:
 
     def make(self, v: int, needed: set[int]) -> None:
         """Run the producer of a value again; what was made for that only goes with it."""
+        if self.clock.is_over:
+            raise OutOfTime
         producer = self.problem.graph.values[v].producer
         assert producer is not None
         op = self.problem.graph.ops[producer]
