@@ -14,6 +14,8 @@ from the nearest of them. ``--device cpu --quick`` runs small versions of two of
 ``--peers`` compares with PyTorch's own ways to save memory instead, as `benchmarks.peers` does on the CPU, on GPT-2
 medium, ResNet-50 with a batch of 256 and a U-Net with one of 32, in the same eight minutes.
 
+``--host "64 GB"`` has values wait in pinned memory of the host (on the CPU, in a file), and the rows say how many.
+
 One row more is a demonstration: with the fraction of the device's memory that PyTorch may take set half way between
 the least and the most that GPT-2 needs, plain PyTorch runs out of memory, and the planned step trains.
 """
@@ -178,13 +180,13 @@ def measured_plain(setting: Setting) -> Row:
     return {"facts": facts, "runs": runs}
 
 
-def row(setting: Setting, plain: Row, share: float, pairs: int, time_limit: float) -> Row:
-    """Measure a network within one budget."""
+def row(setting: Setting, plain: Row, share: float, pairs: int, time_limit: float, host: str | None = None) -> Row:
+    """Measure a network within one budget; ``host``: bytes of a second memory for it."""
     facts = plain["facts"]
     budget = measuring.budget_at(share, facts["min_budget"], facts["keep_all_peak"])
     module, step, batch = setting.make()
     optimizer = adam(module)
-    compiled = checkmate.compile(step, budget=budget, time_limit=time_limit, wait="best")
+    compiled = checkmate.compile(step, budget=budget, time_limit=time_limit, wait="best", host_budget=host)
     began = time.perf_counter()
     with measuring.nothing_on_disk():
         found = outcome(module, compiled, batch, optimizer)
@@ -194,6 +196,8 @@ def row(setting: Setting, plain: Row, share: float, pairs: int, time_limit: floa
     solution = compiled.plans[0]
     measured, predicted = peak_of(use, solution.problem.resident), solution.peak
     assert predicted is not None  # compile raises where there is no plan
+    assert solution.plan is not None
+    elsewhere = {"host": str(solution.problem.host), "sent_values": len(solution.plan.sent)} if host else {}
     finish = partial(torch.cuda.synchronize, setting.device) if setting.device.type == "cuda" else None
     plain_seconds, compiled_seconds, ratio = measuring.paired_times(module, step, compiled, batch, pairs, finish)
     return {
@@ -208,6 +212,7 @@ def row(setting: Setting, plain: Row, share: float, pairs: int, time_limit: floa
         "off": abs(measured - predicted) / predicted,
         "within": measured <= budget,
         **plan_facts(solution),
+        **elsewhere,
         "plain_seconds": plain_seconds,
         "compiled_seconds": compiled_seconds,
         "time_ratio": ratio,
@@ -316,7 +321,7 @@ def measured_rows(args: argparse.Namespace) -> Iterator[Row]:
             torch._dynamo.reset()
             try:
                 plain = plain or measured_plain(setting)
-                yield {**about, **row(setting, plain, share, args.pairs, args.time_limit)}
+                yield {**about, **row(setting, plain, share, args.pairs, args.time_limit, args.host)}
             except (checkmate.CheckmateError, RuntimeError) as error:
                 yield {**about, "share": share, "error": f"{type(error).__name__}: {error}"}
             longest = max(longest, time.monotonic() - began)
@@ -360,6 +365,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="no row is begun that may end later")
     parser.add_argument("--pairs", type=int, default=10, help="timed pairs of steps")
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds to plan for one budget")
+    parser.add_argument("--host", metavar="BYTES", help="of a second memory, where values may wait; '64 GB', say")
     parser.add_argument("--peers", action="store_true", help="compare with other ways to save memory instead")
     parser.add_argument("--out", type=Path, help="by default gpu.jsonl, or gpu_peers.jsonl, of benchmarks/results")
     args = parser.parse_args()

@@ -13,7 +13,6 @@ at batch 16 of 64 x 64: peaks are those of PyTorch's allocator, and steps of all
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 import checkmate
 from benchmarks.common.merged_forms import FORMS, Form, ResNet50
-from benchmarks.common.rows import Row, add_names, append, latest, origin, plan_facts, read, shown
+from benchmarks.common.rows import Row, add_names, append, latest, origin, plan_facts, read, renewed, shown
 from benchmarks.common.timing import Batch, Step, distance, nothing_on_disk, step_and_back, train
 from checkmate.backends.state import differing
 from checkmate.core.table import Table
@@ -242,16 +241,6 @@ def _cells(row: Row, plain: Row) -> list[str]:
     ]
 
 
-def renewed(page: str, found: dict[str, str]) -> str:
-    """The page with its tables, told by their first heads, as the rows have them."""
-    for head, table in found.items():
-        there = re.findall(rf"^\| {re.escape(head)} \|.*\n(?:\|.*\n)*", page, flags=re.MULTILINE)
-        if len(there) != 1:
-            raise ValueError(f"docs/merged.md has {len(there)} tables that begin with {head!r}, not one.")
-        page = page.replace(there[0], f"{table}\n")
-    return page
-
-
 def main() -> None:
     """Make the rows that were asked for, and the tables of the page from all rows."""
     parser = argparse.ArgumentParser(description="Activations merged by hand, and plans for plain ones.")
@@ -273,7 +262,7 @@ def main() -> None:
                 append(args.out, {**about, **asked, **row})
                 print(setting, activation, row["form"], row["peak"], row["step"], row.get("bitwise", ""), flush=True)
     if args.report:
-        PAGE.write_text(renewed(PAGE.read_text(), tables(read(args.out))))
+        PAGE.write_text(renewed(PAGE, tables(read(args.out))))
 
 
 if __name__ == "__main__":

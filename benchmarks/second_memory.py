@@ -1,7 +1,7 @@
 """What a second memory is worth: plans that recompute, that send, and that do both, with those of others beside them.
 
     python -m benchmarks.second_memory [NETWORK ...] [--budgets 0.4 0.3] [--methods NAME ...] [--time-limit SECONDS]
-    python -m benchmarks.second_memory --report     # from the rows: results/second_memory.md
+    python -m benchmarks.second_memory --report     # from the rows: results/second_memory.md, docs/comparison.md
 
 A network is a graph of `benchmarks/problems`, whose costs are estimates for an H100; the second memory is that of the
 host, over PCIe 5 at 55 GB/s each way. Budgets are shares of the peak of keeping everything; those below what one op
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.own_seconds import count_own_seconds
-from benchmarks.common.rows import Row, add_names, append, latest, origin, read, shown
+from benchmarks.common.rows import Row, add_names, append, latest, origin, read, renewed, shown
 from benchmarks.solve.comparison import FILES, HERE, facts, load
 from checkmate.core.host import Host
 from checkmate.core.table import Table
@@ -27,11 +27,13 @@ from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes
 
 RESULTS = HERE / "results" / "second_memory.jsonl"
+PAGE = HERE.parent / "docs" / "comparison.md"
 BUDGETS = (0.4, 0.3)
 TIME_LIMIT = 60.0  # seconds for each solve
 PCIE_5 = Host(256 * 10**9, send=55e9, fetch=55e9)
 ALONE = "recomputation"
 METHODS = (ALONE, "auto", "offload-all", "capuchin", "poet")
+HEAD = "with a second memory"  # of the table on the page
 HEADER = ("network", "ops", "budget", "method", "step", "bound", "gap", "sent", "waited", "seconds")
 
 
@@ -79,6 +81,25 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """The table of `docs/comparison.md`, by its first head: the step of each way, to one that keeps everything."""
+    found = {(row["network"], row["share"], row["method"]): row for row in in_order(rows)}
+    cases = list(dict.fromkeys((row["network"], row["share"]) for row in in_order(rows)))
+    lines = []
+    for network, share in cases:
+        of = {method: found.get((network, share, method)) for method in METHODS}
+        steps = ["" if row is None else _step(row) for row in of.values()]
+        ours = of["auto"]
+        gap = "" if ours is None else shown(ours["gap"], ".1%")
+        lines.append([network, f"{share:.0%}", *steps, gap])
+    heads = (HEAD, "budget", ALONE, "**checkmate**", *METHODS[2:], "gap of ours")
+    return {HEAD: Table(heads, lines, heads[1:]).markdown()}
+
+
+def _step(row: Row) -> str:
+    return row["status"] if row["cost_ratio"] is None else f"{row['cost_ratio']:.3f}"
+
+
 def _cells(row: Row) -> list[str]:
     cost, bound = row["cost_ratio"], row["bound_ratio"]
     return [
@@ -113,7 +134,10 @@ def main() -> None:
             if row is not None:
                 append(args.out, {**source, **row})
                 print(name, share, method, row["status"], row["cost_ratio"], row["gap"], flush=True)
-    args.out.with_suffix(".md").write_text(markdown(read(args.out)))
+    rows = read(args.out)
+    args.out.with_suffix(".md").write_text(markdown(rows))
+    if args.report:
+        PAGE.write_text(renewed(PAGE, tables(rows)))
 
 
 if __name__ == "__main__":

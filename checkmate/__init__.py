@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.host import Host
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
@@ -59,6 +60,7 @@ __all__ = [
     "Explanation",
     "Frontier",
     "Graph",
+    "Host",
     "HostError",
     "InfeasibleBudget",
     "InvalidProblem",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import merged
 from benchmarks.common import merged_forms
 from benchmarks.common.merged_forms import FORMS
-from benchmarks.common.rows import read
+from benchmarks.common.rows import read, renewed
 from benchmarks.merged import OURS, PAGE, RESULTS, Size
 from checkmate.backends.state import differing
 
@@ -42,7 +44,7 @@ def test_estimates_are_of_each_form_and_of_plans_that_fit(monkeypatch: pytest.Mo
     assert all(row["peak"] <= row["budget"] for row in rows.values() if "budget" in row)
 
 
-def test_the_tables_show_the_rows_of_the_last_run() -> None:
+def test_the_tables_show_the_rows_of_the_last_run(tmp_path: Path) -> None:
     about = {"setting": "cpu", "activation": "swish", "run": "2"}
     rows = [
         {**about, "form": "plain", "peak": 2000, "step": 0.5, "ratio": 1.0, "bitwise": True, "distance": 0.0},
@@ -57,18 +59,18 @@ def test_the_tables_show_the_rows_of_the_last_run() -> None:
         "| by hand | 1.00 kB | 50.0% | 600.0 ms | 1.200 |  | differ by 3e-06 |",
         "| **checkmate, here** | not found | – | – | – |  | – |",
     ]
-    assert merged.renewed(f"Text\n\n| {head} | x |\n|---|---|\n| old | 1 |\n\nMore\n", {head: table}) == (
-        f"Text\n\n{table}\n\nMore\n"
-    )
-    with pytest.raises(ValueError, match="0 tables that begin with 'swish"):
-        merged.renewed("Text\n", {head: table})
+    page = tmp_path / "page.md"
+    page.write_text(f"Text\n\n| {head} | x |\n|---|---|\n| old | 1 |\n\nMore\n")
+    assert renewed(page, {head: table}) == f"Text\n\n{table}\n\nMore\n"
+    page.write_text("Text\n")
+    with pytest.raises(ValueError, match=r"page.md has 0 tables that begin with 'swish"):
+        renewed(page, {head: table})
 
 
 def test_the_page_has_the_committed_rows() -> None:
-    page = PAGE.read_text()
     found = merged.tables(read(RESULTS))
     assert len(found) == len(FORMS) * len(merged.SIZES)
-    assert merged.renewed(page, found) == page
+    assert renewed(PAGE, found) == PAGE.read_text()
 
 
 def test_the_committed_rows_keep_their_promises() -> None:
