@@ -71,6 +71,7 @@ class _Step:
         place: int,
         below: int,
         of_regions: bool = False,
+        anew: bool = True,
     ) -> Problem:
         """A problem from which the same step split further can be had.
 
@@ -81,17 +82,19 @@ class _Step:
             place: how many splits of the loss, from cheap to small, are not asked for any more.
             below: bytes that no plan without kept logits goes below so far.
             of_regions: some regions are split.
+            anew: regions may be found anew, with the loss split further; not within such a search.
         """
 
         @cache
         def smaller() -> Problem | None:
             if of_regions:
-                return self._regions(problem, module, whole, place) or self._loss_and_regions(problem, whole, place)
-            return self._loss(problem, whole, place, below) or self._regions(problem, module, whole, place)
+                found = self._regions(problem, module, whole, place, anew)
+                return found or (self._loss_and_regions(problem, whole, place) if anew else None)
+            return self._loss(problem, whole, place, below, anew) or self._regions(problem, module, whole, place, anew)
 
         return replace(problem, smaller=smaller)
 
-    def _loss(self, problem: Problem, whole: fx.GraphModule, place: int, below: int) -> Problem | None:
+    def _loss(self, problem: Problem, whole: fx.GraphModule, place: int, below: int, anew: bool) -> Problem | None:
         """The step with its loss split further, if that gains."""
         found = losses(whole.graph)
         hows = splits_of(found)
@@ -109,7 +112,7 @@ class _Step:
                 continue
             split = replace(split, splits=(self._said_of_loss(how, found),))
             # kept logits are beside other ops too: no op alone shows that
-            return self.further(split, module, whole, place=after, below=below if how.kept else least)
+            return self.further(split, module, whole, place=after, below=below if how.kept else least, anew=anew)
         return None
 
     def _loss_and_regions(self, problem: Problem, whole: fx.GraphModule, place: int) -> Problem | None:
@@ -127,7 +130,7 @@ class _Step:
                 return None
             split = replace(split, splits=(self._said_of_loss(how, found),))
             below = int(split.unavoidable_bytes.max())
-            as_before = self.further(split, module, whole, place=after, below=below)
+            as_before = self.further(split, module, whole, place=after, below=below, anew=False)
             if (gained := next((one for one in as_before.and_smaller() if _gains(one, problem)), None)) is not None:
                 return gained
         return None
@@ -156,7 +159,9 @@ class _Step:
         high = {problem.graph.ops[k].name for k in (bytes_at >= (1 - near) * bytes_at.max()).nonzero()[0]}
         return not high.isdisjoint(here - other)
 
-    def _regions(self, problem: Problem, module: fx.GraphModule, whole: fx.GraphModule, place: int) -> Problem | None:
+    def _regions(
+        self, problem: Problem, module: fx.GraphModule, whole: fx.GraphModule, place: int, anew: bool
+    ) -> Problem | None:
         """The step with the regions about the ops that need the most in more parts, if that gains."""
         least = int(GAIN * problem.unavoidable_bytes.max())
         tried = equal_bits.same_bits if self.tried else lambda parts: True
@@ -171,7 +176,7 @@ class _Step:
             if _gains(split, problem):
                 split = replace(split, splits=(*of_loss, *self._said(made)))
                 below = int(split.unavoidable_bytes.max())
-                return self.further(split, made, whole, place=place, below=below, of_regions=True)
+                return self.further(split, made, whole, place=place, below=below, of_regions=True, anew=anew)
         return None
 
     def _posed(self, module: fx.GraphModule) -> Problem | None:

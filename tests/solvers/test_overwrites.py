@@ -53,7 +53,7 @@ def check_methods(problem: Problem) -> None:
     assert peak_of(problem, least_runs(problem)[1]) == smallest
     for budget in interesting_budgets(known):
         best = optimum(known, budget)
-        for method in METHODS if budget > 0 else ():
+        for method in (name for name in METHODS if budget > 0 and not METHODS[name].needs_host):
             found = solve(problem, budget, method=method, time_limit=5)
             assert found.bound <= best * (1 + 1e-6) or found.status is Status.INFEASIBLE
             assert found.cost >= best * (1 - 1e-9)
