@@ -96,44 +96,44 @@ class _Step:
 
     def _loss(self, problem: Problem, whole: fx.GraphModule, place: int, below: int, anew: bool) -> Problem | None:
         """The step with its loss split further, if that gains."""
-        found = losses(whole.graph)
-        hows = splits_of(found)
-        if not found or not self._is_at_loss(problem, whole, hows, place):
-            return None
-        for after, how in enumerate(hows[place:], place + 1):
-            if not self._holds(how, found):
-                continue
-            module = in_parts(whole, how)
-            split = self._posed(module)
-            if split is None:
-                return None
+        for after, how, module, split in self._with_loss_split(problem, whole, place):
             least = int(split.unavoidable_bytes.max())
-            if least > (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else below):
-                continue
-            split = replace(split, splits=(self._said_of_loss(how, found),))
-            # kept logits are beside other ops too: no op alone shows that
-            return self.further(split, module, whole, place=after, below=below if how.kept else least, anew=anew)
+            if least <= (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else below):
+                # kept logits are beside other ops too: no op alone shows that
+                return self.further(split, module, whole, place=after, below=below if how.kept else least, anew=anew)
         return None
 
     def _loss_and_regions(self, problem: Problem, whole: fx.GraphModule, place: int) -> Problem | None:
         """A step with split regions, its loss split further, if that gains: the regions are found anew."""
-        found = losses(whole.graph)
-        hows = splits_of(found)
-        if not found or not self._is_at_loss(problem, whole, hows, place, near=GAIN):
-            return None
-        for after, how in enumerate(hows[place:], place + 1):
-            if not self._holds(how, found):
-                continue
-            module = in_parts(whole, how)
-            split = self._posed(module)
-            if split is None:
-                return None
-            split = replace(split, splits=(self._said_of_loss(how, found),))
+        for after, _, module, split in self._with_loss_split(problem, whole, place, near=GAIN):
             below = int(split.unavoidable_bytes.max())
             as_before = self.further(split, module, whole, place=after, below=below, anew=False)
             if (gained := next((one for one in as_before.and_smaller() if _gains(one, problem)), None)) is not None:
                 return gained
         return None
+
+    def _with_loss_split(
+        self, problem: Problem, whole: fx.GraphModule, place: int, *, near: float = 0.0
+    ) -> Iterator[tuple[int, Split, fx.GraphModule, Problem]]:
+        """The step without regions, its loss split further and further, where it needs the most; none elsewhere.
+
+        Args:
+            near: by this share of the most less is also enough.
+
+        Yields:
+            The place behind it, how the loss is split, the module, and the problem of that.
+        """
+        found = losses(whole.graph)
+        hows = splits_of(found)
+        if not found or not self._is_at_loss(problem, whole, hows, place, near=near):
+            return
+        for after, how in enumerate(hows[place:], place + 1):
+            if self._holds(how, found):
+                module = in_parts(whole, how)
+                split = self._posed(module)
+                if split is None:
+                    return
+                yield after, how, module, replace(split, splits=(self._said_of_loss(how, found),))
 
     def _holds(self, how: Split, found: Sequence[Loss]) -> bool:
         """Whether losses split like this have the bits of the whole, as far as that is tried."""

@@ -87,15 +87,7 @@ class Incumbent:
             return False
         if wrong := simulator.verify(plan, problem, budget):
             raise SolverError(f"The schedule of {by} is wrong: {wrong[0]}.")
-        with self._lock:
-            if cost >= self.cost:
-                return False
-            if contradicts(self.bound, cost):
-                log.warning("a bound of %.6g s was wrong: a verified schedule of %s takes %.6g s", self.bound, by, cost)
-                self.bound = problem.keep_all_cost
-            self.R, self.plan, self.cost, self.found[by] = R.copy(), None, cost, cost
-            self._record(by)
-        return True
+        return self._keep(R.copy(), None, cost, by)
 
     def offer_plan(self, plan: Plan, by: str) -> bool:
         """The same for a plan, which may send values to a second memory.
@@ -110,14 +102,17 @@ class Incumbent:
             return False
         if wrong := simulator.verify(plan, problem, budget):
             raise SolverError(f"The plan of {by} is wrong: {wrong[0]}.")
+        return self._keep(Schedule.of_plan(problem.graph, plan).R, plan, cost, by)
+
+    def _keep(self, R: np.ndarray, plan: Plan | None, cost: float, by: str) -> bool:
+        """Take what is verified, if it still is the cheapest."""
         with self._lock:
             if cost >= self.cost:
                 return False
             if contradicts(self.bound, cost):
-                log.warning("a bound of %.6g s was wrong: a verified plan of %s takes %.6g s", self.bound, by, cost)
-                self.bound = problem.keep_all_cost
-            self.R, self.plan, self.cost = Schedule.of_plan(problem.graph, plan).R, plan, cost
-            self.found[by] = cost
+                log.warning("a bound of %.6g s was wrong: a verified schedule of %s takes %.6g s", self.bound, by, cost)
+                self.bound = self.task.problem.keep_all_cost
+            self.R, self.plan, self.cost, self.found[by] = R, plan, cost, cost
             self._record(by)
         return True
 

@@ -232,13 +232,16 @@ def test_errors_of_the_disk_reach_the_step(folder: Path, monkeypatch: pytest.Mon
         with pytest.raises(HostError, match=r"0 of .* bytes were moved at byte 0"):
             store.wait(0)
     store.reset()  # and then all goes on
-    some, landing = value(9000, 64), value(9000, 64)
+    _there_and_back(store, value(9000, 64), value(9000, 64))
+    store.close()
+
+
+def _there_and_back(store: Store, some: torch.UntypedStorage, landing: torch.UntypedStorage) -> None:
     store.send(0, some)
     store.wait(0)
     store.fetch(0, landing)
     store.wait(0)
     assert landing.bits() == some.bits()
-    store.close()
 
 
 def test_calls_that_move_less_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,12 +249,7 @@ def test_calls_that_move_less_go_on(folder: Path, monkeypatch: pytest.MonkeyPatc
     store = open_store(f"file:{folder}", 10 * BLOCK, CPU)
     monkeypatch.setattr(os, "pwrite", lambda fd, piece, at: write(fd, memoryview(piece)[:short], at))
     monkeypatch.setattr(os, "preadv", lambda fd, pieces, at: read(fd, [memoryview(pieces[0])[:short]], at))
-    some, landing = value(7 * BLOCK + 5), value(7 * BLOCK + 5)
-    store.send(0, some)
-    store.wait(0)
-    store.fetch(0, landing)
-    store.wait(0)
-    assert landing.bits() == some.bits()
+    _there_and_back(store, value(7 * BLOCK + 5), value(7 * BLOCK + 5))
     store.close()
 
 
