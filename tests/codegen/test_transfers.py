@@ -36,6 +36,7 @@ from tests.support.stepping import assert_same, train
 from tests.support.transfers import as_run, with_transfers
 
 CPU = torch.device("cpu")
+OTHERS = ("gpt2-sdpa", "mobilenet", "unet")  # attention and dropout; batch norm, in place; values with several readers
 Plans = Callable[[Problem], Solution]
 
 
@@ -112,9 +113,7 @@ def both_left(do: Callable[[Any], Any], model: nn.Module, other: nn.Module, step
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("name", "seed"), [("mlp", 0), ("mlp", 1), *(slow(name, 0) for name in CASES if name != "mlp")]
-)
+@pytest.mark.parametrize(("name", "seed"), [("mlp", 0), ("mlp", 1), *(slow(name, 0) for name in OTHERS)])
 def test_bits_and_bytes_are_those_of_the_plan(name: str, seed: int) -> None:
     module, step, batch = CASES[name].make(0)
     expected = train(module, step, batch)
