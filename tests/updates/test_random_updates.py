@@ -1,6 +1,6 @@
 """Random programs by random optimizers, plainly and as whole steps: five steps, bits and peaks.
 
-``CHECKMATE_UPDATES=500`` runs so many in place of 20; ``CHECKMATE_SEED=1`` draws others.
+``CHECKMATE_UPDATES=500`` runs so many in place of 4; ``CHECKMATE_SEED=1`` draws others.
 """
 
 from __future__ import annotations
