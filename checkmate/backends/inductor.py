@@ -86,12 +86,19 @@ class Inductor(Backend):
         if (device := main_device(inputs)) != CPU:
             raise Unsupported(f'backend="inductor" is for steps on the CPU so far, not on {device}. {_INSTEAD}')
         self.rounds_in |= {t.dtype for n in module.graph.nodes for t in tensors(n.meta.get("example_value"))}
-        known, self.aside = len(self.plans), 0
+        known, self.aside, lowest = len(self.plans), 0, False
         tried: list[tuple[Solution, int]] = []  # with the peak that was measured, in bytes
         try:
             while True:
-                with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-                    run = super().__call__(module, inputs, **options)
+                try:
+                    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                        run = super().__call__(module, inputs, **options)
+                except InfeasibleBudget as error:
+                    lacking = error.min_budget - error.budget
+                    if lowest or not 0 < lacking <= self.aside:
+                        raise
+                    self.aside, lowest = self.aside - lacking, True  # less may do for the lowest of all plans
+                    continue
                 if len(self.plans) == known:
                     return run  # nothing needs a gradient, and nothing was planned
                 plan = self.plans.pop()
