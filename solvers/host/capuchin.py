@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from checkmate.core import simulator
 from checkmate.core.problem import Problem
@@ -44,8 +45,7 @@ class Candidate:
     swap: Swap
     free_time: float  # seconds that are left over beside its transfers
     back: int  # the op that accesses it again
-    gone: float  # seconds into the step: when it may go
-    needed: float  # when it is accessed again
+    seconds: tuple[float, float, float, float]  # into the step when it may go, and is accessed again; there; and back
 
 
 def capuchin(task: Task, incumbent: Incumbent) -> Remarks:
@@ -89,6 +89,7 @@ class Policy:
     def __init__(self, task: Task) -> None:
         self.problem, self.clock = task.problem, task.clock
         self.left = sorted(candidates(self.problem), key=lambda candidate: -candidate.free_time)
+        self.free = [candidate for candidate in self.left if candidate.free_time >= 0]
         self.room = host_of(self.problem).budget
         self.taken: list[Candidate] = []  # for swaps
         self.swaps: list[Swap] = []
@@ -100,16 +101,17 @@ class Policy:
     def triggers(self) -> list[list[Swap]]:
         """The swaps, their fetches asked for early enough for all in the queue, for themselves, and when accessed."""
         _, begins = self._queue(self.taken)
-        ops = np.concatenate([[0.0], np.cumsum(self.problem.seconds)]).tolist()
-        early = {v: bisect_right(ops, begin) - 1 for v, begin in begins.items()}
-        in_turn = [replace(s, fetch=min(s.fetch, max(early[s.value], s.after + 1))) for s in self.swaps]
+        ops = np.concatenate([[0.0], np.cumsum(self.problem.seconds)])
+        early = (np.searchsorted(ops, begins, side="right") - 1).tolist()
+        in_turn = [
+            replace(s, fetch=min(s.fetch, max(at, s.after + 1))) for s, at in zip(self.swaps, early, strict=True)
+        ]
         return [in_turn, self.swaps, [replace(swap, fetch=self.back[swap.value]) for swap in self.swaps]]
 
     def take(self) -> bool:
         """Take one value more; whether there was one."""
-        for candidate in self.left:
-            if candidate.free_time < 0:
-                break
+        while self.free:  # what would be late now stays so with more in the queue
+            candidate = self.free.pop(0)
             if self._has_room(candidate) and self._late([*self.taken, candidate]) <= 0:
                 self._swap(candidate)
                 return True
@@ -150,20 +152,12 @@ class Policy:
         if self.clock.is_over:
             raise OutOfTime
         ends, begins = self._queue(taken)
-        return max((ends[v] - begins[v] for v in ends), default=0.0)
+        return float((ends - begins).max(initial=0.0))
 
-    def _queue(self, taken: list[Candidate]) -> tuple[dict[int, float], dict[int, float]]:
-        """When each value is away at the earliest, and when it has to start back at the latest."""
-        host, sizes = host_of(self.problem), self.problem.sizes
-        ends: dict[int, float] = {}
-        begins: dict[int, float] = {}
-        busy, begin = 0.0, float("inf")
-        for one in sorted(taken, key=lambda candidate: candidate.gone):
-            busy = ends[one.swap.value] = max(busy, one.gone) + host.seconds_to_send(int(sizes[one.swap.value]))
-        for one in sorted(taken, key=lambda candidate: -candidate.needed):
-            begin = min(begin, one.needed) - host.seconds_to_fetch(int(sizes[one.swap.value]))
-            begins[one.swap.value] = begin
-        return ends, begins
+    def _queue(self, taken: list[Candidate]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(n,) seconds: when each value is away at the earliest, and when it has to start back at the latest."""
+        gone, needed, there, back = np.array([c.seconds for c in taken]).reshape(-1, 4).T
+        return _ends(gone, there), -_ends(-needed, back)
 
     def _has_room(self, candidate: Candidate) -> bool:
         return int(self.problem.sizes[candidate.swap.value]) <= self.room
@@ -192,6 +186,15 @@ class Policy:
         return users[-1] < at or (after is not None and after < at)
 
 
+def _ends(ready: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(n,) when each is through a link that takes them as they become ready, one after another: from (n,), (n,)."""
+    order = np.argsort(ready, kind="stable")
+    through = np.cumsum(seconds[order])
+    ends = np.empty_like(ready)
+    ends[order] = through + np.maximum.accumulate(ready[order] - (through - seconds[order]))
+    return ends
+
+
 def candidates(problem: Problem) -> list[Candidate]:
     """The values with two accesses or more, each with the longest time between two."""
     graph, host = problem.graph, host_of(problem)
@@ -206,10 +209,11 @@ def candidates(problem: Problem) -> list[Candidate]:
             continue
         seconds, evicted, back = max(gaps)
         size = int(problem.sizes[v])
-        free = float(seconds) - host.seconds_to_send(size) - host.seconds_to_fetch(size)
-        trigger = bisect_right(begins.tolist(), begins[back] - host.seconds_to_fetch(size)) - 1
+        there, again = host.seconds_to_send(size), host.seconds_to_fetch(size)
+        trigger = bisect_right(begins.tolist(), begins[back] - again) - 1
         swap = Swap(v, evicted, min(back, max(trigger, evicted + 1)))
-        found.append(Candidate(swap, free, back, float(begins[evicted + 1]), float(begins[back])))
+        times = float(begins[evicted + 1]), float(begins[back]), there, again
+        found.append(Candidate(swap, float(seconds) - there - again, back, times))
     return found
 
 
