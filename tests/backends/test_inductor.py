@@ -99,8 +99,8 @@ def _train(net: nn.Module, step: Callable[..., Tensor], batch: tuple[Tensor, ...
 
 
 def _plain(problem: Problem) -> Problem:
-    """Inductor itself decides what it writes over."""
-    return replace(problem, profile=replace(problem.profile, ways=()))
+    """Inductor itself decides what it writes over, and splits nothing."""
+    return replace(problem, profile=replace(problem.profile, ways=()), smaller=None)
 
 
 def _share(problem: Problem, share: float) -> int:

@@ -87,8 +87,13 @@ def convolution_backward_input_over(
     return out
 
 
-def batch_norm_block(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> int:
-    """Bytes that `batch_norm_backward_over` takes: of some channels both arguments, laid out anew, and the result."""
+def batch_norm_block(grad: torch.Tensor, x: torch.Tensor, *others: Any) -> int | None:
+    """Bytes that `batch_norm_backward_over` takes: of some channels both arguments, laid out anew, and the result.
+
+    None where the gradient of the input is not wanted: there is no result to write.
+    """
+    if not others[-1][0]:
+        return None
     return 3 * _channels_of_a_block(x) * (x.nbytes // x.shape[1]) if x.nbytes else 0
 
 

@@ -68,7 +68,9 @@ def test_the_gradients_of_a_batch_norm(training: bool, dtype: torch.dtype, layou
         for wanted in ([True, True, True], [True, False, False]):
             statistics = (None, None, *saved) if training else (mean, std + 0.5, *saved)
             args = (grad, x, weight if wanted[1] else None, *statistics, training, 1e-5, wanted)
-            _is_over(aten.native_batch_norm_backward.default, batch_norm_backward_over, args, batch_norm_block(grad, x))
+            block = batch_norm_block(*args)
+            assert block is not None
+            _is_over(aten.native_batch_norm_backward.default, batch_norm_backward_over, args, block)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -86,19 +88,21 @@ def test_a_convolution_and_the_gradient_of_its_input(groups: int, layout: str) -
 
 
 def test_a_block_is_a_small_part_of_what_is_large() -> None:
-    large = torch.empty(64, 64, 112, 112, device="meta")
-    assert batch_norm_block(large, large) == 3 * large[:, :1].nbytes  # a channel is more than a mebibyte
-    assert batch_norm_block(large[:8], large[:8]) == 3 * large[:8, :2].nbytes
-    assert batch_norm_block(large[:1, :, :7, :7], large[:1, :, :7, :7]) == 3 * large[:1, :4, :7, :7].nbytes
+    large, wanted = torch.empty(64, 64, 112, 112, device="meta"), [True, False, False]
+    assert batch_norm_block(large, large, wanted) == 3 * large[:, :1].nbytes  # a channel is more than a mebibyte
+    assert batch_norm_block(large[:8], large[:8], wanted) == 3 * large[:8, :2].nbytes
+    few = large[:1, :, :7, :7]
+    assert batch_norm_block(few, few, wanted) == 3 * few[:, :4].nbytes
     beside = large[:8].contiguous(memory_format=torch.channels_last)
-    assert batch_norm_block(beside, beside) == 3 * beside[:, :16].nbytes
+    assert batch_norm_block(beside, beside, wanted) == 3 * beside[:, :16].nbytes
     assert convolution_block(large) == large[:8].nbytes
     assert convolution_block(large[:4]) == large[:2].nbytes
 
 
-def test_what_makes_more_than_an_inputs_gradient_or_few_images_is_not_taken_apart() -> None:
+def test_what_makes_more_or_less_than_an_inputs_gradient_or_few_images_is_not_taken_apart() -> None:
     x = torch.empty(8, 4, 6, 6, device="meta")
     weight = torch.empty(4, 4, 3, 3, device="meta")
     assert convolution_backward_block(x, x, weight, None, [True, False, False]) is not None
     assert convolution_backward_block(x, x, weight, None, [True, True, False]) is None
     assert convolution_block(x[:3]) is None
+    assert batch_norm_block(x, x, [False, True, True]) is None

@@ -101,7 +101,7 @@ def test_a_plan_by_stages_is_valid_and_rarely_above_the_cheapest(make: Callable[
             assert incumbent.cost >= cheapest / ONCE, (seed, budget)
             if cheapest < math.inf:
                 above.append(incumbent.cost > cheapest * ONCE)
-    assert sum(above) <= 0.1 * len(above)
+    assert sum(above) <= 0.2 * len(above)
 
 
 def test_milp_proves_its_plan_with_a_second_memory_the_best() -> None:
