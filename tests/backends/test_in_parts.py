@@ -138,6 +138,18 @@ def test_losses_of_other_kinds_are_split_to_the_byte(kind: str, model: _Model) -
     assert report.measured_peak == report.predicted_peak < _floor(problem)
 
 
+def test_logits_by_a_transposed_embedding_are_split_to_the_byte(model: _Model) -> None:
+    def step(tokens: Tensor) -> Tensor:
+        logits = model.inner(model.words(tokens)) @ model.words.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    problem = checkmate.trace(step, TOKENS)
+    *_, smallest = problem.and_smaller()
+    assert smallest.splits[0].startswith("loss in ")
+    report = checkmate.verify(step, TOKENS, budget=int(1.05 * _floor(smallest)), time_limit=1)
+    assert report.measured_peak == report.predicted_peak < _floor(problem)
+
+
 def _step(name: str, config: Any) -> Callable[[Tensor], Tensor]:
     transformers = pytest.importorskip("transformers")
     network = getattr(transformers, name)(config(transformers)).train()

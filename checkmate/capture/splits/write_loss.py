@@ -114,25 +114,28 @@ class _Writer:
         given, _, _, _, *rest = loss.backward.args
         back = (*loss.given, *loss.through)
         args = (given, self.column, self.targets, None, *rest)
-        made = torch.empty_like(self.column.meta["val"])
-        g = self._call(loss.backward, aten.nll_loss_backward.default, args, made)
+        column = torch.empty_like(self.column.meta["val"])
+        g = self._call(loss.backward, aten.nll_loss_backward.default, args, column)
         if self.weights is not None:
             g = self._run(loss.backward, aten.mul.Tensor, g, self.weights)
         g, u = self._rows(back, g), None
         if loss.smoothing is not None:
             u = self._rows(back, loss.smoothing.args[0])  # type: ignore[arg-type]
-        if loss.of_rows is not None:
-            read = layer, form, g, u, sums, loss.of_rows.args[1]
-            call = self._call(loss.of_rows, gradient_of_rows, read, loss.of_rows.meta["val"])
+        if loss.of_rows is not None:  # in its own place: there its weight has been transposed
+            with self.graph.inserting_before(loss.of_rows):
+                read = layer, form, g, u, sums, loss.of_rows.args[1]
+                call = self._call(loss.of_rows, gradient_of_rows, read, loss.of_rows.meta["val"])
             loss.of_rows.replace_all_uses_with(call)
         wanted = [end for end in (loss.of_weight, loss.of_bias) if end is not None]
         if wanted:
-            flags = loss.of_weight is not None, loss.of_bias is not None
-            read = layer._replace(h=loss.h), form, g, u, sums, *flags  # type: ignore[assignment]
-            vals = tuple(end.meta["val"] for end in wanted)
-            both = self._call(wanted[0], gradients_of_weights, read, vals)
-            for i, end in enumerate(wanted):
-                end.replace_all_uses_with(self._call(end, operator.getitem, (both, i), end.meta["val"]))
+            with self.graph.inserting_before(min(wanted)):
+                flags = loss.of_weight is not None, loss.of_bias is not None
+                read = layer._replace(h=loss.h), form, g, u, sums, *flags  # type: ignore[assignment]
+                vals = tuple(end.meta["val"] for end in wanted)
+                both = self._call(wanted[0], gradients_of_weights, read, vals)
+                made = [self._call(end, operator.getitem, (both, i), vals[i]) for i, end in enumerate(wanted)]
+            for end, gradient in zip(wanted, made, strict=True):
+                end.replace_all_uses_with(gradient)
 
     def _chosen(self, sums: fx.Node, i: int) -> fx.Node:
         """One of the numbers of each row that gets through to the loss: a column."""
