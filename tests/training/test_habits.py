@@ -226,7 +226,7 @@ def autocast_to_bfloat16_outside(wrap: Wrap) -> Any:
     model = net()
     step = wrap(loss_of(model))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = step(*batch())
+        loss = step(*batch(48))
     return after_backward(model, loss)
 
 
@@ -241,7 +241,7 @@ def autocast_to_bfloat16_inside(wrap: Wrap) -> Any:
             return F.cross_entropy(logits.float(), y)
 
     step = wrap(mixed)
-    return [after_backward(model, step(*batch())) for _ in range(2)]
+    return [after_backward(model, step(*batch(48))) for _ in range(2)]
 
 
 @habit
