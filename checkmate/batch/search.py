@@ -30,6 +30,7 @@ from checkmate.batch.interpolation import (
 from checkmate.batch.result import LargestBatch, SizePoint
 from checkmate.batch.steps import SizedSteps, maker_of, real_tensors
 from checkmate.core.fingerprint import same_ops
+from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, Unsupported
@@ -63,6 +64,8 @@ def max_batch_size(
     smallest: int = 1,
     largest: int = LARGEST,
     time_limit: float = TIME_LIMIT,
+    host_budget: int | float | str | None = None,
+    host: Host | str | None = None,
 ) -> LargestBatch:
     """The largest size whose step fits a budget, with its plan, and the predicted throughput of the sizes below.
 
@@ -86,6 +89,8 @@ def max_batch_size(
         profile, cache: where costs come from, as for `checkmate.trace`.
         smallest, largest: sizes between which to look.
         time_limit: seconds for everything. What has begun is ended: a trace may take longer.
+        host_budget, host: a second memory, in which values may wait: as for `checkmate.trace`, which measures it here;
+            or a `checkmate.Host` alone, with its bytes and rates, for one of another machine.
 
     Raises:
         InfeasibleBudget: if the smallest size does not fit, or not under the cap; it names the smallest budget known.
@@ -103,7 +108,12 @@ def max_batch_size(
     names = _checked(baselines, smallest, largest, time_limit)
     check_overhead(max_overhead)
     total = parse_bytes(budget)
-    steps = SizedSteps(maker_of(make_step), make_batch, profile, cache)
+    about = {"host": host, "host_budget": host_budget}
+    if isinstance(host, Host) and host_budget is not None:
+        raise ValueError(f"host={host} says how many bytes it has: leave host_budget out.")
+    if measure and any(what is not None for what in about.values()):
+        raise ValueError("measure=True runs plans without a second memory: compile the step of the answer to run it.")
+    steps = SizedSteps(maker_of(make_step), make_batch, profile, cache, about)
     search = _Search(Family(steps.problem), total, max_overhead, smallest, largest, time_limit)
     if measure:
         real_tensors(*steps.make(smallest))

@@ -6,7 +6,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from checkmate.capture.meta_tensors import is_fake
 from checkmate.compiler import CompiledStep
 from checkmate.core.fingerprint import same_ops
 from checkmate.core.graph import MAX_BYTES
+from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError, Unsupported
@@ -79,6 +80,7 @@ class SizedSteps:
     make_batch: Callable[[int], Any]
     profile: Choice
     cache: bool
+    elsewhere: dict[str, Any] = field(default_factory=dict)  # the second memory: ``host_budget`` and ``host``
 
     def make(self, size: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The step and its arguments.
@@ -111,11 +113,16 @@ class SizedSteps:
         began = time.perf_counter()
         try:
             with showing("tracing", name=f"size {size}"):
-                problem = trace(step, *args, profile=self.profile, cache=self.cache, **kwargs)
+                problem = self._traced(step, args, kwargs)
         except (CheckmateError, RuntimeError, ValueError) as error:
             raise Unsupported(f"The step of size {size} cannot be traced: {_said(error)} {_OTHER_SIZES}") from error
         log.info("size %d traced in %.1f s: %r", size, time.perf_counter() - began, problem)
         return problem
+
+    def _traced(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
+        if isinstance(host := self.elsewhere.get("host"), Host):
+            return trace(step, *args, profile=self.profile, cache=self.cache, **kwargs).with_host(host)
+        return trace(step, *args, profile=self.profile, cache=self.cache, **self.elsewhere, **kwargs)
 
     def measured_peak(self, size: int, solution: Solution) -> int:
         """Run a plan of a size on real tensors: the most bytes in use. No parameter, buffer or random state changes.

@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from checkmate import batch
-from checkmate.cli.host import add_host_options, host_of, with_host
+from checkmate.cli.host import add_host_options, asked_host, host_of, with_host
 from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.cli.target import UsageError, find_function, maker
 from checkmate.errors import BudgetError, CheckmateError, RuleError
@@ -164,6 +164,7 @@ def _add_max_batch(commands: Any) -> None:
     )
     parser.add_argument("--baselines", action="store_true", help="find the largest sizes of other methods, too")
     parser.add_argument("--measure", action="store_true", help="run the step at the answer and measure its peak")
+    add_host_options(parser)
     parser.add_argument("--smallest", type=_size, default=1, metavar="N")
     parser.add_argument("--largest", type=_size, default=batch.LARGEST, metavar="N")
     _add_limits(parser, batch.TIME_LIMIT, gap=False)
@@ -295,6 +296,7 @@ def _frontier(args: argparse.Namespace) -> int:
 
 def _max_batch(args: argparse.Namespace) -> int:
     parse_bytes(args.budget)
+    host = asked_host(args)
     from checkmate.batch.search import max_batch_size
 
     profile, make = _profile(args), _target(args)
@@ -320,6 +322,7 @@ def _max_batch(args: argparse.Namespace) -> int:
         smallest=args.smallest,
         largest=args.largest,
         time_limit=args.time_limit,
+        host=host,
     )
     _show(args, found.summary(), repr(found))
     return INTERRUPTED if found.ended == "interrupted" else DONE

@@ -10,6 +10,7 @@ from checkmate.cli.target import UsageError
 from checkmate.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
+    from checkmate.core.host import Host
     from checkmate.core.problem import Problem
 
 
@@ -45,20 +46,30 @@ def host_of(args: argparse.Namespace) -> dict[str, Any]:
     return said
 
 
-def with_host(args: argparse.Namespace, problem: Problem) -> Problem:
-    """The problem with the second memory asked for; what is not said stays as the problem's file has it.
+def asked_host(args: argparse.Namespace, known: Host | None = None) -> Host | None:
+    """The second memory asked for; what is not said of it stays as it is known.
 
     Raises:
         UsageError: if a budget or a rate is missing.
     """
     said = host_of(args)
     if not said:
-        return problem
+        return known
     from checkmate.core.host import Host
 
-    if problem.host is not None:
-        return problem.with_host(replace(problem.host, **said))
+    if known is not None:
+        return replace(known, **said)
     for name, option in (("budget", "--host-budget"), ("send", "--host-rate")):
         if name not in said:
-            raise UsageError(f"a second memory needs {option}, too: there is none in the problem")
-    return problem.with_host(Host(**said))
+            raise UsageError(f"a second memory needs {option}, too: none is known")
+    return Host(**said)
+
+
+def with_host(args: argparse.Namespace, problem: Problem) -> Problem:
+    """The problem with the second memory asked for; what is not said stays as the problem's file has it.
+
+    Raises:
+        UsageError: if a budget or a rate is missing.
+    """
+    host = asked_host(args, problem.host)
+    return problem if host is problem.host else problem.with_host(host)

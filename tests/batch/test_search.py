@@ -17,6 +17,7 @@ from checkmate import InfeasibleBudget, LargestBatch, Problem, Unsupported, max_
 from checkmate.batch.bracket import Hunt
 from checkmate.batch.interpolation import ONE_FORWARD, is_within, most_seconds, plan_within
 from checkmate.batch.search import BASELINES
+from checkmate.core import simulator
 from tests.batch.test_interpolation import grown
 from tests.support.bits import assert_same_bits
 
@@ -172,6 +173,18 @@ def test_padding_is_climbed(found: LargestBatch) -> None:
     assert padded.size == found.size // 16 * 16
 
 
+@pytest.mark.slow
+def test_a_second_memory_makes_room_for_more() -> None:
+    host = checkmate.Host(10**6, send=50e9, fetch=50e9)
+    alone, found = _search(), _search(host=host)
+    assert found.size > alone.size
+    assert found.solution.plan is not None
+    assert found.solution.plan.sent
+    problem = trace(_make_step(), _make_batch(found.size), profile=ROOFLINE).with_host(host)
+    assert found.solution.cost <= most_seconds(problem, ONE_FORWARD)
+    assert not simulator.verify(found.solution.plan, problem, BUDGET)
+
+
 def test_a_module_is_a_step() -> None:
     assert _search(make_step=nn.Linear(HIDDEN, 4).to("meta"), largest=2).size == 2
 
@@ -275,6 +288,8 @@ def test_a_step_that_fails_names_the_size() -> None:
         ({"smallest": 3, "largest": 2}, ValueError, "no size from 3 to 2"),
         ({"time_limit": 0}, ValueError, "time_limit"),
         ({"measure": True}, Unsupported, "meta"),
+        ({"measure": True, "host_budget": "1 GB"}, ValueError, "without a second memory"),
+        ({"host": checkmate.Host(1, 1.0, 1.0), "host_budget": "1 GB"}, ValueError, "leave host_budget out"),
     ],
 )
 def test_arguments_that_make_no_sense(options: dict[str, Any], error: type[Exception], says: str) -> None:
