@@ -102,6 +102,7 @@ def test_where_nothing_needs_a_gradient_the_plain_module_runs() -> None:
     assert len(compiled.plans) == 1
 
 
+@pytest.mark.slow
 def test_twenty_lengths() -> None:
     """More than Dynamo compiles one function for; each is captured once."""
     model = nn.Linear(4, 4)

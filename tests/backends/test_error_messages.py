@@ -27,6 +27,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(128, 64), torch.randint(10, (128,))
 
 
+@pytest.mark.slow
 def test_infeasible_budget_names_the_way_out(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
     problem = checkmate.trace(step, *batch)
@@ -43,6 +44,7 @@ def test_infeasible_budget_names_the_way_out(net: nn.Module, batch: tuple[Tensor
     assert compiled.plans[0].peak <= error.min_budget
 
 
+@pytest.mark.slow
 def test_infeasible_with_a_reserve(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
     smallest = checkmate.min_budget(checkmate.trace(step, *batch)).peak

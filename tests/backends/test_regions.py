@@ -93,6 +93,7 @@ def test_below_the_smallest_budget_of_the_whole_regions_are_split(make: Any, sha
     assert smallest.splits
 
 
+@pytest.mark.slow
 def test_the_sum_of_a_tied_embeddings_gradients_is_written_over_one_of_them_in_parts() -> None:
     torch.manual_seed(0)
     step, x = _tied()
@@ -106,6 +107,7 @@ def test_the_sum_of_a_tied_embeddings_gradients_is_written_over_one_of_them_in_p
     assert report.measured_peak == report.predicted_peak < last.resident + 2.3 * matrix
 
 
+@pytest.mark.slow
 def test_layers_that_are_alike_are_split_together() -> None:
     step, x = _attention(0.0)
     problem = checkmate.trace(step, x)
@@ -142,6 +144,7 @@ def test_a_refusal_names_the_smallest_budget_with_parts() -> None:
     assert " parts" in solution.message
 
 
+@pytest.mark.slow
 def test_with_data_on_the_meta_device_regions_are_estimated() -> None:
     with torch.device("meta"):
         step, x = _attention()

@@ -351,6 +351,7 @@ def test_a_baseline_that_finds_more_is_the_answer(
     assert found.points[-1].size == 26
 
 
+@pytest.mark.slow
 def test_sizes_are_found_at_which_only_a_loss_in_parts_fits() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(2000, 16), nn.Linear(16, 2000))

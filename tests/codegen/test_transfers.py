@@ -201,6 +201,7 @@ def test_a_step_that_fails_leaves_nothing_behind(
     del caught
 
 
+@pytest.mark.slow
 def test_threads_each_have_a_store() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).double()

@@ -40,6 +40,7 @@ def test_a_step_that_can_be_planned(net: nn.Module, x: Tensor) -> None:
     assert {row.name for row in found.pinned} == {op.name for op in problem.graph.ops if op.pinned}
 
 
+@pytest.mark.slow
 def test_what_every_plan_holds_is_in_every_plan(net: nn.Module, x: Tensor) -> None:
     """Attention with dropout hands its saved tensors to a backward of its own."""
 

@@ -44,6 +44,7 @@ def test_a_whole_step_is_traced_as_it_is_trained() -> None:
     assert problem.resident < smallest < problem.keep_all_peak
 
 
+@pytest.mark.slow
 def test_updates_are_named() -> None:
     """An update says of which parameter it is, and where that is."""
     step, batch, _, _ = _made()

@@ -448,6 +448,7 @@ def _backward_by(op: Any) -> Callable[[Tensor], Tensor]:
     return double
 
 
+@pytest.mark.slow
 def test_a_result_outlives_its_step() -> None:
     model = net()
     step = in_arena(with_hidden(model))

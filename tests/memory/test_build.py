@@ -57,6 +57,7 @@ def test_what_is_damaged_is_built_anew_and_what_others_may_write_is_not_run(fold
     assert build.state().startswith("built when first used, by /")
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_where_nothing_is_to_be_kept(folder: Path) -> None:
     build.start(keep=False)
     assert build.wait() is None

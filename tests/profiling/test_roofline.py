@@ -126,6 +126,7 @@ def test_a_lookup_reads_what_it_picks() -> None:
     assert _seconds(problem, "embedding_dense_backward.default") == [rows + 128 * 8 + 1000 * 64 * 4]
 
 
+@pytest.mark.slow
 def test_what_autograd_does_costs_nothing_and_nothing_needs_workspace() -> None:
     _, step, batch = CASES["mlp"].make(0)
     problem = checkmate.trace(step, *batch, profile="roofline:l4")
@@ -187,6 +188,7 @@ def test_impossible_devices_are_refused(wrong: dict[str, object]) -> None:
         replace(PLAIN, flops={"float16": 1.0})
 
 
+@pytest.mark.slow
 def test_faster_devices_take_less_time() -> None:
     _, step, batch = CASES["vgg"].make(0)
     names = ("h200", "h100", "a100", "l4", "rtx4090", "rtx3060", "laptop")

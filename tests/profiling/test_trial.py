@@ -131,6 +131,7 @@ def _ways(problem: checkmate.Problem) -> list[tuple[str, str, int]]:
     return sorted((graph.ops[w.op].target, graph.values[w.over].name, w.workspace) for w in problem.profile.ways)
 
 
+@pytest.mark.slow
 def test_ways_come_with_measured_costs_and_go_wherever_these_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def _study(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor] |
     return census_study.study("small", lambda at: None)
 
 
+@pytest.mark.slow
 def test_a_model_is_right_within_a_budget_between(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     row = _study(monkeypatch)
     assert row["status"] == "right"
@@ -68,6 +69,7 @@ def test_a_model_is_right_within_a_budget_between(monkeypatch: pytest.MonkeyPatc
     assert row["overhead"] > 0
 
 
+@pytest.mark.slow
 def test_other_bits_are_found(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     row = _study(monkeypatch, lambda loss: loss * (1 + 2**-23))
     assert row["status"] == "wrong"
@@ -75,6 +77,7 @@ def test_other_bits_are_found(monkeypatch: pytest.MonkeyPatch, one_thread: None)
     assert any(name.startswith("gradient of layers.0.0.weight") for name in row["differs"])
 
 
+@pytest.mark.slow
 def test_a_peak_off_the_plan_is_found(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     held: list[Tensor] = []
 

@@ -20,6 +20,7 @@ FOLDERS = ("checkmate", "solvers", "profiling")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_first_example_runs_and_prints_what_the_readme_shows() -> None:
     """Times, and what follows from them, differ from machine to machine; the lines and the counts do not."""
     code, shown = re.findall(r"```(?:python)?\n(.*?)```", README, flags=re.DOTALL)[:2]

@@ -63,6 +63,7 @@ def test_the_networks_that_are_trained_are_those_of_the_comparison() -> None:
     assert set(tight.BENCH) == set(NETWORKS)
 
 
+@pytest.mark.slow
 def test_the_committed_rows_contradict_one_another_nowhere() -> None:
     rows = read(tight.RESULTS)
     assert tight.RESULTS.with_suffix(".md").read_text() == tight.markdown(rows)

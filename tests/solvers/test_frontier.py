@@ -211,6 +211,7 @@ def _fail_second(call: int, answer: Callable[[], Any]) -> Any:
     return answer()
 
 
+@pytest.mark.slow
 def test_a_failure_there_loses_no_other_row() -> None:
     found = frontier(CHAIN, [4, 5, 6], methods=["milp"], client=Elsewhere(_fail_second))
     assert [row.cost for row in found] == [26, 26, 21]

@@ -92,6 +92,7 @@ def _poor(problem: Problem, budget: int, *, cache: bool = False) -> Rest:
     return Rest(problem, budget, plan, seconds=20.0, gap=1e-4, spent=1.0, cache=cache)
 
 
+@pytest.mark.slow
 def test_a_process_finds_what_is_better_and_keeps_it() -> None:
     problem = _chain()
     budget = least_runs(problem, time_limit=0.5)[0] + 8

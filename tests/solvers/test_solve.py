@@ -314,6 +314,7 @@ def test_what_a_solver_gets_wrong_never_becomes_a_plan(monkeypatch: pytest.Monke
         assert solution.cost <= 22  # by next use
 
 
+@pytest.mark.slow
 def test_auto_keeps_its_plan_where_a_stage_fails_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -38,6 +38,7 @@ def _compiled(step: Any, **options: Any) -> Any:
     return torch.compile(step, backend="checkmate", options=options, dynamic=False)
 
 
+@pytest.mark.slow
 def test_trains_within_the_budget_in_the_same_bits(
     net: nn.Module, batch: tuple[Tensor, Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:

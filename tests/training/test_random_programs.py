@@ -141,6 +141,7 @@ def _check(spec: Spec, budget: float, method: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @drawn(10, SEED)
 def test_a_few_programs(spec: Spec, budget: float, method: str) -> None:

@@ -112,6 +112,7 @@ def test_each_plan_takes_what_it_says(searches: list[Offers]) -> None:
     assert step.planning[0].swaps == 3
 
 
+@pytest.mark.slow
 def test_no_plan_takes_over_while_a_backward_is_pending(searches: list[Offers]) -> None:
     plain, (module, step) = _Net(), _compiled()
     losses = []

@@ -73,6 +73,7 @@ def test_same_numbers_within_the_budget(share: float, clip_norm: float | None) -
     assert plan.peak <= budget
 
 
+@pytest.mark.slow
 def test_gradients_are_gone_or_kept() -> None:
     """After a step no gradient is left, unless they are asked for: then they are the clipped ones of plain PyTorch."""
     step, model, _ = _step("1 GB", clip_norm=0.1)
@@ -119,6 +120,7 @@ def test_loss_with_others() -> None:
     assert_same_bits(loss, _expected(None).losses[0])
 
 
+@pytest.mark.slow
 def test_parameters_that_join_are_updated() -> None:
     """A group that is added to the optimizer is updated from the next step on."""
     models = [_model(), _model()]
@@ -166,6 +168,7 @@ def test_refusals() -> None:
         step(X)
 
 
+@pytest.mark.slow
 def test_infeasible_budget_names_the_smallest() -> None:
     """And nothing has changed."""
     step, model, optimizer = _step("400 kB")

@@ -109,6 +109,7 @@ class Wide(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_gradients_that_are_made_twice() -> None:
     """With a budget for some gradients only, a part of the backward runs again once the norm is known; same bits."""
     x = X[:2, :24].repeat(1, 2)

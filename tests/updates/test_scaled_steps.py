@@ -176,6 +176,7 @@ def test_averages(name: str) -> None:
     assert_same_bits(*made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_an_average_that_the_step_reads(share: float) -> None:
     """A teacher that is the average of its student: its forward, run again, reads what it was before the update.

@@ -265,6 +265,7 @@ def _interrupt(code: str, after: str, wait: float) -> tuple[str, float]:
         return said, taken
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the clock of another process is read as Linux has it")
 @pytest.mark.parametrize("wait", [0.0, 1.0])
 def test_ctrl_c_after_the_first_plan_answers_within_a_second_or_so(wait: float) -> None:
@@ -274,6 +275,7 @@ def test_ctrl_c_after_the_first_plan_answers_within_a_second_or_so(wait: float) 
     assert seconds < 3.0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the clock of another process is read as Linux has it")
 def test_ctrl_c_is_heard_while_highs_computes() -> None:
     said, seconds = _interrupt(RUN, "running", 2.0)

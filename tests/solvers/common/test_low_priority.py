@@ -32,6 +32,7 @@ def test_a_call_aside_has_its_result_at_some_time() -> None:
     assert aside.result == 2432902008176640000
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_has_no_result(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "checkmate.solve"):
         aside = Aside(math.sqrt, -1.0)

@@ -70,6 +70,7 @@ def test_a_slow_link_changes_nothing() -> None:
     assert not solution.plan.sent
 
 
+@pytest.mark.slow
 def test_a_link_of_some_worth_is_used_beside_recomputation() -> None:
     problem, budget = layers(16), 8 * 5
     alone = solve(problem, budget)
@@ -90,6 +91,7 @@ def test_the_host_budget_holds() -> None:
     assert roomier.cost < solution.cost < solve(layers(12), 8 * 6).cost
 
 
+@pytest.mark.slow
 def test_at_the_smallest_budget_of_recomputation_a_link_saves_most_of_it() -> None:
     problem = layers(20)
     smallest = min_budget(problem).peak

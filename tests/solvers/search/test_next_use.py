@@ -102,6 +102,7 @@ def test_no_pressure_no_recomputation() -> None:
         assert solution.cost == pytest.approx(problem.keep_all_cost)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_plan() -> None:
     problem = STEPS["unet"]
     budget = int(0.7 * problem.keep_all_peak)

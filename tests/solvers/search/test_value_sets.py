@@ -136,6 +136,7 @@ def test_what_pinned_ops_leave_behind_is_owed_until_the_last_use_of_what_is_made
     assert needs.owed(t, as_bits(needs, set(pinned))) == 0
 
 
+@pytest.mark.slow
 def test_what_is_owed_is_a_flow() -> None:
     """No value lies on paths that owe more than its size, and together they owe no more than the smallest cut."""
     owed = cut = 0
