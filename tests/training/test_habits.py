@@ -252,7 +252,7 @@ def gradient_scaler(wrap: Wrap) -> Any:
     left = []
     for _ in range(3):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = step(*batch())
+            loss = step(*batch(48))
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
