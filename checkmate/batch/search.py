@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from checkmate.backends.planner import second_memories
 from checkmate.batch import LARGEST, TIME_LIMIT
 from checkmate.batch.bracket import AUTO, KEEP_ALL, Attempt, Hunt, spread_sizes
 from checkmate.batch.interpolation import (
@@ -95,6 +96,7 @@ def max_batch_size(
     Raises:
         InfeasibleBudget: if the smallest size does not fit, or not under the cap; it names the smallest budget known.
         Unsupported: if a step cannot be made or captured; it names the size.
+        HostError: if there is no such second memory, or no room in it.
         BudgetError, TypeError, ValueError: for arguments that make no sense.
 
     >>> import torch
@@ -108,12 +110,8 @@ def max_batch_size(
     names = _checked(baselines, smallest, largest, time_limit)
     check_overhead(max_overhead)
     total = parse_bytes(budget)
-    about = {"host": host, "host_budget": host_budget}
-    if isinstance(host, Host) and host_budget is not None:
-        raise ValueError(f"host={host} says how many bytes it has: leave host_budget out.")
-    if measure and any(what is not None for what in about.values()):
-        raise ValueError("measure=True runs plans without a second memory: compile the step of the answer to run it.")
-    steps = SizedSteps(maker_of(make_step), make_batch, profile, cache, about)
+    _check_host(host, host_budget, measure)
+    steps = SizedSteps(maker_of(make_step), make_batch, profile, cache, host, host_budget)
     search = _Search(Family(steps.problem), total, max_overhead, smallest, largest, time_limit)
     if measure:
         real_tensors(*steps.make(smallest))
@@ -155,6 +153,17 @@ def _checked(baselines: bool | Sequence[str], smallest: int, largest: int, time_
     for name in names:
         check_method(name, {})
     return names
+
+
+def _check_host(host: Host | str | None, host_budget: int | float | str | None, measure: bool) -> None:
+    """What is wrong with a second memory is no fault of a size."""
+    if isinstance(host, Host):
+        if host_budget is not None:
+            raise ValueError(f"A checkmate.Host has a budget, here {format_bytes(host.budget)}: leave host_budget out.")
+    else:
+        second_memories(host, host_budget, cache=False)
+    if measure and (host is not None or host_budget is not None):
+        raise ValueError("measure=True runs plans without a second memory: compile the step of the answer to run it.")
 
 
 class _Search:

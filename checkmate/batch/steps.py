@@ -6,7 +6,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from checkmate.core.graph import MAX_BYTES
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
-from checkmate.errors import CheckmateError, Unsupported
+from checkmate.errors import CheckmateError, HostError, Unsupported
 from checkmate.memory import measure_peak
 from checkmate.profiling.profilers import Choice, profiler
 from checkmate.solvers.common.certify import again
@@ -80,7 +80,8 @@ class SizedSteps:
     make_batch: Callable[[int], Any]
     profile: Choice
     cache: bool
-    elsewhere: dict[str, Any] = field(default_factory=dict)  # the second memory: ``host_budget`` and ``host``
+    host: Host | str | None = None  # a second memory, or where that is
+    host_budget: int | float | str | None = None  # bytes, where it is only said where
 
     def make(self, size: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The step and its arguments.
@@ -108,21 +109,25 @@ class SizedSteps:
 
         Raises:
             Unsupported: naming the size, if it cannot be.
+            HostError: if its second memory cannot be had.
         """
         step, args, kwargs = self.make(size)
         began = time.perf_counter()
         try:
             with showing("tracing", name=f"size {size}"):
                 problem = self._traced(step, args, kwargs)
+        except HostError:  # no fault of the size
+            raise
         except (CheckmateError, RuntimeError, ValueError) as error:
             raise Unsupported(f"The step of size {size} cannot be traced: {_said(error)} {_OTHER_SIZES}") from error
         log.info("size %d traced in %.1f s: %r", size, time.perf_counter() - began, problem)
         return problem
 
     def _traced(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
-        if isinstance(host := self.elsewhere.get("host"), Host):
-            return trace(step, *args, profile=self.profile, cache=self.cache, **kwargs).with_host(host)
-        return trace(step, *args, profile=self.profile, cache=self.cache, **self.elsewhere, **kwargs)
+        about: dict[str, Any] = {"profile": self.profile, "cache": self.cache, **kwargs}
+        if isinstance(self.host, Host):
+            return trace(step, *args, **about).with_host(self.host)
+        return trace(step, *args, host=self.host, host_budget=self.host_budget, **about)
 
     def measured_peak(self, size: int, solution: Solution) -> int:
         """Run a plan of a size on real tensors: the most bytes in use. No parameter, buffer or random state changes.

@@ -22,6 +22,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from checkmate import batch
+from checkmate.cli.argument_types import overhead, size
 from checkmate.cli.host import add_host_options, asked_host, host_of, with_host
 from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.cli.target import UsageError, find_function, maker
@@ -129,7 +130,7 @@ def _add_plan(commands: Any) -> None:
     about = _TARGET.format(more=_OF_SIZE)
     parser = _command(commands, "plan", _plan, "trace a step and plan it", about)
     _add_target(parser)
-    parser.add_argument("--size", type=_size, metavar="N", help="call the function with this size")
+    parser.add_argument("--size", type=size, metavar="N", help="call the function with this size")
     parser.add_argument("--save-problem", metavar="FILE", help="write what was traced, as for checkmate solve")
     _add_solving(parser)
 
@@ -145,7 +146,7 @@ def _add_frontier(commands: Any) -> None:
     parser.add_argument("problem", metavar="PROBLEM.json")
     parser.add_argument("--budget", nargs="+", metavar="BYTES", help="by default from the smallest to keeping all")
     parser.add_argument("--methods", default="auto", metavar="A,B", help="by default auto")
-    parser.add_argument("--jobs", type=_size, metavar="N", help="processes at a time")
+    parser.add_argument("--jobs", type=size, metavar="N", help="processes at a time")
     add_host_options(parser)
     _add_limits(parser, TIME_LIMIT)
 
@@ -157,7 +158,7 @@ def _add_max_batch(commands: Any) -> None:
     parser.add_argument("--budget", required=True, metavar="BYTES", help="such as 8GB or 512MiB")
     parser.add_argument(
         "--max-overhead",
-        type=_overhead,
+        type=overhead,
         default="one-forward",
         metavar="CAP",
         help="one-forward (default), none, or a share of the step such as 0.3",
@@ -165,8 +166,8 @@ def _add_max_batch(commands: Any) -> None:
     parser.add_argument("--baselines", action="store_true", help="find the largest sizes of other methods, too")
     parser.add_argument("--measure", action="store_true", help="run the step at the answer and measure its peak")
     add_host_options(parser)
-    parser.add_argument("--smallest", type=_size, default=1, metavar="N")
-    parser.add_argument("--largest", type=_size, default=batch.LARGEST, metavar="N")
+    parser.add_argument("--smallest", type=size, default=1, metavar="N")
+    parser.add_argument("--largest", type=size, default=batch.LARGEST, metavar="N")
     _add_limits(parser, batch.TIME_LIMIT, gap=False)
 
 
@@ -195,21 +196,6 @@ def _add_limits(parser: argparse.ArgumentParser, seconds: float, *, gap: bool = 
     parser.add_argument("--time-limit", type=float, default=seconds, metavar="S", help=f"by default {seconds:g} s")
     if gap:
         parser.add_argument("--gap", type=float, default=GAP, help=f"stop at this gap, by default {GAP:g}")
-
-
-def _size(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
-
-
-def _overhead(text: str) -> float | str | None:
-    if text in ("none", "one-forward"):
-        return None if text == "none" else text
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither one-forward, none nor a share such as 0.3") from None
 
 
 # ----------------------------------------------------------------------------------------------------------- commands

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import checkmate
 from benchmarks.networks.dags import unit_chain
-from checkmate import InfeasibleBudget, LargestBatch, Problem, Unsupported, max_batch_size, trace
+from checkmate import HostError, InfeasibleBudget, LargestBatch, Problem, Unsupported, max_batch_size, trace
 from checkmate.batch.bracket import Hunt
 from checkmate.batch.interpolation import ONE_FORWARD, is_within, most_seconds, plan_within
 from checkmate.batch.search import BASELINES
@@ -290,6 +290,8 @@ def test_a_step_that_fails_names_the_size() -> None:
         ({"measure": True}, Unsupported, "meta"),
         ({"measure": True, "host_budget": "1 GB"}, ValueError, "without a second memory"),
         ({"host": checkmate.Host(1, 1.0, 1.0), "host_budget": "1 GB"}, ValueError, "leave host_budget out"),
+        ({"host": "disk", "host_budget": "1 GB"}, ValueError, "^Unknown second memory 'disk'"),
+        ({"host": "file:/no/such/folder", "host_budget": "1 GB"}, HostError, "^No file can be made in /no/such/folder"),
     ],
 )
 def test_arguments_that_make_no_sense(options: dict[str, Any], error: type[Exception], says: str) -> None:

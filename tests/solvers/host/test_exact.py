@@ -88,10 +88,12 @@ def test_no_plan_is_below_the_bound(make: Callable[..., Problem], first: int) ->
 
 
 @pytest.mark.parametrize("make", MAKES)
-@pytest.mark.parametrize("first", [0, slow(5), *map(long, range(10, 60, 5))])
-def test_a_plan_by_stages_is_valid_and_rarely_above_the_cheapest(make: Callable[..., Problem], first: int) -> None:
+@pytest.mark.parametrize(("first", "seeds"), [(0, 5), slow(5, 5), long(10, 50)])
+def test_a_plan_by_stages_is_valid_and_rarely_above_the_cheapest(
+    make: Callable[..., Problem], first: int, seeds: int
+) -> None:
     above = []
-    for seed in range(first, first + 5):
+    for seed in range(first, first + seeds):
         problem = make(seed, most_ops=5)
         for budget in budgets(problem):
             cheapest, _ = cheapest_plan(problem, budget)
@@ -101,7 +103,7 @@ def test_a_plan_by_stages_is_valid_and_rarely_above_the_cheapest(make: Callable[
             assert incumbent.cost >= cheapest / ONCE, (seed, budget)
             if cheapest < math.inf:
                 above.append(incumbent.cost > cheapest * ONCE)
-    assert sum(above) <= 0.2 * len(above)
+    assert sum(above) <= 0.02 * len(above)
 
 
 def test_milp_proves_its_plan_with_a_second_memory_the_best() -> None:
