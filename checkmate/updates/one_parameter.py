@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn, optim
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.memory import CPU
@@ -23,6 +24,7 @@ from checkmate.updates.slices import in_slices, step_in_slices
 
 Call = Callable[..., None]
 META = torch.device("meta")
+LATE = 10**9  # updates, after which an optimizer does nothing more for the first time
 _ALL_AT_ONCE = ("foreach", "fused")  # settings that choose among kernels with the same states
 
 
@@ -41,20 +43,27 @@ class Update:
 
     @property
     def about(self) -> str:
-        """What the cost of an update depends on beside the parameter: the kind of optimizer, and what is turned on."""
-        return about(self.optimizer, self.settings)
+        """What a late update's cost depends on beside the parameter: the optimizer's kind, and what is turned on."""
+        return f"late {about(self.optimizer, self.settings)}"
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """Update the parameter."""
         _update(self.optimizer, self.settings, self.parameter, gradient, self.optimizer.state)
 
     def rehearsal(self) -> Call:
-        """A function that does to another parameter what an update does to this one, with a state of its own."""
+        """A function that does to another parameter what a late update does to this one, with a state of its own.
+
+        The plan holds for all updates, and late ones take most: RAdam rectifies from its sixth on, ASGD averages from
+        one that is said to it.
+        """
         states: dict[torch.Tensor, Any] = defaultdict(dict)
 
         def rehearse(gradient: torch.Tensor, parameter: torch.Tensor, about: str) -> None:
             if parameter not in states:
                 states[parameter].update(_copied(self.optimizer.state.get(self.parameter, {})))
+                if not isinstance(parameter, FakeTensor):  # whose counts cannot be read
+                    _update(self.optimizer, self.settings, parameter, gradient, states)
+                    _make_late(states[parameter])
             _update(self.optimizer, self.settings, parameter, gradient, states)
 
         return rehearse
@@ -134,3 +143,12 @@ def _writes(optimizer: optim.Optimizer, settings: dict[str, Any]) -> bool:
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {name: what.clone() if isinstance(what, torch.Tensor) else what for name, what in state.items()}
+
+
+def _make_late(state: dict[str, Any]) -> None:
+    """Have so many updates counted in a state, if it counts them."""
+    step = state.get("step")
+    if isinstance(step, torch.Tensor):
+        step.fill_(LATE)
+    elif step is not None:
+        state["step"] = LATE

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import optim
+from torch import nn, optim
 
 import checkmate
 from checkmate.backends.state import differing
@@ -98,6 +98,19 @@ def test_same_bits_as_the_plain_loop(settings: list[Setting]) -> None:
     found, expected = both(settings, 0.5 if PAIRS.index(settings) % 2 else None)
     assert_same_states(found, expected)
     assert len({loss.item() for loss in expected.losses}) > 1  # something was learnt
+
+
+@pytest.mark.parametrize("width", [64, 640], ids=["whole", "in slices"])
+@pytest.mark.parametrize("setting", [("RAdam", {}), ("ASGD", {"t0": 2})], ids=lambda setting: setting[0])
+def test_what_late_updates_take_is_planned(setting: Setting, width: int) -> None:
+    """RAdam's sixth takes more than those before it, and so does the one from which ASGD averages."""
+    torch.manual_seed(0)
+    net, (kind, options) = nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()), setting
+    optimizer = getattr(optim, kind)(net.parameters(), **options)
+    step = checkmate.training_step(lambda x: net(x).square().mean(), optimizer, budget="1 GB", time_limit=1.0)
+    found = train_whole(step, net, [optimizer], [torch.randn(4, width)], steps=8)
+    (plan,) = step.plans
+    assert found.peaks[0] < max(found.peaks) == found.peaks[-1] == plan.peak - plan.problem.resident
 
 
 @pytest.mark.parametrize("setting", [("Adam", {"capturable": True}), ("SGD", {"differentiable": True})])
