@@ -19,7 +19,7 @@ from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, refuse_lazy
 from checkmate.backends.inductor import Inductor, lower, require_compiler
 from checkmate.backends.plan_on import Planning
-from checkmate.backends.planner import MOST_PLANS, Code, Memory, Options, Planner, Wait
+from checkmate.backends.planner import MOST_PLANS, Code, Memory, Numerics, Options, Planner, Wait, may_round
 from checkmate.backends.static_memory import arenas
 from checkmate.codegen.result_hooks import watch_backward
 from checkmate.codegen.second_memory import SecondMemories
@@ -55,6 +55,7 @@ def compile(  # type: ignore[overload-overlap]  # a module is callable too, and 
     rules: Rules | None = ...,
     host_budget: int | float | str | None = ...,
     host: str | None = ...,
+    numerics: Numerics = ...,
 ) -> M: ...
 
 
@@ -76,6 +77,7 @@ def compile(
     rules: Rules | None = ...,
     host_budget: int | float | str | None = ...,
     host: str | None = ...,
+    numerics: Numerics = ...,
 ) -> CompiledStep[P, R]: ...
 
 
@@ -96,6 +98,7 @@ def compile(
     rules: Rules | None = None,
     host_budget: int | float | str | None = None,
     host: str | None = None,
+    numerics: Numerics = "exact",
 ) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -148,6 +151,9 @@ def compile(
         host: where that is: ``"file:/fast/disk"``, a folder on a fast disk in which a file without a name is kept, or
             ``"file:"``, the folder of temporary files, for a step on the CPU; ``"pinned"``, memory of the host, on
             CUDA. Without a choice ``"file:"`` and ``"pinned"``. How fast it is, is measured once for a machine.
+        numerics: ``"exact"``, the bits of plain PyTorch; or ``"rounding"``: for a budget that no plan with these bits
+            fits, gradients of weights may be summed over parts of a batch too, which rounds otherwise. How far off
+            that is, is tried for each, and stands in ``.plans[0].problem.splits``; the forward keeps its bits.
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
@@ -178,7 +184,7 @@ def compile(
     """
     _refuse_what_is_no_step(fn)
     asked = (budget, method, time_limit, reserve, verify, profile, cache, backend, max_plans, memory, wait, rules)
-    options = Options(*asked, host_budget, host)
+    options = Options(*asked, host_budget, host, numerics)
     return _compile(fn, options)
 
 
@@ -197,6 +203,7 @@ def verify(
     rules: Rules | None = None,
     host_budget: int | float | str | None = None,
     host: str | None = None,
+    numerics: Numerics = "exact",
     **kwargs: Any,
 ) -> Certificate:
     """Run a step plainly and compiled on your own batch, and certify that nothing differs.
@@ -209,9 +216,11 @@ def verify(
 
     Args:
         fn: a module or function; args, kwargs: a batch for it.
-        budget, method, time_limit, reserve, profile, cache, backend, memory, rules, host_budget, host: as for
+        budget, method, time_limit, reserve, profile, cache, backend, memory, rules, host_budget, host, numerics: as for
             `compile`. Compiled by Inductor, a tensor may be as far off as `torch.testing.assert_close` allows of its
-            largest element.
+            largest element. Where sums over parts were taken, a gradient may be 16 times as far off as they were when
+            they were tried, of its own or any gradient's largest element, and the certificate says how far it is; all
+            else has the bits of plain PyTorch.
         calls: call the step so often before one backward through all its results, as a loss of two batches does. A plan
             is for one call: with more of them the peak is not compared.
 
@@ -228,7 +237,8 @@ def verify(
     """
     _refuse_what_is_no_step(fn)
     about: dict[str, Any] = {"profile": profile, "cache": cache, "backend": backend, "memory": memory, "rules": rules}
-    options = Options(budget, method, time_limit, reserve, host_budget=host_budget, host=host, **about)
+    about |= {"host_budget": host_budget, "host": host, "numerics": numerics}
+    options = Options(budget, method, time_limit, reserve, **about)
     return CompiledStep(fn, options)._compare(args, kwargs, calls)
 
 
@@ -254,6 +264,7 @@ def new_backend(options: Options, updates: Insert | None = None, elsewhere: Seco
         costs: Any = {"profile": find_costs, "block_bytes": block_bytes}
         new_arena = arenas(options.memory, cache=options.cache)
         serving: Any = {"new_arena": new_arena, "pools": options.memory == "arena"}
+        serving["rounding"] = may_round(options.numerics)
         return Backend(planner.plan, **costs, **serving, begin=planner.begin, updates=updates, elsewhere=elsewhere)
     require_compiler()
     limit = options.total - options.set_aside

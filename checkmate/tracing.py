@@ -12,7 +12,7 @@ import torch.fx as fx
 from checkmate.backends.captures import capture
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, quietly
-from checkmate.backends.planner import second_memories
+from checkmate.backends.planner import Numerics, may_round, second_memories
 from checkmate.backends.state import tensors_within, unchanged
 from checkmate.capture.meta_tensors import is_fake, meta_as_cpu
 from checkmate.capture.patches.is_compiling import Answer
@@ -37,6 +37,7 @@ def trace(
     cache: bool = True,
     host_budget: int | float | str | None = None,
     host: str | None = None,
+    numerics: Numerics = "exact",
     **kwargs: Any,
 ) -> Problem:
     """Capture a step and find the costs of its ops, without running it: no parameter, buffer or random state changes.
@@ -54,12 +55,13 @@ def trace(
         cache: take costs that were measured on this machine before, as `compile` does, and keep new ones.
         host_budget, host: a second memory, as for `checkmate.compile`; how fast it is, is measured here.
             `Problem.with_host` takes one of another machine.
+        numerics: as for `checkmate.compile`: with ``"rounding"`` the step may be split further, with sums over parts.
 
     Raises:
         Unsupported: if the step cannot be captured as one graph, needs no gradients, or has ops that a file lacks.
         InvalidProblem: if a file is no file of measured ops.
         OSError: if it cannot be read.
-        ValueError: if there is no such profile or device.
+        ValueError: if there is no such profile, device or kind of numerics.
         HostError: if there is no such second memory.
 
     >>> import torch
@@ -72,7 +74,7 @@ def trace(
     10000600576
     """
     find_costs, block_bytes = profiler(profile, cache=cache)
-    elsewhere = second_memories(host, host_budget, cache=cache)
+    elsewhere, rounding = second_memories(host, host_budget, cache=cache), may_round(numerics)
     problems: list[Problem] = []
     as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
     fn, updates = (fn.loss_fn, fn.inserts) if isinstance(fn, TrainingStep) else (fn, None)
@@ -83,7 +85,8 @@ def trace(
 
     try:
         with quietly(), as_captured(), nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu():
-            backend = Backend(keep_all, _stop, find_costs, block_bytes, updates=updates, elsewhere=elsewhere)
+            about: dict[str, Any] = {"updates": updates, "elsewhere": elsewhere, "rounding": rounding}
+            backend = Backend(keep_all, _stop, find_costs, block_bytes, **about)
             capture(fn, backend)(*args, **kwargs)
     except _Captured:
         pass
@@ -110,6 +113,7 @@ def explain(
     rules: Rules | None = None,
     host_budget: int | float | str | None = None,
     host: str | None = None,
+    numerics: Numerics = "exact",
     **kwargs: Any,
 ) -> Explanation:
     """Say of a step, before any training, what a plan can and cannot do with it. Nothing of the model's state changes.
@@ -123,6 +127,7 @@ def explain(
         top: how many of the pinned ops are printed.
         rules: as for `checkmate.compile`: it says which ops each is for, and which of these cannot obey it.
         host_budget, host: as for `checkmate.compile`: the smallest budget is that with a second memory then.
+        numerics: as for `checkmate.compile`: the smallest budget is that with sums over parts then.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.5))
@@ -134,8 +139,10 @@ def explain(
     check({} if rules is None else rules)
     profiler(profile, cache=cache)  # a profile that there is none of is no fault of the step
     second_memories(host, host_budget, cache=cache)
+    may_round(numerics)
+    about: dict[str, Any] = {"host_budget": host_budget, "host": host, "numerics": numerics}
     try:
-        problem = trace(fn, *args, profile=profile, cache=cache, host_budget=host_budget, host=host, **kwargs)
+        problem = trace(fn, *args, profile=profile, cache=cache, **about, **kwargs)
     except CheckmateError as error:
         return Explanation((), tuple(_breaks(fn, args, kwargs)), str(error), None, None, top)
     except Exception as error:  # noqa: BLE001  # plain PyTorch fails on this batch as well

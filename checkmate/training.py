@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from checkmate.backends import ranks
 from checkmate.backends.plan_on import Planning
-from checkmate.backends.planner import MOST_PLANS, Memory, Options, Wait
+from checkmate.backends.planner import MOST_PLANS, Memory, Numerics, Options, Wait
 from checkmate.backends.state import modules_within
 from checkmate.compiler import CompiledStep, new_backend
 from checkmate.core.rules import Rules
@@ -64,6 +64,7 @@ def training_step(
     rules: Rules | None = None,
     host_budget: int | float | str | None = None,
     host: str | None = None,
+    numerics: Numerics = "exact",
 ) -> TrainingStep:
     """Make a whole training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -116,7 +117,7 @@ def training_step(
         verify: run the first call plainly as well, from the same state, and compare what it gives, parameters, buffers,
             gradients that are kept, the optimizer's state, the norm and the random state bitwise, and the measured peak
             with the planned one. Needs the memory of a plain step, once.
-        method, time_limit, reserve, profile, cache, max_plans, memory, wait, rules, host_budget, host: as for
+        method, time_limit, reserve, profile, cache, max_plans, memory, wait, rules, host_budget, host, numerics: as for
             `checkmate.compile`.
 
     Returns:
@@ -161,7 +162,7 @@ def training_step(
         exchange=exchange_of(modules, process_group, optimizers),
     )
     about: dict[str, Any] = {"profile": profile, "cache": cache, "max_plans": max_plans, "memory": memory}
-    about |= {"host_budget": host_budget, "host": host}
+    about |= {"host_budget": host_budget, "host": host, "numerics": numerics}
     options = Options(budget, method, time_limit, reserve, wait=wait, rules=rules, **about)
     if verify and (accumulate > 1 or updates.scaling is not None or updates.average is not None):
         raise ValueError("verify=True compares one call and its update, without accumulate, scaler or ema.")

@@ -36,7 +36,8 @@ def cheapest_split(
         return best
     clock = Clock(time_limit)
     for i, one in enumerate(islice(problem.and_smaller(), 1, None)):
-        if best.plan is not None and (clock.is_over or one.keep_all_cost >= (1 - WORTH) * best.cost):
+        rounds = one.rounding > best.problem.rounding  # that is for budgets which nothing else fits
+        if best.plan is not None and (clock.is_over or rounds or one.keep_all_cost >= (1 - WORTH) * best.cost):
             break
         found = find(one, SHARES[min(i, len(SHARES) - 1)] * time_limit)
         if best.plan is None or (found.plan is not None and found.cost < best.cost):

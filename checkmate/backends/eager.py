@@ -135,6 +135,7 @@ class Backend:
     begin: Callable[[Problem], tuple[Solution, Rest | None]] | None = None  # a plan, and what is open of it
     updates: Insert | None = None  # of parameters, that are part of the step
     elsewhere: SecondMemories | None = None  # where values may wait
+    rounding: bool = False  # sums over parts may be taken, with numbers that are plain PyTorch's but for rounding
     open: list[PlanOn] = field(default_factory=list)  # graphs whose plan may have changed since they were captured
 
     exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
@@ -305,7 +306,8 @@ class Backend:
         problem, rest = pose(joint), None
         if self.exact:
             again = partial(read, prepared=True)
-            problem = with_parts(problem, joint_module, again, pose, tried=not fakes and self.block_bytes == 1)
+            about: dict[str, bool] = {"tried": not fakes and self.block_bytes == 1, "rounding": self.rounding}
+            problem = with_parts(problem, joint_module, again, pose, **about)
         if self.begin is not None and may_change(joint):
             solution, rest = self.begin(problem)
         else:

@@ -7,9 +7,11 @@ plan for the one before, so that a step whose budget needs none pays nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from math import inf
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from checkmate.capture.provenance import where
 from checkmate.capture.splits import equal_bits
 from checkmate.capture.splits.find_loss import Loss, losses
 from checkmate.capture.splits.further import Need, regions_of, split_further
+from checkmate.capture.splits.parts import InParts
 from checkmate.capture.splits.trial import inputs_of, same_bits_in_parts
 from checkmate.capture.splits.write_loss import Split, in_parts, splits_of
 from checkmate.codegen.emit import Begin, emit
@@ -31,7 +34,8 @@ from checkmate.errors import Unsupported
 
 log = logging.getLogger("checkmate.backends.in_parts")
 
-MOST_TIMES = 6  # that regions are split until that gains
+MOST_TIMES = 8  # that regions are split until that gains
+IN_VAIN = 2  # times that a region is split without gain: then there is to be another one in its place
 GAIN = 0.01  # of the bytes that no plan goes below: a split that saves less is none
 
 
@@ -55,81 +59,91 @@ def joint_of(problem: Problem) -> Joint:
 
 
 @dataclass(frozen=True, eq=False)
+class _Place:
+    """How far a step is split."""
+
+    module: fx.GraphModule  # the joint graph, prepared
+    below: int  # bytes that no plan without kept logits goes below so far
+    losses: int = 0  # how many splits of the loss, from cheap to small, are not asked for any more
+    before: fx.GraphModule | None = None  # the module before any region was split; None: none is
+    anew: bool = True  # regions may be found anew, with the loss split further; not within such a search
+    sums: bool = False  # regions may sum over parts
+
+    @property
+    def unsplit(self) -> fx.GraphModule:
+        """The module with its loss as it is, before any region was split."""
+        return self.before or self.module
+
+
+@dataclass(frozen=True, eq=False)
 class _Step:
     """A step that may be split."""
 
+    whole: fx.GraphModule  # the joint graph without any split
     read: Callable[[fx.GraphModule], Joint]
     pose: Callable[[Joint], Problem]
     tried: bool
+    rounding: bool  # where no split has the bits of the whole, sums over parts are taken
 
-    def further(
-        self,
-        problem: Problem,
-        module: fx.GraphModule,
-        whole: fx.GraphModule,
-        *,
-        place: int,
-        below: int,
-        of_regions: bool = False,
-        anew: bool = True,
-    ) -> Problem:
-        """A problem from which the same step split further can be had.
-
-        Args:
-            problem: of the module.
-            module: the joint graph, prepared.
-            whole: the joint graph without any split.
-            place: how many splits of the loss, from cheap to small, are not asked for any more.
-            below: bytes that no plan without kept logits goes below so far.
-            of_regions: some regions are split.
-            anew: regions may be found anew, with the loss split further; not within such a search.
-        """
+    def further(self, problem: Problem, place: _Place) -> Problem:
+        """A problem from which the same step split further can be had."""
 
         @cache
         def smaller() -> Problem | None:
-            if of_regions:
-                found = self._regions(problem, module, whole, place, anew)
-                return found or (self._loss_and_regions(problem, whole, place) if anew else None)
-            return self._loss(problem, whole, place, below, anew) or self._regions(problem, module, whole, place, anew)
+            if place.sums:
+                return self._regions(problem, place)
+            if place.before is None:
+                found = self._loss(problem, place) or self._regions(problem, place)
+            else:
+                found = self._regions(problem, place)
+                found = found or (self._loss_and_regions(problem, place) if place.anew else None)
+            return found or (self._with_sums(problem, place) if self.rounding and place.anew else None)
 
         return replace(problem, smaller=smaller)
 
-    def _loss(self, problem: Problem, whole: fx.GraphModule, place: int, below: int, anew: bool) -> Problem | None:
+    def _loss(self, problem: Problem, place: _Place) -> Problem | None:
         """The step with its loss split further, if that gains."""
-        for after, how, module, split in self._with_loss_split(problem, whole, place):
+        for after, how, module, split in self._with_loss_split(problem, place.losses):
             least = int(split.unavoidable_bytes.max())
-            if least <= (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else below):
+            if least <= (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else place.below):
                 # kept logits are beside other ops too: no op alone shows that
-                return self.further(split, module, whole, place=after, below=below if how.kept else least, anew=anew)
+                below = place.below if how.kept else least
+                return self.further(split, replace(place, module=module, below=below, losses=after))
         return None
 
-    def _loss_and_regions(self, problem: Problem, whole: fx.GraphModule, place: int) -> Problem | None:
+    def _loss_and_regions(self, problem: Problem, place: _Place) -> Problem | None:
         """A step with split regions, its loss split further, if that gains: the regions are found anew."""
-        for after, _, module, split in self._with_loss_split(problem, whole, place, near=GAIN):
-            below = int(split.unavoidable_bytes.max())
-            as_before = self.further(split, module, whole, place=after, below=below, anew=False)
+        for after, _, module, split in self._with_loss_split(problem, place.losses, near=GAIN):
+            as_before = self.further(split, _Place(module, int(split.unavoidable_bytes.max()), after, anew=False))
             if (gained := next((one for one in as_before.and_smaller() if _gains(one, problem)), None)) is not None:
                 return gained
         return None
 
+    def _with_sums(self, problem: Problem, place: _Place) -> Problem | None:
+        """The step with regions found anew, some of which sum over parts, if that gains."""
+        begin = self._posed(place.unsplit)
+        anew = replace(place, module=place.unsplit, before=None, anew=False, sums=True)
+        return None if begin is None else self._regions(problem, anew, begin)
+
     def _with_loss_split(
-        self, problem: Problem, whole: fx.GraphModule, place: int, *, near: float = 0.0
+        self, problem: Problem, place: int, *, near: float = 0.0
     ) -> Iterator[tuple[int, Split, fx.GraphModule, Problem]]:
         """The step without regions, its loss split further and further, where it needs the most; none elsewhere.
 
         Args:
+            place: how many splits are not asked for any more.
             near: by this share of the most less is also enough.
 
         Yields:
             The place behind it, how the loss is split, the module, and the problem of that.
         """
-        found = losses(whole.graph)
+        found = losses(self.whole.graph)
         hows = splits_of(found)
-        if not found or not self._is_at_loss(problem, whole, hows, place, near=near):
+        if not found or not self._is_at_loss(problem, hows, place, near=near):
             return
         for after, how in enumerate(hows[place:], place + 1):
             if self._holds(how, found):
-                module = in_parts(whole, how)
+                module = in_parts(self.whole, how)
                 split = self._posed(module)
                 if split is None:
                     return
@@ -142,9 +156,7 @@ class _Step:
             return False
         return True
 
-    def _is_at_loss(
-        self, problem: Problem, whole: fx.GraphModule, hows: Sequence[Split], place: int, *, near: float = 0.0
-    ) -> bool:
+    def _is_at_loss(self, problem: Problem, hows: Sequence[Split], place: int, *, near: float = 0.0) -> bool:
         """Whether the op that needs the most goes, or came, as the loss is split; kept logits are beside all ops.
 
         Args:
@@ -152,32 +164,58 @@ class _Step:
         """
         if place and hows[place - 1].kept:
             return True
-        split = in_parts(whole, hows[place - 1])  # the last is the smallest
-        graphs = (split.graph, whole.graph) if place else (whole.graph, split.graph)
+        split = in_parts(self.whole, hows[place - 1])  # the last is the smallest
+        graphs = (split.graph, self.whole.graph) if place else (self.whole.graph, split.graph)
         here, other = ({n.name for n in graph.nodes} for graph in graphs)
         bytes_at = problem.unavoidable_bytes
         high = {problem.graph.ops[k].name for k in (bytes_at >= (1 - near) * bytes_at.max()).nonzero()[0]}
         return not high.isdisjoint(here - other)
 
-    def _regions(
-        self, problem: Problem, module: fx.GraphModule, whole: fx.GraphModule, place: int, anew: bool
-    ) -> Problem | None:
-        """The step with the regions about the ops that need the most in more parts, if that gains."""
-        least = int(GAIN * problem.unavoidable_bytes.max())
-        tried = equal_bits.same_bits if self.tried else lambda parts: True
-        of_loss = tuple(text for text in problem.splits if text.startswith("loss in "))
-        at = problem
-        for _ in range(MOST_TIMES):  # what an op works in is known once it is measured: it may take more parts
-            made = split_further(module, joint_of(at), [*_needs(at)], tried=tried, least_gain=least)
+    def _regions(self, problem: Problem, place: _Place, begin: Problem | None = None) -> Problem | None:
+        """The step with the regions about the ops that need the most in more parts, if that gains.
+
+        What an op works in is known once it is measured. Where a region turns out to need as much as before, it takes
+        more parts, and then gives way to another one.
+
+        Args:
+            problem: what is to be gained on.
+            place: how it is split.
+            begin: the problem of the module, if it is another one.
+        """
+        goal = int((1 - GAIN) * problem.unavoidable_bytes.max())
+        begin = begin or problem
+        at, module = begin, place.module
+        known = {parts.text for _, parts, _ in regions_of(module).values()}
+        in_vain: Counter[str] = Counter()
+        for _ in range(MOST_TIMES):
+            most = int(at.unavoidable_bytes.max())
+            tried = partial(self._may_be, avoided=in_vain, sums=place.sums)
+            about: dict[str, Any] = {"least_gain": max(int(GAIN * most), most - goal), "sums": place.sums}
+            made = split_further(module, joint_of(at), [*_needs(at)], tried=tried, **about)
             split = None if made is None else self._posed(made)
             if made is None or split is None:
                 return None
-            module, at = made, split
             if _gains(split, problem):
-                split = replace(split, splits=(*of_loss, *self._said(made)))
+                of_loss = tuple(text for text in problem.splits if text.startswith("loss in "))
+                split = replace(split, splits=(*of_loss, *self._said(made)), rounding=self._rounding_of(made))
                 below = int(split.unavoidable_bytes.max())
-                return self.further(split, made, whole, place=place, below=below, of_regions=True, anew=anew)
+                return self.further(split, replace(place, module=made, below=below, before=place.unsplit))
+            high = {op.name for op, need in zip(split.graph.ops, split.unavoidable_bytes, strict=True) if need > goal}
+            new = {n.target.text for n in made.graph.nodes if n.name in high and isinstance(n.target, InParts)} - known
+            in_vain.update(new)
+            at, module = (begin, place.module) if any(in_vain[text] == IN_VAIN for text in new) else (split, made)
         return None
+
+    def _may_be(self, parts: InParts, *, avoided: Mapping[str, int], sums: bool) -> bool:
+        """Whether a region may run in parts: with the bits of the whole, or sums that are off by rounding."""
+        if avoided.get(parts.text, 0) >= IN_VAIN:
+            return False
+        return not self.tried or (equal_bits.off_in_parts(parts) < inf if sums else equal_bits.same_bits(parts))
+
+    def _rounding_of(self, module: fx.GraphModule) -> float:
+        """The most that sums over parts are off by, as tried; where nothing is tried, the most that they may be."""
+        off = equal_bits.off_in_parts if self.tried else equal_bits.most_off
+        return max((off(parts) for _, parts, _ in regions_of(module).values()), default=0.0)
 
     def _posed(self, module: fx.GraphModule) -> Problem | None:
         """The problem of a split step; None: there is none."""
@@ -195,11 +233,17 @@ class _Step:
         """What runs in parts, in words."""
         for node, parts, count in regions_of(module).values():
             alike = f" and {count - 1} alike" if count > 1 else ""
-            certificate = self._certificate(equal_bits.inputs_of(parts))
-            yield f"{node.meta['first']} of {where(node)}{alike} in {parts.parts} parts: {certificate}"
+            off = equal_bits.off_in_parts(parts) if self.tried else 0.0
+            certificate = self._certificate(equal_bits.inputs_of(parts), off)
+            summed = " with sums over them" if any(parts.summed) else ""
+            yield f"{node.meta['first']} of {where(node)}{alike} in {parts.parts} parts{summed}: {certificate}"
 
-    def _certificate(self, inputs: int) -> str:
-        return f"bits equal on {inputs} inputs, {_threads()}" if self.tried else "not tried here"
+    def _certificate(self, inputs: int, off: float = 0.0) -> str:
+        """How it was tried; ``off``: by what share of their largest element sums were off."""
+        if not self.tried:
+            return "not tried here"
+        found = f"off by {off:.1e} of the largest at most" if off else "bits equal"
+        return f"{found} on {inputs} inputs, {_threads()}"
 
 
 def _gains(split: Problem, before: Problem) -> bool:
@@ -220,6 +264,7 @@ def with_parts(
     pose: Callable[[Joint], Problem],
     *,
     tried: bool,
+    rounding: bool = False,
 ) -> Problem:
     """The problem of a step, from which the same step with its loss, then other ops, in more parts can be had.
 
@@ -229,9 +274,10 @@ def with_parts(
         read: makes a captured step of such a graph.
         pose: makes a problem of a captured step.
         tried: the bits of a split are tried before it is offered. Without data nothing can be.
+        rounding: where none with the bits of the whole gains any more, regions may sum over parts.
     """
-    least = int(problem.unavoidable_bytes.max())
-    return _Step(read, pose, tried).further(problem, module, module, place=0, below=least)
+    place = _Place(module, below=int(problem.unavoidable_bytes.max()))
+    return _Step(module, read, pose, tried, rounding).further(problem, place)
 
 
 def _threads() -> str:

@@ -29,6 +29,7 @@ log = logging.getLogger("checkmate.backends.planner")
 Code = Literal["eager", "inductor"]
 Memory = Literal["arena", "allocator"]
 Wait = Literal["first", "best"] | float
+Numerics = Literal["exact", "rounding"]
 FIRST_SECONDS = 1.0  # to look for a plan before a step runs with what there is
 _HOSTS = ("pinned", "memory")  # that are no files
 MOST_PLANS = 64  # of one step, unless a user asks for another number
@@ -61,6 +62,7 @@ class Options:
     rules: Rules | None = None
     host_budget: int | float | str | None = None
     host: str | None = None  # a file on the CPU, pinned memory on CUDA
+    numerics: Numerics = "exact"
 
     def __post_init__(self) -> None:
         if isinstance(self.max_plans, bool) or not isinstance(self.max_plans, int) or self.max_plans < 1:
@@ -83,6 +85,11 @@ class Options:
             raise ValueError(
                 f'host_budget is for backend="eager" so far, not for {self.backend!r}: its kernels are fused across '
                 "what is sent and fetched."
+            )
+        if may_round(self.numerics) and self.backend != "eager":
+            raise ValueError(
+                f'numerics="rounding" is for backend="eager", not for {self.backend!r}, which rounds otherwise than '
+                "plain PyTorch anyway, and runs nothing in parts."
             )
         check_host(METHODS[self.method], has_host=self.host_budget is not None)
         _ = self.total, self.set_aside, self.elsewhere  # numbers of bytes, or an error
@@ -207,6 +214,17 @@ def second_memories(host: str | None, budget: int | float | str | None, *, cache
             'or "pinned" for a step on CUDA.'
         )
     return SecondMemories(host, room, cache=cache)
+
+
+def may_round(numerics: Any) -> bool:
+    """Whether sums over parts may be taken, which are those of plain PyTorch but for rounding.
+
+    Raises:
+        ValueError: if there are no such numerics.
+    """
+    if numerics not in get_args(Numerics):
+        raise ValueError(f'numerics is "exact", the bits of plain PyTorch, or "rounding", not {numerics!r}.')
+    return bool(numerics == "rounding")
 
 
 def _check_wait(wait: Any) -> None:

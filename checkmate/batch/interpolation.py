@@ -117,7 +117,8 @@ def _mixed(problems: list[Problem], shares: list[float]) -> Problem:
     )
     smaller = partial(_smaller, problems, shares) if all(p.smaller is not None for p in problems) else None
     host, splits = problems[0].host, problems[0].splits
-    return Problem(replace(graph, values=values), profile, host=host, splits=splits, smaller=smaller)
+    problem = Problem(replace(graph, values=values), profile, host=host, splits=splits, smaller=smaller)
+    return replace(problem, rounding=max(known.rounding for known in problems))
 
 
 def _smaller(problems: list[Problem], shares: list[float]) -> Problem | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from checkmate.backends.planner import second_memories
+from checkmate.backends.planner import Numerics, may_round, second_memories
 from checkmate.batch import LARGEST, TIME_LIMIT
 from checkmate.batch.bracket import AUTO, KEEP_ALL, Attempt, Hunt, spread_sizes
 from checkmate.batch.interpolation import (
@@ -67,6 +67,7 @@ def max_batch_size(
     time_limit: float = TIME_LIMIT,
     host_budget: int | float | str | None = None,
     host: Host | str | None = None,
+    numerics: Numerics = "exact",
 ) -> LargestBatch:
     """The largest size whose step fits a budget, with its plan, and the predicted throughput of the sizes below.
 
@@ -92,6 +93,7 @@ def max_batch_size(
         time_limit: seconds for everything. What has begun is ended: a trace may take longer.
         host_budget, host: a second memory, in which values may wait: as for `checkmate.trace`, which measures it here;
             or a `checkmate.Host` alone, with its bytes and rates, for one of another machine.
+        numerics: as for `checkmate.compile`: with ``"rounding"`` sizes count that fit with sums over parts only.
 
     Raises:
         InfeasibleBudget: if the smallest size does not fit, or not under the cap; it names the smallest budget known.
@@ -111,7 +113,8 @@ def max_batch_size(
     check_overhead(max_overhead)
     total = parse_bytes(budget)
     _check_host(host, host_budget, measure)
-    steps = SizedSteps(maker_of(make_step), make_batch, profile, cache, host, host_budget)
+    may_round(numerics)
+    steps = SizedSteps(maker_of(make_step), make_batch, profile, cache, host, host_budget, numerics)
     search = _Search(Family(steps.problem), total, max_overhead, smallest, largest, time_limit)
     if measure:
         real_tensors(*steps.make(smallest))

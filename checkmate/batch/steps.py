@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from checkmate.backends.eager import Backend
-from checkmate.backends.planner import Options
+from checkmate.backends.planner import Numerics, Options, may_round
 from checkmate.backends.state import tensors_within, unchanged
 from checkmate.capture.device import main_device
 from checkmate.capture.meta_tensors import is_fake
@@ -82,6 +82,7 @@ class SizedSteps:
     cache: bool
     host: Host | str | None = None  # a second memory, or where that is
     host_budget: int | float | str | None = None  # bytes, where it is only said where
+    numerics: Numerics = "exact"
 
     def make(self, size: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The step and its arguments.
@@ -124,7 +125,7 @@ class SizedSteps:
         return problem
 
     def _traced(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
-        about: dict[str, Any] = {"profile": self.profile, "cache": self.cache, **kwargs}
+        about: dict[str, Any] = {"profile": self.profile, "cache": self.cache, "numerics": self.numerics, **kwargs}
         if isinstance(self.host, Host):
             return trace(step, *args, **about).with_host(self.host)
         return trace(step, *args, host=self.host, host_budget=self.host_budget, **about)
@@ -141,7 +142,8 @@ class SizedSteps:
         reached = real_tensors(step, args, kwargs)
         leaves = [t for t in reached if t.is_leaf and t.requires_grad]
         costs, block_bytes = profiler(solution.problem.profile)
-        backend = Backend(partial(_again, solution), profile=costs, block_bytes=block_bytes)
+        rounding = may_round(self.numerics)
+        backend = Backend(partial(_again, solution), profile=costs, block_bytes=block_bytes, rounding=rounding)
         compiled = CompiledStep(step, Options(solution.budget), backend)
 
         def run() -> Any:

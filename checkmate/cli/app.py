@@ -178,6 +178,12 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         "--device", metavar="NAME", help="estimate for a device such as h100; nothing is allocated here or runs"
     )
     costs.add_argument("--profile", metavar="OPS.json", help="costs that were measured elsewhere")
+    parser.add_argument(
+        "--numerics",
+        choices=("exact", "rounding"),
+        default="exact",
+        help="rounding: sums over parts too, where else nothing fits",
+    )
 
 
 def _add_solving(parser: argparse.ArgumentParser) -> None:
@@ -210,7 +216,7 @@ def _plan(args: argparse.Namespace) -> int:
     step, batch = make(args.size) if args.size else make()
     positional, named = arguments_of(batch)
     try:
-        problem = trace(step, *positional, profile=profile, **named)
+        problem = trace(step, *positional, profile=profile, numerics=args.numerics, **named)
     except (RuntimeError, TypeError) as error:  # plain PyTorch fails as well
         if args.debug:
             raise
@@ -309,6 +315,7 @@ def _max_batch(args: argparse.Namespace) -> int:
         largest=args.largest,
         time_limit=args.time_limit,
         host=host,
+        numerics=args.numerics,
     )
     _show(args, found.summary(), repr(found))
     return INTERRUPTED if found.ended == "interrupted" else DONE

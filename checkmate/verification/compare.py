@@ -39,6 +39,7 @@ _SLACK = (
 )
 _OUTSIDE = " What hooks and code outside the compiled step allocate is in no plan."
 TORCH, _PYTHON, _NUMPY = "torch", "Python's random", "NumPy's global generator"
+TIMES_OFF = 16  # as far off as in trials, of made-up numbers, sums over parts may be
 GRADIENT_RTOL = 2e-3  # of the largest gradient: those of a ResNet-18 in float32 are 8e-4 of it from float64's
 PLAIN_RUNS = 5  # of a plain step that a compiled one differs from: ten distances between them
 
@@ -56,7 +57,7 @@ class Certificate:
     predicted_peak: int | None  # bytes
     measured_peak: int | None  # bytes; None where the step returns more than a loss, whose backward begins outside it
     plain_peak: int | None  # bytes of the plain step
-    off: float = 0.0  # the most that a step compiled by Inductor differs by, where it may round differently
+    off: float = 0.0  # the most that a step differs by which may round differently: by Inductor, or by sums over parts
     calls: int = 1  # of the step before the backward
 
     def __str__(self) -> str:
@@ -142,8 +143,11 @@ def compare_with_plain(
     again = run(plain)
     repeats = not names_that_differ(expected, again)
     different, spread, off = names_that_differ(expected, found), 0.0, 0.0
+    rounding = backend.plans[-1].problem.rounding if backend.plans else 0.0
     if not backend.exact:
         off = _compare_but_for_rounding(different, expected, found, backend.rounds_in)
+    elif different and rounding and all(map(is_gradient, different)):
+        off = compare_with_sums(different, expected, found, rounding)
     elif different:
         if not may_waver(device):
             place = _place(capture, backend, once, plain, device)
@@ -259,8 +263,8 @@ def compare_with_spread(names: list[str], plain: list[Outcome], found: Outcome) 
     spreads: dict[str, float] = {}
     for name in names:
         runs, result = [outcome.results.get(name) for outcome in plain], found.results.get(name)
-        spreads[name] = max(_distance(a, b) for i, a in enumerate(runs) for b in runs[:i])
-        off = min(_distance(result, run) for run in runs)
+        spreads[name] = max(distance(a, b) for i, a in enumerate(runs) for b in runs[:i])
+        off = min(distance(result, run) for run in runs)
         if spreads[name] == 0:
             raise VerificationError(as_error(name, repeats=True))
         if not off <= spreads[name]:
@@ -282,6 +286,41 @@ def compare_with_spread(names: list[str], plain: list[Outcome], found: Outcome) 
     return spreads[largest]
 
 
+def is_gradient(name: str) -> bool:
+    """Whether a result is a gradient."""
+    return name.startswith("the gradient")
+
+
+def compare_with_sums(
+    names: list[str], plain: Outcome, found: Outcome, rounding: float, kind: Callable[[str], Any] = is_gradient
+) -> float:
+    """Hold what differs against how far off sums over parts were when they were tried.
+
+    Args:
+        names: of what differs.
+        rounding: the most that such a sum was off by, of its largest element.
+        kind: of a result, by its name: it may be off by what the largest of its kind allows.
+
+    Returns the largest difference.
+
+    |found - plain|  <=  16 * rounding * max |all of its kind|
+    """
+    largest: dict[Any, float] = {}
+    for name, t in plain.results.items():
+        if t.numel() and t.is_floating_point():
+            largest[kind(name)] = max(largest.get(kind(name), 0.0), float(t.abs().max()))
+    off = {name: distance(plain.results.get(name), found.results.get(name)) for name in names}
+    for name in names:
+        allowed = TIMES_OFF * rounding * largest.get(kind(name), 0.0)
+        if not off[name] <= allowed:
+            raise VerificationError(
+                f"{name} of the compiled step, which sums over parts, differs from plain PyTorch by {off[name]:.3g}, "
+                f"where {allowed:.3g} are allowed, {TIMES_OFF} times what such sums were off by when they were tried. "
+                'numerics="exact" gives the bits of plain PyTorch.'
+            )
+    return max(off.values(), default=0.0)
+
+
 def _compare_but_for_rounding(names: list[str], plain: Outcome, found: Outcome, types: set[torch.dtype]) -> float:
     """Hold each tensor that differs against what `torch.testing.assert_close` allows of a largest element.
 
@@ -292,15 +331,15 @@ def _compare_but_for_rounding(names: list[str], plain: Outcome, found: Outcome, 
 
     |found - plain|  <=  atol + rtol * max |plain|
     """
-    off = {name: _distance(plain.results.get(name), found.results.get(name)) for name in names}
+    off = {name: distance(plain.results.get(name), found.results.get(name)) for name in names}
     sizes = {name: float(t.abs().max()) if t.numel() else 0.0 for name, t in plain.results.items() if name in off}
-    steepest = max((size for name, size in sizes.items() if name.startswith("the gradient")), default=0.0)
+    steepest = max((size for name, size in sizes.items() if is_gradient(name)), default=0.0)
     for name in names:
         kind = plain.results[name].dtype if name in plain.results else torch.bool
         rtol, atol = default_tolerances(kind, *(types if kind.is_floating_point or kind.is_complex else ()))
-        if name.startswith("the gradient") and kind != torch.float64:
+        if is_gradient(name) and kind != torch.float64:
             rtol = max(rtol, GRADIENT_RTOL)
-        allowed = atol + rtol * max(sizes.get(name, 0.0), steepest if name.startswith("the gradient") else 0.0)
+        allowed = atol + rtol * max(sizes.get(name, 0.0), steepest if is_gradient(name) else 0.0)
         if not off[name] <= allowed:
             raise VerificationError(
                 f"{name} of the step compiled by Inductor differs from plain PyTorch by {off[name]:.3g}, where "
@@ -309,7 +348,7 @@ def _compare_but_for_rounding(names: list[str], plain: Outcome, found: Outcome, 
     return max(off.values(), default=0.0)
 
 
-def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     """The largest difference of two elements; 0 for the same bits, infinite where they cannot be compared."""
     if same_bits(a, b):
         return 0.0

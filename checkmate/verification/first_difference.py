@@ -1,8 +1,9 @@
 """Where a compiled step leaves plain PyTorch: the first op whose value is another.
 
 The step is captured once more and follows the same plan, op by op, with a fingerprint of each value. Beside it runs the
-captured graph in its own order, each op once: what differs there, the plan has done. If nothing does, the values of the
-captured graph are sought among those that plain PyTorch makes: the first that is not there, the capture has changed.
+captured graph in its own order, each op once: what differs there, the plan has done. If nothing does, what runs in
+parts runs at once, too: what differs there, the parts have done. If nothing does, the values of the captured graph are
+sought among those that plain PyTorch makes: the first that is not there, the capture has changed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from checkmate.capture.device import random_states, same_random_state
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import target_name, tensors
 from checkmate.capture.provenance import where
+from checkmate.capture.splits.parts import InParts
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.emit import AGAIN
 from checkmate.codegen.writing_over import written
@@ -55,7 +57,7 @@ def first_difference(
     run(capture(Backend(notes.plan, notes.lower, notes.profile, takes_none=False)))
     if notes.joint is None or not notes.as_captured:
         return None
-    return notes.by_plan() or _by_capture(notes.joint, notes.as_captured, run, plain)
+    return notes.by_plan() or notes.by_parts() or _by_capture(notes.joint, notes.as_captured, run, plain)
 
 
 @dataclass
@@ -67,6 +69,7 @@ class _Notes:
     joint: Joint | None = None
     as_planned: list[tuple[str, Prints]] = field(default_factory=list)  # in order
     as_captured: dict[str, Prints] = field(default_factory=dict)
+    off_in_parts: list[str] = field(default_factory=list)  # names of what has other bits in parts than at once
     inputs: dict[str, Any] = field(default_factory=dict)  # by placeholder, as they were before the step
     states: list[torch.Tensor] = field(default_factory=list)
 
@@ -78,6 +81,9 @@ class _Notes:
         known = self.solution.problem
         assert isinstance(problem.emit, Write)
         assert isinstance(known.emit, Write)
+        if known.splits:
+            self.joint = known.emit.joint  # that of the step as it is split
+            return self.solution
         emit = replace(problem.emit, begin=known.emit.begin)  # values wait where they do in the step
         return replace(self.solution, problem=replace(problem, host=known.host, emit=emit))
 
@@ -108,7 +114,7 @@ class _Notes:
             torch.set_rng_state(self.states[0])
             if len(self.states) > 1:
                 torch.cuda.set_rng_state(self.states[1], self.device)
-            recorder = _Recorder(joint.module, self.as_captured.__setitem__)
+            recorder = _Recorder(joint.module, self.as_captured.__setitem__, self.off_in_parts.append)
             recorder.run(*(given[node.name] for node in joint.placeholders))
 
     def by_plan(self) -> str | None:
@@ -122,6 +128,16 @@ class _Notes:
                 continue
             time = f" when it runs for time {int(again.group(1)) + 1}" if again else ""
             return f"{_described(node)}{time}: the plan runs it on other values than the captured step, or it wavers."
+        return None
+
+    def by_parts(self) -> str | None:
+        assert self.joint is not None
+        for node in self.joint.module.graph.nodes:
+            if node.name in self.off_in_parts:
+                return (
+                    f"{_described(node)}: in {node.target.parts} parts it has other bits than at once on these values, "
+                    "though not on those that it was tried on."
+                )
         return None
 
 
@@ -154,12 +170,21 @@ def _family(target: Any) -> str:
 class _Recorder(fx.Interpreter):
     """Runs a module node by node and tells of each what it made."""
 
-    def __init__(self, module: fx.GraphModule, tell: Callable[[str, Prints], None]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, tell: Callable[[str, Prints], None], tell_off: Callable[[str], None] | None = None
+    ) -> None:
         super().__init__(module)
-        self.tell = tell
+        self.tell, self.tell_off = tell, tell_off
 
     def run_node(self, n: fx.Node) -> Any:
+        at_once = None
+        if self.tell_off is not None and isinstance(n.target, InParts):
+            at_once = fx.GraphModule({}, n.target.whole)(*self.fetch_args_kwargs_from_env(n)[0])
         result = super().run_node(n)
+        if at_once is not None and self.tell_off is not None and isinstance(n.target, InParts):
+            pairs = zip(_prints(at_once), _prints(result), n.target.summed, strict=True)
+            if any(a != b for a, b, summed in pairs if not summed):
+                self.tell_off(n.name)
         if n.op == "call_function":
             self.tell(n.name, _prints(result))
         return result

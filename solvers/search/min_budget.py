@@ -42,6 +42,7 @@ log = logging.getLogger("checkmate.solve")
 TIME_LIMIT = 10.0  # seconds
 MOST_OPS_EXACT = 24  # up to here the two ends meet
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of the way from the bound to the peak, to look for a plan at
+SHARE_OF_LAST = 0.7  # of the time, for the step split as far as that helps; the rest is for what is split less
 SHARE_WITHOUT_HOST = 0.4  # of the time, where there is a second memory
 SHARE = 0.85  # of the time to search in; the rest is for what makes the plan slim
 SHARE_OF_EVICTION, SHARE_OF_PROOFS = 0.2, 0.15  # of what is left of that: eviction passes, proofs of one width
@@ -125,9 +126,17 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
     MinBudget(peak=3, bound=3)
     """
     *others, last = (problem if rules is None else with_rules(problem, rules)).and_smaller()
-    found = ends_of(last, time_limit=time_limit)
-    bound = min([found.bound, *(int(other.unavoidable_bytes.max()) for other in others)])
-    return MinBudget(found.peak, bound, last.splits)
+    clock = Clock(time_limit)
+    ends = ends_of(last, time_limit=time_limit * (SHARE_OF_LAST if others else 1))
+    peak, splits, bound = ends.peak, last.splits, ends.bound
+    for other in reversed(others):  # parts of one op may stand in the way of others: what is split less may take less
+        floor = int(other.unavoidable_bytes.max())
+        bound = min(bound, floor)
+        if floor < (1 - CLOSE) * peak:
+            found = ends_of(other, time_limit=clock.left / 2)
+            if found.peak < peak:
+                peak, splits = found.peak, other.splits
+    return MinBudget(peak, bound, splits)
 
 
 def ends_of(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import checkmate
 from checkmate.backends import in_parts
 from checkmate.core.problem import Problem
+from tests.support.bits import assert_same_bits
 
 Step = Callable[..., Tensor]
 
@@ -192,7 +193,10 @@ def _random_step(seed: int) -> tuple[Step, tuple[Tensor, ...]]:
     )
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(MANY)])
+SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(MANY)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_steps_below_the_floor_of_the_whole_have_the_bits_of_plain_pytorch(seed: int) -> None:
     step, batch = _random_step(seed)
     problem = checkmate.trace(step, *batch)
@@ -202,6 +206,76 @@ def test_random_steps_below_the_floor_of_the_whole_have_the_bits_of_plain_pytorc
         budget = random.Random(seed).randint(budget, _floor(problem) - 1)
     report = checkmate.verify(step, *batch, budget=budget, time_limit=1)
     assert report.measured_peak == report.predicted_peak <= budget
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(MANY))
+def test_random_steps_with_sums_over_parts_are_off_by_rounding_only(seed: int) -> None:
+    step, batch = _random_step(seed)
+    problem = checkmate.trace(step, *batch, numerics="rounding")
+    budget = checkmate.min_budget(problem, time_limit=1).peak
+    report = checkmate.verify(step, *batch, budget=budget, time_limit=1, numerics="rounding")
+    assert report.measured_peak == report.predicted_peak <= budget
+
+
+def _wide_images() -> tuple[Step, Tensor]:
+    """As in a U-Net: what two layers made is read as one, by a convolution whose weight's gradient needs all of it."""
+    down, up = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(3, 16, 3, padding=1)
+    last = nn.Conv2d(32, 4, 3, padding=1)
+    return (lambda x: last(torch.cat([down(x).relu(), up(x).relu()], 1)).square().mean()), torch.randn(8, 3, 24, 24)
+
+
+def test_sums_over_parts_fit_where_nothing_with_equal_bits_does() -> None:
+    """The forward keeps its bits, gradients are off by no more than the certificate says, the peak is the plan's."""
+    torch.manual_seed(0)
+    step, x = _wide_images()
+    exact = checkmate.min_budget(checkmate.trace(step, x), time_limit=1)
+    rounding = checkmate.min_budget(checkmate.trace(step, x, numerics="rounding"), time_limit=1)
+    assert rounding.peak < 0.85 * exact.peak
+    assert any(" with sums over them: off by " in text for text in rounding.splits)
+    with pytest.raises(checkmate.InfeasibleBudget):
+        checkmate.verify(step, x, budget=rounding.peak, time_limit=1)
+    report = checkmate.verify(step, x, budget=rounding.peak, time_limit=1, numerics="rounding")
+    assert report.measured_peak == report.predicted_peak <= rounding.peak
+    assert 0 < report.off < 1e-6
+    assert "plain PyTorch but for rounding" in str(report)
+
+
+def test_a_budget_that_equal_bits_fit_has_these_with_rounding_too() -> None:
+    step, x = _wide_images()
+    problem = checkmate.trace(step, x, numerics="rounding")
+    smallest = checkmate.min_budget(checkmate.trace(step, x), time_limit=1).peak
+    assert checkmate.solve(problem, smallest, time_limit=1).problem.rounding == 0
+    assert checkmate.verify(step, x, budget=smallest, time_limit=1, numerics="rounding").off == 0
+
+
+def test_a_sum_that_is_further_off_than_when_it_was_tried_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    step, x = _wide_images()
+    budget = checkmate.min_budget(checkmate.trace(step, x, numerics="rounding"), time_limit=1).peak
+    monkeypatch.setattr(in_parts.equal_bits, "_tried", dict.fromkeys(in_parts.equal_bits._tried, 1e-12))
+    with pytest.raises(checkmate.VerificationError, match="16 times what such sums were off by when they were tried"):
+        checkmate.verify(step, x, budget=budget, time_limit=1, numerics="rounding")
+
+
+@pytest.mark.slow
+def test_whole_steps_with_sums_over_parts() -> None:
+    """The loss and everything of the forward have equal bits, what gradients make is plain PyTorch's but for rounding."""
+    torch.manual_seed(0)
+    down, up, last = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(32, 4, 3, padding=1)
+    model, x = nn.ModuleList([down, up, last]), torch.randn(8, 3, 24, 24)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return last(torch.cat([down(x).relu(), up(x).relu()], 1)).square().mean()
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    asked: dict[str, Any] = {"numerics": "rounding", "time_limit": 1, "wait": "best"}
+    expected = loss_fn(x).detach()
+    step = checkmate.training_step(loss_fn, optimizer, budget="1 GB", **asked)
+    budget = checkmate.min_budget(checkmate.trace(step, x, numerics="rounding"), time_limit=1).peak
+    step = checkmate.training_step(loss_fn, optimizer, budget=budget, verify=True, **asked)
+    assert_same_bits(step(x), expected)
+    assert step.plans[0].problem.rounding > 0
 
 
 def test_the_same_op_of_fewer_dimensions_is_not_alike() -> None:

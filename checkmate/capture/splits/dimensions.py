@@ -23,6 +23,7 @@ from checkmate.capture.ways.shape_only import convolution_backward_input, max_po
 aten = torch.ops.aten
 Shape = Sequence[int]
 Dims = tuple[int | None, ...]  # one for each result; None: not in parts
+SUMMED = 64  # in place of a result's dimension, of which there are 64 at most: each part makes a summand of all of it
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -13,17 +14,34 @@ from checkmate.capture.splits.parts import InParts
 
 INPUTS, MOST_INPUTS = 2, 32  # on which all bits must be equal
 ENOUGH = 2**20  # numbers on which an order that differs shows
-_tried: dict[tuple[Any, ...], bool] = {}
+_tried: dict[tuple[Any, ...], float] = {}
 
 
-def same_bits(parts: InParts) -> bool:
-    """Whether a region in parts has the bits of the whole, with as many threads as now."""
+def off_in_parts(parts: InParts) -> float:
+    """The most that sums over parts are off by, with as many threads as now: a share of their largest element.
+
+    0.0: all bits are those of the whole. Infinite: something that is no such sum has other bits, or half of the digits
+    of a sum's type are others, which rounding does not explain.
+
+    max |in parts - whole|  /  max |whole|
+    """
     key = parts.text, parts.length, torch.get_num_threads()
     if key not in _tried:
         whole = fx.GraphModule({}, parts.whole).forward
         with _disable_current_modes(), torch.no_grad():
-            _tried[key] = all(_equal(parts, whole, seed) for seed in range(inputs_of(parts)))
+            _tried[key] = max(_off(parts, whole, seed) for seed in range(inputs_of(parts)))
     return _tried[key]
+
+
+def same_bits(parts: InParts) -> bool:
+    """Whether a region in parts has the bits of the whole, with as many threads as now."""
+    return off_in_parts(parts) == 0
+
+
+def most_off(parts: InParts) -> float:
+    """The most that sums over parts may be off by to be offered: a share of their largest element."""
+    types = [made.dtype for made, summed in zip(parts.made, parts.summed, strict=True) if summed]
+    return max(map(_half_of_the_digits, types), default=0.0)
 
 
 def inputs_of(parts: InParts) -> int:
@@ -31,16 +49,33 @@ def inputs_of(parts: InParts) -> int:
     return min(MOST_INPUTS, max(INPUTS, ENOUGH // max(1, sum(n.meta["val"].numel() for n in parts.region.made))))
 
 
-def _equal(parts: InParts, whole: Any, seed: int) -> bool:
+def _off(parts: InParts, whole: Any, seed: int) -> float:
     draw = torch.Generator().manual_seed(seed)
     inputs = [_made_up(n.meta["val"], draw, seed) for n in parts.whole.find_nodes(op="placeholder")]
     try:
-        pairs = list(zip(whole(*inputs), parts(*inputs), strict=True))
+        pairs = list(zip(whole(*inputs), parts(*inputs), parts.summed, strict=True))
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError):
-        return False
-    return all(a.stride() == b.stride() and bool((_bytes(a) == _bytes(b)).all()) for a, b in pairs)
+        return inf
+    return max(_distance(a, b, summed=summed) for a, b, summed in pairs)
+
+
+def _distance(whole: Tensor, found: Tensor, *, summed: bool) -> float:
+    """By how much a result is off; infinite if it may not be."""
+    if whole.stride() != found.stride():
+        return inf
+    if bool((_bytes(whole) == _bytes(found)).all()):
+        return 0.0
+    if not summed or not whole.dtype.is_floating_point:
+        return inf
+    wide = whole.double()
+    off = float((found.double() - wide).abs().max() / wide.abs().max())
+    return off if off <= _half_of_the_digits(whole.dtype) else inf  # not a number: no
+
+
+def _half_of_the_digits(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps ** 0.5)
 
 
 def _made_up(like: Tensor, draw: torch.Generator, seed: int) -> Tensor:

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from checkmate.capture.phases import after_tangent
 from checkmate.capture.random_draws import draw_mask, save_state
 from checkmate.capture.splits.dimensions import Split, split_of
 from checkmate.capture.splits.parts import InParts, Region
+from checkmate.capture.splits.sums import sums_of
 from checkmate.capture.ways.table import is_alike, is_whole
 
 aten = torch.ops.aten
@@ -36,6 +38,7 @@ class Place:
     graph: fx.Graph
     forward_outputs: tuple[fx.Node, ...]
     pinned: Collection[str]  # ops that have to run exactly once
+    sums: bool = False  # sums over parts may be taken in, which round otherwise
 
     @cached_property
     def forward(self) -> set[fx.Node]:
@@ -56,27 +59,38 @@ class Choice:
     """How a region is found from its first op."""
 
     result: int  # of the op
-    dim: int  # of that result
+    dim: int  # of that result; of a sum which of those that the op can be
     units: int
     share: float  # what is large: see `SHARES`
     down: bool  # whether readers join
+    summed: bool = False  # the op sums over parts
+
+    def split(self, node: fx.Node) -> Split | None:
+        """How the first op runs in parts; None: it does not."""
+        if self.summed:
+            return next(islice(sums_of(node, self.units), self.dim, None), None)
+        return split_of(node, self.result, self.dim, self.units)
 
 
-def choices(node: fx.Node) -> Iterator[Choice]:
-    """All ways to begin with a node; none with one that makes nothing."""
+def choices(node: fx.Node, *, sums: bool = False) -> Iterator[Choice]:
+    """All ways to begin with a node, with those that sum over parts if asked for; none with one that makes nothing."""
     vals = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
     sizes = [val.nbytes if isinstance(val, torch.Tensor) else 0 for val in vals]
     result = sizes.index(max(sizes))
     if not sizes[result]:
         return
-    for dim, size in enumerate(vals[result].shape):
-        for units in _units(node, result, dim, size):
+    ways = [(dim, dim, size, False) for dim, size in enumerate(vals[result].shape)]
+    for k, split in enumerate(sums_of(node, 1) if sums else ()):
+        at, size = min((at, n.meta["val"].shape[at]) for n, at in split.reads.items() if at is not None)
+        ways.append((k, at, size, True))
+    for dim, at, size, summed in ways:
+        for units in _units(node, at, size):
             for down in (True, False):
                 for share in SHARES:
-                    yield Choice(result, dim, units, share, down)
+                    yield Choice(result, dim, units, share, down, summed)
 
 
-def _units(node: fx.Node, result: int, dim: int, size: int) -> Iterator[int]:
+def _units(node: fx.Node, dim: int, size: int) -> Iterator[int]:
     """In how many units a dimension may be split: each element, or what a view next to it has for its first part."""
     if size > 1:
         yield size
@@ -138,7 +152,7 @@ class _Grown:
 
     def begin(self) -> bool:
         choice = self.choice
-        split = split_of(self.first, choice.result, choice.dim, choice.units)
+        split = choice.split(self.first)
         if split is None or not self._may_join(self.first) or not self._add(self.first, split):
             return False
         self.own.append(self.first)
@@ -167,11 +181,9 @@ class _Grown:
 
     def _take(self, node: fx.Node, at: int | None) -> bool:
         """Have an argument made within the region, if that is worth it and can be. False: it is split another way."""
-        if at is not None and at < 0:
-            return node not in self.splits  # which would make it
         if node in self.splits:
-            return self.splits[node].results == (at,)
-        if at is None or node.op != "call_function" or _bytes(node) < self.least:
+            return self._is_split(node, at)
+        if at is None or at < 0 or node.op != "call_function" or _bytes(node) < self.least:
             return True
         source, index = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
         assert isinstance(source, fx.Node)
@@ -198,18 +210,29 @@ class _Grown:
         same = (node in self.place.forward) == self.phase
         if node in self.splits or not same or not self._may_join(node) or node.target is operator.getitem:
             return False
+        for split in self._splits_of(node):
+            if self._agrees(split):
+                self._tried(node, split)
+                if node in self.splits:
+                    return True
+        return False
+
+    def _splits_of(self, node: fx.Node) -> Iterator[Split]:
+        """All ways in which an op may run in parts."""
         vals = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
         for index, val in enumerate(vals):
             for dim in range(val.dim() if isinstance(val, torch.Tensor) else 0):
-                split = split_of(node, index, dim, self.choice.units)
-                if split is not None and self._agrees(split):
-                    self._tried(node, split)
-                    if node in self.splits:
-                        return True
-        return False
+                if (split := split_of(node, index, dim, self.choice.units)) is not None:
+                    yield split
+        if self.place.sums:
+            yield from sums_of(node, self.choice.units)
 
     def _agrees(self, split: Split) -> bool:
-        return all(n not in self.splits or self.splits[n].results == (at,) for n, at in split.reads.items())
+        return all(n not in self.splits or self._is_split(n, at) for n, at in split.reads.items())
+
+    def _is_split(self, node: fx.Node, at: int | None) -> bool:
+        """Whether what the region makes is split as a reader needs it; one that needs but its shape takes a part."""
+        return self.splits[node].results == (at if at is None else max(at, ~at),)
 
     def made(self) -> list[fx.Node]:
         """What is read of the region outside of it; not views, which are made of what is."""

@@ -44,7 +44,7 @@ class Further:
 
     Args:
         place: the copy.
-        tried: whether a region in parts has the bits of the whole.
+        tried: whether a region in parts has the bits of the whole, or is near enough.
     """
 
     place: Place
@@ -58,7 +58,8 @@ class Further:
     def split(self, needs: Sequence[Need], least_gain: int) -> bool:
         """Split all that stands at the largest need; False: that cannot be."""
         most = max(need.bytes_at for need in needs)
-        high = sorted((n for n in needs if n.bytes_at > (1 - LEVEL) * most), key=lambda need: -need.bytes_at)
+        level = min((1 - LEVEL) * most, most - least_gain)
+        high = sorted((n for n in needs if n.bytes_at > level), key=lambda need: -need.bytes_at)
         at = {need.name: need.bytes_at for need in needs}
         for need in high:
             node = self._here(need.name)
@@ -109,7 +110,7 @@ class Further:
     def _candidates(self, node: fx.Node, room: int) -> Iterator[tuple[Choice, int]]:
         """Choices for an op, that with the fewest bytes first, each with the fewest parts that are enough."""
         found: dict[str, tuple[float, int, Choice, int]] = {}
-        for choice in choices(node):
+        for choice in choices(node, sums=self.place.sums):
             full = self._parts(node, choice, min(FULL, choice.units))
             if full is None or full[1].text in found:
                 continue
@@ -154,15 +155,16 @@ def _alike(node: fx.Node, other: fx.Node) -> bool:
 
 
 def split_further(
-    module: fx.GraphModule, joint: Joint, needs: Sequence[Need], *, tried: Tried, least_gain: int
+    module: fx.GraphModule, joint: Joint, needs: Sequence[Need], *, tried: Tried, least_gain: int, sums: bool = False
 ) -> fx.GraphModule | None:
     """A copy of a prepared joint graph in which the ops that need the most run in more parts; None: there is none.
 
     Args:
         module: the graph; joint: what was read of it.
         needs: of each op.
-        tried: whether a region in parts has the bits of the whole.
+        tried: whether a region in parts has the bits of the whole, or is near enough.
         least_gain: bytes that the split is to save.
+        sums: sums over parts are split too.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from within PyTorch, of what it copies beside the nodes
@@ -171,7 +173,7 @@ def split_further(
     results = tuple(n for n in output[: len(joint.forward_outputs)] if isinstance(n, fx.Node))
     norms = "_native_batch_norm_legit_functional"  # what parts of them make does not depend on what they overwrite
     pinned = {op.name for op in joint.graph.ops if op.pinned and norms not in op.target}
-    further = Further(Place(graph, results, pinned), tried)
+    further = Further(Place(graph, results, pinned, sums), tried)
     return without_dead_code(module, graph) if further.split(needs, least_gain) else None
 
 

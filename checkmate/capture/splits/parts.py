@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from checkmate.capture.nodes import storage, target_name, tensors
-from checkmate.capture.splits.dimensions import Split
+from checkmate.capture.splits.dimensions import SUMMED, Split
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
 from checkmate.capture.ways.table import Written
 
@@ -32,7 +32,7 @@ class Region:
     made: tuple[fx.Node, ...]  # what others read of it
 
     def dim(self, node: fx.Node) -> int | None:
-        """The dimension along which a tensor of the region is split."""
+        """The dimension along which a tensor of the region is split, or that it is summed."""
         return self.splits[node].results[0]
 
     def inputs(self) -> dict[tuple[fx.Node, int | None], None]:
@@ -132,6 +132,8 @@ def _adapted(node: fx.Node, split: Split, region: Region, length: int) -> tuple[
         args[2] = list(_scaled(args[2], split.results[0], units, length))
     elif packet is aten.native_group_norm:
         args[3] = args[3] // units * length
+    elif packet is aten.native_group_norm_backward:
+        args[5] = args[5] // units * length
     elif packet is aten._native_batch_norm_legit_functional:
         return aten._native_batch_norm_legit.no_stats, (*args[:3], *args[5:])
     elif packet in (convolution_backward_input, max_pool2d_backward):
@@ -163,7 +165,7 @@ class _Made:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    at: int
+    at: int  # the dimension along which it is split, or `SUMMED`
 
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
@@ -173,7 +175,8 @@ class _Made:
 class InParts:
     """A region that runs part by part.
 
-    Parts have one length; the last overlaps the one before where they do not divide the whole.
+    Parts have one length; the last overlaps the one before where they do not divide the whole, which they do if
+    anything is summed over them.
     """
 
     region: Region  # of a graph of its own
@@ -196,7 +199,7 @@ class InParts:
     @property
     def written(self) -> Written | None:
         """How the first result is written over an input that is split as it is; None where parts overlap."""
-        if self.region.units % self.length:
+        if self.region.units % self.length or self.made[0].at == SUMMED:
             return None
         alike = tuple(i for i, at in enumerate(self.given) if at == self.made[0].at)
         return Written(self.over, alike, pointwise=False, by_parts=True)
@@ -211,7 +214,15 @@ class InParts:
         about = begin, self.region.units, self.length
         some = [_part(x, at, *about) for x, at in zip(inputs, self.given, strict=True)]
         for made, result, part in zip(self.made, results, self.run(*some), strict=True):
-            _part(result, made.at, *about).copy_(part)
+            if made.at == SUMMED:
+                result.add_(part) if begin else result.copy_(part)
+            else:
+                _part(result, made.at, *about).copy_(part)
+
+    @property
+    def summed(self) -> tuple[bool, ...]:
+        """Which of the results are summed over the parts."""
+        return tuple(made.at == SUMMED for made in self.made)
 
     @property
     def whole(self) -> fx.Graph:
@@ -233,7 +244,12 @@ class InParts:
 
     def in_more_parts(self) -> InParts | None:
         """The same in parts of half the length; None: these cannot be."""
-        return None if self.length == 1 else in_parts(self.region, -(-self.length // 2))
+        length = self.length
+        while length > 1:
+            length = -(-length // 2)
+            if (found := in_parts(self.region, length)) is not None or not any(self.summed):
+                return found
+        return None
 
 
 def in_parts(region: Region, length: int) -> InParts | None:
@@ -249,6 +265,8 @@ def in_parts(region: Region, length: int) -> InParts | None:
         if at is None or not aten.is_non_overlapping_and_dense(val):
             return None
         made.append(_Made(tuple(val.shape), tuple(val.stride()), val.dtype, val.device, at))
+    if region.units % length and any(one.at == SUMMED for one in made):
+        return None
     try:
         part = graph_of(region, length)[0]
     except Exception as error:  # noqa: BLE001  # whatever it is, the op has no parts

@@ -19,6 +19,7 @@ from checkmate.capture.splits.equal_bits import same_bits
 from checkmate.capture.splits.parts import InParts, Region, apart, in_parts
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 aten = torch.ops.aten
 R = torch.randn
 GEOMETRY = [1, 1], [1, 1], [1, 1], False, [0, 0]
@@ -93,7 +94,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[tuple[int, int]
 OTHER_ORDER = {"sum", "mean, kept"}  # the kernel sums slices of rows in another: such a split is not offered
 
 
-def _node(op: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+def node_of(op: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
     """The op in a graph, its tensor arguments placeholders."""
     graph, mode = fx.Graph(), FakeTensorMode()
 
@@ -113,7 +114,7 @@ def _node(op: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
     return node
 
 
-def _region(node: fx.Node, split: Split, units: int) -> Region:
+def region_of(node: fx.Node, split: Split, units: int) -> Region:
     splits, made = {node: split}, [node]
     if isinstance(node.meta["val"], tuple):
         made = []
@@ -136,7 +137,7 @@ def _same_of_whole_numbers(parts: InParts) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_an_op_runs_in_parts_along_its_independent_dimensions_and_no_others(case: str) -> None:
     op, args, expected = CASES[case]
-    node = _node(op, args)
+    node = node_of(op, args)
     vals = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
     result = next(iter(expected))[0]
     for dim, size in enumerate(vals[result].shape):
@@ -149,7 +150,7 @@ def test_an_op_runs_in_parts_along_its_independent_dimensions_and_no_others(case
         assert tuple(split.reads[n] for n in node.all_input_nodes)[: len(dims)] == dims
         if case == "expand":  # overlaps itself: no result of its own
             continue
-        alone = apart(_region(node, split, size))
+        alone = apart(region_of(node, split, size))
         assert alone is not None
         parts = in_parts(alone, max(1, size // 2))
         assert parts is not None
@@ -157,7 +158,7 @@ def test_an_op_runs_in_parts_along_its_independent_dimensions_and_no_others(case
 
 
 def test_a_part_of_rows_may_be_units_of_a_merged_dimension() -> None:
-    node = _node(aten.view.default, (R(4, 8, 6), [32, 6]))
+    node = node_of(aten.view.default, (R(4, 8, 6), [32, 6]))
     assert split_of(node, 0, 0, 4) == Split((0,), {node.all_input_nodes[0]: 0})
     assert split_of(node, 0, 0, 32) is None
 
