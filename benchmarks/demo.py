@@ -1,6 +1,6 @@
 """Train two networks on real data, each inside three byte budgets, and hold every promise against plain PyTorch.
 
-    python -m benchmarks.demo [--steps N]
+    python -m benchmarks.demo [--steps N] [--quick]
 
 The character model is GPT-2 of four layers, on the text of Python's own documentation topics. The convolutional one is
 ResNet-18, and learns to name letters drawn in the typefaces that come with Matplotlib. Nothing is downloaded. The exit
@@ -33,8 +33,18 @@ from checkmate.memory import measure_peak
 from checkmate.units import exact_bytes, format_bytes, format_seconds
 
 SHARES = (0.75, 0.35, 0.0)  # of the way from the smallest budget to keeping everything
-TIME_LIMIT = 6.0  # seconds to plan for one budget
-PAIRS = 8  # of timed steps
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long it may take."""
+
+    lowest: float = 10.0  # seconds to look for the smallest budget
+    plan: float = 6.0  # seconds to plan for one budget
+    pairs: int = 8  # of timed steps
+
+
+QUICK = Effort(lowest=2.0, plan=1.0, pairs=1)
 LEGEND = """
 budget          bytes allowed at any moment of forward and backward, parameters, buffers and batch included
 predicted peak  what the plan says; measured peak: what the profiler saw PyTorch allocate
@@ -127,12 +137,12 @@ def letters_task(steps: int) -> Task:
     return Task(title, make, data.letter_batches(images, labels, steps, size=64))
 
 
-def run(task: Task) -> list[str]:
+def run(task: Task, effort: Effort) -> list[str]:
     """Train plainly, then inside each budget, and print the table; the promises that were broken, in words."""
     print(f"\n{task.title}", flush=True)
     module, step = task.make()
     problem = checkmate.trace(step, *task.batches[0])
-    lowest, keep_all = checkmate.min_budget(problem).peak, problem.keep_all_peak
+    lowest, keep_all = checkmate.min_budget(problem, time_limit=effort.lowest).peak, problem.keep_all_peak
     expected = measuring.train(module, step, task.batches)
     measuring.step_and_back(module, step, task.batches[0])
     module.zero_grad(set_to_none=True)
@@ -144,18 +154,18 @@ def run(task: Task) -> list[str]:
         f"in {len(losses)} steps\n"
     )
     budgets = [measuring.budget_at(share, lowest, keep_all) for share in SHARES]
-    rows = [_row(task, budget, expected) for budget in budgets]
+    rows = [_row(task, budget, effort, expected) for budget in budgets]
     print(Table(HEADER, [row.cells() for row in rows], HEADER), flush=True)
     return [promise for row in rows for promise in row.broken()]
 
 
-def _row(task: Task, budget: int, expected: list[Tensor]) -> Row:
+def _row(task: Task, budget: int, effort: Effort, expected: list[Tensor]) -> Row:
     module, plain = task.make()
-    compiled = checkmate.compile(plain, budget=budget, time_limit=TIME_LIMIT, wait="best")
+    compiled = checkmate.compile(plain, budget=budget, time_limit=effort.plan, wait="best")
     found = measuring.train(module, compiled, task.batches)
     solution = compiled.plans[0]
     use = measure_peak(partial(measuring.step_and_back, module, compiled, task.batches[0]))
-    _, seconds, ratio = measuring.paired_times(module, plain, compiled, task.batches[0], PAIRS)
+    _, seconds, ratio = measuring.paired_times(module, plain, compiled, task.batches[0], effort.pairs)
     return Row(
         budget,
         solution.peak or 0,
@@ -172,11 +182,13 @@ def main() -> int:
     """Run both tasks."""
     parser = argparse.ArgumentParser(description="Train two networks inside byte budgets.")
     parser.add_argument("--steps", type=int, default=25, help="training steps of each run")
-    steps = parser.parse_args().steps
+    parser.add_argument("--quick", action="store_true", help="a second for each plan, and each step timed once")
+    asked = parser.parse_args()
     torch.set_num_threads(1)  # where bytes and numbers repeat exactly
     began = time.perf_counter()
     print(LEGEND.strip(), flush=True)
-    broken = [promise for make in (text_task, letters_task) for promise in run(make(steps))]
+    effort = QUICK if asked.quick else Effort()
+    broken = [promise for make in (text_task, letters_task) for promise in run(make(asked.steps), effort)]
     print(f"\nAll of it took {time.perf_counter() - began:.0f} seconds on one thread.")
     for promise in broken:
         print(f"BROKEN: {promise}")

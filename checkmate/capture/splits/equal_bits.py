@@ -14,6 +14,7 @@ from checkmate.capture.splits.parts import InParts
 
 INPUTS, MOST_INPUTS = 2, 32  # on which all bits must be equal
 ENOUGH = 2**20  # numbers on which an order that differs shows
+SUMMED_UP = 2**22  # numbers: of so many an order shows in whatever they are summed to
 _tried: dict[tuple[Any, ...], float] = {}
 
 
@@ -45,8 +46,10 @@ def most_off(parts: InParts) -> float:
 
 
 def inputs_of(parts: InParts) -> int:
-    """How many inputs a region is tried on: more if it is small."""
-    return min(MOST_INPUTS, max(INPUTS, ENOUGH // max(1, sum(n.meta["val"].numel() for n in parts.region.made))))
+    """How many inputs a region is tried on: more if it makes little of little."""
+    made = sum(n.meta["val"].numel() for n in parts.region.made)
+    read = sum(n.meta["val"].numel() for n in parts.whole.find_nodes(op="placeholder"))
+    return min(MOST_INPUTS, max(INPUTS, min(ENOUGH // max(1, made), SUMMED_UP // max(1, read))))
 
 
 def _off(parts: InParts, whole: Any, seed: int) -> float:

@@ -110,24 +110,24 @@ class Further:
     def _candidates(self, node: fx.Node, room: int) -> Iterator[tuple[Choice, int]]:
         """Choices for an op, that with the fewest bytes first, each with the fewest parts that are enough."""
         found: dict[str, tuple[float, int, Choice, int]] = {}
+        forms = set()  # of regions: many choices lead to the same
         for choice in choices(node, sums=self.place.sums):
-            full = self._parts(node, choice, min(FULL, choice.units))
-            if full is None or full[1].text in found:
+            region = region_at(self.place, node, choice)
+            if region is None or region.form in forms:
                 continue
-            least = bytes_of(full[1], full[0])
+            forms.add(region.form)
+            alone = apart(region)
+            full = None if alone is None else in_parts(alone, -(-choice.units // FULL))
+            if alone is None or full is None or full.text in found:
+                continue
+            least = bytes_of(full, region)
             if least < room:
-                ops = sum(not is_view(n) for n in full[0].splits)
-                count = next(
-                    (c for c in COUNTS if c < choice.units and self._fits(node, choice, c, room)),
-                    min(FULL, choice.units),
-                )
-                found[full[1].text] = (least * (1 + 0.2 * ops / MOST_OPS), ops, choice, count)
+                ops = sum(not is_view(n) for n in region.splits)
+                fewer = (c for c in COUNTS if c < choice.units and _fits(region, alone, c, room))
+                count = next(fewer, min(FULL, choice.units))
+                found[full.text] = (least * (1 + 0.2 * ops / MOST_OPS), ops, choice, count)
         for _, _, choice, count in sorted(found.values(), key=lambda one: one[:2])[:TRIALS]:
             yield choice, count
-
-    def _fits(self, node: fx.Node, choice: Choice, count: int, room: int) -> bool:
-        found = self._parts(node, choice, count)
-        return found is not None and bytes_of(found[1], found[0]) < room
 
     def _parts(self, node: fx.Node, choice: Choice, count: int) -> tuple[Region, InParts] | None:
         """A region, and what runs it in so many parts; None: it cannot be."""
@@ -144,6 +144,12 @@ class Further:
             return False
         self.new.add(name)
         return True
+
+
+def _fits(region: Region, alone: Region, count: int, room: int) -> bool:
+    """Whether a region, apart from its graph, needs less than that in so many parts."""
+    parts = in_parts(alone, -(-region.units // count))
+    return parts is not None and bytes_of(parts, region) < room
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:

@@ -35,6 +35,11 @@ class Region:
         """The dimension along which a tensor of the region is split, or that it is summed."""
         return self.splits[node].results[0]
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Which ops are split how: the same for regions that are the same."""
+        return self.units, tuple((n, split.results) for n, split in self.splits.items()), self.made
+
     def inputs(self) -> dict[tuple[fx.Node, int | None], None]:
         """What the region reads, with the dimension along which that is split."""
         return dict.fromkeys(
