@@ -1,7 +1,8 @@
 """Ops in parts: the smallest budgets of networks before and after, estimated, and of small ones, measured here.
 
-    python -m benchmarks.splits [NETWORK ...] [--quick] [--out benchmarks/results/splits.jsonl]
+    python -m benchmarks.splits [NETWORK ...] [--numerics rounding] [--quick] [--out benchmarks/results/splits.jsonl]
 
+With `--numerics rounding` sums over parts are taken too, where nothing else gains.
 Networks at the size people train are traced on the meta device as in `benchmarks.graphs`: nothing runs, so that no
 split has been tried. The small ones train on the CPU of this machine: each split was tried, and at the smallest budget
 bits and peak are compared with those of plain PyTorch.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,9 @@ from benchmarks.common.rows import Row, add_names, append, origin
 from benchmarks.loss import NETWORKS as LANGUAGE
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.unet import UNet
+from checkmate.backends.planner import Numerics
 from checkmate.core.table import Table
+from checkmate.profiling.profilers import Choice
 from checkmate.solvers.search.min_budget import ends_of
 from checkmate.units import format_bytes
 
@@ -76,20 +80,22 @@ MEASURED: dict[str, graphs.Make] = {
 }
 
 
-def smallest(name: str, quick: bool) -> Row:
+def smallest(name: str, numerics: Numerics, quick: bool) -> Row:
     """The smallest budget of a network before and after it is split."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     measured = name in MEASURED
     with torch.device("cpu" if measured else "meta"):
         step, batch = (MEASURED if measured else ESTIMATED)[name]()
-    whole = checkmate.trace(step, *batch, profile="measure" if measured else f"roofline:{graphs.DEVICE}")
+    profile: Choice = "measure" if measured else f"roofline:{graphs.DEVICE}"
+    whole = checkmate.trace(step, *batch, profile=profile, numerics=numerics)
     limit = 1.0 if quick else TIME_LIMIT
-    ends = [(problem, ends_of(problem, time_limit=limit)) for problem in [whole, *_last(whole)]]
+    ends = [(problem, ends_of(problem, time_limit=limit)) for problem in whole.and_smaller()]
     before = ends[0][1]
     split, after = min(ends, key=lambda end: end[1].peak)
     row: Row = {
         "network": name,
+        "numerics": numerics,
         "measured": measured,
         "keep_all": whole.keep_all_peak,
         "resident": whole.resident,
@@ -97,31 +103,27 @@ def smallest(name: str, quick: bool) -> Row:
         "after": after.peak,
         "after_bound": after.bound,
         "splits": list(split.splits),
+        "rounding": split.rounding,
         "seconds": whole.keep_all_cost,
         "split_seconds": split.keep_all_cost,
     }
     if measured:
-        report = checkmate.verify(step, *batch, budget=after.peak, time_limit=limit)
-        row |= {"same_bits": report.repeats, "measured_peak": report.measured_peak}
+        report = checkmate.verify(step, *batch, budget=after.peak, time_limit=limit, numerics=numerics)
+        row |= {"same_bits": report.off == 0, "off": report.off, "measured_peak": report.measured_peak}
     return row
-
-
-def _last(whole: checkmate.Problem) -> list[checkmate.Problem]:
-    """The step split as far as that helps."""
-    *_, split = whole.and_smaller()
-    return [] if split is whole else [split]
 
 
 def main() -> None:
     """Find the smallest budgets that were asked for, and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_names(parser, [*MEASURED, *ESTIMATED])
+    parser.add_argument("--numerics", choices=get_args(Numerics), default="exact")
     parser.add_argument("--quick", action="store_true", help="a second for each budget")
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
     shown = []
     for name in asked.names:
-        row = smallest(name, asked.quick)
+        row = smallest(name, asked.numerics, asked.quick)
         append(asked.out, {**origin("torch", "transformers"), **row})
         gain, longer = 1 - row["after"] / row["before"], row["split_seconds"] / row["seconds"] - 1
         bytes_of = (format_bytes(row[key]) for key in ("keep_all", "before", "after"))

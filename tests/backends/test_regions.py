@@ -260,7 +260,7 @@ def test_a_sum_that_is_further_off_than_when_it_was_tried_is_an_error(monkeypatc
 
 @pytest.mark.slow
 def test_whole_steps_with_sums_over_parts() -> None:
-    """The loss and everything of the forward have equal bits, what gradients make is plain PyTorch's but for rounding."""
+    """The loss has equal bits, and what gradients make is plain PyTorch's but for rounding."""
     torch.manual_seed(0)
     down, up, last = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(32, 4, 3, padding=1)
     model, x = nn.ModuleList([down, up, last]), torch.randn(8, 3, 24, 24)

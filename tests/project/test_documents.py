@@ -110,7 +110,8 @@ def test_the_figures_of_ops_in_parts_come_from_the_committed_rows() -> None:
     rows = [json.loads(line) for line in lines]
     measured = [row for row in rows if row["measured"]]
     assert measured
-    assert all(row["same_bits"] and row["measured_peak"] <= row["after"] for row in measured)
+    assert all(row["measured_peak"] <= row["after"] for row in measured)
+    assert all(row["same_bits"] or row["numerics"] == "rounding" for row in measured)
     written = set()
     for row in rows:
         unit, name = (1e6, "MB") if row["measured"] else (1e9, "GB")
