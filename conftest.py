@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 
@@ -24,7 +25,10 @@ def _clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A folder for measured costs that is not the user's."""
+    """A folder for measured costs that is not the user's, the same for all processes that run tests at a time."""
+    base = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(
+            "CHECKMATE_CACHE_DIR", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache")
+        )
         yield

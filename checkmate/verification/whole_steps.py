@@ -78,7 +78,7 @@ def compare_whole(
     rounding = 0.0 if plan is None else plan.problem.rounding
     if (different := names_that_differ(expected, found)) and rounding:
         before = {f"{names[id(p)]} of shape {tuple(p.shape)}": p.detach().to(CPU) for p in parameters}
-        off = _compare_with_sums(different, before, expected, found, rounding)
+        off = compare_but_for_sums(different, before, expected, found, rounding)
         log.info("verified: the whole step but for rounding, %.3g at most, where it sums over parts", off)
     elif different:
         again = run(plain)
@@ -96,7 +96,7 @@ def compare_whole(
         log.info("verified: the whole step has the bits of plain PyTorch, in %d tensors", len(expected.results))
 
 
-def _compare_with_sums(
+def compare_but_for_sums(
     names: list[str], before: dict[str, torch.Tensor], plain: Outcome, found: Outcome, rounding: float
 ) -> float:
     """Hold what is made of gradients against how far off sums over parts were when they were tried.

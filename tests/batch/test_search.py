@@ -167,7 +167,7 @@ def test_batches_of_all_kinds(batch: object) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.long
 def test_padding_is_climbed(found: LargestBatch) -> None:
     padded = _search(make_batch=lambda n: _make_batch(-(-n // 16) * 16), time_limit=60)
     assert padded.size == found.size // 16 * 16

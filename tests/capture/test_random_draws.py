@@ -24,7 +24,7 @@ from checkmate.capture.random_draws import (
 from checkmate.codegen import emit as codegen
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
-from tests.support.sampling import slow
+from tests.support.sampling import few
 from tests.support.stepping import assert_same, train
 
 BATCH, TOKENS, WIDTH = 4, 16, 32
@@ -72,7 +72,7 @@ def _network(drop: Callable[[Tensor, bool], Tensor]) -> nn.Sequential:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", ["dropout", *(slow(name) for name in sorted({*DROPS} - QUICK))])
+@pytest.mark.parametrize("name", ["dropout", *few(2, [(name,) for name in sorted({*DROPS} - QUICK)])])
 def test_replays_at_the_tightest_budget(name: str) -> None:
     """Several steps: the random state goes on as in plain PyTorch from each to the next."""
     net, twin = _network(DROPS[name]), _network(DROPS[name])

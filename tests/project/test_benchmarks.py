@@ -64,6 +64,7 @@ def test_predicted_step_times_are_written_for_each_budget(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_seconds_of_a_first_step_are_those_of_its_parts() -> None:
     options = ("checkmate", "1", "mlp", "1000000000", "1", "first")
     (row,) = json.loads(run_python("-c", start.IN_A_PROCESS, *options).stdout.splitlines()[-1])
@@ -232,6 +233,7 @@ def test_a_network_that_there_is_not_is_refused_by_name(capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_training_within_a_fraction_of_a_device_is_compared_with_plain_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -20,7 +20,8 @@ from tests.support.sampling import long, slow
 from tests.support.stepping import Trained, assert_same, train
 
 QUICK = (("mlp", 1.0), ("mlp", 0.0))
-BETWEEN = (slow("gpt2-sdpa", 0.4), long("mobilenet", 0.4), long("unet", 0.4))  # the smallest budget is the hard one
+SMALLEST = {"gpt2-eager", "gpt2-sdpa", "mobilenet", "unet", "vit"}  # the smallest budget is the hard one
+OTHERS = [(name, share) for share in (0.0, 0.4) for name in CASES if name != "mlp"]
 
 
 @functools.cache
@@ -35,7 +36,10 @@ def _problem(name: str) -> checkmate.Problem:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("name", "share"), [*QUICK, *BETWEEN, *(slow(name, 0.0) for name in CASES if name != "mlp")])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [*QUICK, *((slow if not share and name in SMALLEST else long)(name, share) for name, share in OTHERS)],
+)
 def test_same_numbers_within_the_budget(name: str, share: float) -> None:
     """At the smallest budget, at one in between and at keep-all; the peak is predicted to the byte."""
     problem = _problem(name)
@@ -53,7 +57,7 @@ def test_same_numbers_within_the_budget(name: str, share: float) -> None:
     assert (len(plan.modules.again) > 0) == (share < 1.0)
 
 
-@pytest.mark.parametrize("name", [slow("vgg"), long("resnet18"), long("unet"), slow("gpt2-sdpa")])
+@pytest.mark.parametrize("name", [slow("vgg"), long("resnet18"), long("unet"), long("gpt2-sdpa")])
 def test_within_the_budget_on_two_threads(name: str) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -174,8 +178,7 @@ def test_the_second_start_trains_with_the_plan_of_the_first() -> None:
 
 
 @pytest.mark.usefixtures("one_thread", "_no_plans")
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["mlp", "gpt2-sdpa"])
+@pytest.mark.parametrize("case", [slow("mlp"), long("gpt2-sdpa")])
 def test_a_smaller_last_batch_trains_within_the_budget_with_the_same_numbers(case: str) -> None:
     module, step, batch = CASES[case].make(0)
     problem = checkmate.trace(step, *batch)
@@ -254,9 +257,14 @@ def test_keyword_arguments_and_results_in_a_dict() -> None:
     assert_same_bits(found, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "memory_format"),
+    [
+        *(slow(dtype, torch.contiguous_format) for dtype in (torch.float32, torch.bfloat16)),
+        *(slow(dtype, torch.channels_last) for dtype in (torch.float32, torch.bfloat16)),
+        *(long(torch.float64, memory_format) for memory_format in (torch.contiguous_format, torch.channels_last)),
+    ],
+)
 def test_dropout_is_that_of_eager(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
     """Drawn in the same order, scaled with the same rounding, and replayed from its mask."""
     x = torch.rand(2, 6, 5, 7, dtype=dtype).to(memory_format=memory_format).requires_grad_()

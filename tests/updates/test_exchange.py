@@ -26,6 +26,7 @@ import checkmate
 from benchmarks.common.own_seconds import count_own_seconds
 from checkmate.core.plan import Run
 from tests.support.bits import assert_same_bits
+from tests.support.sampling import long, slow
 from tests.support.whole_steps import plain_step, train_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")]
@@ -310,6 +311,6 @@ def _run(rank: int, ranks: int, meeting: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [*SCENES])
+@pytest.mark.parametrize("ranks", [slow(2), long(3)])
 def test_ranks(ranks: int, tmp_path: Path) -> None:
     spawn(_run, (ranks, str(tmp_path / "meeting"), str(tmp_path)), nprocs=ranks)

@@ -17,6 +17,7 @@ from checkmate.memory import MemoryUse, measure_peak
 from checkmate.training import TrainingStep
 from checkmate.updates.scaling import HELD_BYTES
 from tests.support.bits import assert_same_bits
+from tests.support.sampling import long, slow
 from tests.support.whole_steps import plain_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,8 +94,7 @@ def test_scaled_loss(dtype: torch.dtype, options: dict[str, Any]) -> None:
     assert any(b < a for a, b in itertools.pairwise(scales))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3])
-@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize(("share", "clip_norm"), [slow(0.0, 0.1), long(0.0, None), long(0.3, 0.1), slow(0.3, None)])
 def test_scaled_loss_within_the_budget(share: float, clip_norm: float | None) -> None:
     """Where gradients are let go of after they were looked at, and made again; what the scaler has is counted."""
 

@@ -20,7 +20,7 @@ from checkmate.capture import rewrite
 from checkmate.codegen import boxed as runtime
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.verification import compare as verification
-from checkmate.verification.compare import _distance
+from checkmate.verification.compare import distance
 from tests.support.bits import assert_same_bits
 
 
@@ -230,7 +230,7 @@ def test_what_plain_pytorch_repeats_must_be_equal_beside_what_it_does_not(
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "distance"),
+    ("a", "b", "expected"),
     [
         (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), 0.5),
         (torch.tensor([0.0]), torch.tensor([-0.0]), 0.0),
@@ -243,8 +243,8 @@ def test_what_plain_pytorch_repeats_must_be_equal_beside_what_it_does_not(
         (torch.ones(2), None, float("inf")),
     ],
 )
-def test_distance(a: Tensor, b: Tensor | None, distance: float) -> None:
-    assert _distance(a, b) == distance
+def test_distance(a: Tensor, b: Tensor | None, expected: float) -> None:
+    assert distance(a, b) == expected
 
 
 def test_verify_reports_what_it_compared(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:

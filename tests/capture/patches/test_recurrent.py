@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import checkmate
 from tests.support.bits import assert_same_bits
-from tests.support.sampling import slow
+from tests.support.sampling import few, long, slow
 
 TWO_WAYS = {"num_layers": 2, "bidirectional": True, "dropout": 0.3, "batch_first": True}
 
@@ -22,8 +22,8 @@ TWO_WAYS = {"num_layers": 2, "bidirectional": True, "dropout": 0.3, "batch_first
     [
         (nn.GRU, TWO_WAYS),
         (nn.LSTM, TWO_WAYS),
-        *(slow(kind, options) for kind in (nn.RNN, nn.GRU, nn.LSTM) for options in ({}, {"bias": False})),
-        slow(nn.RNN, TWO_WAYS),
+        *few(3, [(kind, options) for kind in (nn.RNN, nn.GRU, nn.LSTM) for options in ({}, {"bias": False})]),
+        long(nn.RNN, TWO_WAYS),
         slow(nn.RNN, {"nonlinearity": "relu"}),
         slow(nn.LSTM, {"proj_size": 3}),
     ],

@@ -15,6 +15,7 @@ from checkmate.capture.splits import loss as functions
 from checkmate.capture.splits import trial
 from checkmate.capture.splits.find_loss import Loss, losses
 from checkmate.capture.splits.write_loss import SPLITS, Split, splits_of
+from tests.support.sampling import few
 
 ROWS, LENGTH, DEPTH, CLASSES = 3, 37, 24, 301  # none a power of two
 X, Y = torch.randn(ROWS, LENGTH, DEPTH), torch.randint(CLASSES, (ROWS, LENGTH))
@@ -73,10 +74,15 @@ def _loss(kind: str, dtype: torch.dtype, *, bias: bool) -> Loss:
     return loss
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("kind", "threads"), [(kind, 1 + i % 2) for i, kind in enumerate(KINDS)])
+@pytest.mark.parametrize(
+    ("kind", "threads", "dtype"),
+    [
+        *((kind, 1 + i % 2, torch.float32) for i, kind in enumerate(KINDS)),
+        *few(4, [(kind, 1 + i % 2, torch.bfloat16) for i, kind in enumerate(KINDS)]),
+    ],
+)
 def test_each_kind_has_the_bits_of_plain_pytorch(
-    kind: str, dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "MOST_INPUTS", 3)
     loss = _loss(kind, dtype, bias=threads == 2)

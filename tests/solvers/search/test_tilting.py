@@ -37,6 +37,7 @@ def test_nothing_fits_below_what_one_op_needs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_finds_what_the_formulas_miss_close_to_the_smallest_budget() -> None:
     problem = dags.unet(2)
     budget = int(1.02 * checkmate.min_budget(problem).peak)
