@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import takewhile
 from math import inf
 from typing import Any
 
@@ -97,7 +98,7 @@ class _Step:
             else:
                 found = self._regions(problem, place)
                 found = found or (self._loss_and_regions(problem, place) if place.anew else None)
-            return found or (self._with_sums(problem, place) if self.rounding and place.anew else None)
+            return found or (self._with_sums(problem, place) if self.rounding else None)
 
         return replace(problem, smaller=smaller)
 
@@ -115,7 +116,8 @@ class _Step:
         """A step with split regions, its loss split further, if that gains: the regions are found anew."""
         for after, _, module, split in self._with_loss_split(problem, place.losses, near=GAIN):
             as_before = self.further(split, _Place(module, int(split.unavoidable_bytes.max()), after, anew=False))
-            if (gained := next((one for one in as_before.and_smaller() if _gains(one, problem)), None)) is not None:
+            exact = takewhile(lambda one: not one.rounding, as_before.and_smaller())
+            if (gained := next((one for one in exact if _gains(one, problem)), None)) is not None:
                 return gained
         return None
 

@@ -81,6 +81,12 @@ def test_bad_budgets_fail_at_the_call(budget: object) -> None:
     [
         ({"method": "magic"}, ValueError, "auto"),
         ({"time_limit": 0}, ValueError, "time_limit"),
+        (
+            {"numerics": "fast"},
+            ValueError,
+            '^numerics is "exact", the bits of plain PyTorch, or "rounding", not \'fast\'',
+        ),
+        ({"numerics": "rounding", "backend": "inductor"}, ValueError, "rounds otherwise than plain PyTorch anyway"),
         ({"time_limit": float("nan")}, ValueError, "time_limit"),
         ({"reserve": -1}, checkmate.BudgetError, "positive"),
     ],
