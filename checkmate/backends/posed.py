@@ -13,6 +13,7 @@ from checkmate.backends.state import tensors_within
 from checkmate.capture.device import as_allocated, held_outside
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage
+from checkmate.capture.splits.parts import InParts
 from checkmate.codegen.second_memory import SecondMemory
 from checkmate.codegen.writing_over import writable
 from checkmate.core.problem import Problem
@@ -23,7 +24,8 @@ from checkmate.solvers.late_results import late_results
 
 def problem_of(joint: Joint, profile: Profiler, *, tried: bool = True) -> Problem:
     """The problem that a captured step poses, its ops measured or estimated, in the order with the lower floor."""
-    order = late_results(joint.graph)
+    is_split = any(isinstance(node.target, InParts) for node in joint.module.graph.nodes)
+    order = late_results(joint.graph, by_floor=is_split)
     joint = joint if order is None else joint.in_order(order)
     costs, over = writable(joint, profile(joint))
     return Problem(joint.graph, costs if tried else tried_here(joint, costs, over), Write(joint, over))
