@@ -120,6 +120,7 @@ def test_a_tighter_cap_gives_a_smaller_size(on_paper: Callable[[int], Problem]) 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_any_integer_will_do() -> None:
     """The length of a sequence, which attention squares."""
 

@@ -169,6 +169,7 @@ def test_configurations_are_small_and_have_layers_of_each_kind() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_models_run_in_processes_of_their_own_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (row,) = census.run([BERT], jobs=1, seconds=90)
