@@ -46,6 +46,7 @@ def _floor(problem: Problem) -> int:
     return int(problem.unavoidable_bytes.max())
 
 
+@pytest.mark.slow
 def test_below_the_smallest_budget_of_the_whole_the_loss_is_split(model: _Model, problem: Problem) -> None:
     whole, smallest = _floor(problem), checkmate.min_budget(problem)
     assert smallest.peak < 0.5 * whole
@@ -138,6 +139,7 @@ def test_losses_of_other_kinds_are_split_to_the_byte(kind: str, model: _Model) -
     assert report.measured_peak == report.predicted_peak < _floor(problem)
 
 
+@pytest.mark.slow
 def test_logits_by_a_transposed_embedding_are_split_to_the_byte(model: _Model) -> None:
     def step(tokens: Tensor) -> Tensor:
         logits = model.inner(model.words(tokens)) @ model.words.weight.T

@@ -328,6 +328,7 @@ def test_what_stays_over_the_budget_is_refused_and_nothing_is_lost(monkeypatch: 
     assert all(p.grad is None for p in net.parameters())
 
 
+@pytest.mark.slow
 def test_the_lowest_of_all_plans_is_tried_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the first takes beyond its plan none could fit; the lowest takes less beyond it."""
     backend, run, asides, _ = _trial(monkeypatch, [500_000, 0, 10_000])
@@ -338,6 +339,7 @@ def test_the_lowest_of_all_plans_is_tried_before_a_refusal(monkeypatch: pytest.M
     assert plan.details["measured_peak"] == plan.peak + 10_000
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_be_smaller_is_refused_with_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, run, asides, _ = _trial(monkeypatch, [500_000, 0, 500_000])
     with pytest.raises(Exception, match="Compiled by Inductor, no plan stays") as caught:

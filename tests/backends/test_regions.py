@@ -297,6 +297,7 @@ def test_whole_steps_with_sums_over_parts() -> None:
     assert step.plans[0].problem.rounding > 0
 
 
+@pytest.mark.slow
 def test_the_same_op_of_fewer_dimensions_is_not_alike() -> None:
     """What is large is split along its last dimension, which the other one does not have."""
     weight = nn.Parameter(torch.randn(2, 1, 40_000))

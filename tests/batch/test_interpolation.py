@@ -115,6 +115,7 @@ def test_a_plan_under_a_cap_is_found_where_there_is_one_and_else_refuted(seed: i
                 assert is_beyond(solution, cap), (budget, overhead)
 
 
+@pytest.mark.slow
 def test_it_stops_at_the_first_plan_under_the_cap() -> None:
     """Proving the least recomputation of this step takes far longer."""
     problem = unet()

@@ -53,6 +53,7 @@ def _net(track: bool = True) -> nn.Sequential:
     return nn.Sequential(*(layer for group in layers for layer in group), nn.Flatten(), nn.Linear(4 * 64, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread", "stand_in")
 @pytest.mark.parametrize(
     ("track", "frozen", "share"), [(True, False, 0.0), (True, False, 0.5), (False, False, 0.0), (True, True, 0.0)]
@@ -85,6 +86,7 @@ def test_trains_as_eager_does(track: bool, frozen: bool, share: float) -> None:
         assert any("batch_norm" in name for name in compiled.plans[0].modules.again)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread", "stand_in")
 def test_evaluates_as_eager_does() -> None:
     net = _net().eval()

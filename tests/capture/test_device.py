@@ -80,6 +80,7 @@ def test_what_is_held_counts_as_resident() -> None:
     assert checkmate.min_budget(held).peak == checkmate.min_budget(problem).peak + 3000
 
 
+@pytest.mark.slow
 def test_what_an_allocator_holds_is_read_when_the_step_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way on the CPU, with the reading that a CUDA device would give."""
     step, x = torch.nn.Linear(8, 4), torch.ones(2, 8)

@@ -286,6 +286,7 @@ def _of(module: LayerDrop, seed: int) -> tuple[bool, ...]:
     return tuple(skipped)
 
 
+@pytest.mark.slow
 def test_layers_are_dropped_as_in_plain_pytorch_each_subset_by_its_plan() -> None:
     module = LayerDrop(2, 0.5)
     step = checkmate.compile(module, budget="1 MB", time_limit=1, profile="roofline:h100")

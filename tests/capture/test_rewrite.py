@@ -154,6 +154,7 @@ def test_statistics_of_batch_norm_are_not_saved() -> None:
     assert not names & statistics
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("options", [{}, {"track_running_stats": False}, {"affine": False}])
 def test_what_batch_norm_saves_under_autocast_is_counted_as_it_is(options: dict) -> None:

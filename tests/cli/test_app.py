@@ -213,6 +213,7 @@ def test_a_whole_training_step_is_planned_with_its_updates(capsys: pytest.Captur
     assert [op.target for op in problem.graph.ops][-1] == "checkmate.update_parameter"
 
 
+@pytest.mark.slow
 def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["max-batch", "my_step:example", "--device", "h100", "--budget", "100kB", "--largest", "40"]
     found = _json(capsys, *command, "--max-overhead", "none", "--time-limit", "20")

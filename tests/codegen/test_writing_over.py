@@ -124,6 +124,7 @@ class _Images(nn.Module):
         return self.blocks(x).mean((2, 3)).square().sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_what_runs_block_by_block_does_so_where_the_budget_asks_for_it(layout: torch.memory_format) -> None:
     x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1)).contiguous(memory_format=layout)
@@ -192,6 +193,7 @@ def _as_arrays(step: Callable[..., Tensor]) -> tuple[list[Any], Tensor]:
     return [tensor.detach().numpy() for tensor in kept], loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeping", [_kept_by_hooks, _kept_by_hooks_elsewhere, _asked_for, _as_arrays])
 def test_saved_tensors_that_another_holds_stay_as_they_are(
     keeping: Callable[[Callable[..., Tensor]], tuple[list[Any], Tensor]],
@@ -231,6 +233,7 @@ class _KeepingFunctions(torch.overrides.TorchFunctionMode):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "also_forward"), [(_Keeping, False), (_KeepingFunctions, True)])
 def test_what_a_mode_has_seen_stays_as_it_was(kind: Callable[[], Any], also_forward: bool) -> None:
     """Under a mode that sees each op a forward is captured anew, and cannot be; a backward runs."""
@@ -244,6 +247,7 @@ def test_what_a_mode_has_seen_stays_as_it_was(kind: Callable[[], Any], also_forw
     assert_same_bits(_grads(net), _plain())
 
 
+@pytest.mark.slow
 def test_a_default_device_is_no_reason_to_take_more() -> None:
     net = _Net()
     step = _compiled(net)
@@ -282,6 +286,7 @@ def test_results_made_over_views_can_be_written_to() -> None:
     assert not handed_out[1]._is_view()
 
 
+@pytest.mark.slow
 def test_gradients_that_are_handed_out_one_by_one_are_whole() -> None:
     """A weight that a step uses again and again, and two calls before one backward."""
     nets = [_Net(), _Net()]
@@ -386,6 +391,7 @@ def test_a_step_within_a_checkpoint(reentrant: bool) -> None:
     assert_same_bits(*found)
 
 
+@pytest.mark.slow
 def test_ops_of_others_may_keep_what_they_read() -> None:
     net, kept = _Net(), list[Tensor]()
 
@@ -442,6 +448,7 @@ def test_inductor_is_offered_no_ways() -> None:
     assert not seen[0].profile.ways
 
 
+@pytest.mark.slow
 def test_a_kernel_that_gives_other_bits_in_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each value is looked at when it is made, as the step makes it, not when another is written over it."""
     call = writing_over.call_over

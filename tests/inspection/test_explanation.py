@@ -21,6 +21,7 @@ def x() -> Tensor:
     return torch.randn(24, 16)
 
 
+@pytest.mark.slow
 def test_a_step_that_can_be_planned(net: nn.Module, x: Tensor) -> None:
     found = checkmate.explain(lambda x: net(x).sum(), x)
     problem = checkmate.trace(lambda x: net(x).sum(), x)
@@ -54,6 +55,7 @@ def test_what_every_plan_holds_is_in_every_plan(net: nn.Module, x: Tensor) -> No
     assert 0 < found.held_bytes <= found.smallest.peak - found.problem.resident
 
 
+@pytest.mark.slow
 def test_it_prints_well(net: nn.Module, x: Tensor) -> None:
     shown = repr(checkmate.explain(lambda x: net(x).sum(), x, top=1))
     head, table = shown.split("\n\n")

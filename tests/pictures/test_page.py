@@ -441,6 +441,7 @@ def test_what_others_wrote_is_unchanged_and_comes_with_its_licence(tmp_path: Pat
     assert (VENDOR / "uPlot.LICENSE").read_text().strip() in text
 
 
+@pytest.mark.slow
 def test_it_needs_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
     code = f"""
 import checkmate, sys
@@ -540,6 +541,7 @@ def _mouse(driver: Any) -> Any:
     return ActionChains(driver, duration=0)
 
 
+@pytest.mark.slow
 def test_all_pictures_are_drawn(opened: Open) -> None:
     driver = opened(_again(), frontier=_rows())
     areas, *others = driver.execute_script("""
@@ -744,6 +746,7 @@ def test_a_name_in_a_table_leads_to_the_picture(opened: Open) -> None:
     assert _one(driver, "#memory-readout h3").text.removesuffix(" (the peak)") == text
 
 
+@pytest.mark.slow
 def test_the_schedule_is_read_by_keyboard_and_pointer(opened: Open) -> None:
     solution = _again()
     R, S = _plan(solution).R, _plan(solution).S

@@ -53,6 +53,7 @@ def test_trains_within_the_budget_in_the_same_bits(
     assert "runs again" in caplog.text
 
 
+@pytest.mark.slow
 def test_another_shape_gets_its_own_plan(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     compiled = _compiled(net.eval(), budget="1 MB")
     for size in (64, 7, 5):

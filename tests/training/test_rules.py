@@ -59,6 +59,7 @@ def x() -> Tensor:
     return torch.randn(3, 32, 16)
 
 
+@pytest.mark.slow
 def test_a_tag_is_no_op(net: Net, x: Tensor) -> None:
     tagged, plain = checkmate.trace(net, x), checkmate.trace(Net(untagged), x)
     assert [(op.name, op.target) for op in tagged.graph.ops] == [(op.name, op.target) for op in plain.graph.ops]

@@ -240,6 +240,7 @@ def test_what_a_process_finds_takes_over(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_same_bits(found, [_train(plain, plain, [], steps=2), _train(plain, plain, [], steps=3)])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("searches")
 def test_the_line_says_that_training_has_begun() -> None:
     shown: list[str] = []

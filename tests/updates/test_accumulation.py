@@ -83,6 +83,7 @@ def test_same_numbers_within_the_budget(share: float, clip_norm: float | None) -
     assert updating == peaks[1] if clip_norm else updating <= peaks[1]  # sums that are used are gone before the end
 
 
+@pytest.mark.slow
 def test_gradients_between_micro_batches_are_those_of_plain_pytorch() -> None:
     """Shown as ``.grad``; gone after the update, or kept and clipped. What a person does to them counts."""
     for keep in (False, True):
@@ -105,6 +106,7 @@ def test_gradients_between_micro_batches_are_those_of_plain_pytorch() -> None:
         assert len(step.plans) == 2
 
 
+@pytest.mark.slow
 def test_gradients_that_a_person_holds_stay() -> None:
     """What ``.grad`` was before the update is not written over by the next accumulation."""
     step, model, _ = _made(_whole, 2, budget="1 GB")
@@ -117,6 +119,7 @@ def test_gradients_that_a_person_holds_stay() -> None:
     assert_same_bits(held, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1, "norm_type": math.inf}, {"clip_value": 1e-3}])
 def test_update_by_fewer(options: dict[str, Any]) -> None:
     """An epoch whose number of batches is no multiple ends with an update by those that there were."""
@@ -133,6 +136,7 @@ def test_update_by_fewer(options: dict[str, Any]) -> None:
     assert_same_bits(model.state_dict(), plain.state_dict())
 
 
+@pytest.mark.slow
 def test_parameters_that_get_gradients_in_some_micro_batches_only() -> None:
     """A parameter that the last micro-batch does not use is clipped and updated by the sum of the others."""
     made = []

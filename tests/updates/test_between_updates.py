@@ -85,6 +85,7 @@ def test_schedulers(name: str) -> None:
     assert len(step.plans) == 1
 
 
+@pytest.mark.slow
 def test_settings_by_hand() -> None:
     """A rate needs no new plan; a decay that is turned on gets one, since its update takes other memory."""
 

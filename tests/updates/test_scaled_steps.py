@@ -79,6 +79,7 @@ def _scaled_runs(dtype: torch.dtype, optimizers: int, factors: Sequence[float], 
     return found, expected, ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF, ids=HALF.get)
 @pytest.mark.parametrize(
     "options", [{}, {"clip_norm": 0.1}, {"clip_value": 1e-3}, {"accumulate": 2, "clip_norm": 0.1}], ids=str
@@ -120,6 +121,7 @@ def test_scaled_loss_within_the_budget(share: float, clip_norm: float | None) ->
     assert_same_bits(model.state_dict(), plain.state_dict())
 
 
+@pytest.mark.slow
 def test_each_optimizer_skips_its_own_updates() -> None:
     """The head's gradient is finite where that of the layers is not."""
     found, expected, _ = _scaled_runs(torch.float32, 2, [1.0, float("inf"), 1.0])

@@ -39,6 +39,7 @@ def _tight(step: object, batch: tuple[Tensor, ...]) -> int:
     return checkmate.min_budget(checkmate.trace(step, *batch)).peak
 
 
+@pytest.mark.slow
 def test_passes_and_leaves_no_trace(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     twin = copy.deepcopy(net)
     step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
@@ -53,6 +54,7 @@ def test_passes_and_leaves_no_trace(net: nn.Module, batch: tuple[Tensor, Tensor]
     assert_same_bits(net.buffers(), twin.buffers())
 
 
+@pytest.mark.slow
 def test_modules_are_verified_too(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     compiled = checkmate.compile(net, budget=_tight(net, batch[:1]), verify=True)
     assert compiled(batch[0]).shape == (24, 4)
@@ -247,6 +249,7 @@ def test_distance(a: Tensor, b: Tensor | None, expected: float) -> None:
     assert distance(a, b) == expected
 
 
+@pytest.mark.slow
 def test_verify_reports_what_it_compared(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
@@ -302,6 +305,7 @@ def test_draws_from_other_generators_are_compared(
     assert all(map(np.array_equal, np.random.get_state(), kept))  # noqa: NPY002
 
 
+@pytest.mark.slow
 def test_the_first_op_that_the_plan_spoils_is_named(
     net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +318,7 @@ def test_the_first_op_that_the_plan_spoils_is_named(
         checkmate.verify(step, *batch, budget=_tight(step, batch))
 
 
+@pytest.mark.slow
 def test_the_first_op_that_the_capture_changed_is_named(
     net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +329,7 @@ def test_the_first_op_that_the_capture_changed_is_named(
         checkmate.verify(step, *batch, budget="1 MB")
 
 
+@pytest.mark.slow
 def test_a_difference_outside_the_graph_says_so(
     net: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def _trained(*, verify: bool, gradients: bool = False, steps: int = 2) -> tuple[
     return losses, step.norm, model.state_dict(), optimizer.state_dict(), torch.get_rng_state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", [False, True])
 def test_what_is_verified_trains_as_if_it_were_not(gradients: bool) -> None:
     """Everything is put back: parameters, running statistics, state that was not there, random numbers."""

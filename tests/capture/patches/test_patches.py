@@ -33,6 +33,7 @@ def _changed() -> Any:
     return {op: dict(op.py_kernels) for op in ops if op.py_kernels}, torch._dynamo.config.allow_rnn
 
 
+@pytest.mark.slow
 def test_what_is_changed_while_a_step_is_captured_is_undone_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

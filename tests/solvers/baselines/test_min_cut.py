@@ -99,6 +99,7 @@ def test_the_knapsack_never_takes_more_than_its_allowance_where_sizes_are_rounde
     assert (1 - 100 / SLOTS) * allowance < sum(weight[k] for k in picked) <= allowance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_plans_of_training_steps_verify_and_recompute_little(name: str) -> None:
     problem = STEPS[name]

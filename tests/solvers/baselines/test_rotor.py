@@ -196,6 +196,7 @@ def test_never_below_the_optimum_of_small_problems(seed: int) -> None:
             check(solution)
 
 
+@pytest.mark.slow
 def test_small_random_chains_of_uneven_sizes_are_near_the_optimum() -> None:
     """Other schedules than persistent ones can be better; on most of these they are not."""
     hits = misses = 0
@@ -235,6 +236,7 @@ def test_where_the_backward_runs_in_another_order_it_names_the_op() -> None:
     assert "op5 of the backward reads v" in solution.message
 
 
+@pytest.mark.slow
 def test_a_long_chain_is_thinned() -> None:
     solution = rotor(dags.unit_chain(300), 80)
     check(solution)

@@ -158,6 +158,7 @@ def test_the_smallest_budget_is_that_of_plans_which_send() -> None:
     assert ends.peak < few.peak < alone.peak
 
 
+@pytest.mark.slow
 def test_a_plan_that_sends_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
     problem = layers(12).with_host(Host(10**6, send=16.0, fetch=16.0))

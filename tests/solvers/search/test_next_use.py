@@ -70,6 +70,7 @@ def test_never_below_the_optimum_and_mostly_on_it(make: Make, seed: int) -> None
             check(solution)
 
 
+@pytest.mark.slow
 def test_finds_the_optimum_of_nearly_all_small_problems() -> None:
     hits = misses = 0
     for seed in range(120):
