@@ -27,8 +27,7 @@ def _clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A folder for measured costs that is not the user's, the same for all processes that run tests at a time."""
     base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "CHECKMATE_CACHE_DIR", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache")
-        )
+        patch.setenv("CHECKMATE_CACHE_DIR", str(folder / "cache"))
         yield

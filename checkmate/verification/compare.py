@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.testing._comparison import default_tolerances
 from torch.utils._pytree import tree_leaves
 
 from checkmate.backends.eager import Backend
-from checkmate.backends.state import differing, names_of, restored, same_bits, tensors_within
+from checkmate.backends.state import differing, names_of, restored, tensors_within
 from checkmate.capture.device import main_device, random_states
 from checkmate.codegen.arrival_order import reachable
 from checkmate.core.simulator import simulate
@@ -30,6 +29,17 @@ from checkmate.errors import VerificationError
 from checkmate.memory import CPU, measure_peak
 from checkmate.units import exact_bytes, format_bytes
 from checkmate.verification.first_difference import first_difference
+from checkmate.verification.outcomes import (
+    PLAIN_RUNS,
+    Outcome,
+    as_error,
+    compare_but_for_rounding,
+    compare_with_spread,
+    compare_with_sums,
+    is_gradient,
+    may_waver,
+    names_that_differ,
+)
 
 log = logging.getLogger("checkmate.verification.compare")
 
@@ -39,9 +49,6 @@ _SLACK = (
 )
 _OUTSIDE = " What hooks and code outside the compiled step allocate is in no plan."
 TORCH, _PYTHON, _NUMPY = "torch", "Python's random", "NumPy's global generator"
-TIMES_OFF = 16  # as far off as in trials, of made-up numbers, sums over parts may be
-GRADIENT_RTOL = 2e-3  # of the largest gradient: those of a ResNet-18 in float32 are 8e-4 of it from float64's
-PLAIN_RUNS = 5  # of a plain step that a compiled one differs from: ten distances between them
 
 
 @dataclass(frozen=True)
@@ -84,19 +91,6 @@ class Certificate:
                 ("plain", shown(self.plain_peak)),
             ]
         return "\n".join([f"verified: {same}", *(f"  {name:<11}{text}" for name, text in facts)])
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a step leaves behind."""
-
-    results: dict[str, torch.Tensor]
-    random_states: dict[str, Any]  # by the generator's name
-    peak: int
-
-    def count(self, kind: str) -> int:
-        """How many results are of a kind: those whose names begin so."""
-        return sum(name.startswith(kind) for name in self.results)
 
 
 def compare_with_plain(
@@ -145,7 +139,7 @@ def compare_with_plain(
     different, spread, off = names_that_differ(expected, found), 0.0, 0.0
     rounding = backend.plans[-1].problem.rounding if backend.plans else 0.0
     if not backend.exact:
-        off = _compare_but_for_rounding(different, expected, found, backend.rounds_in)
+        off = compare_but_for_rounding(different, expected, found, backend.rounds_in)
     elif different and rounding and all(map(is_gradient, different)):
         off = compare_with_sums(different, expected, found, rounding)
     elif different:
@@ -227,138 +221,6 @@ def _place(
     if first is None:
         return " Each op of the captured step gives the values of plain PyTorch: the difference lies outside the graph."
     return f" The first value that differs is {first}"
-
-
-def may_waver(device: torch.device) -> bool:
-    """Whether plain PyTorch need not repeat its own numbers."""
-    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    return device.type == "cuda" and not strict
-
-
-def as_error(name: str, *, repeats: bool) -> str:
-    """What to say of a result that differs."""
-    if repeats:
-        return (
-            f"{name} of the compiled step differs from plain PyTorch, which repeats its own bits. Please report this."
-        )
-    return (
-        f"{name} of the compiled step differs from plain PyTorch, which does not give the same bits twice here. "
-        "torch.use_deterministic_algorithms(True) may help."
-    )
-
-
-def names_that_differ(expected: Outcome, found: Outcome) -> list[str]:
-    """Names of the results that are not the same bits in both."""
-    names = [*expected.results, *(found.results.keys() - expected.results.keys())]
-    return [name for name in names if not same_bits(expected.results.get(name), found.results.get(name))]
-
-
-def compare_with_spread(names: list[str], plain: list[Outcome], found: Outcome) -> float:
-    """Hold what differs against what plain runs differ by among themselves, in each tensor by the largest element.
-
-    Returns the largest such spread.
-
-    min_i |found - plain_i|  <=  max_ij |plain_i - plain_j|
-    """
-    spreads: dict[str, float] = {}
-    for name in names:
-        runs, result = [outcome.results.get(name) for outcome in plain], found.results.get(name)
-        spreads[name] = max(distance(a, b) for i, a in enumerate(runs) for b in runs[:i])
-        off = min(distance(result, run) for run in runs)
-        if spreads[name] == 0:
-            raise VerificationError(as_error(name, repeats=True))
-        if not off <= spreads[name]:
-            raise VerificationError(
-                f"{name} of the compiled step differs from plain PyTorch by {off:.3g} at least. Plain PyTorch does not "
-                f"repeat its own numbers here, but its {len(plain)} runs differ by {spreads[name]:.3g} at most. "
-                "torch.use_deterministic_algorithms(True) makes it repeat them. Please report this if it differs then."
-            )
-    largest = max(spreads, key=lambda name: spreads[name])
-    log.warning(
-        "Plain PyTorch does not repeat its own numbers here: %d of its results differ between %d runs, %s by %.3g. "
-        "The compiled step is within that spread; bits could not be compared. "
-        "torch.use_deterministic_algorithms(True) makes them repeat.",
-        len(spreads),
-        len(plain),
-        largest,
-        spreads[largest],
-    )
-    return spreads[largest]
-
-
-def is_gradient(name: str) -> bool:
-    """Whether a result is a gradient."""
-    return name.startswith("the gradient")
-
-
-def compare_with_sums(
-    names: list[str], plain: Outcome, found: Outcome, rounding: float, kind: Callable[[str], Any] = is_gradient
-) -> float:
-    """Hold what differs against how far off sums over parts were when they were tried.
-
-    Args:
-        names: of what differs.
-        rounding: the most that such a sum was off by, of its largest element.
-        kind: of a result, by its name: it may be off by what the largest of its kind allows.
-
-    Returns the largest difference.
-
-    |found - plain|  <=  16 * rounding * max |all of its kind|
-    """
-    largest: dict[Any, float] = {}
-    for name, t in plain.results.items():
-        if t.numel() and t.is_floating_point():
-            largest[kind(name)] = max(largest.get(kind(name), 0.0), float(t.abs().max()))
-    off = {name: distance(plain.results.get(name), found.results.get(name)) for name in names}
-    for name in names:
-        allowed = TIMES_OFF * rounding * largest.get(kind(name), 0.0)
-        if not off[name] <= allowed:
-            raise VerificationError(
-                f"{name} of the compiled step, which sums over parts, differs from plain PyTorch by {off[name]:.3g}, "
-                f"where {allowed:.3g} are allowed, {TIMES_OFF} times what such sums were off by when they were tried. "
-                'numerics="exact" gives the bits of plain PyTorch.'
-            )
-    return max(off.values(), default=0.0)
-
-
-def _compare_but_for_rounding(names: list[str], plain: Outcome, found: Outcome, types: set[torch.dtype]) -> float:
-    """Hold each tensor that differs against what `torch.testing.assert_close` allows of a largest element.
-
-    That is the tensor's own, or the largest of all gradients: one that is zero but for rounding is not far off. The
-    tolerances are those of the coarsest type that the step computes in.
-
-    Returns the largest difference.
-
-    |found - plain|  <=  atol + rtol * max |plain|
-    """
-    off = {name: distance(plain.results.get(name), found.results.get(name)) for name in names}
-    sizes = {name: float(t.abs().max()) if t.numel() else 0.0 for name, t in plain.results.items() if name in off}
-    steepest = max((size for name, size in sizes.items() if is_gradient(name)), default=0.0)
-    for name in names:
-        kind = plain.results[name].dtype if name in plain.results else torch.bool
-        rtol, atol = default_tolerances(kind, *(types if kind.is_floating_point or kind.is_complex else ()))
-        if is_gradient(name) and kind != torch.float64:
-            rtol = max(rtol, GRADIENT_RTOL)
-        allowed = atol + rtol * max(sizes.get(name, 0.0), steepest if is_gradient(name) else 0.0)
-        if not off[name] <= allowed:
-            raise VerificationError(
-                f"{name} of the step compiled by Inductor differs from plain PyTorch by {off[name]:.3g}, where "
-                f'rounding is allowed {allowed:.3g}. backend="eager" gives the bits of plain PyTorch.'
-            )
-    return max(off.values(), default=0.0)
-
-
-def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """The largest difference of two elements; 0 for the same bits, infinite where they cannot be compared."""
-    if same_bits(a, b):
-        return 0.0
-    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return float("inf")
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    x, y = a.to(wide), b.to(wide)
-    apart = (x - y).abs()
-    apart[(x == y) | (x.isnan() & y.isnan())] = 0.0  # equal infinities
-    return float(apart.nan_to_num(nan=float("inf")).max())
 
 
 def _is_loss(outcome: Outcome) -> bool:

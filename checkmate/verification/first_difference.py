@@ -120,7 +120,7 @@ class _Notes:
             torch.set_rng_state(self.states[0])
             if len(self.states) > 1:
                 torch.cuda.set_rng_state(self.states[1], self.device)
-            recorder = _Recorder(joint.module, self.as_captured.__setitem__, self.off_in_parts.append)
+            recorder = _PartsRecorder(joint.module, self.as_captured.__setitem__, self.off_in_parts.append)
             recorder.run(*(given[node.name] for node in joint.placeholders))
 
     def by_plan(self) -> str | None:
@@ -179,23 +179,33 @@ def _family(target: Any) -> str:
 class _Recorder(fx.Interpreter):
     """Runs a module node by node and tells of each what it made."""
 
-    def __init__(
-        self, module: fx.GraphModule, tell: Callable[[str, Prints], None], tell_off: Callable[[str], None] | None = None
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, tell: Callable[[str, Prints], None]) -> None:
         super().__init__(module)
-        self.tell, self.tell_off = tell, tell_off
+        self.tell = tell
 
     def run_node(self, n: fx.Node) -> Any:
-        at_once = None
-        if self.tell_off is not None and isinstance(n.target, InParts):
-            at_once = fx.GraphModule({}, n.target.whole)(*self.fetch_args_kwargs_from_env(n)[0])
         result = super().run_node(n)
-        if at_once is not None and self.tell_off is not None and isinstance(n.target, InParts):
-            pairs = zip(_prints(at_once), _prints(result), n.target.summed, strict=True)
-            if any(a != b for a, b, summed in pairs if not summed):
-                self.tell_off(n.name)
         if n.op == "call_function":
             self.tell(n.name, _prints(result))
+        return result
+
+
+class _PartsRecorder(_Recorder):
+    """The same, which runs at once what runs in parts, and tells of each whose bits differ, but for sums over them."""
+
+    def __init__(
+        self, module: fx.GraphModule, tell: Callable[[str, Prints], None], tell_off: Callable[[str], None]
+    ) -> None:
+        super().__init__(module, tell)
+        self.tell_off = tell_off
+
+    def run_node(self, n: fx.Node) -> Any:
+        if not isinstance(n.target, InParts):
+            return super().run_node(n)
+        at_once = _prints(fx.GraphModule({}, n.target.whole)(*self.fetch_args_kwargs_from_env(n)[0]))
+        result = super().run_node(n)
+        if any(a != b for a, b, summed in zip(at_once, _prints(result), n.target.summed, strict=True) if not summed):
+            self.tell_off(n.name)
         return result
 
 

@@ -22,12 +22,11 @@ from checkmate.capture.device import main_device
 from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError
 from checkmate.memory import CPU, measure_peak
-from checkmate.verification.compare import (
+from checkmate.verification.compare import all_random_states, check_peak
+from checkmate.verification.outcomes import (
     PLAIN_RUNS,
     Outcome,
-    all_random_states,
     as_error,
-    check_peak,
     compare_with_spread,
     compare_with_sums,
     distance,
@@ -125,10 +124,10 @@ def compare_but_for_sums(
 
 def _of_gradients(name: str) -> str | None:
     """What kind of result this is among those that gradients make; None: none of these."""
-    if is_gradient(name) or name == NORM:
-        return NORM if name == NORM else "gradients"
+    if name == NORM:
+        return NORM
     state = _STATE.match(name)
-    return None if state is None else state[1]
+    return "gradients" if is_gradient(name) else None if state is None else state[1]
 
 
 @contextmanager

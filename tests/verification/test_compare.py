@@ -20,7 +20,7 @@ from checkmate.capture import rewrite
 from checkmate.codegen import boxed as runtime
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.verification import compare as verification
-from checkmate.verification.compare import distance
+from checkmate.verification.outcomes import distance
 from tests.support.bits import assert_same_bits
 
 
