@@ -14,7 +14,8 @@ from checkmate.capture.splits.parts import InParts
 
 INPUTS, MOST_INPUTS = 2, 32  # on which all bits must be equal
 ENOUGH = 2**20  # numbers on which an order that differs shows
-SUMMED_UP = 2**22  # numbers: of so many an order shows in whatever they are summed to
+SUMMED_UP = 2**22  # numbers read: of so many an order shows in most of what they are summed to
+COMPARED = 2**10  # numbers, at least
 _tried: dict[tuple[Any, ...], float] = {}
 
 
@@ -49,7 +50,8 @@ def inputs_of(parts: InParts) -> int:
     """How many inputs a region is tried on: more if it makes little of little."""
     made = sum(n.meta["val"].numel() for n in parts.region.made)
     read = sum(n.meta["val"].numel() for n in parts.whole.find_nodes(op="placeholder"))
-    return min(MOST_INPUTS, max(INPUTS, min(ENOUGH // max(1, made), SUMMED_UP // max(1, read))))
+    shows = max(min(ENOUGH // max(1, made), SUMMED_UP // max(1, read)), COMPARED // max(1, made))
+    return min(MOST_INPUTS, max(INPUTS, shows))
 
 
 def _off(parts: InParts, whole: Any, seed: int) -> float:

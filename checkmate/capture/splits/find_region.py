@@ -22,7 +22,7 @@ from checkmate.capture.phases import after_tangent
 from checkmate.capture.random_draws import draw_mask, save_state
 from checkmate.capture.splits.dimensions import Split, split_of
 from checkmate.capture.splits.parts import InParts, Region
-from checkmate.capture.splits.sums import sums_of
+from checkmate.capture.splits.sums import divides, sums_of
 from checkmate.capture.ways.table import is_alike, is_whole
 
 aten = torch.ops.aten
@@ -68,7 +68,8 @@ class Choice:
     def split(self, node: fx.Node) -> Split | None:
         """How the first op runs in parts; None: it does not."""
         if self.summed:
-            return next(islice(sums_of(node, self.units), self.dim, None), None)
+            split = next(islice(sums_of(node), self.dim, None))
+            return split if divides(split, self.units) else None
         return split_of(node, self.result, self.dim, self.units)
 
 
@@ -80,7 +81,7 @@ def choices(node: fx.Node, *, sums: bool = False) -> Iterator[Choice]:
     if not sizes[result]:
         return
     ways = [(dim, dim, size, False) for dim, size in enumerate(vals[result].shape)]
-    for k, split in enumerate(sums_of(node, 1) if sums else ()):
+    for k, split in enumerate(sums_of(node) if sums else ()):
         at, size = min((at, n.meta["val"].shape[at]) for n, at in split.reads.items() if at is not None)
         ways.append((k, at, size, True))
     for dim, at, size, summed in ways:
@@ -225,7 +226,7 @@ class _Grown:
                 if (split := split_of(node, index, dim, self.choice.units)) is not None:
                     yield split
         if self.place.sums:
-            yield from sums_of(node, self.choice.units)
+            yield from (split for split in sums_of(node) if divides(split, self.choice.units))
 
     def _agrees(self, split: Split) -> bool:
         return all(n not in self.splits or self._is_split(n, at) for n, at in split.reads.items())

@@ -18,17 +18,17 @@ aten = torch.ops.aten
 _Found = tuple[Dims, dict[Any, int]]  # how each result is split, and what of the arguments, by node
 
 
-def sums_of(node: fx.Node, units: int) -> Iterator[Split]:
-    """How an op sums over parts of a dimension of what it reads, if it does: one for each such dimension.
-
-    Args:
-        units: how many equal ones the dimension consists of; a part has some of them.
-    """
+def sums_of(node: fx.Node) -> Iterator[Split]:
+    """How an op sums over parts of a dimension of what it reads, if it does: one for each such dimension."""
     target: Any = node.target
     rule = _RULES.get(target.overloadpacket) if isinstance(target, torch._ops.OpOverload) else None
     for results, reads in () if rule is None else rule(node):
-        if all(argument.meta["val"].shape[at] % units == 0 for argument, at in reads.items()):
-            yield Split(results, {n: reads.get(n) for n in node.all_input_nodes})
+        yield Split(results, {n: reads.get(n) for n in node.all_input_nodes})
+
+
+def divides(split: Split, units: int) -> bool:
+    """Whether what is read in parts consists of so many equal units."""
+    return all(n.meta["val"].shape[at] % units == 0 for n, at in split.reads.items() if at is not None)
 
 
 def _product(node: fx.Node) -> Iterator[_Found]:

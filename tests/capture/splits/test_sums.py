@@ -13,6 +13,7 @@ from torch import Tensor
 
 from checkmate.capture.splits import equal_bits
 from checkmate.capture.splits.dimensions import SUMMED, Split
+from checkmate.capture.splits.find_region import choices
 from checkmate.capture.splits.parts import InParts, apart, in_parts
 from checkmate.capture.splits.sums import sums_of
 from tests.capture.splits.test_dimensions import GEOMETRY, R, node_of, region_of
@@ -66,12 +67,12 @@ def _parts(node: fx.Node, split: Split, units: int, length: int) -> InParts | No
 @pytest.mark.parametrize("case", CASES)
 def test_an_op_sums_over_parts_of_what_it_reduces_and_of_nothing_else(case: str) -> None:
     op, args, expected = CASES[case]
-    found = [*sums_of(node_of(op, args), 4)]
+    found = [*sums_of(node_of(op, args))]
     assert [split.results for split in found] == [results for results, _ in expected]
     for k, (split, (_, dims)) in enumerate(zip(found, expected, strict=True)):
         assert tuple(split.reads.values()) == dims
         node = node_of(op, args)  # a region adds to the graph
-        parts = _parts(node, [*sums_of(node, 4)][k], 4, 2)
+        parts = _parts(node, [*sums_of(node)][k], 4, 2)
         assert parts is not None
         assert parts.parts == 2
         assert (equal_bits.off_in_parts(parts) < inf) is ((case, k) not in WRONG_IN_PARTS)
@@ -86,7 +87,7 @@ def _run(parts: InParts, inputs: list[Tensor]) -> tuple[Any, Any]:
 
 def test_of_whole_numbers_the_sums_are_equal_and_each_part_counts_once() -> None:
     node = node_of(aten.mm.default, (R(8, 12), R(12, 6)))
-    (split,) = sums_of(node, 12)
+    (split,) = sums_of(node)
     for length in (1, 2, 3, 4, 6):
         parts = _parts(node, split, 12, length)
         assert parts is not None
@@ -97,7 +98,7 @@ def test_of_whole_numbers_the_sums_are_equal_and_each_part_counts_once() -> None
 
 def test_more_parts_are_of_a_length_that_divides_the_whole() -> None:
     node = node_of(aten.mm.default, (R(8, 12), R(12, 6)))
-    (split,) = sums_of(node, 12)
+    (split,) = sums_of(node)
     lengths, parts = [], _parts(node, split, 12, 6)
     while parts is not None:
         lengths.append(parts.length)
@@ -107,7 +108,7 @@ def test_more_parts_are_of_a_length_that_divides_the_whole() -> None:
 
 def test_nothing_is_written_over_an_input_by_a_region_that_begins_with_a_sum() -> None:
     node = node_of(aten.mm.default, (R(12, 12), R(12, 12)))
-    parts = _parts(node, next(sums_of(node, 12)), 12, 4)
+    parts = _parts(node, next(sums_of(node)), 12, 4)
     assert parts is not None
     assert parts.written is None
     assert parts.summed == (True,)
@@ -119,13 +120,13 @@ def test_a_product_of_a_matrix_with_itself_is_no_sum_over_parts() -> None:
     x.meta["val"] = R(6, 6)
     node = graph.call_function(aten.mm.default, (x, x))
     node.meta["val"] = R(6, 6)
-    assert [*sums_of(node, 6)] == []
+    assert [*sums_of(node)] == []
 
 
 def test_what_is_wrong_by_more_than_rounding_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums whose last part is left out; and other bits in what is no sum."""
     node = node_of(aten.mm.default, (R(8, 64), R(64, 6)))
-    parts = _parts(node, next(sums_of(node, 64)), 64, 16)
+    parts = _parts(node, next(sums_of(node)), 64, 16)
     assert parts is not None
     monkeypatch.setattr(equal_bits, "_tried", {})
     really = InParts._write
@@ -141,8 +142,31 @@ def test_what_is_wrong_by_more_than_rounding_is_not_offered(monkeypatch: pytest.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_how_far_off_sums_are_goes_with_their_type(dtype: torch.dtype) -> None:
     node = node_of(aten.mm.default, (R(8, 4096, dtype=dtype), R(4096, 6, dtype=dtype)))
-    parts = _parts(node, next(sums_of(node, 4096)), 4096, 64)
+    parts = _parts(node, next(sums_of(node)), 4096, 64)
     assert parts is not None
     off = equal_bits.off_in_parts(parts)
     assert 0 < off < equal_bits.most_off(parts) == torch.finfo(dtype).eps ** 0.5
     assert off < 64 * torch.finfo(dtype).eps
+
+
+def test_a_sum_is_begun_along_the_dimension_that_it_was_found_for() -> None:
+    """Though another one, that comes first, has no such units."""
+    node = node_of(aten.sum.dim_IntList, (R(4, 6, 8), [0, 1]))
+    node.graph.output(node)
+    begun = {
+        (choice.dim, choice.units, *split.reads.values())
+        for choice in choices(node, sums=True)
+        if choice.summed and (split := choice.split(node)) is not None
+    }
+    assert begun == {(0, 4, 0), (1, 6, 1)}
+
+
+@pytest.mark.parametrize(("rows", "depth", "inputs"), [(1, 2**21, 32), (8, 2**18, 16), (64, 2**16, 2)])
+def test_little_that_is_made_of_much_is_tried_until_a_thousand_numbers_are_compared(
+    rows: int, depth: int, inputs: int
+) -> None:
+    node = node_of(aten.mm.default, (R(rows, depth), R(depth, rows)))
+    parts = _parts(node, next(sums_of(node)), depth, depth // 2)
+    assert parts is not None
+    assert equal_bits.inputs_of(parts) == inputs
+    assert inputs == equal_bits.MOST_INPUTS or inputs * rows * rows >= equal_bits.COMPARED
