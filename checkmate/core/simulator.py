@@ -101,6 +101,35 @@ def without_slower_ways(plan: Plan, problem: Problem, budget: int) -> Plan:
     return Plan(tuple(chain.from_iterable(parts)), sum(map(len, parts[: plan.boundary])))
 
 
+def without_idle_values(plan: Plan, problem: Problem) -> Plan:
+    """The plan that lets go of what nothing reads any more, or not before it is made again; the same one where it does.
+
+    Modules hold nothing else, whatever their plan says: so the peak is theirs.
+    """
+    graph = problem.graph
+    idle: dict[int, list[int]] = {}  # values, by the step after which they may go
+    last: dict[int, int] = {}  # step that used a value which is here
+    for i, step in enumerate(plan.steps):
+        if isinstance(step, Run):
+            op = graph.ops[step.op]
+            for v in set(op.outputs).difference(graph.outputs).intersection(last):
+                idle.setdefault(last[v], []).append(v)
+            last.update(dict.fromkeys((*op.inputs, *op.outputs), i))
+            if step.over is not None:
+                del last[step.over]
+        elif isinstance(step, Free):
+            last.pop(step.value, None)
+        elif not isinstance(step, Drop):
+            last[step.value] = i
+    for v in last.keys() - graph.outputs:
+        if graph.values[v].producer is not None:
+            idle.setdefault(last[v], []).append(v)
+    if not idle:
+        return plan
+    steps = [one for i, step in enumerate(plan.steps) for one in (step, *map(Free, sorted(idle.get(i, ()))))]
+    return Plan(tuple(steps), plan.boundary + sum(len(values) for i, values in idle.items() if i < plan.boundary))
+
+
 def simulate(plan: Plan, problem: Problem) -> Usage:
     """Run the plan on paper: bytes at hand are the resident ones, the values not yet freed and the op's workspace.
 

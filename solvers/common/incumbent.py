@@ -96,6 +96,9 @@ class Incumbent:
             SolverError: if it breaks another rule than the budgets.
         """
         problem, budget = self.task.problem, self.task.budget
+        trimmed = simulator.without_idle_values(plan, problem)
+        if trimmed is not plan and not simulator.verify(trimmed, problem):  # a rule may ask to keep some
+            plan = trimmed
         cost, usage = simulator.cost(plan, problem), simulator.simulate(plan, problem)
         there = 0 if problem.host is None else problem.host.budget
         if cost >= self.cost or not self._is_within(usage.peak) or usage.peak_there > there:

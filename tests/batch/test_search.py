@@ -177,7 +177,7 @@ def test_padding_is_climbed(found: LargestBatch) -> None:
 @pytest.mark.slow
 def test_a_second_memory_makes_room_for_more() -> None:
     host = checkmate.Host(10**6, send=50e9, fetch=50e9)
-    alone, found = _search(), _search(host=host)
+    alone, found = _search(time_limit=60), _search(host=host, time_limit=60)
     assert found.size > alone.size
     assert found.solution.plan is not None
     assert found.solution.plan.sent

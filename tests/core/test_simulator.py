@@ -11,7 +11,7 @@ from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.plan import Free, Plan, Run, Step
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
-from checkmate.core.simulator import cost, lower, simulate, verify
+from checkmate.core.simulator import cost, lower, simulate, verify, without_idle_values
 from tests.core.test_schedule import random_runs
 from tests.support.oracle import random_problem
 
@@ -63,6 +63,13 @@ def test_simulate_by_hand() -> None:
 def test_a_second_copy_is_counted_while_it_is_made() -> None:
     usage = simulate(Plan((Run(0), Run(0)), 2), PROBLEM)
     assert [b - 2_000_000 for b in usage.bytes_at] == [1, 2]
+
+
+def test_what_is_made_again_before_it_is_read_goes_until_then() -> None:
+    idle = Plan(tuple(step for i, step in enumerate(AGAIN.steps) if i != 2), boundary=4)
+    assert simulate(idle, PROBLEM).bytes_at[2] == simulate(AGAIN, PROBLEM).bytes_at[2] + 1
+    assert without_idle_values(idle, PROBLEM) == AGAIN
+    assert without_idle_values(AGAIN, PROBLEM) is AGAIN
 
 
 def test_cost() -> None:
