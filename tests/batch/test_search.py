@@ -175,6 +175,7 @@ def test_padding_is_climbed(found: LargestBatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_second_memory_makes_room_for_more() -> None:
     host = checkmate.Host(10**6, send=50e9, fetch=50e9)
     alone, found = _search(time_limit=60), _search(host=host, time_limit=60)

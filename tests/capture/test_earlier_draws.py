@@ -338,6 +338,7 @@ def test_the_bytes_of_drawing_beforehand_are_within_the_predicted_peak() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_m2m100_drops_layers_as_in_plain_pytorch() -> None:
     small = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in SMALL.items()}
     config = transformers.M2M100Config(vocab_size=11, d_model=16, max_position_embeddings=16, **small)

@@ -13,6 +13,7 @@ import pytest
 import checkmate
 from checkmate.cli.app import main
 from tests.support.processes import run_python
+from tests.support.sampling import long, slow
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -146,8 +147,7 @@ def test_the_figures_of_the_stages_come_from_the_committed_table() -> None:
     assert set(figures) <= set(re.findall(r"\d+\.\d+", table))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", ["idea", "guide"])
+@pytest.mark.parametrize("page", [slow("idea"), long("guide")])
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path) -> None:
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.DOTALL)
     assert examples

@@ -86,6 +86,7 @@ def test_a_file_is_what_is_traced_now(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_writes_a_file(tmp_path: Path) -> None:
     run = run_python("-m", "benchmarks.graphs", "vgg16", "--device", "laptop", "--out", str(tmp_path))
     assert "vgg16   93" in run.stdout

@@ -56,6 +56,7 @@ def _compare(only: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_is_wrong_is_found_and_ours_never_is(
     monkeypatch: pytest.MonkeyPatch, one_thread: None, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def test_the_table_and_the_lines_show_the_last_rows_of_the_longest_limit() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_appends_rows_and_draws_them(tmp_path: Path) -> None:
     out = tmp_path / "tight.jsonl"
     run_python("-m", "benchmarks.tight", "vgg16", "--times", "1.5", "1.1", "--time-limit", "1", "--out", str(out))

@@ -11,12 +11,13 @@ import torch
 
 import checkmate
 from benchmarks.networks.families import FAMILIES, Made
-from tests.support.sampling import few
+from tests.support.sampling import long, slow
 from tests.support.stepping import assert_same, train
 from tests.training.test_habits import HABITS, REFUSED
 
 SUPPORTED = (Path(__file__).parents[2] / "docs" / "supported.md").read_text()
 QUICK = ("ViT (transformers)",)
+SLOW = ("BERT", "SegNet", "Swin", "T5", "TreeLSTM")  # the others are long
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,9 @@ def _make(name: str) -> Made:
     return FAMILIES[name]()
 
 
-@pytest.mark.parametrize("name", [*QUICK, *few(3, [(name,) for name in FAMILIES if name not in QUICK])])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *map(slow, SLOW), *(long(name) for name in FAMILIES if name not in (*QUICK, *SLOW))]
+)
 def test_two_steps_within_two_budgets(name: str) -> None:
     """A budget that asks for nothing, and one close to the smallest, where ops run again."""
     expected = train(*_make(name), steps=2)

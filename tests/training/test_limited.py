@@ -18,6 +18,8 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_what_dies_plainly_within_a_limit_trains_in_an_arena_to_the_same_bits() -> None:
     build.start()
     assert build.wait() is None  # once, and kept: the processes find it

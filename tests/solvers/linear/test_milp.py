@@ -29,7 +29,7 @@ from checkmate.solvers.linear.milp import export, relax
 from checkmate.solvers.linear.model import NONE, Model
 from tests.support import oracle
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
-from tests.support.sampling import every, slow
+from tests.support.sampling import every, long, slow
 
 milp = METHODS["milp"].solve
 
@@ -118,7 +118,7 @@ def test_golden_chain_of_8_strengthened(budget: int, cost: float) -> None:
 
 @pytest.mark.parametrize(
     ("budget", "cost"),
-    [slow(*item) if item[0] < 5 else item for item in GOLDEN.items()],
+    [long(*item) if item[0] < 5 else item for item in GOLDEN.items()],
 )
 def test_golden_chain_of_8_paper(budget: int, cost: float) -> None:
     solution = milp(dags.unit_chain(8), budget, formulation="paper", time_limit=300)

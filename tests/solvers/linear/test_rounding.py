@@ -54,6 +54,7 @@ def test_close_to_the_optimum_on_a_chain(budget: int, most: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_training_step_of_80_ops_is_within_the_papers_factor() -> None:
     """The paper finds two-phase rounding within 1.06 of the optimum; here it is 1.024 of a step that runs all once."""
     problem = dags.vgg()
