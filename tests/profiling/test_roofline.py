@@ -15,7 +15,7 @@ from benchmarks.networks import CASES
 from checkmate import Problem
 from checkmate.capture import rewrite
 from checkmate.profiling.roofline import DEVICES, Device
-from tests.support.sampling import long, slow
+from tests.support.sampling import long
 
 PLAIN = Device(  # 1 FLOP a second and 1 byte a second, to read FLOP or bytes off the estimate
     "unit", {"float32": 1.0, "float16": 1.0, "bfloat16": 1.0}, 1.0, 0.0, compute_efficiency=1.0, memory_efficiency=1.0
@@ -136,7 +136,7 @@ def test_what_autograd_does_costs_nothing_and_nothing_needs_workspace() -> None:
     assert problem.profile.source == "roofline estimate for NVIDIA L4"
 
 
-@pytest.mark.parametrize("name", ["mlp", slow("resnet18"), long("gpt2-sdpa")])
+@pytest.mark.parametrize("name", ["mlp", long("resnet18"), long("gpt2-sdpa")])
 def test_the_graph_is_that_of_the_measured_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for masks that a CPU may draw again and a GPU may not, and for inputs that only a CPU does without."""
     monkeypatch.setattr(rewrite, "forget_inputs", lambda graph: None)

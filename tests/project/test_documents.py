@@ -33,6 +33,7 @@ def test_the_first_example_runs_and_prints_what_the_readme_shows() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_example_of_the_largest_batch_runs() -> None:
     """To the letter, but for the seconds that it took; a busy machine may not come to the end in time."""
     blocks = re.findall(r"```(?:python)?\n(.*?)```", README, flags=re.DOTALL)

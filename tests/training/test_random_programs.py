@@ -32,7 +32,7 @@ from checkmate.profiling.profilers import profiler
 from checkmate.solvers.solve import solve
 from tests.support.bits import assert_same_bits
 from tests.support.programs import Program, Spec, batch, programs
-from tests.support.sampling import few
+from tests.support.sampling import long
 from tests.support.ways import offering_ways
 
 METHODS = ("auto", "next-use", "next-use", "lp-rounding", "checkpoint-all")
@@ -149,6 +149,6 @@ def test_a_few_programs(spec: Spec, budget: float, method: str) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("part", few(PARTS, [(part,) for part in range(PARTS)]))
+@pytest.mark.parametrize("part", map(long, range(PARTS)))
 def test_many_programs(part: int) -> None:
     drawn(-(-MANY // PARTS), 1000 * SEED + part + 1)(check)()

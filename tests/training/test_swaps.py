@@ -225,6 +225,7 @@ def test_a_graph_that_is_forgotten_ends_its_search(searches: list[Offers]) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_a_process_finds_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "begin", begin_poorly)
     plain, (module, step) = _Net(), _compiled(share=0.7)

@@ -79,10 +79,11 @@ def _scaled_runs(dtype: torch.dtype, optimizers: int, factors: Sequence[float], 
     return found, expected, ours
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALF, ids=HALF.get)
 @pytest.mark.parametrize(
-    "options", [{}, {"clip_norm": 0.1}, {"clip_value": 1e-3}, {"accumulate": 2, "clip_norm": 0.1}], ids=str
+    "options",
+    [long({}), long({"clip_norm": 0.1}), slow({"clip_value": 1e-3}), slow({"accumulate": 2, "clip_norm": 0.1})],
+    ids=str,
 )
 def test_scaled_loss(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """The scale grows and falls, and updates by gradients that are not finite are skipped, as in plain PyTorch."""
