@@ -22,7 +22,7 @@ from checkmate.capture.joint import Joint
 from checkmate.capture.provenance import where
 from checkmate.capture.splits import equal_bits
 from checkmate.capture.splits.find_loss import Loss, losses
-from checkmate.capture.splits.further import Need, regions_of, split_further
+from checkmate.capture.splits.further import Need, StaysWhole, regions_of, split_further
 from checkmate.capture.splits.parts import InParts
 from checkmate.capture.splits.trial import inputs_of, same_bits_in_parts
 from checkmate.capture.splits.write_loss import Split, in_parts, splits_of
@@ -68,6 +68,7 @@ class _Place:
     losses: int = 0  # how many splits of the loss, from cheap to small, are not asked for any more
     before: fx.GraphModule | None = None  # the module before any region was split; None: none is
     anew: bool = True  # regions may be found anew, with the loss split further; not within such a search
+    early: tuple[str, ...] = ()  # ops that could not be split any more when others were: now before these
     sums: bool = False  # regions may sum over parts
 
     @property
@@ -193,9 +194,16 @@ class _Step:
             most = int(at.unavoidable_bytes.max())
             tried = partial(self._may_be, avoided=in_vain, sums=place.sums)
             about: dict[str, Any] = {"least_gain": max(int(GAIN * most), most - goal), "sums": place.sums}
-            made = split_further(module, joint_of(at), [*_needs(at)], tried=tried, **about)
-            split = None if made is None else self._posed(made)
-            if made is None or split is None:
+            try:
+                made = split_further(module, joint_of(at), [*_needs(at)], tried=tried, before=place.early, **about)
+            except StaysWhole as whole:
+                name = str(whole)
+                if module is place.unsplit or name in place.early or (begin := self._posed(place.unsplit)) is None:
+                    return None
+                place = replace(place, module=place.unsplit, before=None, early=(*place.early, name))
+                at, module, known = begin, place.module, set()
+                continue
+            if (split := self._posed(made)) is None:
                 return None
             if _gains(split, problem):
                 of_loss = tuple(text for text in problem.splits if text.startswith("loss in "))
@@ -216,8 +224,10 @@ class _Step:
 
     def _rounding_of(self, module: fx.GraphModule) -> float:
         """The most that sums over parts are off by, as tried; where nothing is tried, the most that they may be."""
-        off = equal_bits.off_in_parts if self.tried else equal_bits.most_off
-        return max((off(parts) for _, parts, _ in regions_of(module).values()), default=0.0)
+        regions = [parts for _, parts, _ in regions_of(module).values()]
+        if not self.tried:
+            return max(map(equal_bits.most_off, regions), default=0.0)
+        return max((*map(equal_bits.off_in_parts, regions), *map(equal_bits.off_of, module.graph.nodes)))
 
     def _posed(self, module: fx.GraphModule) -> Problem | None:
         """The problem of a split step; None: there is none."""

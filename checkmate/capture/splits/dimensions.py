@@ -18,6 +18,7 @@ import torch.fx as fx
 
 from checkmate.capture.nodes import is_random
 from checkmate.capture.rewrite import scale_mask
+from checkmate.capture.ways.batch_norm import call_of, gradient_of_input, is_result, normalized
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
 
 aten = torch.ops.aten
@@ -32,6 +33,7 @@ class Split:
 
     results: Dims  # the dimension along which each result is split
     reads: Mapping[fx.Node, int | None]  # and each argument; None: it is read whole; ~dim: only its shape is
+    call: tuple[Callable[..., Any], tuple[Any, ...]] | None = None  # what makes the same of these, if not the op
 
 
 class _Not(Exception):
@@ -270,6 +272,26 @@ def _batch_norm(node: fx.Node, index: int, dim: int, units: int) -> tuple[Dims, 
     return (1, 0, 0, None, None), iter([(x, 1), (w, 0), (b, 0), (mean, ~0), (variance, ~0)])
 
 
+def _without_sums(node: fx.Node, index: int, dim: int, units: int) -> tuple[Dims, _Reads]:
+    """Of a batch norm: along any dimension, and numbers of the channels with these."""
+    rank = len(_shape(node))
+    by_channels = 0 if dim == 1 else None
+    return (dim,), ((n, dim if len(_shape(n)) == rank else by_channels) for n in node.all_input_nodes)
+
+
+def normalized_split(node: fx.Node, dim: int) -> Split | None:
+    """How the result of a batch norm runs in parts once its statistics are there, but for channels: it does so itself.
+
+    Args:
+        node: of the result; dim: its dimension.
+    """
+    args = call_of(node) if dim != 1 and is_result(node) else None
+    if args is None:
+        return None
+    x, *others = args
+    return Split((dim,), {x: dim, **{n: None for n in others if n is not None}}, (normalized, args))
+
+
 def _batch_norm_backward(node: fx.Node, index: int, dim: int, units: int) -> tuple[Dims, _Reads]:
     grad, x, *others = node.args[:7]
     if dim != (0 if index else 1):
@@ -389,6 +411,7 @@ _RULES: dict[Any, _Rule] = {
     aten.native_group_norm: _group_norm,
     aten._native_batch_norm_legit_functional: _batch_norm,
     aten.native_batch_norm_backward: _batch_norm_backward,
+    **dict.fromkeys((normalized, gradient_of_input), _without_sums),
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution_backward,
     convolution_backward_input: _convolution_backward_input,

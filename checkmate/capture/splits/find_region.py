@@ -20,9 +20,10 @@ import torch.fx as fx
 from checkmate.capture.nodes import ancestors, getitems, has_effect, is_mutating, is_view, tensors, viewed
 from checkmate.capture.phases import after_tangent
 from checkmate.capture.random_draws import draw_mask, save_state
-from checkmate.capture.splits.dimensions import Split, split_of
+from checkmate.capture.splits.dimensions import Split, normalized_split, split_of
 from checkmate.capture.splits.parts import InParts, Region
 from checkmate.capture.splits.sums import divides, sums_of
+from checkmate.capture.ways.batch_norm import FORWARD
 from checkmate.capture.ways.table import is_alike, is_whole
 
 aten = torch.ops.aten
@@ -154,7 +155,7 @@ class _Grown:
     def begin(self) -> bool:
         choice = self.choice
         split = choice.split(self.first)
-        if split is None or not self._may_join(self.first) or not self._add(self.first, split):
+        if split is None or not self._may_join(self.first) or _counts(self.first) or not self._add(self.first, split):
             return False
         self.own.append(self.first)
         todo = [self.first]
@@ -188,8 +189,10 @@ class _Grown:
             return True
         source, index = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
         assert isinstance(source, fx.Node)
-        if not self._may_join(source) or (source.target is aten._native_batch_norm_legit_functional.default and index):
+        if not self._may_join(source) or (source.target is FORWARD and index):
             return True
+        if (split := normalized_split(node, at)) is not None:
+            return self._tried(node, split)
         split = split_of(source, index, at, self.choice.units)  # type: ignore[arg-type]
         return True if split is None else self._tried(source, split)
 
@@ -210,6 +213,8 @@ class _Grown:
         """Take in an op that reads what the region makes, if it can be."""
         same = (node in self.place.forward) == self.phase
         if node in self.splits or not same or not self._may_join(node) or node.target is operator.getitem:
+            return False
+        if _counts(node):
             return False
         for split in self._splits_of(node):
             if self._agrees(split):
@@ -259,6 +264,11 @@ class _Grown:
             if self._is_read(user) if is_view(user) else (user in self.place.forward) == self.phase:
                 return True
         return False
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether an op makes new running statistics that are read: parts of a batch norm do not."""
+    return node.target is FORWARD and any(face.args[1] > 2 and face.users for face in getitems(node))  # type: ignore[operator]
 
 
 def stand_in(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

@@ -17,6 +17,7 @@ from checkmate.capture.provenance import where
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.capture.splits.find_region import MOST_OPS, Choice, Place, bytes_of, choices, region_at, write
 from checkmate.capture.splits.parts import InParts, Region, apart, in_parts
+from checkmate.capture.ways.batch_norm import in_two_halves
 
 log = logging.getLogger("checkmate.capture.splits")
 
@@ -36,6 +37,11 @@ class Need:
     name: str  # of its node
     bytes_at: int  # with all that is there
     own: int  # what it reads, makes and works in
+    first: bool = False  # it is to be split before others: what it reads may then be gone
+
+
+class StaysWhole(Exception):
+    """An op that needs the most is not split; the name of its node."""
 
 
 @dataclass
@@ -55,11 +61,18 @@ class Further:
     def __post_init__(self) -> None:
         self.nodes = {n.name: n for n in self.place.graph.nodes}
 
-    def split(self, needs: Sequence[Need], least_gain: int) -> bool:
-        """Split all that stands at the largest need; False: that cannot be."""
+    def split(self, needs: Sequence[Need], least_gain: int, before: Sequence[str] = ()) -> None:
+        """Split all that stands at the largest need; before that the ops of these names, if they can be.
+
+        Raises:
+            StaysWhole: if an op cannot be.
+        """
         most = max(need.bytes_at for need in needs)
         level = min((1 - LEVEL) * most, most - least_gain)
-        high = sorted((n for n in needs if n.bytes_at > level), key=lambda need: -need.bytes_at)
+        needs = [*self._in_halves(needs, level, most)] if self.place.sums else needs
+        rank = {name: k for k, name in enumerate(before)}
+        high = [need for need in needs if need.bytes_at > level or need.name in rank]
+        high.sort(key=lambda need: (rank.get(need.name, len(rank)), not need.first, -need.bytes_at))
         at = {need.name: need.bytes_at for need in needs}
         for need in high:
             node = self._here(need.name)
@@ -69,8 +82,7 @@ class Further:
             done = self._more(node) if isinstance(node.target, InParts) else self._one(node, need, room, at, most)
             if not done and need.bytes_at > most - least_gain:
                 log.info("%s of %s stays whole", need.name, where(node))
-                return False
-        return bool(self.new)
+                raise StaysWhole(node.meta["first"] if isinstance(node.target, InParts) else need.name)
 
     def _here(self, name: str) -> fx.Node | None:
         """The node of this name, if it is still there and as it was."""
@@ -99,13 +111,33 @@ class Further:
             found = self._parts(node, choice, count)
             if found is None or not self.tried(found[1]) or not self._write(node, *found):
                 continue
-            like = [n for n in self.place.graph.nodes if _alike(n, node) and at.get(n.name, 0) > ALIKE * most]
-            for other in like:
+            for other in self._like(node, at, most):
                 again = self._parts(other, choice, count) if other in self.place.graph.nodes else None
                 if again is not None and again[1].text == found[1].text:
                     self._write(other, *again)
             return True
         return False
+
+    def _in_halves(self, needs: Sequence[Need], level: float, most: int) -> Iterator[Need]:
+        """The same needs, but halves in the place of batch norms' backwards that need much, and of those alike."""
+        high = [self.nodes[need.name] for need in needs if need.bytes_at > level and need.name in self.nodes]
+        much = [need for need in needs if need.bytes_at > ALIKE * most and need.name in self.nodes]
+        near = {n.name for need in much if (n := self.nodes[need.name]) in high or any(_alike(n, m) for m in high)}
+        for need in needs:
+            halves = in_two_halves(self.place.graph, self.nodes[need.name]) if need.name in near else None
+            if halves is None:
+                yield need
+                continue
+            sums, of_input = halves
+            self.nodes |= {n.name: n for n in halves}
+            made = of_input.meta["val"].nbytes
+            yield Need(of_input.name, need.bytes_at, need.own, first=True)
+            yield Need(sums.name, need.bytes_at - made, need.own - made, first=True)
+        self.place.__dict__.pop("forward", None)
+
+    def _like(self, node: fx.Node, at: Mapping[str, int], most: int) -> list[fx.Node]:
+        """Ops alike that need much, too."""
+        return [n for n in self.place.graph.nodes if _alike(n, node) and at.get(n.name, 0) > ALIKE * most]
 
     def _candidates(self, node: fx.Node, room: int) -> Iterator[tuple[Choice, int]]:
         """Choices for an op, that with the fewest bytes first, each with the fewest parts that are enough."""
@@ -161,9 +193,16 @@ def _alike(node: fx.Node, other: fx.Node) -> bool:
 
 
 def split_further(
-    module: fx.GraphModule, joint: Joint, needs: Sequence[Need], *, tried: Tried, least_gain: int, sums: bool = False
-) -> fx.GraphModule | None:
-    """A copy of a prepared joint graph in which the ops that need the most run in more parts; None: there is none.
+    module: fx.GraphModule,
+    joint: Joint,
+    needs: Sequence[Need],
+    *,
+    tried: Tried,
+    least_gain: int,
+    sums: bool = False,
+    before: Sequence[str] = (),
+) -> fx.GraphModule:
+    """A copy of a prepared joint graph in which the ops that need the most run in more parts.
 
     Args:
         module: the graph; joint: what was read of it.
@@ -171,6 +210,10 @@ def split_further(
         tried: whether a region in parts has the bits of the whole, or is near enough.
         least_gain: bytes that the split is to save.
         sums: sums over parts are split too.
+        before: names of ops that are split before these, in this order, if they can be.
+
+    Raises:
+        StaysWhole: if one that needs the most cannot be.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from within PyTorch, of what it copies beside the nodes
@@ -179,8 +222,8 @@ def split_further(
     results = tuple(n for n in output[: len(joint.forward_outputs)] if isinstance(n, fx.Node))
     norms = "_native_batch_norm_legit_functional"  # what parts of them make does not depend on what they overwrite
     pinned = {op.name for op in joint.graph.ops if op.pinned and norms not in op.target}
-    further = Further(Place(graph, results, pinned, sums), tried)
-    return without_dead_code(module, graph) if further.split(needs, least_gain) else None
+    Further(Place(graph, results, pinned, sums), tried).split(needs, least_gain, before)
+    return without_dead_code(module, graph)
 
 
 def regions_of(module: fx.GraphModule) -> dict[str, tuple[fx.Node, InParts, int]]:

@@ -65,11 +65,13 @@ def graph_of(region: Region, length: int) -> tuple[fx.Graph, Region]:
         made.meta["val"] = _part(node.meta["val"], at, 0, region.units, length)
     for i, (node, split) in enumerate(region.splits.items()):
         here: dict[fx.Node, Any] = {
-            n: copies[n] if n in copies else given.get((n, split.reads[n])) for n in node.all_input_nodes
+            n: copies[n] if n in copies else given.get((n, at)) for n, at in split.reads.items()
         }
         for n in [n for n, found in here.items() if found is None]:
             here[n] = _shaped(graph, n, ~split.reads[n], region.units, length)  # type: ignore[operator]
         target, args = (node.target, node.args) if length == region.units else _adapted(node, split, region, length)
+        if split.call is not None:
+            target, args = split.call
         args, kwargs = fx.node.map_arg((args, node.kwargs), here.__getitem__)
         copy = copies[node] = graph.create_node("call_function", target, args, kwargs, f"op_{i}")
         copy.meta["val"] = _result(copy, node.meta["val"])

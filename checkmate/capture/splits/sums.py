@@ -69,6 +69,13 @@ def _group_norm_backward(node: fx.Node) -> Iterator[_Found]:
     yield _where_wanted(wanted, 0), dict.fromkeys((grad, x, mean, deviation), 0)  # type: ignore[arg-type]
 
 
+def _batch_norm_backward(node: fx.Node) -> Iterator[_Found]:
+    """Over images, of a backward that makes nothing but sums."""
+    grad, x, *_, training, _, wanted = node.args
+    if training and not wanted[0]:  # type: ignore[index]
+        yield _where_wanted(wanted, 0), {grad: 0, x: 0}  # type: ignore[arg-type]
+
+
 _RULES: dict[Any, Callable[[fx.Node], Iterator[_Found]]] = {
     aten.mm: _product,
     aten.bmm: _product,
@@ -76,4 +83,5 @@ _RULES: dict[Any, Callable[[fx.Node], Iterator[_Found]]] = {
     aten.convolution_backward: _convolution_backward,
     aten.native_layer_norm_backward: _layer_norm_backward,
     aten.native_group_norm_backward: _group_norm_backward,
+    aten.native_batch_norm_backward: _batch_norm_backward,
 }

@@ -19,6 +19,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.ways import in_blocks
+from checkmate.capture.ways.batch_norm import gradient_of_input
 from checkmate.capture.ways.over import batch_norm_over, rsub_over, safe_softmax_over, take_over
 from checkmate.capture.ways.shape_only import convolution_backward_input
 
@@ -66,6 +67,7 @@ def _backward(name: str) -> tuple[Any, Any]:
 
 
 TABLE: Mapping[Any, Written] = {
+    gradient_of_input: Written(gradient_of_input, (1,)),
     **{getattr(aten, name).default: Written(getattr(aten, name).out, (0,)) for name in _UNARY},
     **{getattr(aten, name).Tensor: Written(getattr(aten, name).out, (0, 1)) for name in _BINARY},
     **{getattr(aten, name).Scalar: Written(getattr(aten, name).out, (0,)) for name in _BINARY},

@@ -1,0 +1,116 @@
+"""A batch norm without its sums: what is left is made of each element alone, so that it runs in parts of any kind.
+
+In training batch norm sums over all images of a channel, forward and backward. Once these sums are there
+
+    out = x a + (b - m a),                         a = w s
+    dx  = (dy - db/n - (x - m) s dw/n) a
+
+for mean m, inverse deviation s, and n elements a channel. The first has PyTorch's bits, where its trial finds them: on
+a CPU its kernel rounds once for product and sum, as ``addcmul`` does. The second has not: PyTorch sums dw and db in
+more digits than it gives them. So a backward in two halves is for ``numerics="rounding"``.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from checkmate.capture.nodes import getitems
+
+aten = torch.ops.aten
+FORWARD = aten._native_batch_norm_legit_functional.default
+BACKWARD = aten.native_batch_norm_backward.default
+
+
+def normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
+    """What batch norm makes of its input, the statistics given.
+
+    Args:
+        x: of any shape (images, channels, ...); weight, bias, mean, invstd: one number a channel.
+    """
+    if x.device.type == "cuda":
+        gamma, beta = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
+        found: Tensor = aten.batch_norm_elemt.default(x, gamma, beta, mean, invstd, 0.0)  # what its kernel ends with
+        return found
+    scale = invstd if weight is None else invstd * weight
+    shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
+    return torch.addcmul(_along(shift, x), x.to(mean.dtype), _along(scale, x)).to(x.dtype)
+
+
+def gradient_of_input(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    of_weight: Tensor,
+    of_bias: Tensor,
+    count: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The gradient of batch norm's input, those of its weight and bias given.
+
+    Args:
+        grad, x: of any shape (images, channels, ...); weight, mean, invstd, of_weight, of_bias: one number a channel.
+        count: elements of a channel, in all parts.
+        out: what it is written to; that may be x.
+    """
+    kind = mean.dtype
+    scale = invstd if weight is None else invstd * weight
+    slope = of_weight * invstd / -count
+    made = torch.sub(x.to(kind), _along(mean, x), out=None if out is None or out.dtype != kind else out)
+    torch.addcmul(grad.to(kind), made, _along(slope, x), out=made)
+    made.sub_(_along(of_bias / count, x)).mul_(_along(scale, x))
+    return made.to(x.dtype) if out is None else out if out is made else out.copy_(made)
+
+
+def _along(numbers: Tensor, x: Tensor) -> Tensor:
+    """One number a channel, beside what has channels."""
+    return numbers.view(-1, *[1] * (x.dim() - 2))
+
+
+def is_result(node: fx.Node) -> bool:
+    """Whether a node is what a batch norm in training makes of its input."""
+    source: Any = node.args[0] if node.target is operator.getitem else None
+    return bool(source is not None and source.target is FORWARD and node.args[1] == 0 and source.args[5])
+
+
+def call_of(node: fx.Node) -> tuple[Any, ...] | None:
+    """The arguments with which `normalized` makes the same as a node that `is_result`; None: nobody has statistics."""
+    norm: Any = node.args[0]
+    faces = {face.args[1]: face for face in getitems(norm)}
+    return None if not {1, 2} <= faces.keys() else (*norm.args[:3], faces[1], faces[2])
+
+
+def in_two_halves(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Have a batch norm's backward make its sums first, and the gradient of its input of these; None: it cannot."""
+    if node.target is not BACKWARD:
+        return None
+    grad, x, weight, _, _, mean, invstd, training, _, wanted = node.args
+    if not training or wanted != [True, True, True]:
+        return None
+    about = {key: what for key, what in node.meta.items() if key not in ("val", "tensor_meta")}
+    made, *sums = node.meta["val"]
+    faces = {face.args[1]: face for face in getitems(node)}
+
+    def call(name: str, target: Any, args: tuple[Any, ...], val: Any) -> fx.Node:
+        new = graph.create_node("call_function", target, args, name=name)
+        new.meta = {**about, "val": val}
+        return new
+
+    with graph.inserting_before(node):
+        whole = call(f"{node.name}_sums", BACKWARD, (*node.args[:-1], [False, True, True]), (None, *sums))
+        of = [call(f"{whole.name}_{i}", operator.getitem, (whole, i), val) for i, val in enumerate(sums, 1)]
+        count = made.numel() // made.shape[1]
+        inner = call(f"{node.name}_input", gradient_of_input, (grad, x, weight, mean, invstd, *of, count), made)
+    for i, new in enumerate((inner, *of)):
+        if i in faces:
+            faces[i].replace_all_uses_with(new)
+            graph.erase_node(faces[i])
+    graph.erase_node(node)
+    return whole, inner
