@@ -26,6 +26,7 @@ from checkmate.capture.splits.further import Need, StaysWhole, regions_of, split
 from checkmate.capture.splits.parts import InParts
 from checkmate.capture.splits.trial import inputs_of, same_bits_in_parts
 from checkmate.capture.splits.write_loss import Split, in_parts, splits_of
+from checkmate.capture.ways.batch_norm import gradient_of_input
 from checkmate.codegen.emit import Begin, emit
 from checkmate.codegen.transfers import no_second_memory
 from checkmate.codegen.writing_over import Positions
@@ -249,6 +250,9 @@ class _Step:
             certificate = self._certificate(equal_bits.inputs_of(parts), off)
             summed = " with sums over them" if any(parts.summed) else ""
             yield f"{node.meta['first']} of {where(node)}{alike} in {parts.parts} parts{summed}: {certificate}"
+        for node in module.graph.find_nodes(op="call_function", target=gradient_of_input):
+            off = equal_bits.off_of(node) if self.tried else 0.0
+            yield f"{node.name} of {where(node)} after its sums: {self._certificate(equal_bits.INPUTS, off)}"
 
     def _certificate(self, inputs: int, off: float = 0.0) -> str:
         """How it was tried; ``off``: by what share of their largest element sums were off."""

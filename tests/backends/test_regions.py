@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
+from benchmarks.networks.unet import UNet
 from checkmate.backends import in_parts
+from checkmate.capture.splits import dimensions
 from checkmate.capture.splits.parts import InParts
+from checkmate.capture.ways.batch_norm import normalized
 from checkmate.core.problem import Problem
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import few
@@ -240,6 +243,69 @@ def test_sums_over_parts_fit_where_nothing_with_equal_bits_does() -> None:
     assert report.measured_peak == report.predicted_peak <= rounding.peak
     assert 0 < report.off < 1e-6
     assert "plain PyTorch but for rounding" in str(report)
+
+
+def _normalized_images() -> tuple[Step, Tensor]:
+    """The same with batch norms."""
+    down, up = (nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(2))
+    last = nn.Conv2d(32, 4, 3, padding=1)
+    return (lambda x: last(torch.cat([down(x), up(x)], 1)).square().mean()), torch.randn(8, 3, 24, 24)
+
+
+@pytest.mark.slow
+def test_a_batch_norm_is_made_again_image_by_image_with_the_bits_it_had() -> None:
+    torch.manual_seed(0)
+    step, x = _normalized_images()
+    whole, *_, last = checkmate.trace(step, x).and_smaller()
+    assert normalized in _inside(last)
+    assert _floor(last) < _floor(whole)
+    budget = min(checkmate.min_budget(last, time_limit=1).peak, _floor(whole) - 1)
+    report = checkmate.verify(step, x, budget=budget, time_limit=1)
+    assert report.measured_peak == report.predicted_peak <= budget
+    assert report.off == 0
+
+
+@pytest.mark.slow
+def test_a_batch_norm_in_halves_fits_where_its_whole_does_not() -> None:
+    """The sums of its backward are off by rounding."""
+    torch.manual_seed(0)
+    step, x = _images()
+    exact = checkmate.min_budget(checkmate.trace(step, x), time_limit=1)
+    rounding = checkmate.min_budget(checkmate.trace(step, x, numerics="rounding"), time_limit=1)
+    assert rounding.peak < 0.85 * exact.peak
+    assert any(text.startswith("native_batch_norm_backward_1_input of 2 (BatchNorm2d") for text in rounding.splits)
+    report = checkmate.verify(step, x, budget=rounding.peak, time_limit=1, numerics="rounding")
+    assert report.measured_peak == report.predicted_peak <= rounding.peak
+    assert 0 < report.off < 1e-6
+
+
+def test_a_batch_norm_that_is_made_with_other_bits_is_not_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor that rounds product and sum each for itself."""
+    really = normalized
+    monkeypatch.setattr(in_parts.equal_bits, "_tried", {})
+    monkeypatch.setattr(in_parts.equal_bits, "normalized", lambda *args: really(*args) * (1 + 1e-6))
+    step, x = _normalized_images()
+    monkeypatch.setattr(dimensions, "normalized", in_parts.equal_bits.normalized)
+    *_, last = checkmate.trace(step, x).and_smaller()
+    assert last.splits
+    assert in_parts.equal_bits.normalized not in _inside(last)
+
+
+def _inside(problem: Problem) -> set[Any]:
+    """What regions call."""
+    regions = in_parts.regions_of(in_parts.joint_of(problem).module).values()
+    return {n.target for _, parts, _ in regions for n in parts.part.nodes}
+
+
+@pytest.mark.slow
+def test_an_op_that_regions_about_it_left_whole_is_split_before_them() -> None:
+    """A sum of gradients that flow back through a concatenation, which all are made in parts."""
+    net = UNet(2, depth=2, base=8)
+    x, y = torch.randn(8, 3, 32, 32, device="meta"), torch.zeros(8, 32, 32, dtype=torch.long, device="meta")
+    step = lambda x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    whole, *_, last = checkmate.trace(step, x, y, profile="roofline:h100").and_smaller()
+    assert any(text.startswith("add_11 of ") for text in last.splits)
+    assert _floor(last) < 0.9 * _floor(whole)
 
 
 def test_a_budget_that_equal_bits_fit_has_these_with_rounding_too() -> None:

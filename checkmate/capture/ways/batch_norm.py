@@ -36,8 +36,9 @@ def normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tens
         gamma, beta = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
         found: Tensor = aten.batch_norm_elemt.default(x, gamma, beta, mean, invstd, 0.0)  # what its kernel ends with
         return found
-    scale = invstd if weight is None else invstd * weight
-    shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
+    gamma, beta, mean, invstd = _wide(weight, bias, mean, invstd)
+    scale = invstd if gamma is None else invstd * gamma
+    shift = torch.addcmul(torch.zeros_like(mean) if beta is None else beta, mean, scale, value=-1)
     return torch.addcmul(_along(shift, x), x.to(mean.dtype), _along(scale, x)).to(x.dtype)
 
 
@@ -60,13 +61,18 @@ def gradient_of_input(
         count: elements of a channel, in all parts.
         out: what it is written to; that may be x.
     """
+    gamma, mean, invstd, of_weight, of_bias = _wide(weight, mean, invstd, of_weight, of_bias)
     kind = mean.dtype
-    scale = invstd if weight is None else invstd * weight
+    scale = invstd if gamma is None else invstd * gamma
     slope = of_weight * invstd / -count
     made = torch.sub(x.to(kind), _along(mean, x), out=None if out is None or out.dtype != kind else out)
-    torch.addcmul(grad.to(kind), made, _along(slope, x), out=made)
-    made.sub_(_along(of_bias / count, x)).mul_(_along(scale, x))
+    made.mul_(_along(slope, x)).add_(grad).sub_(_along(of_bias / count, x)).mul_(_along(scale, x))
     return made.to(x.dtype) if out is None else out if out is made else out.copy_(made)
+
+
+def _wide(*numbers: Tensor | None) -> Any:
+    """In single precision at least, as the kernels compute."""
+    return (None if t is None else t.to(torch.promote_types(t.dtype, torch.float32)) for t in numbers)
 
 
 def _along(numbers: Tensor, x: Tensor) -> Tensor:

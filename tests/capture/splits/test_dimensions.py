@@ -17,12 +17,14 @@ from checkmate.backends.state import same_bits as same
 from checkmate.capture.splits.dimensions import Split, split_of
 from checkmate.capture.splits.equal_bits import same_bits
 from checkmate.capture.splits.parts import InParts, Region, apart, in_parts
+from checkmate.capture.ways.batch_norm import gradient_of_input, normalized
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 aten = torch.ops.aten
 R = torch.randn
 GEOMETRY = [1, 1], [1, 1], [1, 1], False, [0, 0]
+CLASSES = torch.arange(144).view(4, 6, 6) % 3
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[tuple[int, int], tuple[int | None, ...]]]] = {
     # op, arguments, {(result, dimension): the dimension of each tensor argument}; others have no parts
     "mm": (aten.mm.default, (R(32, 8), R(8, 64)), {(0, 0): (0, None), (0, 1): (None, 1)}),
@@ -84,6 +86,34 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[tuple[int, int]
         (R(1, 8, 6, 6), R(1, 8, 6, 6), R(8), None, None, R(8), R(8), True, 1e-5, [True, True, True]),
         {(0, 1): (1, 1, 0, 0, 0)},
     ),
+    "batch norm of given statistics": (
+        normalized,
+        (R(4, 8, 6, 6), R(8), R(8), R(8), R(8)),
+        {(0, 0): (0, *[None] * 4), (0, 1): (1, 0, 0, 0, 0), (0, 2): (2, *[None] * 4), (0, 3): (3, *[None] * 4)},
+    ),
+    "batch norm backward of given sums": (
+        gradient_of_input,
+        (R(4, 8, 6, 6), R(4, 8, 6, 6), R(8), R(8), R(8), R(8), R(8), 144),
+        {
+            **{(0, dim): (dim, dim, *[None] * 5) for dim in (0, 2, 3)},
+            (0, 1): (1, 1, 0, 0, 0, 0, 0),
+        },
+    ),
+    "backward of a loss over images": (
+        aten.nll_loss2d_backward.default,
+        (torch.tensor(0.5), R(4, 3, 6, 6), CLASSES, R(3), 1, -100, torch.tensor(100.0)),
+        {(0, 0): (None, 0, 0, None, None), (0, 2): (None, 2, 1, None, None), (0, 3): (None, 3, 2, None, None)},
+    ),
+    "backward of losses of pixels": (
+        aten.nll_loss2d_backward.default,
+        (R(4, 6, 6), R(4, 3, 6, 6), CLASSES, R(3), 0, -100, torch.tensor(0.0)),
+        {(0, 0): (0, 0, 0, None, None), (0, 2): (1, 2, 1, None, None), (0, 3): (2, 3, 2, None, None)},
+    ),
+    "log sigmoid backward": (
+        aten.log_sigmoid_backward.default,
+        (R(4, 8), R(4, 8), R(4, 8)),
+        {(0, 0): (0, 0, 0), (0, 1): (1, 1, 1)},
+    ),
     "embedding backward": (
         aten.embedding_dense_backward.default,
         (R(4, 8, 6), torch.zeros(4, 8, dtype=torch.long), 10, -1, False),
@@ -91,7 +121,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[tuple[int, int]
     ),
 }
 
-OTHER_ORDER = {"sum", "mean, kept"}  # the kernel sums slices of rows in another: such a split is not offered
+OTHER_ORDER = {  # the kernel sums slices of rows in another: such a split is not offered
+    *("sum", "mean, kept"),
+    "batch norm backward of given sums",  # the whole is off by rounding from PyTorch's
+}
 
 
 def node_of(op: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:

@@ -54,6 +54,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[tuple[tuple[int
         (R(4, 8, 6, 6), R(4, 8, 6, 6), R(8), R(8), R(8), R(8), R(8), True, 1e-5, [True, True, True]),
         [],
     ),
+    "sums of a batch norm's backward": (
+        aten.native_batch_norm_backward.default,
+        (R(4, 8, 6, 6), R(4, 8, 6, 6), R(8), None, None, R(8), R(8), True, 1e-5, [False, True, True]),
+        [((None, S, S), (0, 0, None, None, None))],
+    ),
 }
 WRONG_IN_PARTS = {("layer norm backward", 1)}  # PyTorch's kernel takes means and deviations to lie without gaps
 
