@@ -224,11 +224,16 @@ class _Step:
         return not self.tried or (equal_bits.off_in_parts(parts) < inf if sums else equal_bits.same_bits(parts))
 
     def _rounding_of(self, module: fx.GraphModule) -> float:
-        """The most that sums over parts are off by, as tried; where nothing is tried, the most that they may be."""
-        regions = [parts for _, parts, _ in regions_of(module).values()]
+        """The most that sums over parts are off by, as tried; where nothing is tried, the most that they may be.
+
+        What batch norms in halves are off by flows on to the layers before them, and adds up.
+        """
+        regions = [(parts, count) for _, parts, count in regions_of(module).values()]
         if not self.tried:
-            return max(map(equal_bits.most_off, regions), default=0.0)
-        return max((*map(equal_bits.off_in_parts, regions), *map(equal_bits.off_of, module.graph.nodes)))
+            return max((equal_bits.most_off(parts) for parts, _ in regions), default=0.0)
+        flows = sum(count * sum(map(equal_bits.off_of, parts.whole.nodes)) for parts, count in regions)
+        flows += sum(map(equal_bits.off_of, module.graph.nodes))
+        return flows + max((equal_bits.off_in_parts(parts) for parts, _ in regions), default=0.0)
 
     def _posed(self, module: fx.GraphModule) -> Problem | None:
         """The problem of a split step; None: there is none."""

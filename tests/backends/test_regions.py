@@ -190,6 +190,15 @@ def _random_step(seed: int) -> tuple[Step, tuple[Tensor, ...]]:
         if draw.random() < 0.4:
             layers.append(draw.choice([nn.MaxPool2d, nn.AvgPool2d])(2))
         width = wide
+    if draw.random() < 0.3:
+        beside = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        deep, head = nn.Sequential(*layers), nn.Conv2d(width + 8, classes, 1)
+
+        def of_pixels(x: Tensor, y: Tensor) -> Tensor:
+            seen = F.interpolate(deep(x), size=size)
+            return F.cross_entropy(head(torch.cat([seen, beside(x)], 1)), y)
+
+        return of_pixels, (torch.randn(batch, 3, size, size), torch.randint(classes, (batch, size, size)))
     layers += [nn.Conv2d(width, 4, 1), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, classes)]
     network = nn.Sequential(*layers)
     return (lambda x, y: F.cross_entropy(network(x), y)), (
@@ -274,6 +283,9 @@ def test_a_batch_norm_in_halves_fits_where_its_whole_does_not() -> None:
     rounding = checkmate.min_budget(checkmate.trace(step, x, numerics="rounding"), time_limit=1)
     assert rounding.peak < 0.85 * exact.peak
     assert any(text.startswith("native_batch_norm_backward_1_input of 2 (BatchNorm2d") for text in rounding.splits)
+    *_, last = checkmate.trace(step, x, numerics="rounding").and_smaller()
+    regions = in_parts.regions_of(in_parts.joint_of(last).module).values()
+    assert last.rounding > max(in_parts.equal_bits.off_in_parts(parts) for _, parts, _ in regions)  # halves add up
     report = checkmate.verify(step, x, budget=rounding.peak, time_limit=1, numerics="rounding")
     assert report.measured_peak == report.predicted_peak <= rounding.peak
     assert 0 < report.off < 1e-6
