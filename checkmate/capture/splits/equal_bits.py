@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -36,7 +38,7 @@ def off_in_parts(parts: InParts) -> float:
         if off < inf:
             whole = fx.GraphModule({}, parts.whole).forward
             with _disable_current_modes(), torch.no_grad():
-                off += max(_off(parts, whole, seed) for seed in range(inputs_of(parts)))
+                off += max(_unless_it_fails(partial(_off, parts, whole, seed)) for seed in range(inputs_of(parts)))
         _tried[key] = off
     return _tried[key]
 
@@ -50,9 +52,9 @@ def off_of(node: fx.Node) -> float:
     kind = None if weight is None else weight.meta["val"].dtype  # type: ignore[union-attr]
     key = node.target, like.shape, like.stride(), like.dtype, like.device, kind, torch.get_num_threads()
     if key not in _tried:
-        trial = _off_of_normalized if node.target is normalized else _off_of_gradient
+        trial = partial(_off_of_normalized if node.target is normalized else _off_of_gradient, like, kind)
         with _disable_current_modes(), torch.no_grad():
-            _tried[key] = max(trial(like, kind, seed) for seed in range(INPUTS))
+            _tried[key] = max(_unless_it_fails(partial(trial, seed)) for seed in range(INPUTS))
     return _tried[key]
 
 
@@ -99,15 +101,20 @@ def inputs_of(parts: InParts) -> int:
     return min(MOST_INPUTS, max(INPUTS, shows))
 
 
-def _off(parts: InParts, whole: Any, seed: int) -> float:
-    draw = torch.Generator().manual_seed(seed)
-    inputs = [_made_up(n.meta["val"], draw, seed) for n in parts.whole.find_nodes(op="placeholder")]
+def _unless_it_fails(trial: Callable[[], float]) -> float:
+    """What a trial finds; infinite where an op refuses its inputs."""
     try:
-        pairs = list(zip(whole(*inputs), parts(*inputs), parts.summed, strict=True))
+        return trial()
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError):
         return inf
+
+
+def _off(parts: InParts, whole: Any, seed: int) -> float:
+    draw = torch.Generator().manual_seed(seed)
+    inputs = [_made_up(n.meta["val"], draw, seed) for n in parts.whole.find_nodes(op="placeholder")]
+    pairs = list(zip(whole(*inputs), parts(*inputs), parts.summed, strict=True))
     return max(_distance(a, b, summed=summed) for a, b, summed in pairs)
 
 

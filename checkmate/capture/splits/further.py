@@ -83,6 +83,8 @@ class Further:
             if not done and need.bytes_at > most - least_gain:
                 log.info("%s of %s stays whole", need.name, where(node))
                 raise StaysWhole(node.meta["first"] if isinstance(node.target, InParts) else need.name)
+        if not self.new:
+            raise StaysWhole(high[0].name)
 
     def _here(self, name: str) -> fx.Node | None:
         """The node of this name, if it is still there and as it was."""
@@ -130,6 +132,7 @@ class Further:
                 continue
             sums, of_input = halves
             self.nodes |= {n.name: n for n in halves}
+            self.new.add(need.name)
             made = of_input.meta["val"].nbytes
             yield Need(of_input.name, need.bytes_at, need.own, first=True)
             yield Need(sums.name, need.bytes_at - made, need.own - made, first=True)

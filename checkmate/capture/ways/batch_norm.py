@@ -62,12 +62,21 @@ def gradient_of_input(
         out: what it is written to; that may be x.
     """
     gamma, mean, invstd, of_weight, of_bias = _wide(weight, mean, invstd, of_weight, of_bias)
-    kind = mean.dtype
-    scale = invstd if gamma is None else invstd * gamma
-    slope = of_weight * invstd / -count
-    made = torch.sub(x.to(kind), _along(mean, x), out=None if out is None or out.dtype != kind else out)
-    made.mul_(_along(slope, x)).add_(grad).sub_(_along(of_bias / count, x)).mul_(_along(scale, x))
-    return made.to(x.dtype) if out is None else out if out is made else out.copy_(made)
+    numbers = of_weight * invstd / -count, mean, of_bias / count, invstd if gamma is None else invstd * gamma
+    if out is None or out.dtype == mean.dtype:
+        return _gradient(grad, x, *numbers, out).to(x.dtype)
+    for i in range(len(x)):  # in half precision image by image, which takes no more than one in single precision
+        part = slice(i, i + 1)
+        out[part] = _gradient(grad[part], x[part], *numbers, None)
+    return out
+
+
+def _gradient(
+    grad: Tensor, x: Tensor, slope: Tensor, mean: Tensor, shift: Tensor, scale: Tensor, out: Tensor | None
+) -> Tensor:
+    """((x - mean) slope + grad - shift) scale."""
+    made = torch.sub(x.to(mean.dtype), _along(mean, x), out=out)
+    return made.mul_(_along(slope, x)).add_(grad).sub_(_along(shift, x)).mul_(_along(scale, x))
 
 
 def _wide(*numbers: Tensor | None) -> Any:
