@@ -155,7 +155,7 @@ class _Grown:
     def begin(self) -> bool:
         choice = self.choice
         split = choice.split(self.first)
-        if split is None or not self._may_join(self.first) or _counts(self.first) or not self._add(self.first, split):
+        if split is None or not self._may_be_own(self.first) or not self._add(self.first, split):
             return False
         self.own.append(self.first)
         todo = [self.first]
@@ -169,6 +169,11 @@ class _Grown:
         if node.op != "call_function" or node.name in self.place.pinned:
             return False
         return not has_effect(node) and (not self.phase or node in self.place.forward)
+
+    def _may_be_own(self, node: fx.Node) -> bool:
+        """Whether an op's results may be the region's: not new running statistics, which parts do not make."""
+        counts = node.target is FORWARD and any(face.args[1] > 2 and face.users for face in getitems(node))  # type: ignore[operator]
+        return not counts and self._may_join(node)
 
     def _add(self, node: fx.Node, split: Split) -> bool:
         """Take an op in, and what it reads that is large. False: parts of an argument are another's whole."""
@@ -212,9 +217,7 @@ class _Grown:
     def _join(self, node: fx.Node) -> bool:
         """Take in an op that reads what the region makes, if it can be."""
         same = (node in self.place.forward) == self.phase
-        if node in self.splits or not same or not self._may_join(node) or node.target is operator.getitem:
-            return False
-        if _counts(node):
+        if node in self.splits or not same or not self._may_be_own(node) or node.target is operator.getitem:
             return False
         for split in self._splits_of(node):
             if self._agrees(split):
@@ -264,11 +267,6 @@ class _Grown:
             if self._is_read(user) if is_view(user) else (user in self.place.forward) == self.phase:
                 return True
         return False
-
-
-def _counts(node: fx.Node) -> bool:
-    """Whether an op makes new running statistics that are read: parts of a batch norm do not."""
-    return node.target is FORWARD and any(face.args[1] > 2 and face.users for face in getitems(node))  # type: ignore[operator]
 
 
 def stand_in(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
