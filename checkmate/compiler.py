@@ -40,8 +40,8 @@ log = logging.getLogger("checkmate.verification.compare")
 @overload
 def compile(  # type: ignore[overload-overlap]  # a module is callable too, and stays what it is
     fn: M,
-    *,
     budget: int | float | str,
+    *,
     method: str = ...,
     time_limit: float = ...,
     reserve: int | float | str = ...,
@@ -62,8 +62,8 @@ def compile(  # type: ignore[overload-overlap]  # a module is callable too, and 
 @overload
 def compile(
     fn: Callable[P, R],
-    *,
     budget: int | float | str,
+    *,
     method: str = ...,
     time_limit: float = ...,
     reserve: int | float | str = ...,
@@ -83,8 +83,8 @@ def compile(
 
 def compile(
     fn: Any,
-    *,
     budget: int | float | str,
+    *,
     method: str = "auto",
     time_limit: float = 60.0,
     reserve: int | float | str = 0,
@@ -182,7 +182,8 @@ def compile(
     >>> print(model.plans[0].status)
     Status.OPTIMAL
     """
-    _refuse_what_is_no_step(fn)
+    refuse_what_is_no_step(fn)
+    ranks.refuse_wrapped(fn)
     asked = (budget, method, time_limit, reserve, verify, profile, cache, backend, max_plans, memory, wait, rules)
     options = Options(*asked, host_budget, host, numerics)
     return _compile(fn, options)
@@ -235,18 +236,19 @@ def verify(
     >>> report.outputs, report.gradients, report.repeats
     (1, 4, True)
     """
-    _refuse_what_is_no_step(fn)
+    refuse_what_is_no_step(fn)
+    ranks.refuse_wrapped(fn)
     about: dict[str, Any] = {"profile": profile, "cache": cache, "backend": backend, "memory": memory, "rules": rules}
     about |= {"host_budget": host_budget, "host": host, "numerics": numerics}
     options = Options(budget, method, time_limit, reserve, **about)
     return CompiledStep(fn, options)._compare(args, kwargs, calls)
 
 
-def _refuse_what_is_no_step(fn: Any) -> None:
+def refuse_what_is_no_step(fn: Any, asked: str = "checkmate.compile") -> None:
+    """Raise a TypeError for what cannot be called, or is a class."""
     if not callable(fn) or isinstance(fn, type):
         kind = f"the class {fn.__name__}" if isinstance(fn, type) else type(fn).__name__
-        raise TypeError(f"checkmate.compile takes a module or a function, not {kind}.")
-    ranks.refuse_wrapped(fn)
+        raise TypeError(f"{asked} takes a module or a function, not {kind}.")
 
 
 def _compile(fn: Any, options: Options) -> Any:
@@ -349,41 +351,48 @@ class CompiledStep(Generic[P, R]):
 class _OfItsStep:
     """An attribute of a compiled module that is its step's. What the module sets under the name itself goes before."""
 
-    def __init__(self, step: CompiledStep[..., Any], name: str) -> None:
-        self._step, self._name = step, name
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __get__(self, module: Any, kind: Any = None) -> Any:
-        return getattr(self._step, self._name)
+        return self if module is None else getattr(module._checkmate_step, self._name)
 
 
 def _compile_module(model: Any, options: Options) -> Any:
-    """The same module, in a class of its own whose forward is compiled: both objects have one ``__dict__``."""
+    """The same module, in a class of its own whose forward is compiled: both objects have one ``__dict__``.
+
+    What is compiled goes with the module, and not with the class, which stays: Dynamo keeps those it has seen.
+    """
     if "forward" in vars(model):
         raise Unsupported(
             f"The forward of this {type(model).__name__} was replaced on the object. "
             "Compile a function that calls it: checkmate.compile(lambda x: model(x), budget=...)."
         )
     plain: Any = type(model)
-    step = CompiledStep(plain.forward, options)
 
     class Compiled(plain):
+        __slots__ = ("_checkmate_model", "_checkmate_step")
+
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return step(self, *args, **kwargs)
+            run = getattr(self, "_checkmate_step", plain.forward)  # what the class itself makes is compiled by nobody
+            return run(self, *args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return _compile, (model, options)  # which has the same __dict__, and is pickled as its class says
+            return _compile, (self._checkmate_model, options)  # has the same __dict__, and is pickled as its class says
 
         def __copy__(self) -> Any:
-            return _compile_module(copy(model), options)
+            return _compile_module(copy(self._checkmate_model), options)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            return _compile_module(deepcopy(model, memo), options)
+            return _compile_module(deepcopy(self._checkmate_model, memo), options)
 
     for name in ("plans", "memory", "planning", "wait"):
         if not hasattr(model, name):  # else it is the user's own
-            setattr(Compiled, name, _OfItsStep(step, name))
+            setattr(Compiled, name, _OfItsStep(name))
     functools.update_wrapper(Compiled.forward, plain.forward)
     Compiled.__name__, Compiled.__qualname__, Compiled.__module__ = plain.__name__, plain.__qualname__, plain.__module__
-    compiled = object.__new__(Compiled)
+    compiled: Any = object.__new__(Compiled)
     compiled.__dict__ = model.__dict__
+    object.__setattr__(compiled, "_checkmate_model", model)
+    object.__setattr__(compiled, "_checkmate_step", CompiledStep(plain.forward, options))
     return compiled

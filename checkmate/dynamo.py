@@ -8,6 +8,8 @@ here.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,7 @@ from checkmate.compiler import compile
 from checkmate.errors import Unsupported
 
 log = logging.getLogger("checkmate.dynamo")
+_OPTIONS = [name for name in inspect.signature(compile).parameters if name not in ("fn", "verify", "max_plans")]
 
 
 def backend(
@@ -34,7 +37,7 @@ def backend(
         mode: not known here.
 
     Raises:
-        ValueError: without a budget, with a mode, or with an option that is none.
+        ValueError: without a budget, with a mode, or with an option that is none; it names the nearest.
         BudgetError: if the budget is no positive number of bytes.
         InfeasibleBudget: if no plan fits it.
         Unsupported: if this is a part of a step only, or its sizes are left open.
@@ -51,18 +54,20 @@ def backend(
     answer.said.clear()  # captured: the next capture may say it again
     if mode is not None:
         raise ValueError(f"The backend checkmate has no modes, and {mode!r} is one of another.")
-    if "budget" not in options:
-        raise ValueError('The backend checkmate needs a budget: options={"budget": "8 GB"}.')
     if "verify" in options:
         raise ValueError("A backend sees no whole call to verify; checkmate.compile(..., verify=True) does.")
     if "max_plans" in options:
         raise ValueError("PyTorch counts here: torch._dynamo.config.recompile_limit is the most kinds of input.")
+    for name in options:
+        if name not in _OPTIONS:
+            near = difflib.get_close_matches(str(name), _OPTIONS, 1)
+            meant = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(_OPTIONS)}."
+            raise ValueError(f"The backend checkmate has no option {name!r}. {meant}")
+    if "budget" not in options:
+        raise ValueError('The backend checkmate needs a budget: options={"budget": "8 GB"}.')
     _refuse_parts(module, inputs, asked)
     warn(told_yes)
-    try:
-        planning = compile(module.forward, **options)._backend
-    except TypeError as error:
-        raise ValueError(f"The backend checkmate has other options than {sorted(options)}: {error}.") from None
+    planning = compile(module.forward, **options)._backend
     run = planning(module, inputs)
     for plan in planning.plans:
         log.info("%s", plan)

@@ -20,7 +20,7 @@ class RuleError(CheckmateError, ValueError):
 
 
 class InfeasibleBudget(CheckmateError):
-    """No schedule fits the budget.
+    """No schedule fits the budget: none that runs each op once a stage at most, in PyTorch's order.
 
     Attributes:
         budget: the bytes asked for.

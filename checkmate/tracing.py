@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.backends.captures import capture
+from checkmate.backends.captures import capture, drawing_nothing
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, quietly
 from checkmate.backends.planner import Numerics, may_round, second_memories
@@ -84,7 +84,12 @@ def trace(
         return solve(problem, max(1, problem.keep_all_peak), method="checkpoint-all")
 
     try:
-        with quietly(), as_captured(), nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu():
+        with (
+            quietly(),
+            drawing_nothing(),
+            as_captured(),
+            nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu(),
+        ):
             about: dict[str, Any] = {"updates": updates, "elsewhere": elsewhere, "rounding": rounding}
             backend = Backend(keep_all, _stop, find_costs, block_bytes, **about)
             capture(fn, backend)(*args, **kwargs)

@@ -22,7 +22,7 @@ from checkmate.backends import ranks
 from checkmate.backends.plan_on import Planning
 from checkmate.backends.planner import MOST_PLANS, Memory, Numerics, Options, Wait
 from checkmate.backends.state import modules_within
-from checkmate.compiler import CompiledStep, new_backend
+from checkmate.compiler import CompiledStep, new_backend, refuse_what_is_no_step
 from checkmate.core.rules import Rules
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
@@ -41,8 +41,8 @@ from checkmate.verification.whole_steps import compare_whole
 def training_step(
     loss_fn: Callable[..., Any],
     optimizer: optim.Optimizer | Iterable[optim.Optimizer],
-    *,
     budget: int | float | str,
+    *,
     clip_norm: float | None = None,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -128,8 +128,10 @@ def training_step(
     Raises:
         BudgetError, RuleError, InfeasibleBudget: as for `checkmate.compile`.
         Unsupported: at once, for other optimizers, or hooks on their `step`; at a call, for hooks on parameters, or if
-            the step cannot be captured as one graph, or ranks have gradients of different parameters. At once, too, if
-            ``loss_fn`` holds a sharded module, or a `DistributedDataParallel` that does more than to average.
+            the step cannot be captured as one graph, or ranks have gradients of different parameters, or the step
+            reaches no parameter of an optimizer. At once, too, if ``loss_fn`` holds a sharded module, or a
+            `DistributedDataParallel` that does more than to average.
+        TypeError: at once, if something else is given for ``loss_fn``, ``optimizer``, ``scaler`` or ``ema``.
         ValueError: at once, if ``clip_norm``, ``clip_value`` or ``accumulate`` is no positive number, ``verify`` is
             asked of more than one call and one update by gradients as they are, or ``process_group`` is given for a
             model that is wrapped, or for ranks with models of different shapes.
@@ -148,6 +150,7 @@ def training_step(
     """
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate is a whole number of calls, 1 at least, not {accumulate!r}.")
+    refuse_what_is_no_step(loss_fn, "checkmate.training_step")
     optimizers = checked(optimizer)
     modules = modules_within(loss_fn)
     with as_their_modules(wrapped_in(modules)):

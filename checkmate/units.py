@@ -69,6 +69,17 @@ def parse_rate(rate: float | str) -> float:
         raise ValueError(f"A rate is a number of bytes per second, such as '55 GB/s', not {rate!r}.") from None
 
 
+def check_positive(name: str, given: object, of: str = "") -> None:
+    """Raise a ValueError for what is no positive number, such as text.
+
+    >>> check_positive("time_limit", "60s", " of seconds")
+    Traceback (most recent call last):
+    ValueError: time_limit is a positive number of seconds, not '60s'.
+    """
+    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not float(given) > 0:
+        raise ValueError(f"{name} is a positive number{of}, not {given!r}.")
+
+
 def _parse_text(text: str) -> int:
     match = _BYTES.fullmatch(text)
     if match is None:

@@ -6,6 +6,7 @@ before, by this process or another, is not measured again (`checkmate.profiling.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import platform
@@ -35,6 +36,10 @@ log = logging.getLogger("checkmate.profiling")
 
 BY_DEVICE = {"cpu": cpu.measure_ops, "cuda": cuda.measure_ops}
 EXACT = ("none", "ieee")  # float32 as it is
+KERNELS = (  # variables of the environment by which libraries choose kernels
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"),
+)
 Key = tuple[Place, str]
 
 _known: dict[Key, OpCost | None] = {}  # what this process measured
@@ -133,6 +138,7 @@ def _settings(kind: str) -> str:
         changed = {
             f"convolutions in {convolutions}": convolutions not in EXACT,
             "without mkldnn": not backends.mkldnn.enabled,
+            **{f"{name}={os.environ.get(name)}": name in os.environ for name in KERNELS},
         }
     changed[f"products in {products}"] = products not in EXACT
     changed["deterministic"] = torch.are_deterministic_algorithms_enabled()
@@ -142,9 +148,13 @@ def _settings(kind: str) -> str:
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name} {torch.backends.cpu.get_cpu_capability()}"  # AVX2, AVX512, ...: one name may stand for several
+    found = {key.strip(): what.strip() for key, _, what in (line.partition(":") for line in lines)}
+    name = found.get("model name") or platform.processor() or platform.machine()
+    of_it = [
+        found.get(key, "") for key in ("cpu family", "model", "stepping", "flags")
+    ]  # one name may stand for several
+    kind = hashlib.sha256("\n".join(of_it).encode()).hexdigest()[:8]
+    return f"{name} {kind} {torch.backends.cpu.get_cpu_capability()}"  # AVX2, AVX512, ...
 
 
 def _refuse_other_devices(joint: Joint) -> None:

@@ -82,11 +82,11 @@ def profiler(profile: Choice, *, cache: bool = True) -> tuple[Profiler, int]:
         return partial(given, profile=profile), 1
     if isinstance(profile, OpTable):
         return partial(listed, table=profile, name="the table"), 1
-    if isinstance(profile, os.PathLike) or profile.endswith(".json"):
+    if isinstance(profile, os.PathLike) or str(profile).endswith(".json"):
         return partial(listed, table=read(profile), name=Path(profile).name), 1
     if profile == "measure":
         return Measure(cache), 1
-    kind, _, name = profile.partition(":")
+    kind, _, name = str(profile).partition(":")
     if kind != "roofline" or name not in DEVICES:
         choices = ", ".join(['"measure"', *(f'"roofline:{name}"' for name in DEVICES), 'a file such as "ops.json"'])
         raise ValueError(f"There is no profile {profile!r}; there are {choices}.")

@@ -6,12 +6,19 @@ shapes, strides and types of the trace, on sets of numbers:
     finite     of both signs and many sizes, with zeros of both signs and denormal numbers among them
     special    the same, and in the first elements of each tensor infinities, NaNs and the largest numbers
     usual      between 0.1 and 0.9, as for its seconds
+    cancelling  finite, the terms of its sums opposite in pairs, so that another order of summation shows in half
+               precision too (`checkmate.capture.ways.made_up`)
 
 What is special spreads to no other element where each is made of the same element of the arguments: such ops run on the
 special set only. What runs block by block takes long, and from its weights the special spreads to all that it makes, so
-that nothing would be compared: it runs on the finite set only. A way counts if all that it makes is the same each time,
-bit by bit, and its first result lies where the argument lay. What the argument held is not kept: on the CPU that takes
-the memory of the op, its arguments and results, and of a few thousand numbers.
+that nothing would be compared: it runs on the cancelling set only. A way counts if all that it makes is the same each
+time, bit by bit, and its first result lies where the argument lay. What the argument held is not kept: on the CPU that
+takes the memory of the op, its arguments and results, and of a few thousand numbers.
+
+Why so few inputs are enough: what is written over an argument is computed by the op's own kernel, of tensors of the
+same shapes and strides, so in the same lanes and order; only what is read after it has been written could differ,
+and that shows in each such element. In blocks a kernel has other shapes, and may sum in another order: which one does
+not depend on the numbers, and on those that cancel it shows in most elements.
 """
 
 from __future__ import annotations
@@ -25,12 +32,13 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.nodes import tensors
+from checkmate.capture.ways.made_up import cancel
 from checkmate.capture.ways.table import call_over, positions_to_try, written_of
 from checkmate.profiling.one_op import attempt, flat, repeat
 
 SETS = ("special", "finite", "usual")
 POINTWISE_SETS = ("special",)
-BLOCK_SETS = ("finite",)
+BLOCK_SETS = ("cancelling",)
 LENGTH = 2**14  # of the numbers of a set, which repeat
 SPECIAL = 2**12  # of these are at the begin of a tensor in the special set
 STRIDE = 5003  # by how many numbers the sets of two arguments are apart; a prime, so that all kinds meet
@@ -61,8 +69,7 @@ def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) 
     sets = POINTWISE_SETS if written.pointwise else BLOCK_SETS if written.block is not None else SETS
     good = [*does]
     for name in sets:
-        for i, tensor in enumerate(numbers):
-            _fill(tensor, name, i)
+        _fill_all(numbers, name, run)
         plain = tensors(run())
         for position in [*good]:
             over = run.args[position]
@@ -71,7 +78,7 @@ def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) 
             call = partial(into, *args, **kwargs)
             if not _is_same(node, partial(count, position, call) if name == sets[-1] else call, over, plain):
                 good.remove(position)
-            _fill(over, name, next(i for i, t in enumerate(numbers) if t is over))
+            _fill_all(numbers, name, run)
         del plain  # before there is the next one
     does.update(dict.fromkeys(good, True))
 
@@ -98,6 +105,14 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(tensor.element_size(), torch.uint8)
     dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
     return (tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.contiguous().view(-1)).view(integers)
+
+
+def _fill_all(numbers: list[torch.Tensor], name: str, run: partial[Any]) -> None:
+    """Fill the arguments of an op with the numbers of a set."""
+    for i, tensor in enumerate(numbers):
+        _fill(tensor, name, i)
+    if name == "cancelling":
+        cancel(run.func, run.args, torch.Generator().manual_seed(0))
 
 
 def _fill(tensor: torch.Tensor, name: str, i: int) -> None:

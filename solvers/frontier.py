@@ -18,14 +18,14 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
-from checkmate.core.solution import Solution, Status
+from checkmate.core.solution import Solution, Status, check_problem
 from checkmate.core.table import Printed, Table
 from checkmate.errors import CheckmateError, SolverError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.certify import again, contradicts
 from checkmate.solvers.common.process_pool import Processes
 from checkmate.solvers.rules_in_the_way import refuse_unknown_rules
-from checkmate.solvers.solve import check_limits, check_method, check_problem, min_budget, solve
+from checkmate.solvers.solve import check_limits, check_method, min_budget, solve
 from checkmate.statusline import showing
 from checkmate.units import format_bytes, format_seconds, parse_bytes
 
@@ -299,7 +299,7 @@ def _adopted(row: Row, known: Row) -> Row:
 
 
 def _with_bound(row: Row, bound: float) -> Row:
-    """The row with a better bound; infinite where it is proven that no plan fits."""
+    """The row with a better bound; infinite where it is proven that no schedule fits."""
     if bound <= row.bound:
         return row
     answer = _certified(row.solution, bound)

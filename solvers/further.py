@@ -49,7 +49,7 @@ class Search:
     """
 
     def __init__(self, rest: Rest) -> None:
-        self.rest = rest
+        self.rest = rest.bare()  # a thread holds it as long as it goes on
         self.news = News(rest.start.cost, rest.start.bound, 0.0)  # the last
         self.better: News | None = None  # the last with a plan
         self.failure = ""  # why it ended early, if it failed
@@ -98,7 +98,7 @@ class Search:
             self._over.set()
 
     def _converse(self) -> None:
-        with Process(search, self.rest.bare()) as self._child:
+        with Process(search, self.rest) as self._child:
             if self._ended:
                 return
             for news in self._child.answers():

@@ -129,7 +129,7 @@ class Rest:
 
     @property
     def is_closed(self) -> bool:
-        """No plan can be notably better, or the user has ended planning by Ctrl-C."""
+        """No schedule can be notably better, or the user has ended planning by Ctrl-C."""
         return self.start.interrupted or not self.is_better(self.start.bound, self.start.cost)
 
     def is_better(self, cost: float, than: float) -> bool:

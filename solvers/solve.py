@@ -12,7 +12,8 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
-from checkmate.core.solution import Refusal, Solution, Status
+from checkmate.core.schedule import KIND
+from checkmate.core.solution import Refusal, Solution, Status, check_problem
 from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS, Method
 from checkmate.solvers.cheapest_split import cheapest_split
@@ -145,16 +146,9 @@ def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
     return _explain(solution, patience, in_time=solution.seconds < time_limit)
 
 
-def check_problem(problem: object) -> None:
-    """Raise a TypeError for what is no problem: a model, say."""
-    if not isinstance(problem, Problem):
-        kind = type(problem).__name__
-        raise TypeError(f"This takes a Problem, as checkmate.trace makes it of a step and a batch, not {kind}.")
-
-
 def check_method(name: str, options: dict[str, Any]) -> Method:
     """The method of this name, if it takes these options; a ValueError names those that there are."""
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise ValueError(f"There is no method {name!r}. The methods are {', '.join(METHODS)}.")
     method = METHODS[name]
     unknown = [option for option in options if option not in method.options]
@@ -250,7 +244,7 @@ def _way_out(problem: Problem, ends: MinBudget) -> str:
     below = "it" if ends.proven else exact_bytes(ends.bound)
     return (
         f"Smallest budget that works: {exact_bytes(ends.peak)}{parts}. "
-        f"No schedule at all fits below {below}.{_what_it_costs(problem)}"
+        f"No schedule ({KIND}) fits below {below}.{_what_it_costs(problem)}"
     )
 
 

@@ -44,3 +44,18 @@ def growth(module: nn.Module, one: Callable[[], object], let_go: Callable[[], ob
     for _ in range(STEPS):
         one()
     return status("VmHWM") - before
+
+
+def most_above(level: int, one: Callable[[], object]) -> int:
+    """Bytes by which the peak of the resident set over some steps is above what it was at another time.
+
+    Args:
+        level: bytes resident then: before the model was made, so that what making and planning it left behind counts.
+        one: a step.
+    """
+    for _ in range(WARM):
+        one()
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(STEPS):
+        one()
+    return status("VmHWM") - level

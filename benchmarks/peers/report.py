@@ -51,11 +51,16 @@ def latest(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def joined(rows: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
     """The rows of the comparison; ``process``, bytes with parameters and batch, where it is known."""
-    known = {_key(row): row["growth"] for row in measured if "growth" in row}
+    known = {_key(one): one for one in measured if "error" not in one}
     return [
-        row | {"process": row["resident"] + known[_key(row)]} if "error" not in row and _key(row) in known else row
+        row | {"process": _taken(row, known[_key(row)])} if "error" not in row and _key(row) in known else row
         for row in rows
     ]
+
+
+def _taken(row: Row, measured: Row) -> int:
+    """Bytes since before the model was made; where only growth since some steps was counted, with what is resident."""
+    return measured["process"] if "process" in measured else row["resident"] + measured["growth"]
 
 
 def _key(row: Row) -> tuple[Any, ...]:
@@ -177,8 +182,9 @@ def _head(runs: dict[str, list[Row]]) -> list[str]:
         "",
         f"Made by `python -m benchmarks.peers` at {commits} on {machines}, PyTorch {every[0]['torch']}, "
         f"{every[0]['threads']} thread. Peaks are measured, parameters, buffers and batch included. *Process* is what "
-        "the machine gives for the same: parameters, buffers, batch, and growth of the resident set of a process in "
-        "which nothing else has run, ours in an arena (`peers_resident.jsonl`; of ways with other numbers the lowest "
+        "the machine gives for the same: how far the peak resident set of a process in which nothing else has run is "
+        "above that before the model was made, in rows with a `growth` parameters, buffers, batch, and growth since "
+        "some steps have run; ours in an arena (`peers_resident.jsonl`; of ways with other numbers the lowest "
         "of each family was measured). *Beyond* is the peak less those and all gradients, relative to plain PyTorch. "
         "*Step* is the median time of a step relative to "
         "plain steps next to it, *spread* its quartiles. *First step* is everything until one step is done. *Numbers* "

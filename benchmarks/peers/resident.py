@@ -1,4 +1,4 @@
-"""What each way of the comparison takes of the machine: growth of the peak resident set, in a process of its own.
+"""What each way of the comparison takes of the machine, from before its model is made, in a process of its own.
 
     python -m benchmarks.peers.resident [NETWORK ...]
 
@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-import checkmate
-from benchmarks.common.resident import growth
+from benchmarks.common.resident import most_above, status
 from benchmarks.common.rows import Row, append, origin, read
 from benchmarks.common.timing import step_and_back
 from benchmarks.peers.report import KEY, PEERS, latest, same_bits
@@ -50,7 +49,7 @@ def chosen(rows: Iterable[Row]) -> list[Row]:
 
 
 def measure(rows: Sequence[Row], report: Callable[[str], None], where: str = WHERE) -> Iterable[Row]:
-    """For each chosen row how far the process grows, or the error that ended it.
+    """For each chosen row what the process takes, or the error that ended it.
 
     Args:
         rows: of the comparison.
@@ -70,21 +69,22 @@ def measure(rows: Sequence[Row], report: Callable[[str], None], where: str = WHE
 
 
 def one(asked: Row) -> Row:
-    """Train one way in this process, and say how far it grows."""
+    """Train one way in this process, and say how far the peak of its steps is above what there was before the model."""
     torch.set_num_threads(asked["threads"])
     module, name = asked["where"].split(":")
     networks: dict[str, Network] = getattr(import_module(module), name)
+    build.start()
+    failure, level = build.wait(), status("VmRSS")
     subject = Subject.of(networks[asked["model"]], torch.device("cpu"))
     setting = named(subject, asked["family"], asked["knob"], asked["budget"], asked["time_limit"])
     with setting.config():
         step: Any = setting.build(subject)
         run = partial(step_and_back, subject.module, step, subject.batch)
-        if setting.family != OURS:
-            return {"growth": growth(subject.module, run)}
-        build.start()
-        if (failure := build.wait()) is not None:
+        if setting.family == OURS and failure is not None:
             sys.exit(f"No arena: {failure}.")
-        found = {"growth": growth(subject.module, run, _small_step())}
+        found = {"process": most_above(level, run)}
+        if setting.family != OURS:
+            return found
         plan, use = step.plans[0], step.memory().rows[0]
         return {
             **found,
@@ -92,13 +92,6 @@ def one(asked: Row) -> Row:
             "arena_bytes": use.arena,
             "fallbacks": use.fallbacks,
         }
-
-
-def _small_step() -> Callable[[], None]:
-    """A step with an arena of its own: when it runs, that of another gives back its pages."""
-    linear, x = torch.nn.Linear(64, 64), torch.ones(64, 64)
-    step: Any = checkmate.compile(lambda x: linear(x).sum(), budget="10 MB", memory="arena")
-    return lambda: step(x).backward()
 
 
 def main() -> None:

@@ -11,13 +11,16 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import pickle
 import random
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.fx as fx
 from torch._C._dynamo.eval_frame import reset_code
@@ -27,11 +30,14 @@ from checkmate.backends import ranks
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import quietly
 from checkmate.backends.recapture_reasons import Reason, asked, constants, spelled, too_many, value_now, why_not
+from checkmate.capture.autocast import within_region
 from checkmate.capture.joint import Joint
 from checkmate.capture.meta_tensors import letting_go
 from checkmate.capture.numbers import NotFree, Number, as_inputs, written_out
 from checkmate.capture.patches.is_compiling import plain_if_possible
 from checkmate.capture.patches.recurrent import with_recurrent_modules
+from checkmate.capture.patches.selections import knowing_selections
+from checkmate.capture.patches.setting_up import set_up_first
 from checkmate.capture.questions import AnotherAnswer
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
@@ -70,7 +76,10 @@ def collecting_seldom() -> Iterator[None]:
 
 
 def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
-    """A function that Dynamo captures as ``fn``. Where it runs as it is, for want of compiled code, it gives `MISS`."""
+    """A function that Dynamo captures as ``fn``. Where it runs as it is, for want of compiled code, it gives `MISS`.
+
+    When it is gone, Dynamo forgets its code. What autograd holds of that lives until the backward has run.
+    """
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
@@ -79,12 +88,22 @@ def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
 
     own = types.FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
     own.__kwdefaults__ = step.__kwdefaults__
+    weakref.finalize(own, reset_code, own.__code__).atexit = False  # Dynamo's compiled code holds the code object
     return own
 
 
 def _compiled(own: types.FunctionType, backend: Any) -> Callable[..., Any]:
-    run = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
-    return plain_if_possible(with_recurrent_modules(run), backend.answer)
+    alive = weakref.ref(backend)  # Dynamo keeps what it is given until it is reset
+
+    def compile_graph(*args: Any, **options: Any) -> Any:
+        known = alive()
+        assert known is not None
+        return known(*args, **options)
+
+    compile_graph.answer = backend.answer  # type: ignore[attr-defined]  # by which Dynamo's patches know that it is ours
+    run = torch.compile(own, fullgraph=True, dynamic=False, backend=compile_graph)
+    captured = knowing_selections(set_up_first(with_recurrent_modules(run)), backend.answer)
+    return plain_if_possible(captured, backend.answer)
 
 
 @dataclass(eq=False)
@@ -100,11 +119,7 @@ class _Capture:
     joint: Joint | None = None
     answers: tuple[bool | int, ...] = ()  # to what it asks of its tensors, in order
     used: int = 0  # at which call, the last time
-    draws: bool = False  # from Python's generator
-
-    def free(self) -> None:
-        """Let Dynamo forget the code. What autograd holds of it lives until the backward has run."""
-        reset_code(self.own.__code__)
+    draws: bool = False  # from the generators of Python or NumPy
 
 
 class Captures:
@@ -138,18 +153,19 @@ class Captures:
         Raises:
             Unsupported: if a value that changes from call to call has used up the captures that are kept.
         """
-        kind, other = _kind((args, kwargs)), None
+        kind, other = (within_region(), _kind((args, kwargs))), None
         found: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on
         for place, known in enumerate(self._kept.get(kind, ())):
             if any(_goes_another_way(known.answers, answers) for answers in found):
                 continue
-            state = random.getstate() if known.draws else None
+            state = _random_states() if known.draws else None
             try:
                 result = known.replay(*args, **kwargs)
             except AnotherAnswer as answer:
                 _draw_again_from(state)
                 other = other or answer
-                found.append((*known.answers[: answer.place], answer.now))
+                if answer.place is not None:
+                    found.append((*known.answers[: answer.place], answer.now))
                 continue
             except _NothingToPlan:
                 _draw_again_from(state)
@@ -220,7 +236,7 @@ class Captures:
         if not numbers:
             self._make_room(because)
         backend = self._backend
-        own, planned, state = _copy_of(self._fn), len(backend.plans), random.getstate()
+        own, planned, state = _copy_of(self._fn), len(backend.plans), _random_states()
         made = _Capture(kind, own, torch._dynamo.run(own), [], because, frozenset(numbers))
         backend.numbers, backend.check = numbers, check
 
@@ -235,12 +251,11 @@ class Captures:
             with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), reaching, collecting_seldom():
                 result = _compiled(own, self._compile_graph)(*args, **kwargs)
         except _NothingToPlan:
-            made.draws = random.getstate() != state
+            made.draws = _have_drawn(state)
             _draw_again_from(state)
             result = self._fn(*args, **kwargs)
         except BaseException:
             backend.forget(backend.plans[planned:])
-            made.free()
             raise
         finally:
             made.joint, made.answers, backend.last, backend.answers = backend.last, backend.answers, None, ()
@@ -248,7 +263,7 @@ class Captures:
             return self._fn(*args, **kwargs)
         made.plans += backend.plans[planned:]
         backend.follow(made.plans)
-        made.draws = made.draws or random.getstate() != state
+        made.draws = made.draws or _have_drawn(state)
         self._fixed.update(numbers & constants(own).keys())
         self._kept.setdefault(kind, []).insert(0, made)
         self._note_use(made, 0)
@@ -281,7 +296,7 @@ class Captures:
         if not self._kept[one.kind]:
             del self._kept[one.kind]
         self._backend.forget(one.plans)
-        one.free()
+        reset_code(one.own.__code__)  # at once, and not when garbage is collected
 
     def _warn_at_half(self, because: Reason | None) -> None:
         count = sum(1 for _ in self._all())
@@ -315,10 +330,30 @@ def _goes_another_way(known: tuple[bool | int, ...], found: tuple[bool | int, ..
     return len(known) >= len(found) and known[: len(found) - 1] == found[:-1] and known[len(found) - 1] != found[-1]
 
 
-def _draw_again_from(state: Any) -> None:
-    """Have Python's generator draw what it drew before, for a capture that turned out to be for another call."""
-    if state is not None:
-        random.setstate(state)
+@contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """Put the generators from which captured code draws before its graph runs back as they were after the block."""
+    before = _random_states()
+    try:
+        yield
+    finally:
+        _draw_again_from(before)
+
+
+def _random_states() -> tuple[Any, Any]:
+    """Of the generators that captured code draws from before it calls the graph: Python's, and NumPy's."""
+    return random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002  # that of users' code
+
+
+def _have_drawn(before: tuple[Any, Any]) -> bool:
+    return pickle.dumps(_random_states()) != pickle.dumps(before)
+
+
+def _draw_again_from(states: tuple[Any, Any] | None) -> None:
+    """Have the generators draw what they drew before, for a capture that turned out to be for another call."""
+    if states is not None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
 
 
 def _hand_back(*inputs: Any) -> Any:
@@ -331,7 +366,7 @@ def _kind(given: Any) -> Any:
     Numbers are left to the guards of a capture, which may be for all of them.
     """
     if isinstance(given, torch.Tensor) and not given.is_nested:
-        return given.shape, given.dtype, given.device, given.requires_grad
+        return given.shape, given.dtype, given.device, given.requires_grad, given.is_leaf
     kind = type(given)
     if kind in (tuple, list):
         return kind, *map(_kind, given)

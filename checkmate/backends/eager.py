@@ -20,14 +20,15 @@ from checkmate.backends.overwritten import Needs, explain_writes, needs_of
 from checkmate.backends.plan_on import PlanOn
 from checkmate.backends.posed import problem_of, unread_bytes, with_second_memory, with_what_is_held
 from checkmate.backends.static_memory import Static, serving, within
-from checkmate.capture.autocast import keeps_copies, refuse_shared_copies
+from checkmate.capture.autocast import Copies, keeping_copies
 from checkmate.capture.device import BLOCK_BYTES, allocated_on, device_of
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
-from checkmate.capture.numbers import draws_of_python, refuse_sizes_of_data, sources_of
+from checkmate.capture.numbers import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
 from checkmate.capture.patches import context_variables as _context  # noqa: F401  # Dynamo follows them
 from checkmate.capture.patches import ctc_lengths as _lengths  # noqa: F401  # PyTorch's own describes the kernel
 from checkmate.capture.patches import logging_calls as speaking  # noqa: F401  # Dynamo follows what a step says
+from checkmate.capture.patches import numpy_draws as _draws  # noqa: F401  # Dynamo would draw from torch's generator
 from checkmate.capture.patches import same_tensor as _same  # noqa: F401  # Dynamo goes on with the tensor itself
 from checkmate.capture.patches.formulas import eager_formulas
 from checkmate.capture.patches.is_compiling import Answer
@@ -42,7 +43,14 @@ from checkmate.codegen.fan_out import Sharing, fan_out
 from checkmate.codegen.result_hooks import computed_from, refuse_watching
 from checkmate.codegen.result_views import added_within, refuse_views
 from checkmate.codegen.second_memory import SecondMemories
-from checkmate.codegen.undefined_gradients import drop_gradients_of_writes, keep_undefined, with_undefined
+from checkmate.codegen.shared_copies import sharing_copies
+from checkmate.codegen.undefined_gradients import (
+    drop_gradients_of_writes,
+    keep_undefined,
+    leave_unreached,
+    unreached,
+    with_undefined,
+)
 from checkmate.codegen.writing_over import writing_over
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
@@ -80,7 +88,7 @@ class _Facts:
 
     names: list[str]  # of the inputs, as the user knows them
     known: list[Any]  # tensors that it is given, or holds as constants
-    shares_copies: bool  # autocast keeps converted weights
+    copies: Copies  # of weights, that autocast keeps
     numbers: dict[int, str]  # inputs that are no tensors, by position, as Dynamo calls them
     draws: list[int]  # inputs that Python's generator draws
     counts: list[list[int]] = field(default_factory=list)  # contributions to gradients
@@ -90,6 +98,7 @@ class _Facts:
     memory: Static | None = None  # what serves the step; None: PyTorch's allocator
     sharing: Sharing = field(default_factory=Sharing)
     needs: Needs = field(default_factory=Needs)
+    unreached: list[int] = field(default_factory=list)  # inputs that are never differentiated
     open: _Open | None = None  # if planning goes on
 
 
@@ -168,13 +177,15 @@ class Backend:
         questions, planned = taken_out(module), len(self.plans)
         self.answers = questions.answers
         _refuse_inexact(module)
+        refuse_nested(input_names(module), inputs)
         refuse_sizes_of_data(module)
         refuse_lost_leaves(module, inputs)
         if isinstance(self.profile, Measure):
             _refuse_fakes(input_names(module), inputs)
         numbers = sources_of(module, self.numbers)
         known = [*inputs, *module.parameters(), *module.buffers()]
-        facts = _Facts(input_names(module), known, keeps_copies(module), numbers, draws_of_python(module))
+        names, draws = input_names(module), draws_of_python(module)
+        facts = _Facts(names, known, Copies(module, inputs, names), numbers, draws)
         facts.memory = arena = self.new_arena()
         if arena is not None:
             self.arenas.add(arena)
@@ -192,6 +203,7 @@ class Backend:
             eager_kernels(),
             eager_formulas(),
             eager_strides(),
+            keeping_copies(),
             keep_random_ops,
             backward_outside_of_autocast,
             counted_contributions() as facts.counts,
@@ -205,11 +217,12 @@ class Backend:
             self.plans[-1] = with_asked(self.plans[-1], asked)
         if self.takes_none:
             run = keep_undefined(run)
+        run = leave_unreached(run, facts.unreached)
         run = refuse_views(run, facts.within) if self.exact else run
         run = refuse_watching(explain_writes(fan_out(run, facts.sharing), facts.needs), facts.users)
         if facts.open is not None:
             run = self._going_on(facts, facts.open, asked).around(run)
-        return asking_first(run, questions)
+        return asking_first(sharing_copies(run, facts.copies), questions)
 
     def _lower(self, facts: _Facts, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """What AOTAutograd calls for one of the two modules of the first plan."""
@@ -267,11 +280,11 @@ class Backend:
         device = device_of(joint_module.graph)
         counts = [*facts.counts[-1]] if facts.counts else []  # to measure ops may differentiate, too
         drop_gradients_of_writes(joint_module, facts.known)
+        facts.copies.find(joint_module.graph)
+        facts.unreached = unreached(joint_module, num_fwd_outputs)
         if self.updates is not None:
-            gone = self.updates(joint_module, facts.known, num_fwd_outputs)
+            gone = self.updates(joint_module, facts.known, num_fwd_outputs, facts.names)
             counts = [count for n, count in enumerate(counts) if n not in gone]
-        if facts.shares_copies:
-            refuse_shared_copies(joint_module.graph, num_fwd_outputs)
         facts.within = added_within(joint_module.graph, num_fwd_outputs)
         facts.users.update(computed_from(joint_module.graph, num_fwd_outputs))
         block_bytes, fakes = max(self.block_bytes, BLOCK_BYTES[device.type]), any(map(is_fake, facts.known))

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 import torch._dynamo.exc as dynamo
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from checkmate.capture.numbers import EXPERTS
+from checkmate.capture.numbers import CHOSEN, EXPERTS
 from checkmate.capture.provenance import is_users
 from checkmate.errors import CheckmateError, Unsupported
 
@@ -34,8 +36,14 @@ _GRADIENT_WITHIN = (
     "torch.autograd.grad() on it outside; a penalty on gradients is computed with the plain model, whose parameters "
     "are those of the compiled one."
 )
+_OF_DATA = "a tensor has a size that depends on data"
 _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and what to do
     (r"modified by an inplace operation", "Plain PyTorch refuses this too: write to a copy, x.clone(), instead."),
+    (
+        r"elements share memory|more than one element of the written-to tensor",
+        "Of an expanded tensor, or of windows that overlap, several elements are one number in memory. Write to a "
+        "copy, x.clone(), or to the tensor that it shows.",
+    ),
     (r"set_runtime_stats_and_log|of class `Reducer`", WRAP_OUTSIDE),  # what its forward calls first
     (
         r"`R?lock` context manager",
@@ -64,17 +72,28 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
         "made outside of the step by tuple(lengths.tolist()). Each other pair of tuples gets a plan of its own; where "
         "they change at every step, return the log-probabilities and call F.ctc_loss on them outside.",
     ),
+    (
+        r"NestedTensor",
+        "A plan counts bytes, and a nested tensor has as many as its parts are long. Pass a padded batch and a mask.",
+    ),
     (r"optimizer\.", "Return the loss, and call backward() and the optimizer outside."),
     (r"retain_grad", "Register a hook instead: tensor.register_hook(...)."),
     (r"(asks for the value of a tensor|Data.dependent)[\s\S]*(expert|adapter|\bmoe\b)", EXPERTS),
     (
-        r"asks for the value of a tensor[\s\S]*asked of a size",
-        "Sizes must be fixed: mask what is left out (torch.where, an ignored index) in place of selecting the rest.",
+        rf"asks for the value of a tensor[\s\S]*asked of a size|{_OF_DATA}",
+        "Sizes must be fixed: mask what is left out (torch.where, an ignored index) in place of selecting the rest. "
+        f"{CHOSEN}",
+    ),
+    (
+        r"asks for the value of a tensor[\s\S]*\n.*: assert ",
+        "What the step computes cannot be checked before it runs: return what is to be checked, and assert outside; "
+        "python -O leaves all asserts out.",
     ),
     (
         r"asks for the value of a tensor",
         "Compute without asking: torch.where(condition, a, b). Or ask outside, and pass the answer in as a bool: each "
-        "of the two gets its plan.",
+        "of the two gets its plan. "
+        f"{CHOSEN}",
     ),
     (
         r"generator",
@@ -93,7 +112,23 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     (r"as_proxy", "An op was given what is no tensor. Pass the tensors of a batch, not what gives batches."),
     (r"bind arguments", "The function was called with other arguments than it takes."),
 )
-_MEAN_OF_CTC = r"ctc_loss.*data is not allocated yet"
+_UNKNOWN_SIZE = re.compile(r"\bsize=\([^)]*\bu\d+\b")
+_CHOICE = re.compile(r"expert|adapter|\bmoe\b", re.IGNORECASE)
+_NUMBER = (
+    "Python needs a number here that a tensor holds, for an index, a size or a comparison, and that is not known "
+    "before the step runs."
+)
+_FIXED = (
+    "Index with the tensor (x[i], torch.gather), mask with it (torch.where), or read the number outside of the step "
+    "and pass it in: each number gets a plan of its own."
+)
+_IN_CAT = r"Expected (\d+) in dimension \d+ but got (\d+) for tensor number (\d+) in the list$"
+_SHAPES: dict[
+    str, Callable[..., Any]
+] = {  # what descriptions of kernels say, and an op that says what eager kernels say
+    r"same reduction dim, but got (\[.*?\]) X (\[.*?\])": torch.mm,
+    r"broadcast a dimension.*had torch\.Size\((\[.*?\])\).*broadcastable to (\[.*?\])": torch.add,
+}
 _ONE_GRAPH = (
     "The whole step is planned at once, so it must be captured as one graph: move this out of the compiled function "
     "(.item(), sizes that depend on data), or compile a part that does not need it."
@@ -108,17 +143,18 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
         if isinstance(cause, CheckmateError):
             return cause
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    if _is_of_data(error):
+        log.debug("%s failed in capture", name, exc_info=error)
+        return Unsupported(
+            f"Cannot capture {name}: {_NUMBER}{_place(error)}\n{EXPERTS if _CHOICE.search(str(error)) else _FIXED}"
+        )
     if not isinstance(error, dynamo.TorchDynamoException):
         return error
     log.debug("%s failed in capture", name, exc_info=error)
-    if isinstance(error, dynamo.TorchRuntimeError) and re.search(_MEAN_OF_CTC, str(error), re.DOTALL):
-        return Unsupported(
-            f"Cannot capture {name}: F.ctc_loss makes a tensor of the lengths for its mean, which cannot be traced."
-            f"{_place(error)}\nTake the mean yourself, with the same bits: losses = F.ctc_loss(..., reduction='none'), "
-            "then (losses / lengths.clamp(min=1)).mean(), with the lengths of the targets as a tensor of floats."
-        )
+    if isinstance(error, dynamo.TorchRuntimeError) and _UNKNOWN_SIZE.search(_call(error)):
+        return Unsupported(f"Cannot capture {name}: {_OF_DATA}.{_place(error)}\n{_advice(_OF_DATA, _ONE_GRAPH)}")
     if isinstance(error, dynamo.TorchRuntimeError):  # plain PyTorch fails as well
-        return RuntimeError(f"{_message(error)}{_place(error)}")
+        return RuntimeError(f"{_as_eager(_message(error))}{_place(error)}")
     if (users := getattr(error, "users", None)) is not None:
         if error.is_users:  # type: ignore[attr-defined]
             return _with_place(users, error)
@@ -131,10 +167,32 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
         said = f"{_reason(error)}{_place(error)}"
         return Unsupported(f"Cannot capture {name}: {said}\n{_advice(said, _ONE_GRAPH)}")
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
-    said = str(inner).split("from user code")[0].strip()
+    said = re.split("from user code|While executing %", str(inner))[0].strip()
     return Unsupported(
         f"Cannot compile {name}: {type(inner).__name__}: {said}{_place(error)}\n{_advice(str(inner), _INTERNAL)}"
     )
+
+
+def _is_of_data(error: BaseException | None) -> bool:
+    """Whether PyTorch had to know a number that a tensor holds while it traced a step."""
+    while error is not None:
+        if isinstance(error, GuardOnDataDependentSymNode) or "data-dependent expression" in str(error):
+            return True
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return False
+
+
+def _as_eager(said: str) -> str:
+    """What plain PyTorch says of shapes, where its descriptions of kernels say it otherwise."""
+    for pattern, op in _SHAPES.items():
+        if found := re.search(pattern, said):
+            a, b = ([int(n) for n in re.findall(r"\d+", shape)] for shape in found.groups())
+            one = torch.zeros(())
+            try:
+                op(one.expand(b if op is torch.add else a), one.expand(a if op is torch.add else b))
+            except RuntimeError as error:
+                return str(error)
+    return re.sub(_IN_CAT, r"Expected size \1 but got size \2 for tensor number \3 in the list.", said)
 
 
 @contextmanager
@@ -195,6 +253,12 @@ def _reason(error: Exception) -> str:
     first = text.strip().splitlines()[0].strip()
     explanation = re.search(r"Explanation: (.+)", text)
     return f"{first}. {explanation.group(1).strip()}" if explanation else first
+
+
+def _call(error: Exception) -> str:
+    """The op that fails, with the shapes of what it is given."""
+    said = re.search(r"Explanation: (.+)", str(error))
+    return said.group(1) if said else ""
 
 
 def _message(error: Exception) -> str:

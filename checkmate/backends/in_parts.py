@@ -221,7 +221,9 @@ class _Step:
         """Whether a region may run in parts: with the bits of the whole, or sums that are off by rounding."""
         if avoided.get(parts.text, 0) >= IN_VAIN:
             return False
-        return not self.tried or (equal_bits.off_in_parts(parts) < inf if sums else equal_bits.same_bits(parts))
+        if not self.tried:
+            return equal_bits.is_argued(parts)
+        return equal_bits.off_in_parts(parts) < inf if sums else equal_bits.same_bits(parts)
 
     def _rounding_of(self, module: fx.GraphModule) -> float:
         """The most that sums over parts are off by, as tried; where nothing is tried, the most that they may be.
@@ -245,26 +247,25 @@ class _Step:
 
     def _said_of_loss(self, how: Split, found: Sequence[Loss]) -> str:
         """How losses run in parts, in words."""
-        return f"{how}: {self._certificate(min(map(inputs_of, found)))}"
+        return f"{how}: {self._certificate(f'bits equal on {min(map(inputs_of, found))} inputs')}"
 
     def _said(self, module: fx.GraphModule) -> Iterator[str]:
         """What runs in parts, in words."""
         for node, parts, count in regions_of(module).values():
             alike = f" and {count - 1} alike" if count > 1 else ""
             off = equal_bits.off_in_parts(parts) if self.tried else 0.0
-            certificate = self._certificate(equal_bits.inputs_of(parts), off)
+            certificate = self._certificate(f"bits equal by {equal_bits.said_of(parts)}", off)
             summed = " with sums over them" if any(parts.summed) else ""
             yield f"{node.meta['first']} of {where(node)}{alike} in {parts.parts} parts{summed}: {certificate}"
         for node in module.graph.find_nodes(op="call_function", target=gradient_of_input):
             off = equal_bits.off_of(node) if self.tried else 0.0
-            yield f"{node.name} of {where(node)} after its sums: {self._certificate(equal_bits.INPUTS, off)}"
+            yield f"{node.name} of {where(node)} after its sums: {self._certificate('bits equal', off)}"
 
-    def _certificate(self, inputs: int, off: float = 0.0) -> str:
-        """How it was tried; ``off``: by what share of their largest element sums were off."""
+    def _certificate(self, equal: str, off: float = 0.0) -> str:
+        """How bits are known to be equal, or by what share of their largest element sums were ``off``."""
         if not self.tried:
             return "not tried here"
-        found = f"off by {off:.1e} of the largest at most" if off else "bits equal"
-        return f"{found} on {inputs} inputs, {_threads()}"
+        return f"{f'off by {off:.1e} of the largest at most' if off else equal}, {_threads()}"
 
 
 def _gains(split: Problem, before: Problem) -> bool:

@@ -38,7 +38,7 @@ class Planning:
     """What is known of the plan of one captured graph."""
 
     cost: float  # seconds of the step, of the best plan that is known; it may not have taken over yet
-    bound: float  # seconds that every plan takes, proven
+    bound: float  # seconds that every schedule takes, proven
     seconds: float  # that planning took so far
     goes_on: bool  # a better plan may still come
     swaps: int  # how often a plan has taken over

@@ -14,15 +14,14 @@ from checkmate.codegen.second_memory import SecondMemories
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, check, names_any, with_rules
 from checkmate.core.solution import Solution
-from checkmate.errors import InfeasibleBudget
+from checkmate.errors import BudgetError, InfeasibleBudget
 from checkmate.profiling.profilers import Choice
 from checkmate.solvers import recall
-from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.cheapest_split import cheapest_split
 from checkmate.solvers.recall import Rest
 from checkmate.solvers.search.min_budget import min_budget
-from checkmate.solvers.solve import check_host, refused
-from checkmate.units import exact_bytes, format_bytes, parse_bytes
+from checkmate.solvers.solve import check_host, check_method, refused
+from checkmate.units import check_positive, exact_bytes, format_bytes, parse_bytes
 
 log = logging.getLogger("checkmate.backends.planner")
 
@@ -67,10 +66,8 @@ class Options:
     def __post_init__(self) -> None:
         if isinstance(self.max_plans, bool) or not isinstance(self.max_plans, int) or self.max_plans < 1:
             raise ValueError(f"max_plans is a whole number of plans, 1 at least, not {self.max_plans!r}.")
-        if self.method not in METHODS:
-            raise ValueError(f"Unknown method {self.method!r}; the methods are {', '.join(METHODS)}.")
-        if not self.time_limit > 0:
-            raise ValueError(f"time_limit is a positive number of seconds, not {self.time_limit!r}.")
+        method = check_method(self.method, {})
+        check_positive("time_limit", self.time_limit, " of seconds")
         if self.backend not in get_args(Code):
             raise ValueError(f"Unknown backend {self.backend!r}; the backends are {', '.join(get_args(Code))}.")
         if self.memory is not None and self.memory not in get_args(Memory):
@@ -91,7 +88,7 @@ class Options:
                 f'numerics="rounding" is for backend="eager", not for {self.backend!r}, which rounds otherwise than '
                 "plain PyTorch anyway, and runs nothing in parts."
             )
-        check_host(METHODS[self.method], has_host=self.host_budget is not None)
+        check_host(method, has_host=self.host_budget is not None)
         _ = self.total, self.set_aside, self.elsewhere  # numbers of bytes, or an error
 
     @property
@@ -112,7 +109,10 @@ class Options:
     @property
     def set_aside(self) -> int:
         """Bytes of the budget that are left to what the step does not know."""
-        return 0 if self.reserve == 0 else parse_bytes(self.reserve)
+        try:
+            return 0 if self.reserve == 0 else parse_bytes(self.reserve)
+        except BudgetError as error:
+            raise BudgetError(f"reserve={self.reserve!r}: {error}") from None
 
 
 class Planner:

@@ -85,13 +85,18 @@ def unchanged(things: Any) -> Iterator[None]:
 
 @contextmanager
 def restored(state: list[torch.Tensor], device: torch.device) -> Iterator[None]:
-    """Put tensors and the random state back as they were. The copies are on the CPU, where no budget counts them."""
+    """Put tensors and the random state back as they were. The copies are on the CPU, where no budget counts them.
+
+    What autocast keeps of weights that it has converted is let go before the block and after it.
+    """
     saved = [t.detach().to(CPU, copy=True) for t in state]
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the state that users' code draws from
+    torch.clear_autocast_cache()
     try:
         with same_random_state(device):
             yield
     finally:
+        torch.clear_autocast_cache()
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
         with torch.no_grad():

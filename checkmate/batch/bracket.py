@@ -41,7 +41,7 @@ class Attempt:
 
     @property
     def refuted(self) -> bool:
-        """Whether it is proven that there is none, by any method."""
+        """Whether it is proven that no schedule is within them, by any method."""
         return not self.fits and is_beyond(self.solution, self.cap)
 
 

@@ -173,7 +173,7 @@ def is_within(solution: Solution, cap: float) -> bool:
 
 
 def is_beyond(solution: Solution, cap: float) -> bool:
-    """Whether it is proven that no plan takes so few seconds, by more than solvers are exact to."""
+    """Whether it is proven that no schedule takes so few seconds, by more than solvers are exact to."""
     return solution.status is Status.INFEASIBLE or solution.bound > cap * (1 + OPTIMAL_GAP)
 
 

@@ -20,7 +20,7 @@ class SizePoint:
     seconds: float  # of the step
     overhead: float  # of these, what runs again, in proportion to running each op once
     peak: int  # bytes
-    gap: float  # (cost - bound) / cost: how much better another plan of this size could be at most
+    gap: float  # (cost - bound) / cost: how much better another schedule of this size could be at most
     method: str
     traced: bool  # the step was traced at this size; else costs and bytes are estimates from sizes next to it
     solution: Solution = field(repr=False, compare=False)
@@ -64,7 +64,7 @@ class LargestBatch(Printed):
 
     @property
     def proven(self) -> bool:
-        """Whether no plan at all fits for a size that is larger by one."""
+        """Whether no schedule fits for a size that is larger by one."""
         return self.next_size == "proven"
 
     def records(self) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ class LargestBatch(Printed):
 _HEADS = ("size", "samples/s", "step", "recomputed", "peak", "gap", "figures")
 _NUMBERS = set(_HEADS) - {"figures"}
 _NEXT = {
-    "proven": "does not fit: proven",
+    "proven": "no schedule fits: proven",
     "not found": "no plan was found; that none exists is not proven",
     "not looked at": "not looked at, for want of time",
     "asked for no more": "not asked for",

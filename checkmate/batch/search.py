@@ -55,8 +55,8 @@ ROUNDS = 4  # of measuring and making room for what was above the prediction
 def max_batch_size(
     make_step: Callable[..., Any] | nn.Module,
     make_batch: Callable[[int], Any],
-    *,
     budget: int | float | str,
+    *,
     max_overhead: Overhead = ONE_FORWARD,
     baselines: bool | Sequence[str] = False,
     measure: bool = False,

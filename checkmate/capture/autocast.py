@@ -1,20 +1,24 @@
-"""Where a step under autocast would round otherwise than plain PyTorch: weights that are used more than once.
+"""Weights under autocast: a captured step converts each once within a region, as plain PyTorch does.
 
-Within a region of autocast plain PyTorch converts each weight once and keeps the copy. The gradients of its uses meet
-in the copy and are added in half precision; the sum is converted. A captured step has a conversion for each use, and
-adds in the precision of the weight. With ``cache_enabled=False`` plain PyTorch does the same.
+Autocast keeps the copy of a weight until its outermost region is left (`cached_cast` in ATen/autocast_mode.cpp): of
+leaves in float32 that need a gradient. The gradients of all uses meet in the copy and are added in half precision, and
+the sum is converted. AOTAutograd traces without these copies, and hands over weights that are no leaves. Here they are
+leaves while a step is traced, and ATen keeps its copies: the same code as in eager decides what is converted when.
+
+`checkmate.codegen.shared_copies` is about the regions in which a captured step is called.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.partitioners import _is_primal
+from torch.fx.experimental import proxy_tensor
 
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
@@ -22,15 +26,25 @@ from checkmate.errors import Unsupported
 aten = torch.ops.aten
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _DEVICES = "cpu", "cuda"
+_HALF = torch.bfloat16, torch.float16
 _BY_HAND = {"to", "bfloat16", "half", "type", "type_as"}  # conversions that the user wrote
 
 
-def keeps_copies(module: fx.GraphModule) -> bool:
-    """Whether autocast keeps converted weights, around a captured function or within it."""
-    if any(map(torch.is_autocast_enabled, _DEVICES)) and torch.is_autocast_cache_enabled():
-        return True
-    entered = [n.args for n in module.graph.nodes if n.target is ENTER]
-    return any(enabled and kept is not False for _, _, enabled, kept in entered)
+def within_region() -> bool:
+    """Whether a region of autocast is entered, enabled or not: it keeps copies until it is left."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
+
+
+def is_kept(tensor: Any) -> bool:
+    """Whether autocast keeps the copy of a tensor once it has converted it."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype == torch.float32
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and not tensor._is_view()
+    )
 
 
 @contextmanager
@@ -55,25 +69,96 @@ def autocast_as_found() -> Iterator[None]:
             torch.set_autocast_dtype(device, dtype)
 
 
-def refuse_shared_copies(graph: fx.Graph, num_fwd_outputs: int) -> None:
-    """Refuse a joint graph in which a weight that gets a gradient is converted more than once.
+class Copies:
+    """The weights of a captured step of which autocast keeps copies.
 
-    Raises:
-        Unsupported: naming the lines of two of its uses.
+    Args:
+        module: the graph as Dynamo captured it. Its weights are leaves from now on when its gradients are traced.
+        inputs: what it is called with.
+        names: of the inputs.
     """
-    outputs: Any = graph.output_node().args[0]
-    primals = filter(_is_primal, graph.find_nodes(op="placeholder"))
-    trained = {n for n, grad in zip(primals, outputs[num_fwd_outputs:], strict=False) if isinstance(grad, fx.Node)}
-    copies: dict[Any, list[fx.Node]] = defaultdict(list)
-    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
-        if node.args[0] in trained:
-            by = (node.meta.get("source_fn_stack") or [("", "")])[-1][1]
-            if (by if isinstance(by, str) else getattr(by, "__name__", "")) not in _BY_HAND:
-                copies[node.args[0]].append(node)
-    for uses in copies.values():
-        if len(uses) > 1:
-            raise Unsupported(
-                f"{where(uses[1])}: a weight that {where(uses[0])} uses too, under autocast. Plain PyTorch converts it "
-                "once and adds its gradients in half precision; a captured step converts it at each use. Pass "
-                "cache_enabled=False to torch.autocast, and both do that."
-            )
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], names: Sequence[str]) -> None:
+        entered = [n.args for n in module.graph.nodes if n.target is ENTER]
+        around = any(map(torch.is_autocast_enabled, _DEVICES)) and torch.is_autocast_cache_enabled()
+        keeps = around or any(enabled and kept is not False for _, _, enabled, kept in entered)
+        self.names = names
+        self.kept = [keeps and is_kept(given) for given in inputs]
+        self.within = within_region() if entered else None  # None: it makes no difference
+        self.converted: dict[int, torch.dtype] = {}  # to what each weight is converted, by position
+        if any(self.kept):
+            _begin_with_leaves(module, self.kept)
+
+    def find(self, graph: fx.Graph) -> None:
+        """Find out, from the joint graph, which weights are converted.
+
+        Raises:
+            Unsupported: for a weight that is converted more than once and written in a way that AOTAutograd traces as a
+                write to something else.
+        """
+        for node, versions in _versions(graph).items():
+            position = getattr(node.meta.get("desc"), "idx", len(self.kept))
+            if position >= len(self.kept) or not self.kept[position]:
+                continue
+            copies = [n for version in versions for n in version.users if _is_copy(n)]
+            if len(versions) > 1 and len(copies) > 1:
+                raise Unsupported(
+                    f"{where(copies[1])}: {self.names[position]} is used more than once under autocast, and the step "
+                    "overwrites it. Plain PyTorch goes on with the converted copy of what it was. Overwrite it outside "
+                    "of the step, or under torch.no_grad() and not through .data."
+                )
+            if copies:
+                self.converted[position] = copies[0].meta["val"].dtype
+
+
+def _versions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each input of a joint graph itself, and what the step makes of it one after the other if it is written."""
+    found = {n: [n] for n in graph.find_nodes(op="placeholder") if _is_primal(n)}
+    by_position = {getattr(n.meta.get("desc"), "idx", None): n for n in found}
+    output = graph.output_node()
+    for made, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+        written = by_position.get(getattr(desc.mutated_input, "idx", None)) if _is_write(desc) else None
+        while written is not None and isinstance(made, fx.Node) and made.op == "call_function":
+            found[written].append(made)
+            made = made.args[0] if made.args else None
+    return found
+
+
+def _is_write(desc: Any) -> bool:
+    return isinstance(desc, InputMutationAOTOutput)
+
+
+def _is_copy(node: fx.Node) -> bool:
+    """Whether autocast has converted something here."""
+    by = (node.meta.get("source_fn_stack") or [("", "")])[-1][1]
+    by_hand = (by if isinstance(by, str) else getattr(by, "__name__", "")) in _BY_HAND
+    return node.target is aten._to_copy.default and node.meta["val"].dtype in _HALF and not by_hand
+
+
+def _begin_with_leaves(module: fx.GraphModule, kept: Sequence[bool]) -> None:
+    inputs = module.graph.find_nodes(op="placeholder")
+    with module.graph.inserting_after(inputs[-1]):
+        module.graph.call_function(_as_leaves, tuple(n for n, is_one in zip(inputs, kept, strict=True) if is_one))
+    module.recompile()
+
+
+def _as_leaves(*weights: torch.Tensor) -> None:
+    """In a captured graph: what stands for its weights are leaves, while the gradients are traced.
+
+    But for those of which AOTAutograd hands over a clone, because the step writes them.
+    """
+    for weight in weights if proxy_tensor.get_proxy_mode() is not None else ():
+        if weight.grad_fn is not None and not weight.grad_fn.next_functions:
+            weight.detach_().requires_grad_()
+
+
+@contextmanager
+def keeping_copies() -> Iterator[None]:
+    """Within the block autocast keeps copies where a step is traced as it does otherwise."""
+    name = "disable_autocast_cache"
+    before = getattr(proxy_tensor, name)
+    setattr(proxy_tensor, name, nullcontext)
+    try:
+        yield
+    finally:
+        setattr(proxy_tensor, name, before)

@@ -200,7 +200,9 @@ def _untold(node: fx.Node) -> CannotTellError:
 
 
 def _makes_tensors(node: fx.Node) -> bool:
-    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(node.target, torch._ops.OpOverload):  # Dynamo's own of sizes give numbers
+        return any("Tensor" in str(result.type) for result in node.target._schema.returns)
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
         return True
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("example_value")))
 

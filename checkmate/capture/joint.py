@@ -32,7 +32,7 @@ from checkmate.capture.nodes import (
 )
 from checkmate.capture.numbers import DRAW_BYTES, check_sizes, hands_out_number, refuse_read
 from checkmate.capture.patches.strides import obeys_layout
-from checkmate.capture.phases import Traced, let_other_calls_overwrite_statistics, phases
+from checkmate.capture.phases import Traced, let_overwrite, phases
 from checkmate.capture.provenance import where
 from checkmate.capture.rewrite import prepare
 from checkmate.core.graph import Graph, Op, Phase, Role, Value
@@ -114,7 +114,7 @@ def read_joint(
     let_go_of_unread(module)
     step = Traced(module, num_fwd_outputs, static_inputs, input_names, numbers, draws)
     check_sizes(module.graph, numbers, step.name)
-    let_other_calls_overwrite_statistics(step.nodes)
+    let_overwrite(step)
     forward, backward = phases(step)
     refuse_read(step.draws)
     found = _Contents(step, block_bytes)

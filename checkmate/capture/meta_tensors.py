@@ -14,6 +14,8 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaTensorDesc, MetaTensorDescriber
 
+from checkmate.memory import malloc
+
 
 def is_fake(tensor: Any) -> bool:
     """It has a shape and a type, but no data: a fake tensor, or one on the meta device."""
@@ -38,10 +40,11 @@ def meta_as_cpu() -> Iterator[None]:
 
 
 def letting_go(run: Callable[..., Any], module: fx.GraphModule) -> Callable[..., Any]:
-    """A compiled function that, when it first runs, forgets the fake tensors by which Dynamo describes its graph.
+    """A compiled function that, when it first runs, lets go of what only capturing and measuring needed.
 
-    Nobody reads them any more: by then Dynamo has done its work. Kept with the code, they keep autograd's nodes, and
-    these the numbers that tensors were multiplied by: each in a real tensor of eight bytes, which no plan knows.
+    Nobody reads the fake tensors any more by which Dynamo describes its graph: by then it has done its work. Kept with
+    the code, they keep autograd's nodes, and these the numbers that tensors were multiplied by: each in a real tensor
+    of eight bytes, which no plan knows. What malloc keeps goes back to the machine, of which the step takes it anew.
     """
     described: list[fx.GraphModule] = [module]
 
@@ -51,6 +54,7 @@ def letting_go(run: Callable[..., Any], module: fx.GraphModule) -> Callable[...,
             parts = [part for part in described.pop().modules() if isinstance(part, fx.GraphModule)]
             for node in (node for part in parts for node in part.graph.nodes):
                 node.meta.pop("example_value", None)
+            malloc.trim()
         return run(*inputs)
 
     return letting_go_first

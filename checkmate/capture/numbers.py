@@ -32,12 +32,12 @@ from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 
 Number = int | float
-_CHOSEN = (
+CHOSEN = (
     "Where data chooses who computes, as with experts or adapters, let each of them compute all, and weight with zero "
     "what is not its own."
 )
 EXPERTS = (
-    f'{_CHOSEN} Models of transformers that have a choice: model.set_experts_implementation("grouped_mm"), '
+    f'{CHOSEN} Models of transformers that have a choice: model.set_experts_implementation("grouped_mm"), '
     'or "batched_mm".'
 )
 _EXPERT = re.compile(r"expert|moe", re.IGNORECASE)
@@ -83,7 +83,7 @@ def sources_of(module: fx.GraphModule, numbers: Collection[str]) -> dict[int, st
 def draws_of_python(module: fx.GraphModule) -> list[int]:
     """Positions of the inputs of a captured graph that are drawn by ``random.uniform`` and the like, at each call."""
     sources = [getattr(node, "_dynamo_source", None) for node in module.graph.find_nodes(op="placeholder")]
-    return [i for i, source in enumerate(sources) if isinstance(source, RandomValueSource)]
+    return [i for i, source in enumerate(sources) if type(source) is RandomValueSource]
 
 
 def refuse_read(draws: Iterable[fx.Node]) -> None:
@@ -146,12 +146,32 @@ def check_sizes(graph: fx.Graph, numbers: Mapping[int, str], name: Callable[[fx.
                     f"{where(node)}: {node.name} is a sparse tensor, whose bytes depend on data. "
                     "Use dense ones: nn.Embedding(..., sparse=False)."
                 )
-            if any(free_unbacked_symbols(size) for size in (*tensor.shape, *tensor.stride())):
+            sizes = *tensor.shape, *tensor.stride()
+            fitted = not numbers and type(tensor.untyped_storage().nbytes()) is not int  # to what it is computed with
+            if fitted or any(map(free_unbacked_symbols, sizes)):
                 raise Unsupported(_size_of_data(node))
-            if numbers and not all(type(size) is int for size in (*tensor.shape, *tensor.stride())):
+            if numbers and not all(type(size) is int for size in sizes):
                 raise NotFree(f"{where(node)}: the shape of {node.name} depends on a number")
     if numbers:
         _check_types(graph)
+
+
+def refuse_nested(names: Sequence[str], inputs: Sequence[Any]) -> None:
+    """Refuse nested tensors: how many bytes a step of theirs takes depends on the lengths of their parts.
+
+    Args:
+        names: of the inputs of a captured graph, as the user knows them; inputs: these.
+
+    Raises:
+        Unsupported: naming the first.
+    """
+    for name, value in zip(names, inputs, strict=False):
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            raise Unsupported(
+                f"{name} is a nested tensor, whose bytes depend on how long its parts are; a plan is for fixed sizes. "
+                "Pass a padded batch and a mask, or the parts, and make the nested tensor in the step: "
+                "torch.nested.as_nested_tensor([a, b], layout=torch.jagged). Each set of shapes gets its own plan."
+            )
 
 
 def refuse_sizes_of_data(module: fx.GraphModule) -> None:
@@ -200,7 +220,7 @@ def _size_of_data(node: fx.Node) -> str:
     return (
         f"{place}: the size of {of} depends on data; sizes must be fixed. Mask what is left out (torch.where, an "
         "ignored index) in place of selecting the rest, by x[mask] or by x[mask] = y. "
-        f"{EXPERTS if _EXPERT.search(place) else _CHOSEN}"
+        f"{EXPERTS if _EXPERT.search(place) else CHOSEN}"
     )
 
 

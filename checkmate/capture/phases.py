@@ -8,6 +8,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+)
 from torch._functorch._aot_autograd.utils import is_with_effects
 from torch._functorch.partitioners import (
     _extract_fwd_bwd_outputs,
@@ -67,10 +73,12 @@ class Traced:
         self.static_inputs = frozenset(static_inputs)
         self.input_names = input_names
         self.after_tangent = after_tangent(self.nodes)
+        written_last = (desc.mutated_input for desc in self.forward_descs if isinstance(desc, InputMutationAOTOutput))
+        at_return = {one for one in written_last if isinstance(one, (PlainAOTInput, ParamAOTInput, BufferAOTInput))}
+        stored = [n for n in self.placeholders if n.meta.get("desc") in at_return]  # by AOTAutograd, outside the graph
         self.overwritten = {  # storages of inputs that the step overwrites, with their names
             storage(tensor): self.name(target)
-            for n in self.nodes
-            for target in written(n)
+            for target in (*(target for n in self.nodes for target in written(n)), *stored)
             for tensor in tensors(target.meta.get("val"))
         }
 
@@ -81,8 +89,8 @@ class Traced:
         return node.name if position is None or position >= len(self.input_names) else self.input_names[position]
 
     def reads_overwritten(self, node: fx.Node) -> str | None:
-        """The name of the overwritten input that this op reads and depends on."""
-        if is_mutating(node) or _is_outside_its_running_statistics(node):
+        """The name of the overwritten input that this op reads and depends on; an update goes on with what is there."""
+        if is_mutating(node) or done_with_gradients(node) or _is_outside_its_running_statistics(node):
             return None
         storages = (storage(tensor) for a in node.all_input_nodes for tensor in tensors(a.meta.get("val")))
         return next((self.overwritten[key] for key in storages if key in self.overwritten), None)
@@ -123,11 +131,16 @@ def _is_outside_its_running_statistics(node: fx.Node) -> bool:
     return node.target in _BATCH_NORMS and bool(node.args[5])
 
 
-def let_other_calls_overwrite_statistics(nodes: Iterable[fx.Node]) -> None:
-    """Have autograd accept that running statistics are overwritten by another call before the backward."""
-    for node in filter(_is_outside_its_running_statistics, nodes):
-        for statistics in leaf_nodes(node.args[3:5]):
-            statistics.meta["saved_tensor_with_no_vc_check"] = True
+def let_overwrite(step: Traced) -> None:
+    """Have autograd accept what is written between forward and backward, and the backward does not depend on.
+
+    Running statistics by another call; by this step a parameter that is updated from what was written.
+    """
+    for node in step.nodes:
+        statistics = leaf_nodes(node.args[3:5]) if _is_outside_its_running_statistics(node) else []
+        parameters = leaf_nodes(node.args[1:2]) if done_with_gradients(node) else []
+        for n in (*statistics, *(n for n in parameters if storage(n.meta["val"]) in step.overwritten)):
+            n.meta["saved_tensor_with_no_vc_check"] = True
 
 
 def _is_op(node: fx.Node) -> bool:
@@ -144,7 +157,7 @@ def phases(step: Traced) -> tuple[list[fx.Node], list[fx.Node]]:
         if name := step.reads_overwritten(n):
             raise Unsupported(
                 f"{where(n)}: the backward reads {name}, which the forward overwrites in place. "
-                "Plain PyTorch refuses this too; write to a copy of it instead."
+                "Write to a copy of it instead."
             )
     return [n for n in step.nodes if n in forward and n in ops], in_backward
 

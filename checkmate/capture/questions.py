@@ -54,14 +54,14 @@ _COSTLY = ("batch_norm", "rnn", "lstm", "gru", "attention")  # in the names of o
 class AnotherAnswer(Unsupported):
     """A question was answered otherwise when the step was captured. Nothing of this call has run."""
 
-    def __init__(self, where: str, was: bool | int, now: bool | int, place: int = 0, drawn: bool = False) -> None:
+    def __init__(self, where: str, was: Any, now: Any, place: int | None = 0, drawn: bool = False) -> None:
         super().__init__(
             f"{where}: the step asks for the value of a tensor, which was {was} when the step was captured and is "
             f"{now} now. checkmate.compile plans a step for each answer; a backend that torch.compile calls by its "
             "name sees one of them only."
         )
         self.where, self.was, self.now = where, was, now
-        self.place = place  # among the questions of the step
+        self.place = place  # among the questions of the step; None: it is of an array that is drawn, its shape
         self.drawn = drawn  # it depends on random numbers
 
 

@@ -40,7 +40,7 @@ def counted_contributions() -> Iterator[list[list[int]]]:
     """Count, while a step is traced, the contributions to each gradient that `torch.autograd.grad` returns.
 
     Gives a list that holds, for each call of this thread in the order of their ends, a number for each gradient that is
-    not None.
+    not None. What `torch.func` differentiates within the step is left out.
     """
     counts: list[list[int]] = []
     grad = torch.autograd.grad
@@ -52,6 +52,8 @@ def counted_contributions() -> Iterator[list[list[int]]]:
             return grad(outputs, inputs, *args, **kwargs)
         roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         leaves = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        if any(map(_is_of_transform, (*roots, *leaves))):
+            return grad(outputs, inputs, *args, **kwargs)
         found, handles = _watch(roots, leaves)
         try:
             results = grad(outputs, inputs, *args, **kwargs)
@@ -66,6 +68,12 @@ def counted_contributions() -> Iterator[list[list[int]]]:
         yield counts
     finally:
         torch.autograd.grad = grad
+
+
+def _is_of_transform(tensor: Any) -> bool:
+    """Whether a tensor is one level's of `torch.func`, where autograd's graph is not that of the step."""
+    found = torch._C._functorch
+    return isinstance(tensor, torch.Tensor) and (found.is_gradtrackingtensor(tensor) or found.is_batchedtensor(tensor))
 
 
 def _watch(roots: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[int], list[Any]]:

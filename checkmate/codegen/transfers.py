@@ -171,7 +171,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout == torch.strided
         and not tensor.is_meta
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and not torch._C._functorch.is_legacy_batchedtensor(tensor)
         and not tensor.is_conj()
         and not tensor.is_neg()
     )

@@ -4,6 +4,9 @@ A step may return more than is differentiated: ``loss, logits``. Plain PyTorch t
 need. AOTAutograd hands in zeros instead, which are not the same: a parameter that only they reach gets a gradient of
 zeros in place of none, zero times infinity is not a number, and minus zero plus zero is plus zero. Here autograd is
 told to hand in None, and the backward runs without the ops that depend on nothing else, in no more memory.
+
+Nor does plain PyTorch come to an input that a step reads and never differentiates. A node of autograd that leads there
+would call its hooks with None, so this one does not.
 """
 
 from __future__ import annotations
@@ -18,17 +21,28 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, P
 from torch._functorch.partitioners import _is_tangent
 from torch.utils._pytree import tree_leaves
 
+from checkmate.capture.nodes import leaf_nodes, storage, tensors, written
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.codegen.boxed import takes_one_list
+from checkmate.errors import Unsupported
 
 aten = torch.ops.aten
+_BATCH = (  # ATen's should_fold, by which a batch of products becomes one product or stays a batch
+    "A batch of gradients (is_grads_batched=True, or vectorize=True) of a compiled step: PyTorch runs its products one "
+    "way or another by which saved tensors require a gradient, and those of a plan do not, so that the last digits "
+    "may differ from plain PyTorch. Take the gradients one after another, or those of the plain step."
+)
 DEPTH = 3  # views between a result and what the compiled function returned
 
 
 def with_undefined(
     module: fx.GraphModule, boxed: Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
 ) -> Callable[[list[Any]], Any]:
-    """The function of a module, of which gradients that are handed in may be None."""
+    """The function of a module, of which gradients that are handed in may be None.
+
+    Raises:
+        Unsupported: when it is called with a batch of gradients.
+    """
     whole = boxed(module)
     names = [node for node in module.graph.nodes if node.op == "placeholder"]
     tangents = [i for i, node in enumerate(names) if _is_tangent(node)]
@@ -41,10 +55,17 @@ def with_undefined(
 
     @takes_one_list
     def run(inputs: list[Any]) -> Any:
+        if any(_is_batch(inputs[i]) for i in tangents):
+            raise Unsupported(_BATCH)
         missing = tuple(i for i in tangents if inputs[i] is None)
         return without_some(missing)(inputs) if missing else whole(inputs)
 
     return run
+
+
+def _is_batch(tangent: Any) -> bool:
+    """Whether a gradient stands for a batch of them."""
+    return isinstance(tangent, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(tangent)
 
 
 def keep_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,6 +85,40 @@ def keep_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
         return results
 
     return keeping
+
+
+def unreached(joint: fx.GraphModule, results: int) -> list[int]:
+    """Positions of inputs that a step reads and never differentiates, and neither writes to nor hands out.
+
+    Args:
+        joint: a joint graph of AOTAutograd; results: how many of its outputs are of the forward.
+    """
+    output = joint.graph.output_node()
+    outputs: Any = output.args[0]
+    descs = zip(outputs, output.meta["desc"], strict=True)
+    reached = [getattr(d, "grad_of", None) for grad, d in [*descs][results:] if isinstance(grad, fx.Node)]
+    if not all(isinstance(found, PlainAOTInput) for found in reached):  # of a tensor that several inputs are views of
+        return []
+    seen = {storage(t) for n in leaf_nodes(outputs[:results]) for t in tensors(n.meta.get("val"))}
+    seen |= {storage(t) for n in joint.graph.nodes for a in written(n) for t in tensors(a.meta.get("val"))}
+    given = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("desc"), PlainAOTInput)]
+    without_gradient = [n for n in given if n.meta["desc"] not in reached]
+    return [n.meta["desc"].idx for n in without_gradient if seen.isdisjoint(map(storage, tensors(n.meta.get("val"))))]
+
+
+def leave_unreached(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
+    """Keep a step's backward from inputs that get no gradient: their hooks are not called, nor is what made them."""
+    if not positions:
+        return run
+
+    @wraps(run)
+    def leaving(*args: Any) -> Any:
+        given = [*args]
+        for i in positions:
+            given[i] = args[i].detach() if isinstance(args[i], torch.Tensor) and args[i].requires_grad else args[i]
+        return run(*given)
+
+    return leaving
 
 
 def _functions(results: Any) -> set[Any]:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._functorch.partitioners import _is_tangent
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -186,7 +185,6 @@ def writing_over(module: fx.GraphModule) -> Run:
     over = {number for node, i in writes.items() for number in storages[node.args[i]].values()}  # type: ignore[index]
     given = module.graph.find_nodes(op="placeholder")
     saved = [i for i, node in enumerate(given) if not over.isdisjoint(storages[node].values())]
-    tangents = [i for i, node in enumerate(given) if _is_tangent(node)]
     whole = boxed(written(module))
 
     @cache
@@ -199,18 +197,13 @@ def writing_over(module: fx.GraphModule) -> Run:
 
     @takes_one_list
     def run(inputs: list[Any]) -> Any:
-        if _is_watched() or any(_is_batch(inputs[i]) for i in tangents):
+        if _is_watched():
             return plain()(inputs)
         if saved and _is_any_shared(inputs, saved):
             return sparing()(inputs)
         return whole(inputs)
 
     return run
-
-
-def _is_batch(tangent: Any) -> bool:
-    """Whether a gradient stands for a batch of them: ``torch.autograd.grad(..., is_grads_batched=True)``."""
-    return isinstance(tangent, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(tangent)
 
 
 def _is_watched() -> bool:

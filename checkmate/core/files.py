@@ -6,10 +6,12 @@ Deleting them costs nothing but time.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import secrets
 import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +53,23 @@ def read_json(path: Path, *, format: str, version: int | tuple[int, ...], what: 
     except (ValueError, RecursionError) as error:
         raise InvalidProblem(f"{path} is not JSON: {error}") from None
     return check_header(document, path, format=format, version=version, what=what)
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """All that a file holds, unpacked where its name ends in ``.gz``, and no more of it than is asked for.
+
+    Raises:
+        InvalidProblem: if that is more than ``most`` bytes, or does not unpack.
+        OSError: if it cannot be read.
+    """
+    with path.open("rb") as file:
+        try:
+            raw = (gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file).read(most + 1)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise InvalidProblem(f"{path} is no gzip file: {error}") from None
+    if len(raw) > most:
+        raise InvalidProblem(f"{path} holds more than {most:_} bytes, and is not read.")
+    return raw
 
 
 def check_header(

@@ -78,6 +78,7 @@ class Graph:
             self._check_value(v, value)
         for k, op in enumerate(self.ops):
             self._check_op(k, op)
+        _check_indices("The graph", self.outputs)
         for v in self.outputs:
             if not 0 <= v < len(self.values):
                 raise InvalidProblem(f"Output {v} is not a value: there are {len(self.values)}.")
@@ -86,6 +87,7 @@ class Graph:
         self._check_overwrites()
 
     def _check_value(self, v: int, value: Value) -> None:
+        _check_texts(f"Value {v}", value.name)
         size = value.size_bytes
         if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MAX_BYTES:
             raise InvalidProblem(f"Value {value.name!r} has size {size!r}; a size is an int between 0 and 2**53 bytes.")
@@ -94,6 +96,7 @@ class Graph:
         producer = value.producer
         if producer is None:
             return
+        _check_indices(f"Value {value.name!r}", [producer])
         if not 0 <= producer < len(self.ops):
             raise InvalidProblem(f"Value {value.name!r} is made by op {producer}, but there are {len(self.ops)} ops.")
         if v not in self.ops[producer].outputs:
@@ -102,6 +105,8 @@ class Graph:
             )
 
     def _check_op(self, k: int, op: Op) -> None:
+        _check_texts(f"Op {k}", op.name, op.target, op.pinned or "", op.where or "", *op.tags)
+        _check_indices(f"Op {op.name!r}", [*op.inputs, *op.outputs, *op.overwrites])
         if op.phase not in get_args(Phase):
             raise InvalidProblem(f"Op {op.name!r} has phase {op.phase!r}; a phase is 'forward' or 'backward'.")
         if k and op.phase == "forward" and self.ops[k - 1].phase == "backward":
@@ -203,3 +208,15 @@ class Graph:
         graph.add_nodes_from((k, {"op": op}) for k, op in enumerate(self.ops))
         graph.add_edges_from((dep, k) for k, deps in enumerate(self.deps) for dep in deps)
         return graph
+
+
+def _check_texts(whose: str, *texts: object) -> None:
+    for text in texts:
+        if not isinstance(text, str):
+            raise InvalidProblem(f"{whose} has {text!r} where a name or a reason is text.")
+
+
+def _check_indices(whose: str, indices: Sequence[object]) -> None:
+    for k in indices:
+        if type(k) is not int:
+            raise InvalidProblem(f"{whose} names {k!r} where an op or a value is a whole number.")

@@ -36,6 +36,8 @@ class Host:
     def __post_init__(self) -> None:
         if isinstance(self.budget, bool) or not isinstance(self.budget, int) or self.budget < 0:
             raise InvalidProblem(f"A host budget is a whole number of bytes, at least 0, not {self.budget!r}.")
+        if not isinstance(self.one_link, bool):
+            raise InvalidProblem(f"one_link is True or False, not {self.one_link!r}.")
         for name, rate in (("send", self.send), ("fetch", self.fetch)):
             if not _is_number(rate) or not 0 < rate < math.inf:
                 raise InvalidProblem(f"{name} is a positive, finite number of bytes per second, not {rate!r}.")

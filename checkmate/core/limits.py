@@ -14,8 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from checkmate.core.graph import Graph
+from checkmate.errors import RuleError
 
-Ask = str | int  # "keep", "once", "recompute", or the most runs in a step
+WORDS = ("keep", "once", "recompute")
+Ask = str | int  # one of these, or the most runs in a step
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,14 @@ class Rule:
     asks: Ask
     ops: tuple[int, ...]  # that it binds, ascending
     exempt: tuple[tuple[int, str], ...] = ()  # ops that it names and cannot bind, with why
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(text, str) for text in (self.pattern, *(why for _, why in self.exempt))):
+            raise RuleError(f"The rule {self.text} has a pattern or a reason that is no text.")
+        if self.asks not in WORDS and (type(self.asks) is not int or self.asks < 1):
+            raise RuleError(
+                f"The rule {self.text} asks for none of {', '.join(map(repr, WORDS))}, or a number of runs."
+            )
 
     @property
     def text(self) -> str:

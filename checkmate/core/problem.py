@@ -6,7 +6,6 @@ import gzip
 import json
 import operator
 import os
-import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from checkmate.core.files import check_header
+from checkmate.core.files import check_header, read_bytes
 from checkmate.core.graph import MAX_BYTES, Graph, Op, Value
 from checkmate.core.host import Host
 from checkmate.core.limits import Limits, Rule
@@ -29,6 +28,7 @@ WITH_RULES = 2  # the version of files whose problem has rules: who does not kno
 WITH_WAYS = 3  # and of those whose ops have ways: who does not know them would count other bytes
 WITH_OVERWRITES = 4  # and of those whose ops overwrite something: who does not know would run others after them
 WITH_HOST = 5  # and of those with a second memory: who does not know it would count other seconds
+MOST_BYTES = 2**26  # of a file, unpacked: some 100,000 ops
 NEWER = (WITH_RULES, WITH_WAYS, WITH_OVERWRITES, WITH_HOST)
 
 
@@ -57,6 +57,8 @@ class Profile:
         bad = np.flatnonzero((workspace != np.rint(workspace)) | (np.abs(workspace) > MAX_BYTES))
         if bad.size:
             raise InvalidProblem(f"Op {bad[0]} needs {workspace[bad[0]]} workspace bytes; a size is a whole number.")
+        if not isinstance(self.source, str):
+            raise InvalidProblem(f"The profile is from {self.source!r}; a source is text.")
         object.__setattr__(self, "seconds", seconds)
         object.__setattr__(self, "workspace_bytes", workspace.astype(np.int64))
         object.__setattr__(self, "resident_bytes", resident)
@@ -67,7 +69,8 @@ class Problem:
     """What to schedule: the input of every solver.
 
     Raises:
-        InvalidProblem: if the profile does not fit the graph, or a cost is negative or not finite, or a way is none.
+        InvalidProblem: if the profile does not fit the graph, or a cost is negative or not finite, or a way is none, or
+            all bytes together are more than 2**53.
 
     >>> problem = Problem.from_dag(deps=[[], [0], [0, 1]], seconds=[1, 1, 1], sizes=[4, 4, 4])
     >>> problem.keep_all_peak
@@ -101,6 +104,9 @@ class Problem:
             way.check(self.graph)
         if not 0 <= self.resident <= MAX_BYTES:
             raise InvalidProblem(f"{self.resident} resident bytes; they are between 0 and 2**53.")
+        together = self.resident + sum(self.sizes.tolist()) + int(self.workspace.max())
+        if together > MAX_BYTES:
+            raise InvalidProblem(f"All values, resident bytes and a workspace take {together} bytes; 2**53 at most.")
 
     @classmethod
     def from_dag(
@@ -315,17 +321,17 @@ class Problem:
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Problem:
-        """Read what `to_json` wrote. Nothing in the file can run.
+        """Read what `to_json` wrote, 2**26 bytes at most, unpacked. Nothing in the file can run.
 
         Raises:
-            InvalidProblem: if the file is not such a file, or describes no valid problem.
+            InvalidProblem: if the file is not such a file, is larger, or describes no valid problem.
             OSError: if it cannot be read.
         """
         path = Path(path)
-        raw = path.read_bytes()
+        raw = read_bytes(path, MOST_BYTES)
         try:
-            document = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
-        except (ValueError, OSError, EOFError, zlib.error, RecursionError) as error:
+            document = json.loads(raw)
+        except (ValueError, RecursionError) as error:
             raise InvalidProblem(f"{path} is not JSON: {error}") from None
         newer = isinstance(document, dict) and document.get("version") in NEWER
         version = document["version"] if newer else VERSION

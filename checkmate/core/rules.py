@@ -21,13 +21,12 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from checkmate.core.graph import Graph, Op
-from checkmate.core.limits import Ask, Rule, until
+from checkmate.core.limits import WORDS, Ask, Rule, until
 from checkmate.core.problem import Problem
 from checkmate.errors import RuleError
 
 log = logging.getLogger("checkmate.solve")
 
-WORDS = ("keep", "once", "recompute")
 NEAR = 3  # names that an error suggests
 _MODULE = re.compile(r"([^\s(]+)(?: \(.*\))?")  # the first part of `Op.where`, where it is no "file:line"
 _LINE = re.compile(r"(?:.*, )?[^\s,()]+:\d+")

@@ -20,6 +20,8 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Drop, Free, Plan, Run, Send, Wait
 from checkmate.core.problem import Problem
 
+KIND = "each op once a stage at most, in PyTorch's order"  # of schedules, in words: of these alone something is proven
+
 
 @dataclass(frozen=True, eq=False)
 class Schedule:

@@ -9,7 +9,7 @@ from typing import Any
 
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
+from checkmate.core.schedule import KIND, Schedule
 from checkmate.core.simulator import simulate
 from checkmate.core.timing import Timing, timing
 from checkmate.units import format_bytes, format_seconds
@@ -18,11 +18,15 @@ OPTIMAL_GAP = 1e-6  # a smaller gap than this is rounding, not recomputation
 
 
 class Status(Enum):
-    """How a solve ended. Each carries what it means."""
+    """How a solve ended. Each carries what it means.
 
-    OPTIMAL = "optimal", "no schedule with fewer seconds fits the budget"
-    FEASIBLE = "feasible", "fits the budget; the gap says how much better another plan could be at most"
-    INFEASIBLE = "infeasible", "proven: no schedule fits the budget"
+    What is proven is proven of schedules, R and S: each op runs once a stage at most, in PyTorch's order. A plan that
+    runs ops again in another order may be better, or fit where no schedule does.
+    """
+
+    OPTIMAL = "optimal", f"no schedule with fewer seconds fits the budget ({KIND})"
+    FEASIBLE = "feasible", "fits the budget; the gap says how much better another schedule could be at most"
+    INFEASIBLE = "infeasible", f"proven: no schedule fits the budget ({KIND})"
     NOT_FOUND = "not found", "no plan was found; that none exists is not proven"
 
     def __init__(self, label: str, meaning: str) -> None:
@@ -88,7 +92,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """(cost - bound) / cost: at most this share of the step could be saved; infinite without a plan."""
+        """(cost - bound) / cost: no schedule saves more of the step than this share; infinite without a plan."""
         if self.plan is None:
             return float("inf")
         return max(0.0, (self.cost - self.bound) / self.cost) if self.cost > 0 else 0.0
@@ -147,3 +151,21 @@ class Solution:
                 facts.append(("in place", f"{over} of {len(self.plan.runs)} runs write over an input"))
         facts.append(("solved in", format_seconds(self.seconds)))
         return "\n".join([*lines, *(f"  {name:<11}{text}" for name, text in facts)])
+
+
+def check_problem(problem: object) -> None:
+    """Raise a TypeError for what is no problem: a step or a model, say."""
+    if not isinstance(problem, Problem):
+        raise TypeError(f"This takes a Problem, not {_kind(problem)}. Make one: checkmate.trace(step, *batch).")
+
+
+def check_solution(solution: object) -> None:
+    """Raise a TypeError for what is no solution: a problem or a path, say."""
+    if not isinstance(solution, Solution):
+        raise TypeError(f"This takes a Solution, not {_kind(solution)}. Make one: checkmate.solve(problem, budget).")
+
+
+def _kind(what: object) -> str:
+    """What something is, in a word or two: ``function step``, ``Linear``."""
+    name = getattr(what, "__name__", None)
+    return f"{type(what).__name__} {name}" if isinstance(name, str) else type(what).__name__

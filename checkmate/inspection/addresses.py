@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from checkmate.core.solution import Solution
+from checkmate.core.solution import Solution, check_solution
 from checkmate.core.table import Printed, Table
 from checkmate.inspection.timeline import Span, timeline
 from checkmate.solvers.addresses import TIME_LIMIT, Block, place
@@ -112,6 +112,7 @@ def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresse
     >>> [(box.name, box.offset) for box in placed.boxes], placed.height == placed.bound
     ([('v0', 512), ('v1', 0), ('v2', 256), ('v3', 0)], True)
     """
+    check_solution(solution)
     if solution.plan is None:
         raise ValueError(f"There are no addresses without a plan: {solution.status.meaning}.")
     lives = lives_of(solution)

@@ -10,7 +10,7 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.core.solution import Solution
+from checkmate.core.solution import Solution, check_solution
 from checkmate.core.table import Printed, Table
 from checkmate.inspection.module_groups import fold
 from checkmate.inspection.places import place_of
@@ -191,6 +191,7 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
 
 
 def _plan_of(solution: Solution) -> Schedule:
+    check_solution(solution)
     if solution.schedule is None:
         raise ValueError(f"There is no plan to compare: {solution.message or solution.status.meaning}")
     return solution.schedule

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from checkmate.core.problem import Problem
-from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
+from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, check_solution
 from checkmate.core.table import Printed, Table
 from checkmate.inspection.sending import seconds_to_send
 from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
@@ -50,9 +50,9 @@ class Price:
     budget: int  # bytes
     status: Status
     cost: float  # seconds of the best plan found, infinite where none was
-    bound: float  # seconds that every plan within this budget takes, proven; infinite where there is none
+    bound: float  # seconds that every schedule within this budget takes, proven; infinite where there is none
     found_change: float  # seconds by which the plan found differs
-    proven_change: float  # no plan within this budget differs by less, proven
+    proven_change: float  # no schedule within this budget differs by less, proven
 
 
 @dataclass(frozen=True, repr=False)
@@ -140,8 +140,8 @@ _HEADS = ("value", "bytes", "role", "needed next by", "dropping costs", "where")
 _HEADS_WITH_HOST = (*_HEADS[:-1], "sending costs", _HEADS[-1])
 _NUMBERS = {"bytes"}
 _MOVING = {"being sent": "whose copy is not complete", "on its way back": "which cannot be read yet"}
-_PRICE_HEADS = ("memory", "budget", "step", "plan found", "any plan, proven", "status")
-_PRICE_NUMBERS = {"memory", "budget", "step", "plan found", "any plan, proven"}
+_PRICE_HEADS = ("memory", "budget", "step", "plan found", "any schedule, proven", "status")
+_PRICE_NUMBERS = {"memory", "budget", "step", "plan found", "any schedule, proven"}
 
 
 def _cells(row: Held, *, sends: bool) -> tuple[str, ...]:
@@ -183,8 +183,8 @@ def explain_peak(
     The cost of dropping a value is the seconds of the ops that make it again, right before the op that needs it next,
     from what the plan has at hand then. It is of this value alone, while the rest stays as it is; and whether there is
     room for making it is not asked. What fewer or more bytes would really cost the prices say: for each, the problem is
-    solved again, beginning with this plan. The plan found there is one, and the bound is proven for all. Where one of
-    these plans is faster and fits this plan's budget as well, it is said, and is ``better``.
+    solved again, beginning with this plan. The plan found there is one, and the bound is proven of all schedules. If
+    one of these plans is faster and fits this plan's budget as well, it is said, and is ``better``.
 
     With a second memory, the cost of sending a value is by how much longer the step would be if it were there at the
     peak, the rest staying as it is; it is asked of the largest values only, as many as are printed.
@@ -209,6 +209,7 @@ def explain_peak(
     >>> [(price.budget, price.found_change, price.proven_change) for price in peak.prices]
     [(40, 1.0, 1.0), (60, 0.0, 0.0)]
     """
+    check_solution(solution)
     if solution.plan is None or solution.peak is None:
         raise ValueError(f"There is no plan to explain: {solution.message or solution.status.meaning}")
     if isinstance(top, bool) or not isinstance(top, int) or top < 0:

@@ -95,11 +95,12 @@ def state() -> str:
     True
     """
     try:
-        if _is_ours(_path()):
+        if (found := _opened(_path())) is not None:
+            os.close(found)
             return "built"
         return f"built when first used, by {_compiler()}"
     except Unbuildable as error:
-        return f"cannot be built: {error}"
+        return f"cannot be had: {error}"
 
 
 def _path() -> Path:
@@ -113,8 +114,6 @@ def _flags() -> list[str]:
 
 
 def _compiler() -> str:
-    if sys.platform != "linux":
-        raise Unbuildable(f"it is for Linux, not for {sys.platform}")
     named = os.environ.get("CXX")
     for name in [named] if named else COMPILERS:
         if found := shutil.which(name):
@@ -123,28 +122,67 @@ def _compiler() -> str:
     raise Unbuildable(f"no C++ compiler was found ({tried})")
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether a library is there that nobody else can have written: what it holds is run."""
+def _opened(path: Path) -> int | None:
+    """A descriptor of a library that nobody else can have written: what it holds is run. None: there is no such file.
+
+    Raises:
+        Unbuildable: if others may put files into its folder.
+    """
+    if sys.platform != "linux":
+        raise Unbuildable(f"it is for Linux, not for {sys.platform}")
     try:
-        about = path.stat()
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        return False
-    return stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+        return None
+    try:
+        if not _is_ours(os.fstat(folder)):
+            raise Unbuildable(f"others may write to {path.parent}, where it is kept. Delete that folder")
+        found = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError:
+        return None
+    finally:
+        os.close(folder)
+    about = os.fstat(found)
+    if stat.S_ISREG(about.st_mode) and _is_ours(about):
+        return found
+    os.close(found)
+    return None
+
+
+def _is_ours(about: os.stat_result) -> bool:
+    """Whether nobody may write to a file or a folder but this user, or root."""
+    return about.st_uid in (0, os.getuid()) and not about.st_mode & 0o022
 
 
 def _load(keep: bool) -> ctypes.PyDLL:
     path = _path()
-    if _is_ours(path):
-        with contextlib.suppress(OSError):  # a damaged one is built anew
-            return _declared(ctypes.PyDLL(str(path)))
+    with contextlib.suppress(OSError):  # a damaged one is built anew
+        if (known := _loaded(path)) is not None:
+            return known
     with tempfile.TemporaryDirectory(prefix="checkmate-") as folder:
         built = Path(folder) / path.name
         _compile(built)
+        built.chmod(0o600)
         if keep:
             with contextlib.suppress(OSError):  # of a folder that cannot be written doctor tells
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 files.write_bytes(path, built.read_bytes(), private=True)
-        return _declared(ctypes.PyDLL(str(built)))  # which stays when its file goes
+        library = _loaded(built)  # which stays when its file goes
+    if library is None:
+        raise Unbuildable(f"{built} is gone")
+    return library
+
+
+def _loaded(path: Path) -> ctypes.PyDLL | None:
+    """The library in a file: the very file that was looked at, whatever is put in its place meanwhile."""
+    found = _opened(path)
+    if found is None:
+        return None
+    try:  # open from then on: the linker knows libraries by name
+        return _declared(ctypes.PyDLL(f"/proc/self/fd/{found}"))
+    except OSError:
+        os.close(found)
+        raise
 
 
 def _compile(target: Path) -> None:

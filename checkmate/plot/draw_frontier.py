@@ -1,4 +1,4 @@
-"""Cost against peak as a picture: a line of plans for each method, and where it is proven that no plan can be."""
+"""Cost against peak as a picture: a line of plans for each method, and where it is proven that no schedule can be."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def by_method(rows: Iterable[Row]) -> list[MethodLine]:
 
 
 def proven_seconds(rows: list[Row]) -> dict[int, float]:
-    """For each budget, ascending, the seconds that every plan takes which needs no more: the best bound of any row."""
+    """For each budget, ascending, the seconds of every schedule that needs no more: the best bound of any row."""
     base = rows[0].solution.problem.keep_all_cost
     budgets = sorted({row.budget for row in rows})
     return {budget: max(base, *(row.bound for row in rows if row.budget >= budget)) for budget in budgets}
@@ -52,7 +52,7 @@ def frontier(
     peers: Mapping[str, Iterable[tuple[float, float]]] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Seconds of the step against its peak, for each method; shaded is where no plan can be, as far as proven.
+    """Seconds of the step against its peak, for each method; shaded is where no schedule can be, as far as proven.
 
     Args:
         rows: of `checkmate.frontier`.
@@ -67,7 +67,7 @@ def frontier(
     >>> problem = checkmate.Problem.from_dag([[], [0], [1], [0, 2]], [1] * 4, [4, 4, 4, 1])
     >>> ax = frontier(checkmate.frontier(problem, [9, 12], jobs=1), peers={"by hand": [(12, 5.0)]})
     >>> ax.get_legend_handles_labels()[1]
-    ['auto', 'by hand', 'proven: no plan is here']
+    ['auto', 'by hand', 'proven: no schedule is here']
     """
     rows = list(rows)
     if not rows:
@@ -122,5 +122,5 @@ def _shade_bound(ax: Axes, rows: list[Row]) -> None:
     edges = [left - room, *budgets, right + room]
     heights = np.minimum([bounds[0], *bounds, base], top)
     look: dict[str, Any] = {"facecolor": "#dddddd", "edgecolor": "#888888", "hatch": "////", "linewidth": 0.8}
-    ax.fill_between(edges, bottom, heights, step="pre", label="proven: no plan is here", zorder=0, **look)
+    ax.fill_between(edges, bottom, heights, step="pre", label="proven: no schedule is here", zorder=0, **look)
     ax.set(xlim=(edges[0], edges[-1]), ylim=(bottom, top))

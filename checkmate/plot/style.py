@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from checkmate.core.schedule import Schedule
-from checkmate.core.solution import Solution
+from checkmate.core.solution import Solution, check_solution
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,6 +71,7 @@ def with_plan(solution: Solution) -> Schedule:
     Raises:
         ValueError: if it has none.
     """
+    check_solution(solution)
     if solution.schedule is None:
         raise ValueError(f"There is no plan to draw: {solution.message or solution.status.meaning}")
     return solution.schedule

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from checkmate.units import check_positive
+
 TINY = 1e-6  # that PyTorch adds to the norm
 
 
@@ -30,7 +32,7 @@ class Clipping:
         value: the largest absolute value of an element; None: they are not clipped by it.
 
     Raises:
-        ValueError: if a limit is no positive number, or there are two.
+        ValueError: if a limit is no positive number, or there are two, or the order is no number.
     """
 
     most: float | None = None
@@ -41,11 +43,14 @@ class Clipping:
 
     def __post_init__(self) -> None:
         for name, limit in (("clip_norm", self.most), ("clip_value", self.value)):
-            if limit is not None and not limit > 0:
-                raise ValueError(f"{name} is a positive number, not {limit!r}.")
+            if limit is not None:
+                check_positive(name, limit)
         if self.most is not None and self.value is not None:
             raise ValueError("Gradients are clipped by clip_norm or by clip_value: give one of them.")
-        self.order = float(self.order)
+        try:
+            self.order = float(self.order)
+        except (TypeError, ValueError):
+            raise ValueError(f"norm_type is a number, or math.inf, not {self.order!r}.") from None
 
     def by_norm(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clip the gradients that parameters have, where they are."""

@@ -9,7 +9,7 @@ with these, in place. What each node does is said by `checkmate.updates.updates`
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import optim
 from torch._functorch.partitioners import _is_primal
 from torch.utils._python_dispatch import _disable_current_modes
 
-from checkmate.capture.nodes import is_collective
+from checkmate.capture.nodes import is_collective, storage
 from checkmate.capture.patches.strides import lay_out, obeys_layout
 from checkmate.capture.phases import after_tangent
 from checkmate.capture.provenance import where
@@ -45,30 +45,42 @@ class Insert:
     updates: Updates
     last: bool = True
 
-    def __call__(self, module: fx.GraphModule, given: Sequence[Any], num_fwd_outputs: int) -> set[int]:
+    def __call__(
+        self, module: fx.GraphModule, given: Sequence[Any], num_fwd_outputs: int, names: Sequence[str]
+    ) -> set[int]:
         """Change a joint graph of AOTAutograd.
 
         Args:
             module: is changed in place.
             given: the step's inputs, in the order of what was traced.
             num_fwd_outputs: how many outputs of the graph belong to the forward.
+            names: of the inputs, as the user knows them.
 
         Returns:
             Which of the gradients that are not None are results no more, by their position among these.
 
         Raises:
-            Unsupported: if it is not known what a gradient belongs to, and all are looked at together.
+            Unsupported: if it is not known what a gradient belongs to, and all are looked at together; or if none
+                belongs to a parameter of an optimizer, or two of these share memory.
         """
         graph, output = module.graph, module.graph.output_node()
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         updates, primals = self.updates.of_parameters(), _primals(graph)
         defined = [i for i in range(num_fwd_outputs, len(results)) if isinstance(results[i], fx.Node)]
         found: dict[int, tuple[fx.Node, Update]] = {}  # by the position of the gradient
+        by_storage: dict[int, int] = {}  # the position of a parameter
+        flows_on = False  # a gradient, to whatever stands before the step
         for i, position in _inputs_of(output, defined):
             if position is None and self.updates.together:
                 raise _unknown()
-            if position is not None and position < len(given) and id(given[position]) in updates:
-                found[i] = primals[position], updates[id(given[position])]
+            tensor = given[position] if position is not None and position < len(given) else None
+            if position is not None and tensor is not None and id(tensor) in updates:
+                found[i] = primals[position], updates[id(tensor)]
+                _refuse_shared(position, by_storage.setdefault(storage(tensor), position), names)
+            elif tensor is None or not tensor.is_leaf:
+                flows_on = True
+        if not flows_on:
+            _refuse_unreached(self.updates, {update.optimizer for _, update in found.values()})
         made = {node: n for n, node in enumerate(graph.nodes)}
         found = {i: found[i] for i in sorted(found, key=lambda i: made[results[i]])}  # as the backward makes them
         if found:
@@ -152,7 +164,7 @@ class _Writer:
                 for op, limit in ((aten.clamp_min.default, -clip.value), (aten.clamp_max.default, clip.value)):
                     gradient = self._last(op, (gradient, limit), gradient, f"{gradient.name}_clipped")
             if clip.most is not None:
-                gradient = self._last(aten.mul.Tensor, (gradient, factor), gradient, f"{gradient.name}_clipped")
+                gradient = self._clipped(gradient, factor)
             results[i] = gradient if what.keep else None
             self._update(operations.update(what, update), gradient, parameter, update, skips.get(update.optimizer))
 
@@ -203,6 +215,14 @@ class _Writer:
         coefficient = operations.coefficient(self._what.clipping)
         return self._last(coefficient, ([norms[n] for n in order],), norms[-1], "clip")
 
+    def _clipped(self, gradient: fx.Node, factor: fx.Node) -> fx.Node:
+        """A gradient times the factor, in its own type: a single number in half precision would take the factor's."""
+        clipped, dtype = f"{gradient.name}_clipped", gradient.meta["val"].dtype
+        product = self._last(aten.mul.Tensor, (gradient, factor), gradient, clipped)
+        if product.meta["val"].dtype == dtype:
+            return product
+        return self._last(aten.to.dtype, (product, dtype), gradient, f"{clipped}_stored")
+
     def _update(
         self, op: Callable[..., Any], read: fx.Node, parameter: fx.Node, update: Update, skip: fx.Node | None = None
     ) -> None:
@@ -227,11 +247,38 @@ class _Writer:
             return _call(self._graph, origin, target, args, name)
 
 
+def _refuse_unreached(updates: Updates, reached: Collection[optim.Optimizer]) -> None:
+    """Refuse an optimizer that has nothing to do in a step: it is made of other tensors than the step uses."""
+    for n, optimizer in enumerate(updates.optimizers, start=1):
+        if optimizer not in reached:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            which = f"this {type(optimizer).__name__}{f' (number {n})' if len(updates.optimizers) > 1 else ''}"
+            why = (
+                "the loss does not depend on them. It may have been made of another model or a copy of it"
+                if any(p.requires_grad for p in parameters)
+                else "all of them have requires_grad=False"
+            )
+            raise Unsupported(
+                f"The step reaches none of the {len(parameters)} parameters of {which}: {why}. Nothing was updated. "
+                "Make it of the parameters that loss_fn uses; or leave it out, and have a step of its own for it."
+            )
+
+
 def _unknown() -> Unsupported:
     return Unsupported(
         "Two inputs of the step are views of one tensor, whose gradient is not that of one parameter: it cannot be "
         "clipped or unscaled with the others. Have the step use one of them."
     )
+
+
+def _refuse_shared(position: int, first: int, names: Sequence[str]) -> None:
+    """Refuse parameters of one memory: one is updated while the other's part of the backward may still read it."""
+    if position != first:
+        raise Unsupported(
+            f"{names[first]} and {names[position]} are two parameters in the memory of one tensor. A training step "
+            "updates each as soon as its gradient is there, and so needs memory of their own for them: tie them by one "
+            "parameter (b.weight = a.weight), or have one of them hold a copy (.clone())."
+        )
 
 
 def _refuse_other_exchanges(graph: fx.Graph) -> None:

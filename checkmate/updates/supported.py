@@ -33,15 +33,24 @@ def checked(optimizers: optim.Optimizer | Iterable[optim.Optimizer]) -> tuple[op
         TypeError: if something else is given.
         Unsupported: if one cannot update one parameter at a time, or has hooks, or two update the same parameter.
     """
-    given = (optimizers,) if isinstance(optimizers, optim.Optimizer) else tuple(optimizers)
+    given: tuple[Any, ...] = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     for optimizer in given:
         if not isinstance(optimizer, optim.Optimizer):
-            raise TypeError(f"optimizer is a torch.optim.Optimizer or several, not {type(optimizer).__name__}.")
+            raise TypeError(f"optimizer is a torch.optim.Optimizer or several, not {_what_it_is(optimizer)}.")
         _refuse(optimizer)
     if not given:
         raise TypeError("optimizer is a torch.optim.Optimizer or several, not none.")
     _refuse_shared(given)
     return given
+
+
+def _what_it_is(given: object) -> str:
+    """What was given in an optimizer's place, and what to give."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}: make one of it, {given.__name__}(model.parameters())"
+    if isinstance(given, optim.lr_scheduler.LRScheduler):
+        return f"a {type(given).__name__}: give its optimizer, and call scheduler.step() after the training step"
+    return type(given).__name__
 
 
 def _refuse(optimizer: optim.Optimizer) -> None:

@@ -113,7 +113,7 @@ def compare_with_plain(
         VerificationError: naming the first result, gradient or buffer that differs, by more than plain runs differ
             among themselves, and the first op that does; or the measured peak where it is above the predicted one.
     """
-    if calls < 1:
+    if isinstance(calls, bool) or not isinstance(calls, int) or calls < 1:
         raise ValueError(f"calls is how often the step is called before the backward, 1 or more, not {calls!r}.")
     state = tensors_within((plain, args, kwargs))
     names = names_of(state, (plain, args, kwargs))

@@ -71,7 +71,7 @@ if (data.frontier) {
   const sign = (text) => svg("text", { x: 24, y: 14, "text-anchor": "middle" }, text);
   const names = methods.map((method, m) => [swatch(line(m), sign(SIGNS[m % SIGNS.length])), method.label]);
   names.push([swatch(sign("◯")), "this plan"]);
-  names.push([swatch(svg("rect", { width: 48, height: 18, fill: "url(#lines)" })), "proven: no plan is here"]);
+  names.push([swatch(svg("rect", { width: 48, height: 18, fill: "url(#lines)" })), "proven: no schedule is here"]);
   place.after(
     el("ul", { class: "signs" }, ...names.map(([sign, text]) => el("li", {}, sign, el("span", {}, text)))),
     sortableTable(data.tables.find((table) => table.id === "table-frontier")));

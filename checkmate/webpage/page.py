@@ -23,7 +23,7 @@ from markupsafe import Markup, escape
 
 from checkmate.core.files import write_bytes
 from checkmate.core.problem import Problem
-from checkmate.core.solution import Solution, Status
+from checkmate.core.solution import Solution, Status, check_solution
 from checkmate.inspection.addresses import Addresses, addresses
 from checkmate.inspection.peak import PeakExplanation, explain_peak
 from checkmate.inspection.timeline import Timeline, timeline
@@ -61,6 +61,7 @@ def report(
             `checkmate.inspection.peak.explain_peak` does.
 
     Raises:
+        TypeError: if the solution is none.
         ValueError: if the solution has no plan, or the rows are none or of another problem.
         OSError: if the page cannot be written, for example because its folder is missing.
 
@@ -72,6 +73,9 @@ def report(
     ...     page.name, page.read_text(encoding="utf-8")[:15]
     ('plan.html', '<!doctype html>')
     """
+    if isinstance(path, Solution):
+        raise TypeError("The Solution comes first: checkmate.report(solution, path).")
+    check_solution(solution)
     if solution.plan is None or solution.schedule is None:
         reason = (solution.message or solution.status.meaning).rstrip(".")
         longer = "" if solution.status is Status.INFEASIBLE else ", or with a longer time_limit"

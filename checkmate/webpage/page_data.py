@@ -146,7 +146,7 @@ def _intervals(S: np.ndarray) -> list[list[int]]:
 
 
 def _frontier_data(solution: Solution, rows: list[Row]) -> dict[str, Any]:
-    """Points by method, and for each budget what is proven of it and all smaller ones; None: that no plan fits."""
+    """Points by method, and for each budget what is proven of it and all smaller ones; None: that no schedule fits."""
 
     def point(name: str, peak: int, cost: float) -> tuple[int, float, str]:
         return peak, cost, f"{name}: peak {format_bytes(peak)}, step {format_seconds(cost)}"

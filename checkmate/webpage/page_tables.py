@@ -63,7 +63,7 @@ def _peak_tables(line: Timeline, peak: PeakExplanation) -> Iterator[dict[str, An
             "title": "What less or more memory would change",
             "heads": [
                 ("memory", True), ("budget", True), ("step", True), ("plan found", True),
-                ("any plan, proven", True), ("status", False),
+                ("any schedule, proven", True), ("status", False),
             ],
             "rows": [
                 (

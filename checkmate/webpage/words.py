@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from checkmate.core.schedule import KIND
 from checkmate.core.solution import Solution, Status
 from checkmate.inspection.addresses import Addresses
 from checkmate.inspection.timeline import Timeline
@@ -78,10 +79,10 @@ def _elsewhere_in_words(solution: Solution) -> str:
 
 def _proof_in_words(solution: Solution) -> str:
     if solution.status is Status.OPTIMAL:
-        return "It is optimal: proven that no plan within the budget takes less time."
+        return f"It is optimal: proven that no schedule within the budget takes less time ({KIND})."
     return (
-        f"It is proven that every plan within the budget takes at least {format_seconds(solution.bound)}, so another "
-        f"one could save at most {solution.gap:.2%} of the step."
+        f"It is proven that every schedule within the budget ({KIND}) takes at least "
+        f"{format_seconds(solution.bound)}, so another one could save at most {solution.gap:.2%} of the step."
     )
 
 
@@ -100,8 +101,8 @@ def figures(solution: Solution) -> Iterator[tuple[str, str, str]]:
     yield "budget", format_bytes(solution.budget), f"{format_bytes(solution.budget - peak)} left at the peak"
     yield "peak", format_bytes(peak), f"keeping everything: {format_bytes(problem.keep_all_peak)}"
     yield "cost: one step", format_seconds(solution.cost), f"each op once: {format_seconds(problem.keep_all_cost)}"
-    yield "bound", format_seconds(solution.bound), "every plan within the budget takes so long, proven"
-    yield "gap", f"{solution.gap:.2%}", "of the step could be saved at most"
+    yield "bound", format_seconds(solution.bound), "every schedule within the budget takes so long, proven"
+    yield "gap", f"{solution.gap:.2%}", "of the step could another schedule save at most"
     yield "overhead", f"{solution.overhead:+.2%}", f"{solution.spent_on}, of a step that runs each op once"
     if away := solution.elsewhere:
         more = (
@@ -217,4 +218,4 @@ def frontier_text(rows: list[Row]) -> str:
         low, high = (f(found, key=lambda row: (row.cost, row.peak or 0)) for f in (min, max))
         ends = (f"{format_seconds(r.cost)} at a peak of {format_bytes(r.peak or 0)}" for r in (low, high))
         text += f"The fastest takes {next(ends)}, the slowest {next(ends)}. "
-    return text + "Nothing can be in the hatched part: that is proven."
+    return text + "No schedule is in the hatched part: that is proven."

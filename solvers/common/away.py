@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from checkmate.core.graph import Graph, Op
+from checkmate.core.graph import MAX_BYTES, Graph, Op
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Problem, Profile
 
@@ -78,7 +78,7 @@ def away(problem: Problem, sent: Collection[int]) -> Away:
             assert made_by is not None
             producer[v] = at
             ops.append(Op(f"fetch {graph.values[v].name}", "fetch", (), (v,), graph.ops[made_by].phase))
-            seconds.append(PRICE * host.seconds_to_fetch(int(problem.sizes[v])))
+            seconds.append(min(PRICE * host.seconds_to_fetch(int(problem.sizes[v])), MAX_BYTES))
             workspace.append(0)
     values = tuple(replace(value, producer=p) for value, p in zip(graph.values, producer, strict=True))
     ways = [

@@ -28,8 +28,9 @@ import numpy as np
 from checkmate.core.host import Host
 from checkmate.core.limits import lives
 from checkmate.core.problem import Problem
-from checkmate.solvers.host.stages import after, before, host_of, least_bytes, link_seconds, makers, may_go, pairs
+from checkmate.solvers.host.stages import after, before, host_of, least_bytes, makers, may_go, pairs
 from checkmate.solvers.linear import equations
+from checkmate.solvers.linear.links import link_seconds
 from checkmate.solvers.linear.model import INF, NONE, Model, Term
 from checkmate.solvers.linear.touches import Touches
 
@@ -222,7 +223,7 @@ def take_time(model: Model, x: Variables, problem: Problem, host: Host) -> None:
 
     One link: the sums over both directions.
     """
-    out, back = link_seconds(problem)
+    out, back = link_seconds(problem, host)
     seconds, D = problem.seconds / equations.cost_unit(problem), x.D[:, None]
     model.constrain("ops", [(D, 1.0), (x.R, -seconds)], lower=0.0)
     ways = [("link", [(x.o, -out), (x.f, -back)], [(x.e, -out), (x.c, -back)])]

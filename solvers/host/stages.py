@@ -32,6 +32,7 @@ import numpy as np
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem
 from checkmate.solvers.linear import equations
+from checkmate.solvers.linear.links import link_seconds
 from checkmate.solvers.linear.model import INF, NONE, Entry, Model, Term
 from checkmate.solvers.linear.touches import Touches
 
@@ -117,14 +118,6 @@ def after(family: np.ndarray, none: int | bool = NONE) -> np.ndarray:
 def before(family: np.ndarray, none: int | bool = NONE) -> np.ndarray:
     """The same one stage earlier, (T, V); nothing before the first."""
     return np.vstack([np.full((1, family.shape[1]), none), family[:-1]])
-
-
-def link_seconds(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """(V,), (V,): how long a link is busy with each value, there and back, in units of the mean op."""
-    host, unit = host_of(problem), equations.cost_unit(problem)
-    there = np.array([host.seconds_to_send(int(size)) for size in problem.sizes])
-    back = np.array([host.seconds_to_fetch(int(size)) for size in problem.sizes])
-    return there / unit, back / unit
 
 
 def _variables(problem: Problem, budget: int, *, beside: bool) -> tuple[Model, Variables]:
@@ -285,7 +278,7 @@ def least_bytes(problem: Problem) -> np.ndarray:
 
 def take_time(model: Model, x: Variables, problem: Problem, host: Host) -> None:
     """A stage lasts as long as ops wait, and then as long as the ops and as each link."""
-    out, back = link_seconds(problem)
+    out, back = link_seconds(problem, host)
     seconds = problem.seconds / equations.cost_unit(problem)
     model.constrain("wait", [(x.Y[:, None], 1.0), (x.e, -out), (x.c, -back)], lower=0.0)
     model.constrain("run", [(x.D[:, None], 1.0), (x.ops.R, -seconds)], lower=0.0)

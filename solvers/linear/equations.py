@@ -38,6 +38,7 @@ from checkmate.solvers.linear.model import NONE, Entry, Model
 from checkmate.solvers.linear.touches import Touches
 
 FORMULATIONS = ("strengthened", "paper")
+LARGEST = 1e9  # of a coefficient, in units of the mean: HiGHS takes no model with one above 1e15
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,8 +298,11 @@ def run_at_most(model: Model, R: np.ndarray, problem: Problem) -> None:
 
 
 def size_unit(problem: Problem) -> float:
-    """Bytes in which the model counts: the mean size, since a solver's tolerances are for numbers around one."""
-    return float(problem.sizes.mean()) or 1.0
+    """Bytes in which the model counts: the mean size, since a solver's tolerances are for numbers around one.
+
+    More where a workspace would be beyond `LARGEST` of them.
+    """
+    return max(float(problem.sizes.mean()), float(problem.workspace.max()) / LARGEST) or 1.0
 
 
 def cost_unit(problem: Problem) -> float:

@@ -32,6 +32,7 @@ import numpy as np
 
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem
+from checkmate.solvers.linear.equations import LARGEST, cost_unit
 from checkmate.solvers.linear.model import NONE, Model
 
 SMALL = 2e-3  # of the bytes that keeping everything takes: values that take less together are not looked at
@@ -93,16 +94,25 @@ def bind_links(
     model.constrain("there", [(links.H[i, v], 1.0), (H_before[i, v], -1.0), (links.out[i, v], -1.0)], upper=0.0)
     model.constrain("landing", [(links.L[i, v], 1.0), (L_before[i, v], -1.0), (links.back[i, v], -1.0)], upper=0.0)
     if len(links.H):
-        share = problem.sizes / max(1, host.budget)
+        share = np.minimum(problem.sizes / max(1, host.budget), LARGEST)
         model.constrain("fit there", [(links.H, share)], upper=1.0 if host.budget else 0.0)
 
 
-def time_segments(model: Model, links: Links, R: np.ndarray, problem: Problem, host: Host, unit: float) -> None:
+def link_seconds(problem: Problem, host: Host) -> tuple[np.ndarray, np.ndarray]:
+    """(V,), (V,): how long a link is busy with each value, there and back, in units of the mean op.
+
+    At most `LARGEST`, where no transfer is of any use: what takes longer is bounded from below by it as well.
+    """
+    with np.errstate(over="ignore"):
+        there, back = ((host.latency + problem.sizes / rate) / cost_unit(problem) for rate in (host.send, host.fetch))
+    return np.minimum(there, LARGEST), np.minimum(back, LARGEST)
+
+
+def time_segments(model: Model, links: Links, R: np.ndarray, problem: Problem, host: Host) -> None:
     """A column for the time of each segment, which is what the model makes small."""
     D = model.variables((len(R),), upper=np.inf, cost=1.0, name="D")[:, None]
-    sizes = problem.sizes.astype(np.float64)
-    send, fetch = ((host.latency + sizes / rate) / unit for rate in (host.send, host.fetch))
-    model.constrain("ops", [(R, problem.seconds / unit), (D, -1.0)], upper=0.0)
+    send, fetch = link_seconds(problem, host)
+    model.constrain("ops", [(R, problem.seconds / cost_unit(problem)), (D, -1.0)], upper=0.0)
     if host.one_link:
         model.constrain("link", [(links.out, send), (links.back, fetch), (D, -1.0)], upper=0.0)
         return

@@ -16,7 +16,7 @@ from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.obey import obeys
 from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.common.task import Task
-from checkmate.solvers.linear import highs, pulp_engine
+from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import Variables, build, cost_unit
 from checkmate.solvers.linear.highs import Outcome, Result
 from checkmate.solvers.linear.model import NONE, Model
@@ -135,6 +135,8 @@ def _run(model: Model, engine: str, **options: Any) -> Result:
     if engine == "highs":
         return highs.run(model, **options)
     if engine.startswith("pulp:"):
+        from checkmate.solvers.linear import pulp_engine  # PuLP keeps the frames that import it first, with all in them
+
         return pulp_engine.run(model, engine.removeprefix("pulp:"), **options)
     raise ValueError(f"Unknown engine {engine!r}: it is 'highs', or 'pulp:' and a solver's name, e.g. 'pulp:CBC'.")
 

@@ -213,7 +213,7 @@ def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
     run_at_most(model, R, problem)
     if host is not None and links is not None:
         bind_links(model, links, R, x.carried, problem, host, made_by)
-        time_segments(model, links, R, problem, host, cost_unit(problem))
+        time_segments(model, links, R, problem, host)
     return x
 
 

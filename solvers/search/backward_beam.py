@@ -66,7 +66,7 @@ class Beam:
         return _runs(self.needs, trail, known)
 
     def bound(self) -> tuple[float, np.ndarray | None]:
-        """Seconds of what every plan runs again, at most ``most``; and a plan R (T, T) of just that, if there is one.
+        """Seconds of what every schedule runs again, at most ``most``; and R (T, T) of just that, if there is one.
 
         Every value may be made again in every stage, and where there are too many states two of them become one, that
         needs what both need and has taken what the cheaper one has: whatever plan goes on from either goes on from it.

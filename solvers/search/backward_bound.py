@@ -46,7 +46,7 @@ def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = 
     R = np.eye(needs.T, dtype=bool) if incumbent.R is None else incumbent.R
     worth = fullness(problem, budget, R)
     forward = problem.seconds[: problem.graph.forward_length].sum()
-    price = prices(needs, budget, WORTH * forward / (problem.keep_all_peak * worth.sum()) * worth)
+    price = prices(needs, budget, WORTH * forward / (problem.keep_all_peak * worth.sum() or 1.0) * worth)
     for width in widths:
         beam = Beam(needs, budget, width, price, task.clock, most=incumbent.cost - once)
         again, found = beam.bound()

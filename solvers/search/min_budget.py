@@ -22,7 +22,8 @@ from checkmate.core.fingerprint import fingerprints
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
-from checkmate.core.schedule import Schedule
+from checkmate.core.schedule import KIND, Schedule
+from checkmate.core.solution import check_problem
 from checkmate.solvers.common.away import Away, away, events, sendable
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.made_twice import second_runs
@@ -73,11 +74,11 @@ class MinBudget:
     """The smallest budget of a problem, from both sides.
 
     >>> print(MinBudget(peak=2000, bound=1500))
-    2.00 kB (no schedule fits below 1.50 kB)
+    2.00 kB (no schedule fits below 1.50 kB: each op once a stage at most, in PyTorch's order)
     """
 
     peak: int  # bytes: a plan is known that reaches no more
-    bound: int  # bytes: no schedule at all reaches less
+    bound: int  # bytes: no schedule reaches less
     splits: tuple[str, ...] = field(default=(), repr=False)  # what runs in parts there, in words
 
     @property
@@ -87,12 +88,12 @@ class MinBudget:
 
     @property
     def proven(self) -> bool:
-        """No smaller budget works."""
+        """No schedule fits a smaller budget."""
         return self.peak == self.bound
 
     def __str__(self) -> str:
-        below = "no schedule fits less" if self.proven else f"no schedule fits below {format_bytes(self.bound)}"
-        return f"{format_bytes(self.peak)} ({'; '.join((below, *self.splits))})"
+        below = "less" if self.proven else f"below {format_bytes(self.bound)}"
+        return f"{format_bytes(self.peak)} ({'; '.join((f'no schedule fits {below}: {KIND}', *self.splits))})"
 
 
 @dataclass
@@ -121,10 +122,14 @@ def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules
     run. What is found is remembered, also for a problem that is equal but for its costs; it is looked for again only
     with more time than before, where that may help. A step of PyTorch that can be split is split as far as that helps.
 
+    Raises:
+        TypeError: if the problem is none.
+
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> min_budget(chain)
     MinBudget(peak=3, bound=3)
     """
+    check_problem(problem)
     *others, last = (problem if rules is None else with_rules(problem, rules)).and_smaller()
     clock = Clock(time_limit)
     ends = ends_of(last, time_limit=time_limit * (SHARE_OF_LAST if others else 1))

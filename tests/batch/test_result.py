@@ -59,7 +59,7 @@ def test_the_text_says_what_a_person_asks() -> None:
     assert shown.splitlines()[0] == "largest size within 9 B, recomputing one forward at most: 3"
     facts = dict(line.strip().split("  ", 1) for line in shown.split("\n\n")[0].splitlines()[1:])
     assert {name: fact.strip() for name, fact in facts.items()} == {
-        "one more": "does not fit: proven",
+        "one more": "no schedule fits: proven",
         "keep all": "2, so 1.50 times as large",
         "fastest": "3: 0.75 samples/s, +0.0% recomputation",
         "ap-greedy": "2",

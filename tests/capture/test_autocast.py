@@ -1,4 +1,4 @@
-"""Weights that are used twice under autocast: the bits of plain PyTorch, or a refusal that says how to get them."""
+"""Weights that are used more than once under autocast: converted once within a region, as by plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import checkmate
+from tests.support.sampling import slow
 
 BF16 = torch.bfloat16
+QUICK = {"one region", "written between"}
+STEPS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {}
+
+
+def autocast(dtype: torch.dtype = BF16, **options: bool) -> torch.autocast:
+    """On the CPU."""
+    return torch.autocast("cpu", dtype=dtype, **options)
 
 
 @pytest.fixture
@@ -19,41 +29,143 @@ def layer() -> nn.Linear:
     return nn.Linear(8, 8)
 
 
-def _twice(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    return lambda x: layer(layer(layer(x)).relu()).sum()
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(3, 8)
 
 
-def _within(step: Callable[[Tensor], Tensor], **options: bool) -> Callable[[Tensor], Tensor]:
-    def within(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=BF16, **options):
-            return step(x)
-
-    return within
+def _step(step: Callable[[nn.Linear, Tensor], Tensor]) -> Callable[[nn.Linear, Tensor], Tensor]:
+    STEPS[step.__name__.strip("_").replace("_", " ")] = step
+    return step
 
 
-def _verify(step: Callable[[Tensor], Tensor]) -> checkmate.Certificate:
-    return checkmate.verify(step, torch.randn(3, 8), budget="1 GB", time_limit=1)
+@_step
+def _one_region(layer: nn.Linear, x: Tensor) -> Tensor:
+    with autocast():
+        return layer(layer(layer(x)).relu()).sum()
 
 
-def test_a_shared_weight_is_refused_where_its_copy_is_kept(layer: nn.Linear) -> None:
-    words = r"Linear, test_autocast.py.*cache_enabled=False"
-    with torch.autocast("cpu", dtype=BF16), pytest.raises(checkmate.Unsupported, match=words):
-        _verify(_twice(layer))
-    with pytest.raises(checkmate.Unsupported, match=words):
-        _verify(_within(_twice(layer)))
+@_step
+def _in_float16(layer: nn.Linear, x: Tensor) -> Tensor:
+    with autocast(torch.float16):
+        return layer(layer(layer(x)).relu()).sum()
 
 
-def test_without_kept_copies_it_has_the_bits_of_plain_pytorch(layer: nn.Linear) -> None:
-    """What the error advises."""
-    with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
-        assert _verify(_twice(layer)).gradients == 2
-    assert _verify(_within(_twice(layer), cache_enabled=False)).gradients == 2
+@_step
+def _two_regions(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Each converts anew."""
+    with autocast():
+        x = layer(layer(x))
+    with autocast():
+        return layer(layer(x.float())).sum()
+
+
+@_step
+def _regions_within(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The copies stay until the outermost one is left."""
+    with autocast():
+        x = layer(x)
+        with autocast(enabled=False):
+            x = layer(x.float())
+            with autocast():
+                x = layer(x)
+        return layer(x).sum()
+
+
+@_step
+def _off_around(layer: nn.Linear, x: Tensor) -> Tensor:
+    """A region that is not enabled keeps the copies of those within it."""
+    with autocast(enabled=False):
+        with autocast():
+            x = layer(x)
+        with autocast():
+            return layer(x.float()).sum()
+
+
+@_step
+def _first_without_gradients(layer: nn.Linear, x: Tensor) -> Tensor:
+    with autocast():
+        with torch.no_grad():
+            x = layer(x)
+        return layer(layer(x)).sum()
+
+
+@_step
+def _written_between(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The second use computes with the copy of what was there."""
+    with autocast():
+        x = layer(x)
+        with torch.no_grad():
+            layer.weight.clamp_(-0.1, 0.1)
+        return layer(x).sum() + layer.weight.float().sum()
+
+
+@_step
+def _copies_not_kept(layer: nn.Linear, x: Tensor) -> Tensor:
+    with autocast(cache_enabled=False):
+        return layer(layer(layer(x)).relu()).sum()
+
+
+@_step
+def _by_hand_as_well(layer: nn.Linear, x: Tensor) -> Tensor:
+    with autocast():
+        return (layer(layer(x)) @ layer.weight.to(BF16) @ layer.weight.bfloat16()).sum()
+
+
+@_step
+def _not_a_leaf(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Of what is computed within the step no copy is kept."""
+    with autocast():
+        weight = layer.weight * 2
+        return F.linear(F.linear(x, weight), weight).sum()
+
+
+@_step
+def _checkpointed(layer: nn.Linear, x: Tensor) -> Tensor:
+    with autocast():
+        x = layer(x)
+        x = checkpoint(lambda x: layer(layer(x)).relu(), x, use_reentrant=False)
+        return layer(x).sum()
+
+
+@_step
+def _written_through_data(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Of a weight that is converted once."""
+    with autocast():
+        layer.weight.data.clamp_(-0.1, 0.1)
+        return F.linear(x, layer.weight).sum() + layer.weight.sum()
+
+
+@_step
+def _a_leaf_that_is_an_input(layer: nn.Linear, x: Tensor) -> Tensor:
+    with autocast():
+        return (layer(x) * F.linear(x, layer.bias.view(1, 8))).sum()
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in STEPS])
+def test_the_bits_of_plain_pytorch(name: str, layer: nn.Linear, x: Tensor) -> None:
+    def step(x: Tensor) -> Tensor:
+        return STEPS[name](layer, x)
+
+    checkmate.verify(step, x.requires_grad_(), budget="1 GB", time_limit=1)
 
 
 @pytest.mark.slow
-def test_weights_used_once_and_conversions_by_hand_are_no_obstacle(layer: nn.Linear) -> None:
-    other = nn.Linear(8, 8)
-    assert _verify(_within(lambda x: other(layer(x)).sum())).gradients == 4
-    by_hand = lambda x: (x @ other.weight.to(BF16) @ other.weight.bfloat16()).sum()  # noqa: E731
-    assert _verify(_within(by_hand)).gradients == 1
-    assert _verify(lambda x: _twice(layer)(x)).gradients == 2
+def test_a_region_around_the_step(layer: nn.Linear, x: Tensor) -> None:
+    def step(x: Tensor) -> Tensor:
+        return layer(layer(layer(x)).relu()).sum()
+
+    for options in ({}, {"cache_enabled": False}, {"enabled": False}):
+        with autocast(**options):
+            assert checkmate.verify(step, x, budget="1 GB", time_limit=1).gradients == 2
+
+
+def test_a_weight_that_tracing_makes_another_one_of_is_converted_once_at_most(layer: nn.Linear, x: Tensor) -> None:
+    def step(x: Tensor) -> Tensor:
+        with autocast():
+            x = layer(x)
+            layer.weight.data.clamp_(-0.1, 0.1)
+            return layer(x).sum()
+
+    with pytest.raises(checkmate.Unsupported, match=r"weight is used more than once.*and not through \.data"):
+        checkmate.verify(step, x, budget="1 GB", time_limit=1)

@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
 from checkmate.capture import cudnn
+from checkmate.core.rules import with_rules
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
+from tests.support.budgets import recomputing
 
 RESERVE = 24  # bytes
 Three = tuple[Tensor, Tensor, Tensor]
@@ -68,10 +70,9 @@ def test_trains_as_eager_does(track: bool, frozen: bool, share: float) -> None:
     targets = [op.target for op in problem.graph.ops]
     assert targets.count("checkmate.batch_norm") == targets.count("checkmate.batch_norm_backward") == 3
     assert not [target for target in targets if "native_batch_norm" in target]
-    budget = int(
-        checkmate.min_budget(problem).peak + share * (problem.keep_all_peak - checkmate.min_budget(problem).peak)
-    )
-    compiled = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget=budget, time_limit=1)
+    rules: dict[str, str | int] = {} if share else {"checkmate.batch_norm": "recompute"}
+    budget = recomputing(with_rules(problem, rules), share)
+    compiled = checkmate.compile(lambda x, y: F.cross_entropy(net(x), y), budget=budget, time_limit=1, rules=rules)
     for _ in range(2):
         net.zero_grad(set_to_none=True)
         plain.zero_grad(set_to_none=True)

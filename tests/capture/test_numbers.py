@@ -16,16 +16,21 @@ X, Y = torch.arange(1.0, 9.0), torch.tensor([1.0, -1.0] * 4)
 W = torch.nn.Parameter(torch.ones(8))
 
 
+def _activations(y: Tensor) -> Tensor:
+    """A product of matrices, which no question is asked of."""
+    return (torch.outer(y, y) @ y[:, None])[:, 0]
+
+
 def _selected(x: Tensor, y: Tensor) -> Tensor:
-    return (W * x)[y > 0].exp().sum()
+    return (W * x)[_activations(y) > 0].exp().sum()
 
 
 def _selected_beside(x: Tensor, y: Tensor) -> Tensor:
-    return (W * x).sum() + y[y > 0].exp().sum()
+    return (W * x).sum() + y[_activations(y) > 0].exp().sum()
 
 
 def _written(x: Tensor, y: Tensor) -> Tensor:
-    table, places = torch.full((3, 8), -1), torch.nonzero(y > 0).flatten()
+    table, places = torch.full((3, 8), -1), torch.nonzero(_activations(y) > 0).flatten()
     table[0, : places.numel()] = places
     return (W * x).sum() + (table > 0).sum()
 
@@ -75,3 +80,14 @@ def test_a_step_without_gradients_may_have_them() -> None:
     with torch.no_grad():
         found = torch.compile(step, fullgraph=True, backend="checkmate", options={"budget": "1 MB"})(X, Y)
     assert found.tolist() == [2.0, 4.0, 6.0, 8.0]
+
+
+def test_a_size_of_data_that_must_be_another_is_refused() -> None:
+    """Added to a tensor of six numbers, those that a mask selects must be six as well: Dynamo goes on with that."""
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        y = x * w
+        return (w + y[y > 0]).sum()
+
+    with pytest.raises(checkmate.Unsupported, match=r"test_numbers\.py:\d+: the size of index depends on data"):
+        checkmate.compile(step, budget="1 MB")(torch.ones(6), torch.ones(6, requires_grad=True))

@@ -24,6 +24,7 @@ from checkmate.capture.random_draws import (
 from checkmate.codegen import emit as codegen
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
+from tests.support.budgets import recomputing
 from tests.support.sampling import few
 from tests.support.stepping import assert_same, train
 
@@ -78,7 +79,7 @@ def test_replays_at_the_tightest_budget(name: str) -> None:
     net, twin = _network(DROPS[name]), _network(DROPS[name])
     x = torch.randn(BATCH, TOKENS, WIDTH)
     step = lambda x: net(x).square().mean()  # noqa: E731
-    budget = checkmate.min_budget(checkmate.trace(step, x), time_limit=1).peak
+    budget = recomputing(checkmate.trace(step, x), time_limit=1)
     compiled = checkmate.compile(step, budget=budget, time_limit=1)
     found = train(net, compiled, (x,))
     (plan,) = compiled.plans
@@ -140,7 +141,7 @@ def test_large_masks_are_drawn_again_where_memory_is_short(reseeded: bool) -> No
     drawing = [k for k, op in enumerate(problem.graph.ops) if "draw_saved" in op.target]
     assert len(drawing) == 3
     assert not any(problem.graph.ops[k].pinned for k in drawing)
-    compiled = checkmate.compile(step, budget=checkmate.min_budget(problem, time_limit=1).peak, time_limit=1)
+    compiled = checkmate.compile(step, budget=recomputing(problem, time_limit=1), time_limit=1)
     found = []
     for run, module in ((lambda x: twin(x).square().mean(), twin), (compiled, net)):
         torch.manual_seed(1)

@@ -156,7 +156,11 @@ def test_methods(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "my_step:none", "--budget", "8GB"], 2, "example"),
         (["plan", "my_step:not_a_function", "--budget", "8GB"], 2, "no function"),
         (["plan", "my_step:wrong", "--budget", "8GB"], 2, "return (step, batch), not int"),
-        (["plan", "my_step:too_wide", "--budget", "8GB"], 1, "my_step:too_wide fails on its batch: a and b must have"),
+        (
+            ["plan", "my_step:too_wide", "--budget", "8GB"],
+            1,
+            "too_wide fails on its batch: mat1 and mat2 shapes",
+        ),
         (["plan", "my_step:fails", "--budget", "8GB", "--method", "chen"], 2, "there is no method 'chen'"),
         (["plan", "my_step:fails", "--budget", "8GB"], 1, "IndexError: no data"),
         (["plan", "my_step:example", "--budget", "8GB", "--device", "abacus"], 2, "no device 'abacus'"),

@@ -21,6 +21,7 @@ from checkmate.codegen import contributions
 from checkmate.codegen.contributions import counted_contributions, terms_of
 from checkmate.codegen.fan_out import UNKNOWN, Sharing
 from checkmate.memory import measure_peak
+from tests.support.bits import assert_same_bits
 
 Step = Callable[..., Any]
 Train = Callable[[Step], Any]  # runs a backward with the step, plain or compiled
@@ -388,6 +389,26 @@ def test_contributions_are_counted_as_they_come() -> None:
     assert counts == [[1, 3], [1]]
     torch.autograd.grad(w.sum(), w)
     assert len(counts) == 2
+
+
+@pytest.mark.parametrize(
+    "within",
+    [
+        lambda x: torch.func.hessian(lambda u: u.pow(3).sum())(torch.ones(3)).sum() * x.sum(),
+        lambda x: torch.func.vjp(torch.exp, torch.ones(3))[1](torch.ones(3))[0].sum() * x.sum(),
+        lambda x: torch.func.jacfwd(torch.func.grad(lambda u: u.pow(3).sum()))(x).sum(),
+    ],
+    ids=["hessian", "vjp", "forward over reverse"],
+)
+def test_what_is_differentiated_within_the_step(within: Step) -> None:
+    """Also where nothing of it needs a gradient. In forward mode some derivatives are zeros without memory."""
+    found = []
+    for step in (within, checkmate.compile(within, budget="1 GB", wait="best")):
+        x = torch.tensor([0.5, -1.5, 2.5], requires_grad=True)
+        loss = step(x)
+        loss.backward()
+        found.append((loss.detach(), x.grad))
+    assert_same_bits(*found)
 
 
 def test_the_terms_of_a_sum() -> None:

@@ -248,18 +248,6 @@ def test_a_part_of_the_backward(which: int) -> None:
         assert memory.use.pending == 0
 
 
-def test_gradients_in_batches() -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(8, 8)
-    step, _ = compiled(lambda x: layer(x).tanh().exp().tanh().exp(), sending(0))
-    x, many = batch(0).requires_grad_(), torch.randn(3, 6, 8)
-    expected, found = (
-        torch.autograd.grad(run(x), [x, layer.weight], many, is_grads_batched=True)
-        for run in (lambda x: layer(x).tanh().exp().tanh().exp(), step)
-    )
-    assert_same_bits(found, expected)
-
-
 def test_within_a_checkpoint() -> None:
     model, other, step, _ = pair()
     both_left(lambda run: checkpoint(run, batch(0), use_reentrant=False).backward(), model, other, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,32 @@ def test_a_parameter_that_no_loss_reaches_is_not_decayed() -> None:
     assert_same_bits(head.weight, before)
 
 
+class _Twice(torch.autograd.Function):
+    """Of an undefined gradient it makes zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def test_what_a_step_reads_and_never_differentiates_is_left_alone() -> None:
+    """Its hooks are not called, and what made it has no gradient."""
+    trained, read, source = (torch.ones(3, requires_grad=True) for _ in range(3))
+    made, seen = _Twice.apply(source), []
+    step = checkmate.compile(lambda x: (trained * x * read.detach() * made.detach()).sum(), budget="1 MB")
+    for tensor in (trained, read, made):
+        tensor.register_hook(lambda grad: seen.append(grad.sum().item()))
+    step(torch.ones(3)).backward()
+    assert seen == [6.0]
+    assert read.grad is source.grad is None
+    torch.autograd.backward((step(torch.ones(3)), read.sum()))
+    assert seen[1:] == [3.0, 6.0]
+
+
 def test_an_earlier_compiled_step_is_left_as_it_is() -> None:
     """A compiled step of PyTorch before ours still gets its zeros."""
     before = torch.compile(lambda w: (w * 2, w.exp()), backend="aot_eager")
@@ -77,3 +104,14 @@ def test_an_earlier_compiled_step_is_left_as_it_is() -> None:
     y, _ = before(w)
     after(y).backward()
     assert_same_bits(w.grad, torch.full((3,), 6.0))
+
+
+def test_a_batch_of_gradients_is_refused() -> None:
+    """Kernels of a batch are chosen by which saved tensors require a gradient: on some processors bits were others."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh())
+    x, rows = torch.randn(4, 8), torch.randn(3, 4, 8)
+    step = checkmate.compile(net, budget="1 MB")
+    with pytest.raises(checkmate.Unsupported, match="Take the gradients one after another"):
+        torch.autograd.grad(step(x), [*net.parameters()], rows, is_grads_batched=True)
+    one_by_one = [[torch.autograd.grad(run(x), [*net.parameters()], row) for row in rows] for run in (step, net)]
+    assert_same_bits(*one_by_one)

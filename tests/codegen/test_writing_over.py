@@ -255,16 +255,6 @@ def test_a_default_device_is_no_reason_to_take_more() -> None:
         assert _peak(net, step) == step.plans[0].peak
 
 
-def test_a_batch_of_gradients() -> None:
-    """Plain ops have a rule for batches, those that write have none."""
-    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh())
-    x, rows = torch.randn(4, 8), torch.randn(3, 4, 8)
-    step = _compiled(lambda x: net(x))
-    found = [torch.autograd.grad(run(x), [*net.parameters()], rows, is_grads_batched=True) for run in (step, net)]
-    assert all(_writes(step.plans[0]))
-    assert_same_bits(*found)
-
-
 def test_results_made_over_views_can_be_written_to() -> None:
     """What a module hands out is no view, whatever it was written over: views of a custom function cannot be."""
     layer = nn.Linear(8, 6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def test_json_round_trip(tmp_path: Path, name: str, seed: int) -> None:
 
 
 def test_json_keeps_every_digit(tmp_path: Path) -> None:
-    problem = Problem.from_dag([[], [0]], [0.1 + 0.2, 1e-300], [2**53, 1], workspace=[2**52 + 1, 0], resident_bytes=7)
+    problem = Problem.from_dag([[], [0]], [0.1 + 0.2, 1e-300], [2**52, 1], workspace=[2**51 + 1, 0], resident_bytes=7)
     problem.to_json(tmp_path / "p.json")
     assert _same(Problem.from_json(tmp_path / "p.json"), problem)
 
@@ -57,6 +58,8 @@ def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
         Problem.from_json(tmp_path / "none.json")
 
 
+RULE = {"pattern": "op", "asks": "keep", "ops": [0], "exempt": []}
+HOST = {"budget": 10, "send": 1.0, "fetch": 1.0, "one_link": False, "latency": 0.0}
 Change = Callable[[dict[str, Any]], object]
 
 
@@ -75,6 +78,37 @@ Change = Callable[[dict[str, Any]], object]
         (lambda d: d["values"][1].update(size_bytes=1e400), "Value 'v1' has size inf"),
         (lambda d: d["values"][0].update(size_bytes="4"), "Value 'v0' has size '4'"),
         (lambda d: d.update(outputs=[99]), "Output 99 is not a value"),
+        (lambda d: d.update(outputs=["2"]), "The graph names '2' where an op or a value is a whole number"),
+        (lambda d: d.update(outputs="2"), "The graph names '2' where"),
+        (lambda d: d["ops"][0].update(name=3), "Op 0 has 3 where a name or a reason is text"),
+        (lambda d: d["ops"][0].update(target=None), "Op 0 has None where"),
+        (lambda d: d["ops"][1].update(pinned=True), "Op 1 has True where"),
+        (lambda d: d["ops"][1].update(where=[1]), r"Op 1 has \[1\] where"),
+        (lambda d: d["ops"][1].update(tags=[{}]), "Op 1 has {} where"),
+        (lambda d: d["ops"][1].update(inputs=[False]), "Op 'op1' names False where"),
+        (lambda d: d["ops"][1].update(inputs=[[0]]), r"Op 'op1' names \[0\] where"),
+        (lambda d: d["ops"][1].update(outputs=[1.0]), "Op 'op1' names 1.0 where"),
+        (lambda d: d["ops"][1].update(overwrites=["0"]), "Op 'op1' names '0' where"),
+        (lambda d: d["values"][0].update(name=["v0"]), r"Value 0 has \['v0'\] where"),
+        (lambda d: d["values"][0].update(producer="0"), "Value 'v0' names '0' where"),
+        (lambda d: d["values"][0].update(producer=False), "Value 'v0' names False where"),
+        (lambda d: d["values"][0].update(role=[]), r"has role \[\]; a role is one of"),
+        (lambda d: d.update(source=3), "from 3; a source is text"),
+        (lambda d: d.update(version=2, rules=3), "not iterable"),
+        (lambda d: d.update(version=2, rules=["op0"]), "no valid problem"),
+        (lambda d: d.update(version=2, rules=[RULE | {"pattern": 3}]), "pattern or a reason that is no text"),
+        (lambda d: d.update(version=2, rules=[RULE | {"exempt": [[0, None]]}]), "pattern or a reason that is no text"),
+        (lambda d: d.update(version=2, rules=[RULE | {"exempt": [0]}]), "no valid problem"),
+        (lambda d: d.update(version=2, rules=[RULE | {"asks": "sometimes"}]), "asks for none of 'keep', 'once'"),
+        (lambda d: d.update(version=2, rules=[RULE | {"asks": ["keep"]}]), "asks for none of 'keep', 'once'"),
+        (lambda d: d.update(version=2, rules=[RULE | {"asks": True}]), "asks for none of 'keep', 'once'"),
+        (lambda d: d.update(version=2, rules=[RULE | {"asks": 0}]), "asks for none of 'keep', 'once'"),
+        (lambda d: d.update(version=2, rules=[RULE | {"ops": ["0"]}]), "for ops that are not there"),
+        (lambda d: d.update(version=5, host=3), "must be a mapping"),
+        (lambda d: d.update(version=5, host=HOST | {"send": "1e9"}), "send is a positive, finite number"),
+        (lambda d: d.update(version=5, host=HOST | {"one_link": "no"}), "one_link is True or False, not 'no'"),
+        (lambda d: d.update(version=5, host=HOST | {"latency": None}), "latency is a finite number"),
+        (lambda d: d.update(version=5, host=HOST | {"links": 2}), "links"),
         (lambda d: d.update(seconds=[1.0]), "1 seconds for 3 ops"),
         (lambda d: d.update(seconds=[1.0, None, 1.0]), "'op1' costs nan seconds"),
         (lambda d: d.update(seconds=[1.0, float("nan"), 1.0]), "'op1' costs nan seconds"),
@@ -91,8 +125,26 @@ def test_a_bad_document_is_refused_by_name(tmp_path: Path, change: Change, says:
     document = json.loads(path.read_text())
     change(document)
     path.write_text(json.dumps(document))
-    with pytest.raises(InvalidProblem, match=says):
+    with pytest.raises(InvalidProblem, match=says) as refused:
         Problem.from_json(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
+    """Four megabytes that unpack to four gigabytes."""
+    bomb = tmp_path / "p.json.gz"
+    bomb.write_bytes(gzip.compress(bytes(2**20)) * 2**12)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidProblem, match=r"p.json.gz holds more than 67_108_864 bytes, and is not read"):
+            Problem.from_json(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 3 * 2**26
+    finally:
+        tracemalloc.stop()
+    with (tmp_path / "p.json").open("wb") as plain:
+        plain.truncate(2**27)  # takes no room on the disk
+    with pytest.raises(InvalidProblem, match="holds more than"):
+        Problem.from_json(tmp_path / "p.json")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +214,7 @@ def test_a_damaged_file_is_refused_or_still_a_problem(tmp_path: Path, name: str)
         ({"outputs": [3]}, "outputs names 3"),
         ({"outputs": [1, 1]}, "An output is listed twice"),
         ({"resident_bytes": -1}, "-1 resident bytes"),
+        ({"sizes": [2**53, 1, 1]}, "take 9007199254740994 bytes; 2\\*\\*53 at most"),
     ],
 )
 def test_bad_lists_are_refused_by_name(change: dict[str, Any], says: str) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 
+import checkmate
 from checkmate.core import simulator
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
@@ -37,7 +42,7 @@ def test_gap_and_overhead() -> None:
 
 def test_a_summary_of_a_plan() -> None:
     assert str(FOUND).splitlines() == [
-        "feasible (milp): fits the budget; the gap says how much better another plan could be at most",
+        "feasible (milp): fits the budget; the gap says how much better another schedule could be at most",
         "  budget     9.00 kB",
         "  peak       8.00 kB (100.0% of keeping all)",
         "  step       11.0 s (+10.00% recomputation)",
@@ -89,3 +94,25 @@ def test_a_step_that_costs_nothing() -> None:
     solution = Solution(Status.OPTIMAL, nothing, 1, "milp", once, plan, 0.0, 0.0, 0)
     assert (solution.gap, solution.overhead) == (0.0, 0.0)
     assert "peak       0 B (0.0% of keeping all)" in str(solution)
+
+
+TAKES = [
+    checkmate.explain_peak,
+    checkmate.addresses,
+    partial(checkmate.report, path="plan.html"),
+    partial(checkmate.diff, FOUND),
+    partial(checkmate.diff, b=FOUND),
+]
+
+
+@pytest.mark.parametrize("call", TAKES)
+@pytest.mark.parametrize(("given", "kind"), [(PROBLEM, "Problem"), ("plan.html", "str"), (None, "NoneType")])
+def test_what_is_no_solution_is_refused(call: Callable[..., Any], given: Any, kind: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        call(given)
+    assert str(refused.value) == f"This takes a Solution, not {kind}. Make one: checkmate.solve(problem, budget)."
+
+
+def test_a_report_whose_arguments_are_swapped_says_so() -> None:
+    with pytest.raises(TypeError, match=r"^The Solution comes first: checkmate.report\(solution, path\)\.$"):
+        checkmate.report("plan.html", FOUND)

@@ -221,7 +221,7 @@ def test_without_prices_nothing_is_solved(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("checkmate.inspection.peak.solve", None)
     peak = checkmate.explain_peak(_by_hand(_chain()), prices=False)
     assert peak.prices == ()
-    assert "any plan" not in repr(peak) + peak._repr_html_()
+    assert "any schedule" not in repr(peak) + peak._repr_html_()
 
 
 def test_it_prints_as_tables() -> None:

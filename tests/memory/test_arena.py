@@ -21,6 +21,7 @@ from checkmate.backends import static_memory
 from checkmate.memory import build, measure_peak
 from checkmate.memory.arena import Arena, Counts
 from tests.support.bits import assert_same_bits
+from tests.support.budgets import recomputing
 
 Wrap = Callable[[Callable[..., Any]], Any]
 WIDTH, ROWS = 96, 64  # so that activations and gradients of weights are above what is left to malloc
@@ -67,7 +68,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def in_arena(step: Callable[..., Any], budget: str = "460 kB") -> Any:
+def in_arena(step: Callable[..., Any], budget: int | str = "460 kB") -> Any:
     return checkmate.compile(step, budget=budget, time_limit=1, memory="arena")
 
 
@@ -276,7 +277,8 @@ def test_bits_are_those_of_plain_pytorch(scenario: Callable[[Wrap], Any]) -> Non
 def test_training_is_served_whole_from_the_second_step_on() -> None:
     """The meter sees the bytes of the plan, as with PyTorch's allocator."""
     model = net()
-    step = in_arena(loss_of(model), "420 kB")
+    budget = recomputing(checkmate.trace(loss_of(model), *batches(1)[0]), 0.5)
+    step = in_arena(loss_of(model), budget)
     found = train(model, step, batches(6))
     (count,) = counts(step)
     assert (count.steps, count.layouts, count.fallbacks) == (6, 1, 0)
@@ -292,7 +294,7 @@ def test_training_is_served_whole_from_the_second_step_on() -> None:
     assert (told.planned, told.fallbacks) == (step.plans[0].peak - step.plans[0].problem.resident, 0)
     assert told.counted <= told.arena
     assert "fallbacks" in str(step.memory())
-    allocator = checkmate.compile(loss_of(model), budget="420 kB")
+    allocator = checkmate.compile(loss_of(model), budget=budget)
     assert str(allocator.memory()) == "No arena has served this step: PyTorch's allocator does."
     again = net()
     assert_same_bits(found, train(again, loss_of(again), batches(6)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from pathlib import Path
 
@@ -39,12 +40,12 @@ def test_without_a_compiler_that_works_a_step_runs_as_it_did(
     assert [arena.counts.steps for arena in step._backend.arenas] == [0]
     assert why in (build.wait() or "")
     if compiler == "nowhere++":
-        assert build.state() == "cannot be built: no C++ compiler was found (CXX=nowhere++)"
+        assert build.state() == "cannot be had: no C++ compiler was found (CXX=nowhere++)"
 
 
 def test_what_is_damaged_is_built_anew_and_what_others_may_write_is_not_run(folder: Path) -> None:
     path = build._path()
-    path.parent.mkdir()
+    path.parent.mkdir(mode=0o700)
     path.write_bytes(b"no library")
     path.chmod(0o600)
     build.start()
@@ -53,8 +54,43 @@ def test_what_is_damaged_is_built_anew_and_what_others_may_write_is_not_run(fold
     assert path.read_bytes()[:4] == b"\x7fELF"
     assert build.state() == "built"
     path.chmod(0o622)
-    assert not build._is_ours(path)
     assert build.state().startswith("built when first used, by /")
+
+
+def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = build._path()
+    path.parent.mkdir()
+    path.parent.chmod(0o770)
+    with caplog.at_level(logging.WARNING, "checkmate.memory"):
+        build.start()
+        why = build.wait()
+    assert why == f"others may write to {path.parent}, where it is kept. Delete that folder"
+    assert build.state() == f"cannot be had: {why}"
+    assert caplog.messages == [f"No arena: {why}. Steps run with PyTorch's own allocator."]
+    assert build.library() is None
+    assert not path.exists()
+
+
+def test_what_was_looked_at_is_what_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that takes the library's place after it was looked at is not run."""
+    build.start()
+    assert build.wait() is None
+    monkeypatch.setattr(build, "_LIBRARY", build._Library())
+    path, load = build._path(), ctypes.PyDLL
+
+    def exchanged(name: str) -> ctypes.PyDLL:
+        other = path.with_name("other")
+        other.write_bytes(b"no library")
+        other.replace(path)
+        return load(name)
+
+    monkeypatch.setattr(build.ctypes, "PyDLL", exchanged)
+    monkeypatch.setattr(build, "_compile", lambda target: pytest.fail("it is built anew"))
+    build.start()
+    assert build.wait() is None
+    assert build.library() is not None
 
 
 @pytest.mark.slow

@@ -313,7 +313,8 @@ def test_the_summary_says_it_in_words(tmp_path: Path) -> None:
         "a step of 17 ops within a budget of 4 B",
         "Its peak is 4 B, 40.0% of what keeping everything takes.",
         "times in all, which adds 9.0 s to a step of 17.0 s (+52.94%).",
-        "It is optimal: proven that no plan within the budget takes less time.",
+        "It is optimal: proven that no schedule within the budget takes less time "
+        "(each op once a stage at most, in PyTorch's order).",
         "9 in the forward, 8 in the backward",
         f"checkmate {checkmate.__version__}",
         "given",  # source of the profile
@@ -560,7 +561,7 @@ def test_all_pictures_are_drawn(opened: Open) -> None:
     assert len(driver.find_elements("css selector", "#frontier-picture svg text title")) == 5
     assert len(driver.find_elements("css selector", "#frontier-picture svg circle")) == 1
     assert [e.text for e in driver.find_elements("css selector", ".signs li > span")] == [
-        "auto (4 of 5 budgets)", "checkpoint-all (1 of 5 budgets)", "this plan", "proven: no plan is here",
+        "auto (4 of 5 budgets)", "checkpoint-all (1 of 5 budgets)", "this plan", "proven: no schedule is here",
     ]  # fmt: skip
 
 

@@ -193,7 +193,7 @@ def test_each_method_is_a_line_of_its_plans() -> None:
     assert auto.get_xydata().tolist() == [[3, 45], [4, 26], [6, 21], [10, 17]]  # as known of this chain
     assert keep_all.get_xydata().tolist() == [[10, 17]]
     assert auto.get_marker() != keep_all.get_marker()
-    assert _labels(ax) == ["auto (4 of 5 budgets)", "checkpoint-all (1 of 5 budgets)", "proven: no plan is here"]
+    assert _labels(ax) == ["auto (4 of 5 budgets)", "checkpoint-all (1 of 5 budgets)", "proven: no schedule is here"]
     _drawn(ax)
 
 
@@ -221,7 +221,7 @@ def test_points_of_peers_are_given_by_name() -> None:
 
 def test_rows_without_any_plan_are_drawn_as_what_is_proven() -> None:
     ax = plot.frontier(checkmate.frontier(dags.unit_chain(4), [1, 2], jobs=1))
-    assert _labels(ax) == ["auto (0 of 2 budgets)", "proven: no plan is here"]
+    assert _labels(ax) == ["auto (0 of 2 budgets)", "proven: no schedule is here"]
     _drawn(ax)
     with pytest.raises(ValueError, match="no rows"):
         plot.frontier([])

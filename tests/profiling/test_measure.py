@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from checkmate.profiling import cpu, cuda
 from checkmate.profiling import measure as measuring
 from checkmate.profiling import one_op as inputs
 from checkmate.profiling.assemble import fill
-from checkmate.profiling.cost_table import OpCost
+from checkmate.profiling.cost_table import OpCost, path_of
 from checkmate.profiling.roofline import DEVICES, roofline, roofline_seconds
 from tests.support.bits import assert_same_bits
 
@@ -206,6 +207,23 @@ def test_a_bar_shows_progress_on_a_terminal_where_measuring_takes_long(
         patch.setattr(sys, "stderr", printed)
         checkmate.trace(lambda x: torch.tanh(x.exp()).sum(), x)
     assert bool(re.search(r"measuring \d+ of 5 ops", printed.getvalue())) == shown
+
+
+def test_what_held_with_other_kernels_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are chosen by the processor's instructions, which its name may not tell, and by the environment."""
+    for name in measuring.KERNELS:
+        monkeypatch.delenv(name, raising=False)
+    place = measuring.place_of(torch.device("cpu"))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    lesser = measuring.place_of(torch.device("cpu"))
+    assert lesser == replace(place, settings=", ".join(filter(None, [place.settings, "ONEDNN_MAX_CPU_ISA=AVX2"])))
+    assert path_of(lesser) != path_of(place)
+    monkeypatch.setattr(Path, "read_text", lambda self: "model name : one\nflags : fpu avx2\n")
+    one = measuring.place_of(torch.device("cpu"))
+    monkeypatch.setattr(Path, "read_text", lambda self: "model name : one\nflags : fpu avx2 amx_tile\n")
+    other = measuring.place_of(torch.device("cpu"))
+    assert one.device.split()[:2] == other.device.split()[:2] == ["cpu", "one"]
+    assert one.device != other.device
 
 
 @pytest.mark.slow

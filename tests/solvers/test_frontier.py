@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -308,10 +309,16 @@ def test_one_budget_is_asked_for_as_it_is() -> None:
     )
 
 
-@pytest.mark.parametrize("call", [solve, frontier])
-def test_a_model_is_no_problem(call: Callable[..., Any]) -> None:
-    with pytest.raises(TypeError, match=r"takes a Problem, as checkmate.trace makes it .* not dict"):
-        call({}, 4)
+def step(x: Any) -> Any:
+    return x
+
+
+@pytest.mark.parametrize("call", [partial(solve, budget=4), partial(frontier, budgets=4), min_budget])
+@pytest.mark.parametrize(("given", "kind"), [(step, "function step"), ({}, "dict"), (None, "NoneType")])
+def test_a_step_is_no_problem(call: Callable[..., Any], given: Any, kind: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        call(given)
+    assert str(refused.value) == f"This takes a Problem, not {kind}. Make one: checkmate.trace(step, *batch)."
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The truth on tiny problems with a second memory: the cheapest of all plans there are.
+"""The truth on tiny problems, also with a second memory: the cheapest of all plans there are.
 
 A search over states: which op runs for the first time next, what is at hand, what has a copy in the second memory, what
 is under way, and when that and the links' last transfers end. From each state every legal step is taken: `Run` of the
@@ -90,6 +90,16 @@ def cheapest_plan(problem: Problem, budget: int, *, most_states: int = 10**7) ->
             entry = (after.now + left[following.turn], -following.turn, next(count), following, after, len(history) - 1)
             heapq.heappush(heap, entry)
     return float("inf"), None
+
+
+def is_a_schedule(plan: Plan) -> bool:
+    """Whether R can say what runs: in each stage, up to an op's first run, each op at most once, in their order."""
+    turn, before = 0, -1
+    for k in plan.runs:
+        if k <= before:
+            return False
+        turn, before = (turn + 1, -1) if k == turn else (turn, k)
+    return True
 
 
 class Moves:
@@ -199,6 +209,14 @@ def _plan(problem: Problem, history: list[tuple[int, tuple[Step | None, ...]]], 
     found = [step for steps in reversed(parts) for step in steps] + [Drop(v) for v in sorted(end.there)]
     boundary = found.index(None) if None in found else len(found)
     return Plan(tuple(step for step in found if step is not None), boundary)
+
+
+def random_dag(seed: int, *, ops: int = 5) -> Problem:
+    """A small problem of nothing but ops and values, each op reading one or two of the earlier ones."""
+    rng = np.random.default_rng((seed, 6))
+    later = [rng.choice(k, int(rng.integers(1, min(k, 2) + 1)), replace=False).tolist() for k in range(1, ops)]
+    deps: list[list[int]] = [[], *later]
+    return Problem.from_dag(deps, rng.integers(1, 4, ops).tolist(), rng.integers(1, 6, ops).tolist(), [ops - 1])
 
 
 def random_problem_with_host(seed: int, *, most_ops: int = 5) -> Problem:

@@ -158,7 +158,7 @@ def _convolution(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -
 
 @_op
 def _half_precision(program: Program, pools: Pools, a: Tensor, b: Tensor, n: int) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         return F.relu(a @ program.weights[n % 3]).float()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import checkmate
 from tests.support.bits import assert_same_bits
+from tests.support.budgets import recomputing
 from tests.support.stepping import assert_same, train
 
 pytestmark = pytest.mark.usefixtures("found_by_name", "one_thread")
@@ -44,7 +45,7 @@ def test_trains_within_the_budget_in_the_same_bits(
 ) -> None:
     twin = copy.deepcopy(net)
     problem = checkmate.trace(_step(net), *batch)
-    smallest = checkmate.min_budget(problem).peak
+    smallest = recomputing(problem)
     compiled = _compiled(_step(net), budget=smallest, time_limit=1)
     with caplog.at_level(logging.INFO, logger="checkmate.dynamo"):
         found = train(net, compiled, batch)
@@ -67,7 +68,9 @@ def test_another_shape_gets_its_own_plan(net: nn.Module, batch: tuple[Tensor, Te
         ({"method": "auto"}, "needs a budget"),
         ({"budget": "much"}, "much"),
         ({"budget": "1 kB"}, "Smallest budget that works"),
-        ({"budget": "1 MB", "speed": 3}, "speed"),
+        ({"budget": "1 MB", "speed": 3}, "has no option 'speed'. Its options are budget, method, time_limit,"),
+        ({"budgt": "1 MB"}, "has no option 'budgt'. Did you mean 'budget'?"),
+        ({"budget": "1 MB", "time_limit": "60s"}, "time_limit is a positive number of seconds, not '60s'."),
         ({"budget": "1 MB", "verify": True}, "verify=True"),
     ],
 )

@@ -1,7 +1,8 @@
 """How people train: each habit gives the bits of plain PyTorch, or is refused with words that help.
 
 Every habit is a function of ``wrap``, which is `checkmate.compile` or leaves its argument as it is; it returns all that
-must agree. Compiled, each captured graph is planned close to the smallest budget, so that much runs again.
+must agree. Compiled, each captured graph is planned close to the smallest budget that needs no parts, so that much
+runs again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ import checkmate
 from checkmate.backends.planner import Planner
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
+from checkmate.solvers.search.min_budget import ends_of
 from checkmate.solvers.solve import solve
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import slow
@@ -49,11 +50,10 @@ def quick(function: Habit) -> Habit:
 
 @pytest.fixture(autouse=True)
 def _tight(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
-    """Whatever the budget says, plan close to the smallest."""
+    """Whatever the budget says, plan close to the smallest at which ops run again."""
 
     def plan(self: Planner, problem: Problem, reserve: int, wait: float) -> tuple[Solution, None]:
-        smallest = checkmate.min_budget(problem, time_limit=0.2).peak
-        return solve(problem, smallest, method="auto", time_limit=0.2), None
+        return solve(problem, ends_of(problem, time_limit=0.2).peak, method="auto", time_limit=0.2), None
 
     monkeypatch.setattr(Planner, "_plan", plan)
     yield
@@ -901,11 +901,6 @@ def _computing_with_random_numbers_of_python() -> Any:
     return lambda x, y: F.cross_entropy(model(x ** random.randint(2, 3)), y)
 
 
-def _random_numbers_of_numpy() -> Any:
-    model = net()
-    return lambda x, y: F.cross_entropy(model(x * torch.as_tensor(np.random.rand(16))), y)  # noqa: NPY002
-
-
 def _sparse_gradients() -> Any:
     model, embedding = net(), nn.Embedding(4, 16, sparse=True)
     return lambda x, y: F.cross_entropy(model(embedding(y)), y)
@@ -924,7 +919,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a generator of one's own": (_own_generator, "global generator"),
     "random numbers of Python": (_random_numbers_of_python, "Draw with torch"),
     "computing with random numbers of Python": (_computing_with_random_numbers_of_python, "Draw with torch"),
-    "random numbers of NumPy": (_random_numbers_of_numpy, "NumPy's global generator .* Draw with torch"),
     "sparse gradients": (_sparse_gradients, "sparse=False"),
     "modules of torch.jit": (_scripted_module, "original eager nn.Module"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -160,15 +161,95 @@ def test_refusals() -> None:
         checkmate.training_step(_loss_of(model), hooked, budget="1 GB")
     with pytest.raises(checkmate.Unsupported, match="two optimizers"):
         checkmate.training_step(_loss_of(model), [_adamw(model), _adamw(model)], budget="1 GB")
-    with pytest.raises(TypeError, match="not list"):
-        checkmate.training_step(_loss_of(model), [[]], budget="1 GB")  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="clip_norm"):
-        checkmate.training_step(_loss_of(model), _adamw(model), budget="1 GB", clip_norm=0.0)
     step = checkmate.training_step(lambda x: x.sum(), _adamw(model), budget="1 GB")
     with pytest.raises(checkmate.Unsupported, match="without a gradient"):
         step(X)
     with torch.no_grad(), pytest.raises(checkmate.Unsupported, match="no_grad"):
         step(X)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optimizer": [[]]}, "or several, not list."),
+        ({"optimizer": None}, "or several, not NoneType."),
+        ({"optimizer": []}, "or several, not none."),
+        ({"optimizer": optim.AdamW}, r"not the class AdamW: make one of it, AdamW\(model.parameters\(\)\)."),
+        ({"optimizer": optim.lr_scheduler.StepLR(_adamw(_model()), 3)}, "not a StepLR: give its optimizer, and call"),
+        ({"optimizer": nn.Linear(2, 2).parameters()}, "or several, not Parameter."),
+        ({"loss_fn": optim.AdamW}, "checkmate.training_step takes a module or a function, not the class AdamW."),
+        ({"budget": None}, "text such as '8 GB', not None."),
+        ({"reserve": None}, "reserve=None: A budget is a number of bytes or text such as '8 GB', not None."),
+        ({"time_limit": "60s"}, "time_limit is a positive number of seconds, not '60s'."),
+        ({"time_limit": None}, "time_limit is a positive number of seconds, not None."),
+        ({"clip_norm": "1"}, "clip_norm is a positive number, not '1'."),
+        ({"clip_norm": 0.0}, "clip_norm is a positive number, not 0.0."),
+        ({"clip_value": True}, "clip_value is a positive number, not True."),
+        ({"clip_norm": 1.0, "norm_type": "max"}, "norm_type is a number, or math.inf, not 'max'."),
+        ({"wait": "60s"}, 'wait is "first", "best", or a positive number of seconds, not \'60s\'.'),
+        ({"wait": None}, "a positive number of seconds, not None."),
+        ({"method": ["auto"]}, r"There is no method \['auto'\]. The methods are auto,"),
+        ({"profile": None}, 'There is no profile None; there are "measure",'),
+        ({"max_plans": "8"}, "max_plans is a whole number of plans, 1 at least, not '8'."),
+        ({"accumulate": "2"}, "accumulate is a whole number of calls, 1 at least, not '2'."),
+        ({"rules": "keep"}, "not 'keep'."),
+    ],
+)
+def test_what_is_given_wrongly_is_said_in_one_line(given: dict[str, Any], said: str) -> None:
+    model = _model()
+    asked = {"loss_fn": _loss_of(model), "optimizer": _adamw(model), "budget": "1 GB", **given}
+    with pytest.raises((TypeError, ValueError), match=f"{said}") as error:
+        checkmate.training_step(**asked)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_the_budget_may_stand_in_its_place() -> None:
+    model = _model()
+    assert checkmate.training_step(_loss_of(model), _adamw(model), "1 GB")._options.total == 10**9
+
+
+def test_an_optimizer_that_the_step_does_not_reach() -> None:
+    """One of a copy of the model, or of frozen parameters: plain PyTorch trains nothing, and says nothing."""
+    model, other = _model(), _model()
+    for frozen, several, said in (
+        (False, [_adamw(other)], "this AdamW: the loss does not depend on them"),
+        (False, [_adamw(model), _adamw(other)], r"this AdamW \(number 2\): the loss does not depend on them"),
+        (True, [_adamw(other), optim.SGD(model[:2].parameters())], r"SGD \(number 2\): all of them have requires_grad"),
+    ):
+        model[:2].requires_grad_(not frozen)
+        if frozen:
+            several[0] = _adamw(model[2:])
+        before = [t.clone() for t in (*model.state_dict().values(), *other.state_dict().values())]
+        random_state = torch.get_rng_state()
+        step = checkmate.training_step(_loss_of(model), several, budget="1 GB")
+        with pytest.raises(checkmate.Unsupported, match=f"reaches none of the [0-9]+ parameters of .*{said}"):
+            step(X, Y)
+        assert_same_bits([*model.state_dict().values(), *other.state_dict().values()], before)
+        assert_same_bits(torch.get_rng_state(), random_state)
+        assert not any(optimizer.state for optimizer in several)
+        assert step.plans == []
+
+
+def test_a_gradient_may_flow_on_to_an_optimizer() -> None:
+    """What a batch was made of is updated, too: its gradient is there when the step's backward is over."""
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    several = [optim.SGD([weight], lr=0.1) for weight in weights]
+    step = checkmate.training_step(lambda x: x.square().sum(), several[0], budget="1 GB")
+    step(weights[0] * 2)
+    (weights[1] * 2).square().sum().backward()
+    several[1].step()
+    assert_same_bits(*weights)
+
+
+def test_parameters_in_one_memory_are_refused_by_name() -> None:
+    """One parameter used twice is another thing: it trains."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False))
+    model[2].weight = nn.Parameter(model[0].weight.data.t())
+    step = checkmate.training_step(_loss_of(model), _adamw(model), budget="1 GB")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(checkmate.Unsupported, match=r"^0\.weight and 2\.weight are two parameters in the memory"):
+        step(X, Y)
+    assert_same_bits(model.state_dict(), before)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 import checkmate
 from checkmate.updates.clipping import Clipping, norm_of, order_of
 from tests.support.bits import assert_same_bits
+from tests.support.budgets import recomputing
 from tests.support.whole_steps import plain_step, train_whole
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,11 +28,12 @@ class Mixed(nn.Module):
         torch.manual_seed(0)
         types = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float64]
         self.layers = nn.ModuleList([nn.Linear(24, 24, dtype=dtype) for dtype in types])
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.bfloat16))  # a number: the factor is not of its type
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x.to(layer.weight.dtype)))
-        return x.double().square().mean()
+        return (self.scale * x).double().square().mean()
 
 
 def _step(loss_fn: Any, optimizer: optim.Optimizer, **options: Any) -> checkmate.training.TrainingStep:
@@ -118,7 +120,7 @@ def test_gradients_that_are_made_twice() -> None:
         models = Wide(), Wide()
         several = [optim.SGD(model.parameters(), lr=0.1) for model in models]
         if problem is not None:
-            budget = checkmate.min_budget(problem, time_limit=2.0).peak
+            budget = recomputing(problem, time_limit=2.0)
         step = _step(models[0], several[0], clip_norm=0.01, budget=budget)
         found = train_whole(step, models[0], several[:1], (x,))
         assert_same_bits(
@@ -128,7 +130,7 @@ def test_gradients_that_are_made_twice() -> None:
     again = step.plans[0].modules.again
     gradients = sum(p.nbytes for p in models[0].layers.parameters())
     assert any(name.startswith("mm") for name in again), again  # a product of the backward
-    assert step.plans[0].peak - problem.resident < gradients / 2  # all of which were there before the first update
+    assert step.plans[0].peak - problem.resident < gradients  # all of which were there before the first update
 
 
 def test_limits_that_are_none() -> None:

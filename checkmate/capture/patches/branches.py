@@ -1,9 +1,11 @@
 """Questions on tensors while a step is captured: answered by running them, where Dynamo would stop.
 
 They are asked by a jump (``if``, ``while``, ``and``, ``assert``), by ``bool(tensor)``, by a number that Python needs
-(``range(tensor.item())``), by `torch.equal` and its like, and by PyTorch's own checks (`torch._check_tensor_all`). What
-`questions.answer` cannot tell is refused with its reason. Importing this module has Dynamo ask in what our backends
-capture; others are not affected. An ``assert`` is then a jump as any other, and raises what it says.
+(``range(tensor.item())``, ``sizes[int(tensor.item())]``), by `torch.equal` and its like, and by PyTorch's own checks
+(`torch._check_tensor_all`). What `questions.answer` cannot tell is refused with its reason. A number that ops take is
+followed, whatever it is, unless a capture has failed so: see `selections.knowing_selections`. Importing this module has
+Dynamo ask in what our backends capture; others are not affected. An ``assert`` is then a jump as any other, and raises
+what it says.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import ObservedException, Unsupported, raise_observed_exception, unimplemented
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.utils import proxy_args_kwargs
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables import lists
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from checkmate.capture.dependencies import needed_by, up_to
 from checkmate.capture.patches.is_compiling import answer_of
 from checkmate.capture.provenance import where
 from checkmate.capture.questions import WITHOUT_TENSORS, CannotTellError, answer, decided
@@ -58,8 +62,13 @@ def value_now(tx: Any, node: torch.fx.Node) -> tuple[Any, tuple[torch.device, ..
         described, argument = n.meta.get("example_value"), n.meta.get("grapharg")
         writes[n] = described._version - next(versions, 0) if isinstance(described, torch.Tensor) else 0
         given[n] = None if argument is None else argument.example
-    with tx.output.restore_global_state():
-        return answer(node, given, tx.output.nn_modules, writes)
+    context = tx.output.tracing_context.global_context
+    before = context.global_state  # in which the graph is compiled later; asked within no_grad(), it would be no_grad()
+    try:
+        with tx.output.restore_global_state():
+            return answer(node, given, tx.output.nn_modules, writes)
+    finally:
+        context.global_state = before
 
 
 def decide(tx: Any, asked: VariableTracker, kind: type[bool] | type[int] = bool) -> bool | int:
@@ -165,7 +174,7 @@ def _number(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _item(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's ``tensor.item()``: a number that is followed, and a question once Python needs it."""
+    """Dynamo's ``tensor.item()``: a number that is followed, and a question once Python needs it, or a size does."""
 
     @wraps(plain)
     def item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,9 +182,63 @@ def _item(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(self, tx, *args, **kwargs)
         known = tx.output.shape_env  # of this capture: torch.compile allows it with fullgraph=True only
         known.settings = replace(known.settings, allow_scalar_outputs=True)
-        return None
+        return _known_number(tx, self)
 
     return item
+
+
+def _known_number(tx: Any, tensor: TensorVariable) -> VariableTracker | None:
+    """What a tensor of one element holds, where sizes are asked: a float only if it is always the same; else None."""
+    told = answer_of(tx.output.compiler_fn)
+    if told is not None:
+        told.may_ask_sizes = True
+    if told is None or not told.asks_sizes or tensor.dtype.is_complex:
+        return None
+    node = tensor.as_proxy().node
+    try:
+        value, generators = value_now(tx, node)
+    except CannotTellError:
+        return None
+    if value.numel() != 1:
+        return None  # plain PyTorch has an error of its own
+    if not tensor.dtype.is_floating_point:
+        return VariableTracker.build(tx, decide(tx, tensor, bool if tensor.dtype is torch.bool else int))
+    if generators or any(n.op == "placeholder" for n in needed_by(node, [*up_to(node)])):
+        return None
+    return VariableTracker.build(tx, value.item())
+
+
+def _numbers(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's ``tensor.tolist()``, of what `_known_number` tells."""
+
+    @wraps(plain)
+    def numbers(self: Any, tx: Any) -> Any:
+        if not is_ours(tx) or self.ndim != 1 or not isinstance(self.size[0], int):
+            return plain(self, tx)
+        elements = (
+            self.call_method(tx, "__getitem__", [VariableTracker.build(tx, i)], {}) for i in range(self.size[0])
+        )
+        known = []
+        for element in elements:
+            if (number := _known_number(tx, element)) is None:
+                return plain(self, tx)
+            known.append(number)
+        return lists.ListVariable(known, mutation_type=ValueMutationNew())
+
+    return numbers
+
+
+def _place_in_list(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's index into a list or a tuple, which must be a number that is known."""
+
+    @wraps(plain)
+    def place(tx: Any, key: Any, *args: Any) -> Any:
+        index = plain(tx, key, *args).realize()
+        if not is_ours(tx) or not isinstance(index, SymNodeVariable) or not _is_question(index):
+            return index
+        return VariableTracker.build(tx, decide(tx, index, int))
+
+    return place
 
 
 def _comparing(function: Any, plain: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -255,7 +318,9 @@ def _install() -> None:
     for kind in (TensorVariable, SymNodeVariable):
         wrap(kind, "bool_impl", _truth)
     wrap(SymNodeVariable, "evaluate_expr", _number)
+    wrap(lists, "validate_sequence_index", _place_in_list)
     wrap(TensorVariable, "method_item", _item)
+    wrap(TensorVariable, "method_tolist", _numbers)
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     for function in WITHOUT_TENSORS:
         handlers[function] = _comparing(function, handlers.get(function))

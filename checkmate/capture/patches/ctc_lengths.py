@@ -1,8 +1,9 @@
-"""The loss of connectionist temporal classification, captured where its lengths are numbers.
+"""The loss of connectionist temporal classification, captured where its lengths are numbers, or known before the step.
 
 How large its workspace is depends on the lengths. PyTorch describes the kernel as one whose sizes depend on data, be
 the lengths tensors or numbers. Importing this module describes that for numbers, for the process. The kernel that takes
-tensors is captured by no compiler that traces.
+tensors is captured by no compiler that traces: on the CPU it reads them as numbers, and has Dynamo ask each of them
+before the step, in what our backends capture. The mean is then taken as PyTorch does, of the losses and the lengths.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._subclasses.fake_impls import op_implementations_checks
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import _reduction as _Reduction
+
+from checkmate.capture.patches.branches import decide, is_ours, value_now
+from checkmate.capture.questions import CannotTellError
 
 aten = torch.ops.aten
+_MEAN = _Reduction.get_enum("mean")
 
 
 def _describe(mode: FakeTensorMode, op: Any, log_probs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -37,5 +46,52 @@ def _describe_backward(
         return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
+def _loss(
+    self: Any,
+    tx: Any,
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: Any = None,
+    reduction: Any = None,
+    zero_infinity: Any = None,
+) -> Any:
+    """Dynamo's call of the loss; None: as PyTorch has it."""
+    is_ours_on_cpu = is_ours(tx) and log_probs.is_tensor() and log_probs.device.type == "cpu"
+    asked = [_numbers(tx, lengths.realize()) for lengths in (input_lengths, target_lengths) if is_ours_on_cpu]
+    if not asked or None in asked:
+        return None
+    given = ((blank, 0), (reduction, "mean"), (zero_infinity, False))
+    of_class, how, zeroed = [default if a is None else a.as_python_constant() for a, default in given]
+    takes_mean = how in ("mean", _MEAN)
+    how = 0 if takes_mean else _Reduction.get_enum(how) if isinstance(how, str) else how
+    args = log_probs.as_proxy(), targets.as_proxy(), *asked, of_class, how, zeroed
+    losses = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ctc_loss, args, {}))
+    if not takes_mean:
+        return losses
+    numbers = VariableTracker.build(tx, torch.tensor).call_function(tx, [VariableTracker.build(tx, asked[1])], {})
+    lengths = target_lengths.realize() if target_lengths.is_tensor() else numbers
+    least = lengths.call_method(tx, "clamp_min", [VariableTracker.build(tx, 1)], {})
+    return losses.call_method(tx, "div", [least], {}).call_method(tx, "mean", [], {})
+
+
+def _numbers(tx: Any, lengths: Any) -> tuple[int, ...] | None:
+    """The lengths of this call, others have another plan; None: they depend on what the step computes."""
+    if not lengths.is_tensor():
+        return tuple(lengths.as_python_constant()) if lengths.is_python_constant() else None
+    try:
+        value_now(tx, lengths.as_proxy().node)
+    except CannotTellError:
+        return None
+    flat = lengths.call_method(tx, "reshape", [VariableTracker.build(tx, -1)], {})
+    each = [
+        flat.call_method(tx, "select", [VariableTracker.build(tx, n) for n in (0, i)], {}) for i in range(flat.size[0])
+    ]
+    return tuple(decide(tx, length, int) for length in each)
+
+
+for _function in (torch.ctc_loss, torch.nn.functional.ctc_loss):
+    TorchInGraphFunctionVariable._get_handlers()[_function] = _loss
 for _op, _how in ((aten._ctc_loss.default, _describe), (aten._ctc_loss_backward.default, _describe_backward)):
     op_implementations_checks.insert(0, (partial(operator.is_, _op), _how))  # before what refuses by a tag

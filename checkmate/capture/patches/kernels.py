@@ -4,11 +4,12 @@ AOTAutograd traces some ops through decompositions in Python whose results are c
 a bilinear upsampling differs in the last bits of its gradient. While a step is captured these decompositions are set
 aside; PyTorch then records the op itself and its own backward. None of them is peculiar to the CPU: they take the place
 of the kernels of every device. Batch norm by cuDNN is decomposed too and cannot be set aside here; see `cudnn`. Matrix
-products are decomposed as in C++, which takes no tensor that is traced as it takes others, but for one mistake, mended
-here: it chose another kernel for a vector times a batch.
+products are decomposed as in C++, which takes no tensor that is traced as it takes others, but for the choice between a
+product of batches and one of matrices, which is made here as C++ makes it.
 
 Dynamo takes some ops apart before that, so that a number they take may be a tensor: ``addcdiv`` with a ``value``
-becomes a quotient, a product and a sum. Importing this module has it leave them whole in what our backends capture.
+becomes a quotient, a product and a sum. Importing this module has it leave them whole in what our backends capture, and
+pass over ``torch.backends.cudnn.flags(...)``, which it does not know, where nothing is on a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 from torch._decomp import decompositions
+from torch._dynamo.variables.ctx_manager import NullContextVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -67,13 +69,26 @@ def eager_kernels() -> Iterator[None]:
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
-    """Where nothing is dropped eager PyTorch gives the tensor itself, and tracing a copy in other strides."""
-    return decompositions.dropout(x, p, train) if train and p != 0 else x
+    """Where nothing is dropped, eager PyTorch gives the tensor itself; where all is, a product, without a draw."""
+    if not train or p == 0 or x.numel() == 0:
+        return x
+    return x * torch.zeros((), dtype=x.dtype, device=x.device) if p == 1 else decompositions.dropout(x, p, train)
 
 
 def _folds(x: torch.Tensor, y: torch.Tensor, is_out: bool) -> bool:
-    """Whether a product of batches calls the kernel for one matrix: eager asks for the strides of y transposed."""
-    return bool(_should_fold(x, y if x.ndim >= y.ndim else y.mT, is_out))
+    """Whether a product of batches calls the kernel for one matrix: ATen's LinearAlgebra.cpp, ``should_fold``.
+
+    Asked are strides of all dimensions but the last, those of size one too.
+    """
+    batches, other = (x, y) if x.ndim >= y.ndim else (y.mT, x)
+    if not (batches.ndim >= 3 and other.ndim <= 2):
+        return False
+    if other.requires_grad and not is_out:
+        return True
+    if x.ndim == 2:
+        return False
+    outer = zip(batches.stride()[:-2], batches.stride()[1:], batches.shape[1:], strict=False)
+    return batches.numel() == 0 or all(stride == inner * size for stride, inner, size in outer)
 
 
 def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,10 +101,18 @@ def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:
     return handled
 
 
+def _no_flags(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's call of ``torch.backends.cudnn.flags``; None: it is refused, as the kernels run later, without them."""
+    described = [n.meta.get("example_value") for n in tx.output.graph.nodes]
+    on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in described)
+    return None if on_gpu or answer_of(tx.output.compiler_fn) is None else NullContextVariable()
+
+
 def _install() -> None:
     handlers = TorchInGraphFunctionVariable._get_handlers()
     for function in handlers.keys() & {torch.addcdiv, torch._foreach_lerp_, torch._foreach_pow}:
         handlers[function] = _whole(handlers[function])
+    handlers[torch.backends.cudnn.flags] = _no_flags
     for method in {"method_add_", "method_addcmul_", "method_addcdiv_"} & {*dir(TensorVariable)}:
         setattr(TensorVariable, method, _whole(getattr(TensorVariable, method)))
 

@@ -8,19 +8,22 @@ order.
 
 An intermediate that is given ``requires_grad_()`` is a leaf in plain PyTorch, which leaves a gradient with it. Dynamo
 refuses results that depend on one, since AOTAutograd computes gradients of the inputs only. Where nobody can ask for
-the leaf's own gradient, that is all there is to compute; `refuse_lost_leaves` refuses the rest.
+the leaf's own gradient, that is all there is to compute; `refuse_lost_leaves` refuses the rest. Dynamo refuses
+``t.requires_grad = True``, too, which is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 
 from checkmate.capture.nodes import storage
@@ -42,26 +45,49 @@ def refuse_lost_leaves(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         Unsupported: naming the line of the user's code.
     """
     trains = any(isinstance(given, torch.Tensor) and given.requires_grad for given in inputs)
-    for part in module.modules():
-        if not isinstance(part, fx.GraphModule):
-            continue
-        (output,) = part.graph.find_nodes(op="output")
-        kept = {storage(n.meta["example_value"]) for n in output.all_input_nodes if _requires_grad(n)}
-        for node in part.graph.find_nodes(op="call_method", target="requires_grad_"):
-            leaf = node.args[0]
-            hooked = any(getattr(user.target, "__name__", user.target) in _HOOKS for user in leaf.users)
-            if kept and not trains:
-                raise Unsupported(
-                    f"{where(node)}: the result needs a gradient only for an intermediate that is given "
-                    "requires_grad_(), which trains nothing: no parameter or input needs one. To have the gradient, "
-                    "compute the intermediate outside, and pass it in with requires_grad_()."
-                )
-            if _requires_grad(leaf) and (hooked or storage(leaf.meta["example_value"]) in kept):
-                raise Unsupported(
-                    f"{where(node)}: an intermediate is given requires_grad_() and its gradient is asked for, by a "
-                    "hook or outside of the step. Only inputs, parameters and results have one of their own: compute "
-                    "the intermediate outside, and pass it in with requires_grad_()."
-                )
+    results = module.graph.output_node().all_input_nodes
+    kept = {storage(n.meta["example_value"]) for n in results if _requires_grad(n)}
+    for leaf, made in _leaves(module):
+        hooked = any(getattr(user.target, "__name__", user.target) in _HOOKS for user in leaf.users)
+        if kept and not trains:
+            raise Unsupported(
+                f"{where(made)}: the result needs a gradient only for an intermediate that is given "
+                "requires_grad_(), which trains nothing: no parameter or input needs one. To have the gradient, "
+                "compute the intermediate outside, and pass it in with requires_grad_()."
+            )
+        if _requires_grad(leaf) and (hooked or storage(leaf.meta["example_value"]) in kept):
+            raise Unsupported(
+                f"{where(made)}: an intermediate is given requires_grad_() and its gradient is asked for, by a "
+                "hook or outside of the step. Only inputs, parameters and results have one of their own: compute "
+                "the intermediate outside, and pass it in with requires_grad_()."
+            )
+
+
+def _leaves(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each such leaf, as all graphs know it that it is in, with the node that makes it one.
+
+    A checkpointed part is a graph of its own, and hands leaves out as results.
+    """
+    for node in module.graph.nodes:
+        if node.op == "call_method" and node.target == "requires_grad_":
+            yield node.args[0], node
+        for body in map(partial(_body, module), node.all_input_nodes):
+            results: Any = () if body is None else body.graph.output_node().args[0]
+            for leaf, made in () if body is None else _leaves(body):
+                yield leaf, made
+                for user in node.users:
+                    result = results[user.args[1]] if user.target is operator.getitem else None
+                    if isinstance(result, fx.Node) and _share(leaf, result):
+                        yield user, made
+
+
+def _body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    held = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+    return held if isinstance(held, fx.GraphModule) else None
+
+
+def _share(a: fx.Node, b: fx.Node) -> bool:
+    return storage(a.meta["example_value"]) == storage(b.meta["example_value"])
 
 
 def _requires_grad(node: fx.Node) -> bool:
@@ -78,6 +104,20 @@ def _leaves_pass(check: Callable[..., None]) -> Callable[..., None]:
             check(self, *args)
 
     return checked
+
+
+def _assigning(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's setting of an attribute, which may be whether a tensor needs a gradient."""
+
+    @wraps(plain)
+    def assigned(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+        given = [a.as_python_constant() if a.is_python_constant() else None for a in (name, value)]
+        if given != ["requires_grad", True] or not obj.is_tensor() or answer_of(tx.output.compiler_fn) is None:
+            return plain(self, tx, obj, name, value)
+        obj.call_method(tx, "requires_grad_", [], {})
+        return value
+
+    return assigned
 
 
 def _given_views(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,6 +146,7 @@ def _install() -> None:
     checked = "_check_requires_grad_intermediate_outputs"
     if hasattr(OutputGraph, checked):  # a PyTorch without it has nothing to refuse
         setattr(OutputGraph, checked, _leaves_pass(getattr(OutputGraph, checked)))
+    SetAttrBuiltinVariable._call_setattr = _assigning(SetAttrBuiltinVariable._call_setattr)  # type: ignore[method-assign]
     AutogradFunctionApplyVariable.call_function = _given_views(  # type: ignore[method-assign]
         AutogradFunctionApplyVariable.call_function
     )

@@ -6,7 +6,9 @@ A sum over a tensor adds in the order of its memory, so that other strides are o
 A write in place leaves a tensor's strides as they are. AOTAutograd makes of it an op with a new tensor for its result:
 of a transposed one ``masked_fill``, ``scatter_add`` or ``cumsum`` make a contiguous one, and ``addmm`` calls another
 kernel; into a part of a tensor ``normal`` draws in another order. While a step is captured, such a write is traced as
-itself, into a copy (`write_copy`).
+itself, into a copy (`write_copy`); so is one to a tensor whose elements overlap in memory, each of which is written in
+turn. A write through an expanded tensor, or to windows of `Tensor.unfold`, does not find its way back to what these
+show: it is refused.
 
 Of some kernels for the CPU PyTorch's description has other strides than the kernel's result. Where the formula that
 describes one names its operands in another order than the kernel, the wrong one decides; the backward then views what
@@ -22,6 +24,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch._decomp import decompositions
 from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for, suggest_memory_format
@@ -30,6 +33,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 aten = torch.ops.aten
 _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
@@ -102,11 +106,23 @@ def draw_copy(op: torch._ops.OpOverload, x: torch.Tensor, *args: Any, **kwargs: 
 def eager_strides() -> Iterator[None]:
     """Within the block, a tensor that is written in place is traced with the strides that it keeps in eager PyTorch."""
     functional = FunctionalTensorMode.__torch_dispatch__
+    repeated: Any = WeakTensorKeyDictionary()  # views of what is expanded, and windows
+
+    def is_lost(tensor: FunctionalTensor) -> bool:  # a write to it
+        return tensor in repeated or _repeats(tensor)
 
     def keeping(mode: FunctionalTensorMode, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if not isinstance(op, torch._ops.OpOverload) or not op._schema.is_mutable:
-            return functional(mode, op, types, args, kwargs)
-        if _rewrites(op, args):
+            result = functional(mode, op, types, args, kwargs)
+            source = args[0] if args and getattr(op, "is_view", False) else None
+            if isinstance(source, FunctionalTensor) and (op is aten.unfold.default or is_lost(source)):
+                repeated.update((view, True) for view in pytree.tree_leaves(result))
+            return result
+        in_order = _rewrites(op, args)
+        for tensor in written(op, args, kwargs or {}):
+            if isinstance(tensor, FunctionalTensor) and (is_lost(tensor) or (not in_order and _overlaps(tensor))):
+                raise RuntimeError(f"{_name(op)} writes to a tensor whose elements share memory")
+        if in_order:
             given = pytree.tree_map_only(FunctionalTensor, FunctionalTensor.from_functional, (args, kwargs or {}))
             if _depends_on_strides(op, *given):
                 write = draw_copy if torch.Tag.nondeterministic_seeded in op.tags else write_copy
@@ -141,13 +157,29 @@ def _depends_on_strides(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs
     A pointwise op computes the same; where it writes a part of a tensor, that part is read again from the whole.
     """
     (x, *_) = args
-    if torch.Tag.nondeterministic_seeded in op.tags:
+    if torch.Tag.nondeterministic_seeded in op.tags or _overlaps(x):
         return True
     twin = getattr(getattr(aten, _name(op).removesuffix("_"), None), op._overloadname, None)
     if aten.is_non_overlapping_and_dense(x):
         with disable_proxy_modes_tracing():
             return twin is not None and _strides(twin(*args, **kwargs)) != _strides(x)
     return op not in _LIKE_POINTWISE and (twin is None or torch.Tag.pointwise not in twin.tags)
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is expanded."""
+    known = [(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if isinstance(n, int)]
+    return all(n for n, _ in known) and any(n > 1 and isinstance(step, int) and not step for n, step in known)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether several elements of a tensor are one number in memory."""
+    if isinstance(tensor.numel(), torch.SymInt) or aten.is_non_overlapping_and_dense(tensor):
+        return False
+    places = np.zeros(1, dtype=np.int64)
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        places = np.add.outer(places, step * np.arange(size)).ravel()
+    return len(np.unique(places)) < len(places)
 
 
 def _record(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

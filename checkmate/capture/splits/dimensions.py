@@ -86,6 +86,11 @@ def _rule(node: fx.Node) -> Rule | None:
     return found
 
 
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of a result is made of the same element of the arguments, broadcast."""
+    return _rule(node) is _pointwise
+
+
 def _pointwise(node: fx.Node, index: int, dim: int, units: int) -> tuple[Dims, Reads]:
     of = shape_of(node)
     return (dim,), ((argument, aligned(argument, of, dim)) for argument in node.all_input_nodes)
@@ -101,9 +106,11 @@ def _product(node: fx.Node, index: int, dim: int, units: int) -> tuple[Dims, Rea
 
 def _cat(node: fx.Node, index: int, dim: int, units: int) -> tuple[Dims, Reads]:
     along: Any = node.args[1] if len(node.args) > 1 else 0
-    if dim == along % len(shape_of(node)):
+    rank = len(shape_of(node))
+    if dim == along % rank:
         raise NoParts
-    return (dim,), ((x, dim) for x in node.all_input_nodes)
+    # beside tensors of more dimensions one of shape (0,) adds nothing, and is read as it is
+    return (dim,), ((x, dim if len(shape_of(x)) == rank else None) for x in node.all_input_nodes)
 
 
 def _pieces(node: fx.Node, index: int, dim: int, units: int) -> tuple[Dims, Reads]:

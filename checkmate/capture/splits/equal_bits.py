@@ -1,8 +1,12 @@
-"""Whether a region in parts has the bits of the whole: tried on made-up inputs of its shapes, types and layouts."""
+"""Whether a region in parts has the bits of the whole: op by op, by the argument that each has for it.
+
+An op of a region reads in a part what it reads of the whole: the same elements, and in the same bits, if the ops before
+it keep theirs. So it is enough that each op keeps its own (`checkmate.capture.splits.arguments`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
 from typing import Any
@@ -12,13 +16,18 @@ import torch.fx as fx
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from checkmate.capture.splits.parts import InParts
+from checkmate.capture.nodes import tensors
+from checkmate.capture.splits.arguments import Argument, argument_of
+from checkmate.capture.splits.dimensions import SUMMED, Split
+from checkmate.capture.splits.lanes import same_lanes
+from checkmate.capture.splits.parts import InParts, part_of
 from checkmate.capture.ways.batch_norm import gradient_of_input, normalized
+from checkmate.capture.ways.made_up import cancel, made_up
 
-INPUTS, MOST_INPUTS = 2, 32  # on which all bits must be equal
-ENOUGH = 2**20  # numbers on which an order that differs shows
-SUMMED_UP = 2**22  # numbers read: of so many an order shows in most of what they are summed to
+INPUTS, MOST_INPUTS = 2, 32  # on which a region is tried as a whole
+ENOUGH, SUMMED_UP = 2**20, 2**22  # numbers made, and read, on which a wrong sum shows
 COMPARED = 2**10  # numbers, at least
+OP_INPUTS, OP_COMPARED = 4, 2**16  # on which an op is tried, half of which cancel, and numbers that it makes of these
 _EPS = 1e-5  # of a batch norm
 _tried: dict[tuple[Any, ...], float] = {}
 aten = torch.ops.aten
@@ -27,20 +36,128 @@ aten = torch.ops.aten
 def off_in_parts(parts: InParts) -> float:
     """The most that sums over parts are off by, with as many threads as now: a share of their largest element.
 
-    0.0: all bits are those of the whole. Infinite: something that is no such sum has other bits, or half of the digits
-    of a sum's type are others, which rounding does not explain.
+    0.0: all bits are those of the whole. Infinite: something that is no such sum may have other bits, or half of the
+    digits of a sum's type are others, which rounding does not explain.
 
     max |in parts - whole|  /  max |whole|
     """
     key = parts.text, parts.length, torch.get_num_threads()
     if key not in _tried:
-        off = sum(map(off_of, parts.whole.nodes))
+        off = sum(map(off_of, parts.whole.nodes)) if all(_keeps(op) for op in _ops(parts)) else inf
         if off < inf:
             whole = fx.GraphModule({}, parts.whole).forward
             with _disable_current_modes(), torch.no_grad():
                 off += max(_unless_it_fails(partial(_off, parts, whole, seed)) for seed in range(inputs_of(parts)))
         _tried[key] = off
     return _tried[key]
+
+
+def is_argued(parts: InParts) -> bool:
+    """Whether all that needs no trial speaks for equal bits of what is not summed over the parts."""
+    return all(_by_rule(op) is not None for op in _ops(parts))
+
+
+def said_of(parts: InParts) -> str:
+    """By which arguments bits are equal, in words."""
+    found = {argument for op in _ops(parts) if (argument := _by_rule(op)) not in (None, Argument.COPIES)}
+    return ", ".join(argument.value for argument in Argument if argument in found) or Argument.COPIES.value
+
+
+class _Op:
+    """An op of a region, at once and in parts."""
+
+    def __init__(self, parts: InParts, whole: fx.Node, part: fx.Node) -> None:
+        self.parts, self.whole, self.part = parts, whole, part
+        self.split: Split = parts.region.splits[whole]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What it computes of what, in which parts: the same for ops that are alike."""
+        about = [[(t.dtype, t.shape, t.stride(), t.device) for t in self._tensors(n)] for n in (self.whole, self.part)]
+        reads = [self.split.reads.get(n) for n in self.whole.all_input_nodes]
+        others = fx.node.map_arg((self.whole.args, self.whole.kwargs, self.part.args), lambda n: None)
+        how = str(reads), self.split.results, self.parts.region.units, self.parts.length
+        return self.whole.target, str(others), str(about), how, torch.get_num_threads()
+
+    @staticmethod
+    def _tensors(node: fx.Node) -> list[Tensor]:
+        """What it makes, and reads."""
+        return [*tensors(node.meta["val"]), *(t for n in node.all_input_nodes for t in tensors(n.meta["val"]))]
+
+    def has_same_lanes(self) -> bool:
+        """Whether each element of a part is computed by the same code."""
+        if self.part.meta["val"].device.type != "cpu":
+            return True
+        return same_lanes(self._tensors(self.whole), self._tensors(self.part), torch.get_num_threads())
+
+    def inputs(self) -> int:
+        """How many it is tried on: more if it makes little."""
+        made = sum(t.numel() for t in tensors(self.whole.meta["val"]))
+        return min(MOST_INPUTS, max(OP_INPUTS, -(-OP_COMPARED // max(1, made))))
+
+    def off(self, seed: int) -> float:
+        """0.0 if all parts have the bits of the whole; infinite if not."""
+        draw = torch.Generator().manual_seed(seed)
+        values = {n: made_up(n.meta["val"], draw, seed // 2) for n in self.whole.all_input_nodes}
+        args, kwargs = fx.node.map_arg((self.whole.args, self.whole.kwargs), values.__getitem__)
+        if not seed % 2:
+            cancel(self.whole.target, args, draw)
+        target: Any = self.whole.target
+        made = _results(target(*args, **kwargs))
+        given = dict(zip((n.name for n in self.whole.all_input_nodes), self.whole.all_input_nodes, strict=True))
+        units, length = self.parts.region.units, self.parts.length
+        for begin in range(0, units, length):
+            at = min(begin, units - length), units, length
+            some = {n: self._given(n, given.get(n.name), values, at) for n in self.part.all_input_nodes}
+            part_args, part_kwargs = fx.node.map_arg((self.part.args, self.part.kwargs), some.__getitem__)
+            found = _results(self.part.target(*part_args, **part_kwargs))  # type: ignore[operator]
+            for dim, one, other in zip(self.split.results, made, found, strict=False):
+                if dim not in (None, SUMMED) and not _same(part_of(one, dim, *at), other):
+                    return inf
+        return 0.0
+
+    def _given(self, node: fx.Node, whole: fx.Node | None, values: dict[fx.Node, Tensor], at: Sequence[int]) -> Any:
+        """What a part reads: a view of what the whole reads if that is an input of the region, else of its own."""
+        dim = None if whole is None else self.split.reads[whole]
+        if whole is None or (dim is not None and dim < 0):  # memory for the shape
+            return node.target(*node.args, **node.kwargs)  # type: ignore[operator]
+        found = part_of(values[whole], dim, *at)
+        if whole.op == "placeholder":
+            return found
+        like: Tensor = node.meta["val"]
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).copy_(found)
+
+
+def _ops(parts: InParts) -> Iterator[_Op]:
+    """The ops of a region that its parts run."""
+    here = {n.name: n for n in parts.part.nodes}
+    for node in parts.region.splits:
+        if node.name in here:
+            yield _Op(parts, node, here[node.name])
+
+
+def _by_rule(op: _Op) -> Argument | None:
+    """An op's argument, if what it says of shapes and layouts holds."""
+    found = argument_of(op.whole, op.split)
+    return found if found is not Argument.LANES or op.has_same_lanes() else None
+
+
+def _keeps(op: _Op) -> bool:
+    """Whether an op keeps its bits in parts, those aside that are summed over the parts."""
+    argument = _by_rule(op)
+    if argument not in (Argument.ROWS, Argument.ORDER):
+        return argument is not None
+    if all(dim in (None, SUMMED) for dim in op.split.results):
+        return True
+    if op.key not in _tried:
+        with _disable_current_modes(), torch.no_grad():
+            trials = (_unless_it_fails(partial(op.off, seed)) for seed in range(op.inputs()))
+            _tried[op.key] = next((off for off in trials if off), 0.0)
+    return _tried[op.key] == 0
+
+
+def _results(made: Any) -> tuple[Any, ...]:
+    return tuple(made) if isinstance(made, (tuple, list)) else (made,)
 
 
 def off_of(node: fx.Node) -> float:
@@ -54,7 +171,7 @@ def off_of(node: fx.Node) -> float:
     if key not in _tried:
         trial = partial(_off_of_normalized if node.target is normalized else _off_of_gradient, like, kind)
         with _disable_current_modes(), torch.no_grad():
-            _tried[key] = max(_unless_it_fails(partial(trial, seed)) for seed in range(INPUTS))
+            _tried[key] = max(_unless_it_fails(partial(trial, seed)) for seed in range(_inputs_of_batch_norm(like)))
     return _tried[key]
 
 
@@ -66,7 +183,7 @@ def _off_of_normalized(like: Tensor, kind: torch.dtype | None, seed: int) -> flo
 
 def _off_of_gradient(like: Tensor, kind: torch.dtype | None, seed: int) -> float:
     x, weight, bias = _of_batch_norm(like, kind, seed)
-    grad = _made_up(like, torch.Generator().manual_seed(seed + INPUTS), seed)
+    grad = made_up(like, torch.Generator().manual_seed(seed + MOST_INPUTS), seed)
     _, mean, invstd = aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.0, _EPS)
     about = weight, None, None, mean, invstd, True, _EPS, [True, True, True]
     made, of_weight, of_bias = aten.native_batch_norm_backward(grad, x, *about)
@@ -77,7 +194,7 @@ def _off_of_gradient(like: Tensor, kind: torch.dtype | None, seed: int) -> float
 def _of_batch_norm(like: Tensor, kind: torch.dtype | None, seed: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """An input like that, weight and bias."""
     draw = torch.Generator().manual_seed(seed)
-    x, *others = (_made_up(like, draw, seed), *(torch.rand(like.shape[1], generator=draw) for _ in range(2)))
+    x, *others = (made_up(like, draw, seed), *(torch.rand(like.shape[1], generator=draw) for _ in range(2)))
     weight, bias = (None if kind is None else one.to(like.device, kind) for one in others)
     return x, weight, bias
 
@@ -94,11 +211,16 @@ def most_off(parts: InParts) -> float:
 
 
 def inputs_of(parts: InParts) -> int:
-    """How many inputs a region is tried on: more if it makes little of little."""
+    """How many inputs a region is tried on: more if it sums, and makes little of little."""
     made = sum(n.meta["val"].numel() for n in parts.region.made)
     read = sum(n.meta["val"].numel() for n in parts.whole.find_nodes(op="placeholder"))
     shows = max(min(ENOUGH // max(1, made), SUMMED_UP // max(1, read)), COMPARED // max(1, made))
-    return min(MOST_INPUTS, max(INPUTS, shows))
+    return min(MOST_INPUTS, max(INPUTS, shows)) if any(parts.summed) else INPUTS
+
+
+def _inputs_of_batch_norm(like: Tensor) -> int:
+    """How many inputs a batch norm by formula is tried on: a rounding more or less shows in one of four elements."""
+    return min(MOST_INPUTS, max(INPUTS, -(-OP_COMPARED // max(1, like.numel()))))
 
 
 def _unless_it_fails(trial: Callable[[], float]) -> float:
@@ -113,7 +235,7 @@ def _unless_it_fails(trial: Callable[[], float]) -> float:
 
 def _off(parts: InParts, whole: Any, seed: int) -> float:
     draw = torch.Generator().manual_seed(seed)
-    inputs = [_made_up(n.meta["val"], draw, seed) for n in parts.whole.find_nodes(op="placeholder")]
+    inputs = [made_up(n.meta["val"], draw, seed) for n in parts.whole.find_nodes(op="placeholder")]
     pairs = list(zip(whole(*inputs), parts(*inputs), parts.summed, strict=True))
     return max(_distance(a, b, summed=summed) for a, b, summed in pairs)
 
@@ -122,7 +244,7 @@ def _distance(whole: Tensor, found: Tensor, *, summed: bool) -> float:
     """By how much a result is off; infinite if it may not be."""
     if whole.stride() != found.stride():
         return inf
-    if bool((_bytes(whole) == _bytes(found)).all()):
+    if _same(whole, found):
         return 0.0
     if not summed or not whole.dtype.is_floating_point:
         return inf
@@ -135,18 +257,9 @@ def _half_of_the_digits(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps ** 0.5)
 
 
-def _made_up(like: Tensor, draw: torch.Generator, seed: int) -> Tensor:
-    """Normal numbers, or such between 0.1 and 0.9, which are valid variances; bools; zeros, which are valid indices."""
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    memory = made.as_strided((made.untyped_storage().nbytes() // made.element_size(),), (1,))  # an element may be many
-    if like.dtype.is_floating_point:
-        numbers = torch.empty(len(memory))
-        memory.copy_(numbers.uniform_(0.1, 0.9, generator=draw) if seed % 2 else numbers.normal_(generator=draw))
-    elif like.dtype is torch.bool:
-        memory.copy_(torch.rand(len(memory), generator=draw) < 0.7)
-    else:
-        memory.zero_()
-    return made
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether all bits are equal, wherever they lie."""
+    return one.dtype == other.dtype and bool((_bytes(one) == _bytes(other)).all())
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def length(whole: int, parts: int, multiple: int) -> int:
     return min(whole, -(-whole // (parts * multiple)) * multiple)
 
 
-def _slices(whole: int, part: int, multiple: int = 1) -> Iterator[slice]:
+def slices(whole: int, part: int, multiple: int = 1) -> Iterator[slice]:
     """Parts of a whole; the last begins early enough to be as long as the others, up to a multiple."""
     for begin in range(0, whole, part):
         late = max(0, begin + part - whole) // multiple * multiple
@@ -126,7 +126,7 @@ def row_sums(layer: Layer, form: Form) -> Tensor:
     found = layer.y.new_empty((3 + form.smooth, rows), dtype=form.dtype)
     chosen = layer.y.where(layer.y != form.ignore, 0)[:, None]
     logits = _Logits(layer, form, part, columns)
-    for at in _slices(rows, part):
+    for at in slices(rows, part):
         x = logits(at)
         torch.amax(x, 1, out=found[1, at])
         torch.log_softmax(x, 1, out=x)
@@ -151,7 +151,7 @@ def gradient_of_rows(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums
     result = back.new_empty((rows, back.shape[1]))
     logits = _Logits(layer, form, part, columns, saved=True)
     gradient = _Gradient(layer, form, g, u, logits)
-    for at in _slices(rows, part):
+    for at in slices(rows, part):
         _log_probabilities(logits(at), sums, at, form)
         torch.mm(gradient(at), back, out=result[at])
     return result
@@ -183,7 +183,7 @@ def _by_columns(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: Ten
     everything = slice(0, rows)
     logits = _Logits(layer, form, rows, block, saved=True, apart=APART)
     gradient = _Gradient(layer, form, g, u, logits)
-    for at in _slices(columns, block, COLUMNS):
+    for at in slices(columns, block, COLUMNS):
         logits(everything, at)
         logits.last[:, at.stop - at.start :].zero_()
         _log_probabilities(logits.last, sums, everything, form)
@@ -197,9 +197,9 @@ def _by_whole_rows(layer: Layer, form: Form, g: Tensor, u: Tensor | None, sums: 
     result = sums.new_empty((rows, block), dtype=layer.dtype)
     logits = _Logits(layer, form, part, columns, saved=True)
     gradient = _Gradient(layer, form, g, u, logits)
-    for at in _slices(columns, block, COLUMNS):
+    for at in slices(columns, block, COLUMNS):
         dx = result[:, : at.stop - at.start]
-        for some in _slices(rows, part):
+        for some in slices(rows, part):
             _log_probabilities(logits(some), sums, some, form)
             dx[some].copy_(gradient(some)[:, at])
         yield at, dx

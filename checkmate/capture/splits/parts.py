@@ -62,7 +62,7 @@ def graph_of(region: Region, length: int) -> tuple[fx.Graph, Region]:
     splits: dict[fx.Node, Split] = {}
     for i, (node, at) in enumerate(region.inputs()):
         made = given[node, at] = graph.placeholder(f"in_{i}")
-        made.meta["val"] = _part(node.meta["val"], at, 0, region.units, length)
+        made.meta["val"] = part_of(node.meta["val"], at, 0, region.units, length)
     for i, (node, split) in enumerate(region.splits.items()):
         here: dict[fx.Node, Any] = {
             n: copies[n] if n in copies else given.get((n, at)) for n, at in split.reads.items()
@@ -116,7 +116,8 @@ def _scaled(shape: Sequence[int], at: int | None, units: int, length: int) -> to
     return torch.Size(size // units * length if d == at else size for d, size in enumerate(shape))
 
 
-def _part(tensor: Tensor, at: int | None, begin: int, units: int, length: int) -> Tensor:
+def part_of(tensor: Tensor, at: int | None, begin: int, units: int, length: int) -> Tensor:
+    """A tensor's part of so many units along a dimension; all of it where that is None."""
     if at is None:
         return tensor
     unit = tensor.shape[at] // units
@@ -219,12 +220,12 @@ class InParts:
 
     def _write(self, inputs: tuple[Tensor, ...], results: tuple[Tensor, ...], begin: int) -> None:
         about = begin, self.region.units, self.length
-        some = [_part(x, at, *about) for x, at in zip(inputs, self.given, strict=True)]
+        some = [part_of(x, at, *about) for x, at in zip(inputs, self.given, strict=True)]
         for made, result, part in zip(self.made, results, self.run(*some), strict=True):
             if made.at == SUMMED:
                 result.add_(part) if begin else result.copy_(part)
             else:
-                _part(result, made.at, *about).copy_(part)
+                part_of(result, made.at, *about).copy_(part)
 
     @property
     def summed(self) -> tuple[bool, ...]:

@@ -1,11 +1,13 @@
 """Whether a loss in parts has the bits of the whole: tried on made-up inputs of its shapes, types and layouts.
 
 Which order a kernel sums in depends on the shapes that it is given, the machine, and the number of threads, not on the
-numbers. So what held for some inputs holds for others; an order that differs shows in a million numbers.
+numbers. So what held for some inputs holds for others, if these can tell: an order that differs shows in the gradients,
+which are sums in the type of the layer, and of half precision in its products alone, on numbers that cancel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.capture.splits.find_loss import Loss, losses
+from checkmate.capture.splits.loss import COLUMNS, ROWS, length, slices
 from checkmate.capture.splits.write_loss import Split, in_parts
+from checkmate.capture.ways.made_up import cancel, made_up
 
 INPUTS, MOST_INPUTS = 2, 32  # on which all bits must be equal
 ENOUGH = 2**20  # logits on which an order that differs shows
+PRODUCT_INPUTS = 4  # on which each product of the layer keeps its bits, two of which cancel
 SCALES = (1.0, 8.0)  # of their logits: flat distributions, and some that are nearly certain
 _tried: dict[tuple[Any, ...], bool] = {}
 
@@ -30,7 +35,9 @@ def same_bits_in_parts(loss: Loss, split: Split) -> bool:
     if key not in _tried:
         parts = in_parts(module, split)
         with _disable_current_modes(), torch.no_grad():
-            _tried[key] = all(_equal(module, parts, seed) for seed in range(inputs_of(loss)))
+            _tried[key] = all(_equal(module, parts, seed) for seed in range(inputs_of(loss))) and all(
+                _products_keep(loss, split, seed) for seed in range(PRODUCT_INPUTS)
+            )
     return _tried[key]
 
 
@@ -65,6 +72,31 @@ def _equal(whole: fx.GraphModule, parts: fx.GraphModule, seed: int) -> bool:
     inputs = _made_up(whole.graph, loss, torch.Generator().manual_seed(seed), SCALES[seed % len(SCALES)])
     pairs = zip(*(torch.utils._pytree.tree_leaves(run(*inputs)) for run in (parts, whole)), strict=True)
     return all(bool((_bytes(one) == _bytes(other)).all()) for one, other in pairs)
+
+
+def _products_keep(loss: Loss, split: Split, seed: int) -> bool:
+    """Whether the layer's product and those of its gradients have the bits of the whole, by rows and by columns."""
+    rows, columns = loss.product.meta["val"].shape
+    by_rows = [*slices(rows, length(rows, split.parts, ROWS))]
+    by_columns = [*slices(columns, length(columns, split.parts, COLUMNS), COLUMNS)]
+    cases = [(loss.product, by_rows), (loss.of_rows, by_rows), (loss.of_weight, by_columns)]
+    return all(_product_keeps(node, some, seed) for node, some in cases if node is not None)
+
+
+def _product_keeps(node: fx.Node, some: Sequence[slice], seed: int) -> bool:
+    """Whether slices of the first factor make the same slices of the product."""
+    draw = torch.Generator().manual_seed(seed)
+    args = tuple(made_up(n.meta["val"], draw, 0) for n in node.all_input_nodes)
+    if seed % 2:
+        cancel(node.target, args, draw)
+    target: Any = node.target
+    *bias, a, b = args
+    whole = target(*args)
+    for at in some:
+        part = a[at] if a.is_contiguous() else a[at].t().contiguous().t()  # as it lies in a part's own memory
+        if not bool((_bytes(target(*bias, part, b)) == _bytes(whole[at])).all()):
+            return False
+    return True
 
 
 def _made_up(graph: fx.Graph, loss: Loss, draw: torch.Generator, scale: float) -> list[Tensor]:

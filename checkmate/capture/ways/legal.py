@@ -10,11 +10,15 @@ from collections.abc import Collection, Iterator
 from enum import Enum
 from typing import NamedTuple
 
+import torch
 import torch.fx as fx
 
 from checkmate.capture.joint import Joint
-from checkmate.capture.nodes import leaf_nodes
+from checkmate.capture.nodes import is_view, leaf_nodes
 from checkmate.capture.ways.table import first_result, is_whole, positions_to_try
+
+aten = torch.ops.aten
+_OF_ZEROS = (aten.add, aten.sub, aten.mul, aten.div, aten.linalg_cross)  # ATen's BinaryOps.cpp, key ZeroTensor
 
 
 class Reason(Enum):
@@ -28,6 +32,7 @@ class Reason(Enum):
     TWICE = "it is an argument twice"
     OTHER_VIEW = "another argument shows it too"
     SEVERAL = "several values are behind it, or none"
+    ZEROS = "it may be zeros that have no memory"  # as derivatives in forward mode are
 
 
 class Candidate(NamedTuple):
@@ -83,7 +88,22 @@ def reason_against(joint: Joint, k: int, argument: fx.Node, shown: Collection[in
     read = [n for n in _arguments(node) if v in joint.value_of.get(n, ())]
     if any(n is not argument for n in read):
         return Reason.OTHER_VIEW
-    return Reason.TWICE if len(read) > 1 else None
+    if len(read) > 1:
+        return Reason.TWICE
+    return Reason.ZEROS if _may_be_zeros(argument) else None
+
+
+def _may_be_zeros(node: fx.Node) -> bool:
+    """Whether PyTorch may make it of zeros without memory without giving them any: a product, a sum, a view."""
+    zeros = node.graph.find_nodes(op="call_function", target=aten._efficientzerotensor.default)
+    front, seen = {node} if zeros else set(), set[fx.Node]()
+    while front:
+        if not front.isdisjoint(zeros):
+            return True
+        seen |= front
+        made = [n for n in front if getattr(n.target, "overloadpacket", None) in _OF_ZEROS or is_view(n)]
+        front = {n for one in made for n in one.all_input_nodes} - seen
+    return False
 
 
 def _arguments(node: fx.Node) -> list[fx.Node]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkmate
+from checkmate.capture.patches.kernels import _folds
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import every
 
@@ -43,6 +47,8 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "matrices times one": lambda x: x[:, 0] @ torch.linspace(0, 1, 35).view(1, 7, 5),
     "matrices of other strides times one": lambda x: x[0].transpose(1, 2) @ torch.linspace(0, 1, 18).view(9, 2),
     "matrices times a vector": lambda x: x.transpose(2, 3) @ torch.linspace(0, 1, 9),
+    "one matrix of other strides times a vector": lambda x: x[:, :, :1].transpose(0, 2) @ torch.linspace(0, 1, 7),
+    "every second column of matrices times a vector": lambda x: x[..., ::2] @ torch.linspace(0, 1, 4),
     "matrix times matrices": lambda x: torch.linspace(0, 1, 36).view(4, 9) @ x,
     "dropout of nothing": lambda x: F.dropout(x.sin()[:, :, :, :5], 0.0),
     "dropout in evaluation": lambda x: F.dropout(x.sin()[:, :, :, :5], 0.5, training=False),
@@ -70,6 +76,25 @@ def test_same_bits_as_eager(name: str) -> None:
     assert_same_bits(grad, torch.autograd.grad(expected, x)[0])
 
 
+def test_dropout_of_everything_draws_nothing() -> None:
+    layers = torch.nn.LSTM(8, 8, 2, dropout=1.0)
+    x = torch.randn(3, 5, 8, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        F.dropout(x, 1.0)  # nothing reads it
+        read = F.dropout(x / 0, 1.0), F.dropout(x.detach().transpose(0, 1), 1.0), F.dropout(x[:0], 0.5)
+        attention = F.scaled_dot_product_attention(x, x, x, dropout_p=1.0)
+        return x.square().sum() + sum(part.nan_to_num(2.0).sum() for part in (*read, attention, layers(x)[0]))
+
+    compiled = checkmate.compile(step, budget=checkmate.min_budget(checkmate.trace(step, x)).peak, time_limit=1)
+    before, found = torch.get_rng_state(), []
+    for run in (step, compiled):
+        loss = run(x)
+        found.append((loss, torch.autograd.grad(loss, (x, *layers.parameters()))))
+        assert_same_bits(torch.get_rng_state(), before)
+    assert_same_bits(found[1], found[0])
+
+
 @pytest.mark.parametrize("op", [torch.ops.aten.upsample_bilinear2d.vec, torch.ops.aten.dropout.default])
 def test_decompositions_come_back(op: torch._ops.OpOverload) -> None:
     before = dict(op.py_kernels)
@@ -78,3 +103,31 @@ def test_decompositions_come_back(op: torch._ops.OpOverload) -> None:
         lambda x: F.interpolate(x, scale_factor=2, mode="bilinear").sum(), torch.randn(X, requires_grad=True)
     )
     assert dict(op.py_kernels) == before
+
+
+class _Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_take_the_kernel_of_eager() -> None:
+    """Batches of random strides, and of one, times a vector or a matrix, from either side."""
+    draw = random.Random(0)
+    for _ in range(1000):
+        batches = torch.zeros([draw.choice((1, 1, 2, 3)) for _ in range(draw.choice((3, 4)))])
+        batches = batches.permute(draw.sample(range(batches.ndim), batches.ndim))[..., :: draw.choice((1, 1, 2))]
+        batches = draw.choice((batches, batches[:, :1], batches[:1].expand(3, *batches.shape[1:])))
+        if left := draw.random() < 0.5:
+            batches = batches.mT
+        length = batches.shape[-2 if left else -1]
+        other = draw.choice((torch.zeros(length), torch.zeros((2, length) if left else (length, 2))))
+        other.requires_grad_(draw.random() < 0.2)
+        x, y = (other, batches) if left else (batches, other)
+        with _Calls() as calls:
+            torch.matmul(x, y)
+        assert _folds(x, y, is_out=False) == (torch.ops.aten.bmm.default not in calls.ops)

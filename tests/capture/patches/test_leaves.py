@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import checkmate
 from checkmate.backends.state import same_bits
@@ -44,8 +45,30 @@ def _after_frozen_layers(x: Tensor) -> Tensor:
     return (embedded * x.cos()).square().sum()
 
 
+def _handed_on(x: Tensor) -> Tensor:
+    """A leaf that one checkpointed part makes, and the next one takes."""
+
+    def part(y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        if bias is None:
+            bias = torch.zeros(50)
+            bias.requires_grad = True
+        return y.sin() + bias, bias
+
+    y, bias = checkpoint(part, x, None, use_reentrant=False)
+    return checkpoint(part, y, bias, use_reentrant=False)[0].square().sum()
+
+
+def _assigned(x: Tensor) -> Tensor:
+    """As models do that are trained with checkpoints: a view of an input, and what the step makes."""
+    given = x.detach()[:, None]
+    given.requires_grad = True
+    bias = torch.zeros(50)
+    bias.requires_grad = True
+    return (x.sin()[:, None] * given + bias).square().sum()
+
+
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("step", [_of_an_intermediate, _of_an_input, _after_frozen_layers])
+@pytest.mark.parametrize("step", [_of_an_intermediate, _of_an_input, _after_frozen_layers, _assigned, _handed_on])
 def test_the_bits_of_plain_pytorch(step: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(40, 50, requires_grad=True)
     (expected,) = torch.autograd.grad(step(x), x)
@@ -64,13 +87,22 @@ def _kept(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return model(y).sum(), y.view(-1)
 
 
+def _kept_of_a_part(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    return checkpoint(_kept, model, x, use_reentrant=False)
+
+
 def _alone(model: nn.Module, x: Tensor) -> Tensor:
     return x.sin().requires_grad_().sum()
 
 
 @pytest.mark.parametrize(
     ("step", "words"),
-    [(_hooked, "by a hook or outside"), (_kept, "by a hook or outside"), (_alone, "which trains nothing")],
+    [
+        (_hooked, "by a hook or outside"),
+        (_kept, "by a hook or outside"),
+        (_kept_of_a_part, "by a hook or outside"),
+        (_alone, "which trains nothing"),
+    ],
 )
 def test_a_leaf_whose_gradient_is_asked_for_is_refused(step: Callable[..., Any], words: str) -> None:
     model = nn.Linear(5, 2)

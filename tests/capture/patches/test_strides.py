@@ -17,7 +17,7 @@ import checkmate
 from checkmate.backends.state import same_bits
 from checkmate.capture.patches import strides as layouts
 from tests.support.bits import assert_same_bits
-from tests.support.sampling import few
+from tests.support.sampling import every, few
 
 aten = torch.ops.aten
 X = (2, 3, 9, 7)
@@ -225,3 +225,69 @@ def test_writes_that_tracing_loses_are_refused(written: Callable[[Tensor], list[
 
     with pytest.raises(checkmate.Unsupported, match=message):
         checkmate.trace(step, torch.ones(3, requires_grad=True))
+
+
+OVERLAPPING: dict[str, Callable[[Tensor], Tensor]] = {
+    "add": lambda y: y.add_(1),
+    "erf, transposed": lambda y: y.t().erf_(),
+    "cumsum": lambda y: y.cumsum_(0),
+    "normal": lambda y: y.normal_(),
+    "one row": lambda y: y[1].mul_(3),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", every(5, OVERLAPPING))
+def test_a_write_to_elements_that_overlap_writes_each_in_turn(name: str) -> None:
+    """Of an input, of a view of another input, and of a tensor of the step."""
+    weight = torch.randn(4, 6, requires_grad=True)
+
+    def overlapping(x: Tensor) -> Tensor:
+        return x.as_strided((4, 6), (2, 1), 3)
+
+    def step(alone: Tensor, x: Tensor, view: Tensor) -> tuple[Tensor, ...]:
+        made = x.sin() * weight.sum()
+        written = [alone, view, overlapping(made)]
+        for y in written:
+            OVERLAPPING[name](y)
+        return sum((y * weight).sum() for y in written), *(y * 2 for y in written), x * 1, made * 1
+
+    found = []
+    for run in (step, checkmate.compile(step, budget="1 MB", time_limit=1)):
+        torch.manual_seed(0)
+        weight.grad = None
+        x, alone = torch.randn(40), torch.randn(40)
+        results = run(overlapping(alone), x, overlapping(x))
+        results[0].backward()
+        found.append((results, weight.grad, x, alone, torch.get_rng_state()))
+    assert_same_bits(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: y.expand(4, 6).zero_(),
+        lambda y: y.expand(4, 6)[0].fill_(2),
+        lambda y: y.unfold(0, 4, 1)[1].add_(1),
+        lambda y: torch._foreach_add_([y.as_strided((2, 4), (1, 1))], 1.0),
+    ],
+)
+def test_a_write_to_elements_that_share_memory_is_refused(write: Callable[[Tensor], Any]) -> None:
+    def step(x: Tensor) -> Tensor:
+        y = x.detach() * 2
+        write(y)
+        return (x * y).sum()
+
+    with pytest.raises(checkmate.Unsupported, match=r"elements share memory\n.*test_strides.py:\d+[^$]*x\.clone\(\)"):
+        checkmate.trace(step, torch.ones(6, requires_grad=True))
+
+
+def test_a_write_to_an_expanded_input_is_refused() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        y[0] = 1.0
+        return (x * y).sum()
+
+    with pytest.raises(
+        checkmate.Unsupported, match=r"share memory\n.*test_strides.py:\d+ in step: y\[0\] = 1.0[^$]*clone"
+    ):
+        checkmate.trace(step, torch.ones(6, requires_grad=True), torch.ones(6).expand(4, 6))

@@ -90,6 +90,16 @@ def test_a_gradient_that_autograd_hands_in_is_not_written_over() -> None:
     assert reasons == [(Reason.HELD, Reason.HANDED_OUT)]
 
 
+def test_zeros_without_memory_are_not_written_over() -> None:
+    """PyTorch refuses to write to them, whatever was added to them or multiplied by them."""
+
+    def step(x: Tensor) -> Tensor:
+        zeros = aten._efficientzerotensor([6, 8])
+        return ((zeros * 3.0).t() * x.cos().t()).sum()
+
+    assert _reasons(step, aten.mul.Tensor, X)[0] == (Reason.ZEROS, None)
+
+
 def test_a_gradient_that_autograd_takes_is_made_over_another() -> None:
     """What is made may go to anybody: it is what is written over that must be nobody's."""
     joint = _joint(lambda x, y: ((x @ y).tanh() @ y).sum(), X, torch.randn(8, 8))

@@ -129,6 +129,18 @@ def test_links_that_carry_nothing_in_time_leave_recomputation() -> None:
     assert solve(CHAIN.with_host(Host(0, 4.0, 4.0)), 6, method="milp").cost == 12.0
 
 
+@pytest.mark.parametrize("method", ["auto", "milp", "poet"])
+def test_links_beyond_what_a_solver_takes_carry_nothing(method: str) -> None:
+    """A copy would take 1e20 times an op, and values are more than 1e15 times the room for them."""
+    chain = replace(CHAIN, profile=replace(CHAIN.profile, seconds=1e-6 * CHAIN.seconds))
+    for host in (Host(100, send=1e-14, fetch=1e-14), Host(100, 4.0, 4.0, latency=1e300)):
+        found = solve(chain.with_host(host), 6, method=method)
+        assert (found.cost, found.details.get("failed")) == (pytest.approx(12e-6), None)
+    large = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], [4, 1, 1, 1, 1], [15 * 10**14] * 5, forward=3)
+    found = solve(large.with_host(Host(1, 4.0, 4.0)), 45 * 10**14, method=method)
+    assert (found.cost, found.details.get("failed")) == (12.0, None)
+
+
 def test_a_copy_is_no_way_around_a_rule() -> None:
     first, *others = CHAIN.graph.ops
     graph = replace(CHAIN.graph, ops=(replace(first, tags=("first",)), *others))

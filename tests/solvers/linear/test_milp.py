@@ -27,6 +27,7 @@ from checkmate.solvers.linear.equations import FORMULATIONS, build
 from checkmate.solvers.linear.highs import Outcome, Result
 from checkmate.solvers.linear.milp import export, relax
 from checkmate.solvers.linear.model import NONE, Model
+from checkmate.solvers.solve import solve
 from tests.support import oracle
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every, long, slow
@@ -427,6 +428,17 @@ def test_zero_costs_and_zero_sizes_are_solved() -> None:
     problem = Problem.from_dag([[], [0], [0, 1]], [0, 0, 0], [0, 0, 0])
     for formulation in FORMULATIONS:
         assert milp(problem, 1, formulation=formulation).cost == 0
+
+
+@pytest.mark.parametrize("method", ["milp", "lp-rounding", "auto"])
+def test_a_workspace_far_beyond_all_values_is_taken(method: str) -> None:
+    """HiGHS takes no model with a coefficient above 1e15."""
+    problem = Problem.from_dag(
+        [[], [0], [1], [0, 2], [1, 3]], [1] * 5, [1] * 5, workspace=[0, 4 * 10**15, 0, 0, 0], forward=3
+    )
+    found = solve(problem, problem.keep_all_peak, method=method)
+    assert (found.cost, found.details.get("failed")) == (5.0, None)
+    assert solve(problem, problem.keep_all_peak - 1, method=method).refusal.reason.startswith("op1 alone needs")
 
 
 def test_a_solver_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

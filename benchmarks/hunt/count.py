@@ -1,0 +1,151 @@
+"""Random programs, plainly and compiled at three budgets: the same bits, refused and why, wrong, or a raw error.
+
+    python -m benchmarks.hunt [PROGRAM ...] [--count 20000] [--block 200] [--jobs 1] [--seconds 60] [--small] [--report]
+                              [--out benchmarks/results/hunt.jsonl]
+
+Each number is a program: parameters, inputs and statements that plain PyTorch accepts, and how it is trained. Blocks of
+numbers run one after the other in processes of their own, and one row for each block is appended to the file: what came
+of how many, refusals by reason, and the numbers of those that were wrong or ended in a raw error. A program takes so
+many seconds of its process's own time at most. A run goes on where the one before it ended: blocks that have a row are
+left out.
+
+Programs that are named, by number or as files, run here and are printed; ``--small`` leaves out what is not needed for
+what came of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.rows import Row, append, origin, read
+from benchmarks.hunt.reduce import reduced
+from benchmarks.hunt.run import outcome
+from benchmarks.hunt.write import program
+
+RESULTS = Path(__file__).parents[1] / "results" / "hunt.jsonl"
+WAIT = 10.0  # times its own seconds is how long a program is waited for, on a busy machine
+NAMED = ("wrong", "raw", "no end")  # outcomes whose programs a row names
+OUTCOMES = {
+    "same": "same bits",
+    "refused": "refused",
+    "plain": "plain PyTorch refuses too",
+    "trained": "only plain PyTorch refuses",
+    "wavering": "plain PyTorch does not repeat itself",
+    "wrong": "other bits",
+    "raw": "raw exception",
+    "no end": "no end",
+}
+
+
+def _child(numbers: range, seconds: int, pipe: Connection) -> None:
+    signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries warn of
+    for number in numbers:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        pipe.send((number, outcome(program(number))))
+
+
+def _outcomes(numbers: range, seconds: int, context: Any) -> Iterator[Row]:
+    """What came of each program, from processes of which the next goes on where one has ended."""
+    while numbers:
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(numbers, seconds, there), daemon=True)
+        process.start()
+        there.close()
+        while numbers:
+            try:
+                if not here.poll(WAIT * seconds):
+                    break
+                _, row = here.recv()
+            except EOFError:
+                break
+            numbers = numbers[1:]
+            yield row
+        process.join(0.5)
+        late = process.is_alive() or process.exitcode == -signal.SIGVTALRM
+        if process.is_alive():
+            process.kill()
+            process.join()
+        if numbers:
+            numbers = numbers[1:]
+            ended = {"outcome": "raw", "why": f"the process ended with code {process.exitcode}"}
+            yield {"outcome": "no end", "why": f"after {seconds} seconds"} if late else ended
+
+
+def block(numbers: range, seconds: int, context: Any) -> Row:
+    """The row of a block of programs."""
+    began, found = time.monotonic(), [*_outcomes(numbers, seconds, context)]
+    by_reason: dict[str, Counter[str]] = {
+        kind: Counter(row["why"] for row in found if row["outcome"] == kind) for kind in ("refused", "raw", "no end")
+    }
+    return {
+        "first": numbers.start,
+        "programs": len(numbers),
+        "outcomes": Counter(row["outcome"] for row in found),
+        **{kind: dict(reasons.most_common()) for kind, reasons in by_reason.items() if reasons},
+        "named": {n: row["outcome"] for n, row in zip(numbers, found, strict=True) if row["outcome"] in NAMED},
+        "swaps": sum(row.get("swaps", 0) for row in found),
+        "seconds": round(sum(row.get("seconds", 0.0) for row in found), 1),
+        "wall_seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def run(blocks: list[range], jobs: int, seconds: int) -> Iterator[Row]:
+    """The row of each block, as they end."""
+    context, about = multiprocessing.get_context("spawn"), origin()
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in as_completed([pool.submit(block, numbers, seconds, context) for numbers in blocks]):
+            yield {**about, **done.result()}
+
+
+def counts(rows: list[Row]) -> str:
+    """All rows together, in a few lines."""
+    total: Counter[str] = sum((Counter(row["outcomes"]) for row in rows), Counter())
+    reasons: Counter[str] = sum((Counter(row.get("refused", {})) for row in rows), Counter())
+    lines = [f"{sum(total.values())} programs, {sum(row['seconds'] for row in rows) / 3600:.1f} hours of one core"]
+    lines += [f"{total[kind]:>6}  {told}" for kind, told in OUTCOMES.items()]
+    lines += ["", "refused, most often:", *(f"{n:>6}  {why}" for why, n in reasons.most_common(20))]
+    lines += [f"{kind}: program {n}" for row in rows for n, kind in row["named"].items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hunt", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("programs", nargs="*", metavar="PROGRAM", help="numbers, or files, to run here")
+    parser.add_argument("--count", type=int, default=20_000, help="of the programs, from 0 on")
+    parser.add_argument("--block", type=int, default=200, help="programs in one row")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=int, default=60, help="of its own time that a program may take")
+    parser.add_argument("--small", action="store_true", help="make the programs that are named small")
+    parser.add_argument("--report", action="store_true", help="only print the counts")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    for name in args.programs:
+        text = program(int(name)) if name.isdigit() else Path(name).read_text()
+        text = reduced(text) if args.small else text
+        print(f"{text}\n# {json.dumps(outcome(text))}")
+    if args.programs:
+        return
+    known = {(row["first"], row["programs"]) for row in read(args.out)}
+    blocks = [range(i, min(i + args.block, args.count)) for i in range(0, args.count, args.block)]
+    blocks = [] if args.report else [numbers for numbers in blocks if (numbers.start, len(numbers)) not in known]
+    for row in run(blocks, args.jobs, args.seconds):
+        append(args.out, row)
+        print(f"{row['first']:>6} to {row['first'] + row['programs'] - 1}: {dict(row['outcomes'])}", flush=True)
+    print(counts(read(args.out)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Refuse gradients of a weight that plain PyTorch adds in half precision, in a step and beside it.
+
+A region of autocast that is entered before a step is called, and left after it, keeps the converted copy of a weight
+for other uses (`checkmate.capture.autocast`). In plain PyTorch the gradients of all of them meet in the copy. A
+captured step has a gradient of its own for each weight, in float32. In two backwards that is the same, in one not.
+
+So a captured step leaves in the region, for each weight that it converts, what becomes the copy if somebody uses it
+(`_Copy`), and has its backward ask whether the engine will run that of the copy, or of another step that has used it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from checkmate.capture.autocast import Copies, autocast_as_found, is_kept, within_region
+from checkmate.codegen.undefined_gradients import compiled_functions
+from checkmate.errors import Unsupported
+
+aten = torch.ops.aten
+_USERS = "checkmate: backwards of steps"  # in the meta data of a copy's node of autograd
+_ANEW = "checkmate.compile captures such a call anew; a backend that torch.compile calls by its name is not asked to."
+
+
+def sharing_copies(run: Callable[..., Any], copies: Copies) -> Callable[..., Any]:
+    """A compiled function that may be called within a region of autocast.
+
+    Args:
+        run: the compiled function.
+        copies: of its weights; what is converted may be found later.
+    """
+    if not any(copies.kept):
+        return run
+
+    @wraps(run)
+    def sharing(*args: Any) -> Any:
+        _refuse_others(copies, args)
+        if not (within_region() and torch.is_grad_enabled()):
+            return run(*args)
+        weights = [(args[i], dtype, copies.names[i]) for i, dtype in copies.converted.items()]
+        nodes = _nodes_of_copies(weights)
+        results = run(*args)
+        for function in compiled_functions(results, args):
+            for node in nodes.values():
+                node.metadata.setdefault(_USERS, []).append(weakref.ref(function))
+            function.register_prehook(_check(weakref.ref(function), nodes))
+        return results
+
+    return sharing
+
+
+def _refuse_others(copies: Copies, args: Sequence[Any]) -> None:
+    """Refuse a call for which autocast keeps copies otherwise than for the captured one."""
+    if copies.kept != [*map(is_kept, args)]:
+        raise Unsupported(
+            "Autocast keeps the converted copy of an input that is a leaf, and an input was one when the step was "
+            f"captured and is none now, or the other way round. {_ANEW}"
+        )
+    if copies.within not in (None, within_region()):
+        raise Unsupported(
+            "The step enters autocast, and was captured within another region of it, which keeps the converted "
+            f"weights, and is called outside of one now, or the other way round. {_ANEW}"
+        )
+
+
+def _check(function: Callable[[], Any], nodes: dict[str, Any]) -> Callable[[Any], None]:
+    runs = torch._C._will_engine_execute_node
+
+    def check(grads: Any) -> None:
+        for name, node in nodes.items():
+            others = [user() for user in node.metadata[_USERS] if user() not in (None, function())]
+            if any(map(runs, (node, *others))):
+                raise Unsupported(
+                    f"{name} is used by a compiled step and once more in the same region of autocast, and this "
+                    "backward computes the gradients of both. Plain PyTorch adds them in half precision; those within "
+                    "the step are added before. Enter torch.autocast within the step, or anew for each call, or "
+                    "compile all that uses the weight as one step."
+                )
+
+    return check
+
+
+class _Copy(torch.Tensor):
+    """What autocast keeps as the copy of a weight that nobody has used yet: it is converted when somebody does."""
+
+    weight: Callable[[], Any]
+    version: int  # of the weight, when it would have been converted
+    called: str
+    made: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, dtype: torch.dtype, name: str) -> _Copy:
+        layout: Any = {"dtype": dtype, "device": weight.device}
+        copy: _Copy = torch.Tensor._make_wrapper_subclass(cls, weight.shape, weight.stride(), **layout)
+        copy.weight, copy.version, copy.called = weakref.ref(weight), weight._version, name
+        return copy
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(_Copy, _Copy.converted, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def converted(self) -> torch.Tensor:
+        """The copy itself."""
+        if self.made is None:
+            weight = self.weight()
+            if weight._version != self.version:
+                raise _changed(self.called)
+            self.made = weight.detach().to(self.dtype)
+        return self.made
+
+
+def _changed(name: str) -> Unsupported:
+    return Unsupported(
+        f"{name} was changed in a region of autocast in which it had been converted: plain PyTorch goes on with the "
+        "copy of what it was. Update parameters after the block of torch.autocast."
+    )
+
+
+class _Lookup(TorchDispatchMode):
+    """Sees what autocast has as the copy of a weight, and gives it a `_Copy` where it has none. Nothing is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = ""
+        self.copy: Any = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._to_copy.default:
+            return _Copy.of(args[0], kwargs["dtype"], self.name)
+        self.copy = args[0]
+        return torch.empty(0)
+
+
+def _nodes_of_copies(weights: Sequence[tuple[torch.Tensor, torch.dtype, str]]) -> dict[str, Any]:
+    """The nodes of autograd in which gradients of weights meet in the present region, by the name of the weight.
+
+    Raises:
+        Unsupported: for a weight that is another one than its copy was made of.
+    """
+    nodes = {}
+    with autocast_as_found():
+        torch.set_autocast_cache_enabled(True)
+        for weight, dtype, name in weights:
+            torch.set_autocast_enabled(weight.device.type, True)
+            torch.set_autocast_dtype(weight.device.type, dtype)
+            with _Lookup() as lookup:
+                lookup.name = name
+                torch.mm(weight, weight)  # which autocast gives copies
+            copy = lookup.copy
+            if not (copy.version == weight._version if isinstance(copy, _Copy) else _is_of(copy, weight)):
+                raise _changed(name)
+            nodes[name] = copy.grad_fn
+    return nodes
+
+
+def _is_of(copy: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a copy is made of what a weight holds now, bit for bit."""
+    now = weight.detach().to(copy.dtype)
+    return bool((now.view(torch.int16) == copy.detach().view(torch.int16)).all())

@@ -1,0 +1,99 @@
+"""Draws from NumPy's global generator within a step are those of plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import checkmate
+from checkmate.errors import Unsupported
+from tests.support.bits import assert_same_bits
+
+WEIGHT = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(one_thread: None) -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def _spans(shape: tuple[int, int], length: int = 2) -> Any:
+    """As SpecAugment draws its masks: as many spans as a draw says."""
+
+    def count() -> int:
+        return int(1 + np.random.rand(1).item() * 2)  # noqa: NPY002
+
+    mask = np.zeros(shape, dtype=bool)
+    for row in mask:
+        for start in np.random.choice(np.arange(shape[1] - length + 1), count(), replace=False):  # noqa: NPY002
+            row[start : start + length] = True
+    return mask
+
+
+def _masked(x: Tensor) -> Tensor:
+    mask = torch.tensor(_spans((5, 4)), dtype=torch.bool)
+    x = x.clone()
+    x[mask] = 0
+    x[:, torch.tensor(_spans((2, 2), length=1)).any(0).repeat(2)] *= 2
+    return (x @ WEIGHT).square().sum()
+
+
+def _noisy(x: Tensor) -> Tensor:
+    noise = torch.from_numpy(np.random.randn(5, 4)).float() * torch.rand(5, 4)  # noqa: NPY002
+    order = torch.as_tensor(np.random.permutation(5))  # noqa: NPY002
+    return ((x + noise) @ WEIGHT)[order].square().cumsum(0).sum()
+
+
+def _layers_left_out(x: Tensor) -> Tensor:
+    for _ in range(3):
+        if np.random.rand() < 0.5:  # noqa: NPY002
+            x = (x @ WEIGHT).tanh()
+    return (x @ WEIGHT).square().sum()
+
+
+def _crops(x: Tensor) -> Tensor:
+    """The shape of what is drawn depends on a draw."""
+    return (x @ WEIGHT)[torch.as_tensor(_rows())].square().sum() + x.sum() * torch.rand([])
+
+
+def _rows() -> Any:
+    return np.random.permutation(5)[: 2 + np.random.randint(2)]  # noqa: NPY002
+
+
+@pytest.mark.parametrize("step", [_masked, _noisy, _layers_left_out, _crops])
+def test_the_bits_of_plain_pytorch(step: Callable[[Tensor], Tensor]) -> None:
+    def train(run: Callable[[Tensor], Tensor]) -> Iterator[Any]:
+        torch.manual_seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        for _ in range(5):
+            x = torch.randn(5, 4, requires_grad=True)
+            yield from torch.autograd.grad(run(x), [x, WEIGHT])
+            yield torch.get_rng_state()
+            yield np.random.get_state()[1]  # noqa: NPY002
+            yield np.random.get_state()[2]  # noqa: NPY002
+
+    expected = [*train(step)]
+    compiled = checkmate.compile(step, budget="1 MB", time_limit=0.3)
+    assert_same_bits([*train(compiled)], expected)
+    if step in (_masked, _noisy):
+        assert len(compiled.plans) == 1
+
+
+def test_a_trace_draws_nothing() -> None:
+    before = np.random.get_state()[1:3]  # noqa: NPY002
+    checkmate.trace(_noisy, torch.ones(5, 4))
+    assert_same_bits(np.random.get_state()[1:3], before)  # noqa: NPY002
+
+
+def test_what_depends_on_tensors_is_refused() -> None:
+    def step(x: Tensor) -> Tensor:
+        return (x @ WEIGHT * torch.from_numpy(np.random.permutation(x.detach().numpy()))).sum()  # noqa: NPY002
+
+    with pytest.raises(Unsupported, match="Draw with torch"):
+        checkmate.compile(step, budget="1 MB")(torch.ones(5, 4))

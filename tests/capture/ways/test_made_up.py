@@ -1,0 +1,101 @@
+"""Numbers that cancel tell one order of summation from another, where numbers drawn at random do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkmate.capture.ways.made_up import cancel, made_up
+from checkmate.capture.ways.shape_only import convolution_backward_input
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+aten = torch.ops.aten
+GEOMETRY = [1, 1], [1, 1], [1, 1], False, [0, 0]
+MASK = [False, True, True]
+
+
+def _operands(terms: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    a, b = (made_up(torch.empty(shape, dtype=dtype), draw, 0) for shape in ((64, terms), (terms, 48)))
+    cancel(aten.mm.default, (a, b), draw)
+    return a, b
+
+
+def _agree(a: Tensor, b: Tensor) -> float:
+    """The share of elements of a product that have the same bits with the terms in another order."""
+    order = torch.randperm(a.shape[1], generator=torch.Generator().manual_seed(0))
+    return float((a.mm(b) == a[:, order].contiguous().mm(b[order].contiguous())).float().mean())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "terms", "most"),
+    [(torch.float32, 8, 0.1), (torch.float64, 32, 0.2), (torch.bfloat16, 64, 0.2), (torch.float16, 32, 0.2)],
+    ids=str,
+)
+def test_another_order_of_the_terms_shows_in_most_elements(dtype: torch.dtype, terms: int, most: float) -> None:
+    assert _agree(*_operands(terms, dtype, seed=0)) < most
+    draw = torch.Generator().manual_seed(0)
+    usual = (made_up(torch.empty(shape, dtype=dtype), draw, 0) for shape in ((64, terms), (terms, 48)))
+    assert dtype.itemsize > 2 or _agree(*usual) > 0.98
+
+
+SUMS: dict[str, tuple[Any, tuple[Any, ...], int]] = {  # op, arguments, and which of its results is a sum
+    "addmm": (aten.addmm.default, ((8,), (6, 9), (9, 8)), 0),
+    "bmm": (aten.bmm.default, ((3, 6, 8), (3, 8, 5)), 0),
+    "convolution": (aten.convolution.default, ((2, 8, 6, 6), (4, 8, 3, 3), (4,), *GEOMETRY, 1), 0),
+    "in groups": (aten.convolution.default, ((2, 8, 6, 6), (4, 4, 3, 3), None, *GEOMETRY, 2), 0),
+    "input": (convolution_backward_input, ((2, 4, 6, 6), (4, 8, 3, 3), [2, 8, 6, 6], [288, 36, 6, 1], *GEOMETRY, 1), 0),
+    "weight": (
+        aten.convolution_backward.default,
+        ((2, 4, 6, 6), (2, 8, 6, 6), (4, 8, 3, 3), [4], *GEOMETRY, 1, MASK),
+        1,
+    ),
+    "sum": (aten.sum.dim_IntList, ((6, 8), [1]), 0),
+    "batch norm": (
+        aten.native_batch_norm_backward.default,
+        ((4, 3, 5, 5), (4, 3, 5, 5), (3,), None, None, (3,), (3,), True, 1e-5, [True, True, True]),
+        2,
+    ),
+    "attention": (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        ((2, 2, 4, 8), (2, 2, 6, 8), (2, 2, 6, 8)),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_terms_cancel_of_each_op_that_sums(case: str) -> None:
+    op, shapes, which = SUMS[case]
+    draw = torch.Generator().manual_seed(0)
+    args = tuple(
+        made_up(torch.empty(one, dtype=torch.float64), draw, 0) if isinstance(one, tuple) else one for one in shapes
+    )
+    before = _size(op, args, which)
+    cancel(op, args, draw)
+    assert _size(op, args, which) < 1e-10 < 1e-3 < before
+
+
+def _size(op: Callable[..., Any], args: tuple[Any, ...], which: int) -> float:
+    made = op(*args)
+    return float((made[which] if isinstance(made, tuple) else made).abs().max())
+
+
+def test_terms_of_one_place_for_each_channel_cancel_where_nothing_is_padded() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, dtype=torch.float64) for shape in ((2, 4, 6, 6), (4, 1, 3, 3)))
+    args = x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 4
+    cancel(aten.convolution.default, args, draw)
+    assert float(aten.convolution.default(*args)[..., 1:-1, 1:-1].abs().max()) < 1e-10
+
+
+def test_what_has_no_pairs_stays_as_it_is() -> None:
+    x = torch.randn(1, 8).expand(4, 8)  # its rows are one
+    for op, args in ((aten.mm.default, (x, x.t())), (aten.relu.default, (x,)), (aten.exp.default, (x.clone(),))):
+        before = [t.clone() for t in args]
+        cancel(op, args, torch.Generator())
+        assert all(bool((a == b).all()) for a, b in zip(before, args, strict=True))

@@ -1,0 +1,79 @@
+"""The random programs of `benchmarks.hunt`: always the same, told right from wrong, and made small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.hunt import count, reduce, run
+from benchmarks.hunt.write import FAMILIES, HEAD, lines_of, load, program
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TEXT = f"""HOW = {{'backward': 'loss', 'threads': 1, 'optimizer': 'SGD(P, lr=0.1)'}}
+{HEAD}
+
+def make():
+    return [torch.ones(4, 6).requires_grad_()], [torch.ones(4, 6)], []
+
+
+def fn(p, x, B):
+    v0 = (p[0] * x[0]).sin()
+    v1 = v0.exp().tanh()
+    v2 = v1.cos()
+    loss = part(v2)
+    return loss, v0.detach()
+"""
+
+
+def test_a_number_is_a_program() -> None:
+    assert all(len(lines_of(name)) > 20 for name in FAMILIES)
+    for number in range(30):
+        text = program(number)
+        assert text == program(number)
+        assert {"HOW", "make", "fn"} <= load(text).keys()
+
+
+@pytest.mark.slow
+def test_one_capture_runs_by_several_plans() -> None:
+    row = run.outcome(TEXT)
+    assert (row["outcome"], row["swaps"]) == ("same", 2)
+
+
+@pytest.mark.slow
+def test_what_differs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = run.train
+
+    def differently(text: str, wrap: Any, *rest: Any) -> Any:
+        found, step = train(text, wrap, *rest)
+        if wrap is not None:
+            found["result 0 of step 1"] = -found["result 0 of step 1"]
+        return found, step
+
+    monkeypatch.setattr(run, "train", differently)
+    row = run.outcome(TEXT)
+    assert (row["outcome"], row["why"]) == ("wrong", "1 differ: ['result 0 of step 1']")
+
+
+def test_a_program_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    def outcome(text: str) -> dict[str, str]:
+        scope = load(text)
+        run.train(text, None)
+        return {"outcome": "wrong" if "exp()" in text and scope["HOW"]["backward"] == "retain" else "same"}
+
+    monkeypatch.setattr(reduce, "outcome", outcome)
+    small = reduce.reduced(TEXT.replace("'loss', 'threads': 1", "'retain', 'threads': 2"))
+    assert "HOW = {'backward': 'retain', 'threads': 1, 'optimizer': 'SGD(P, lr=0.01)'}" in small
+    assert "    v1 = v0.exp()" in small
+    assert small.endswith("return loss\n")
+
+
+@pytest.mark.slow
+def test_a_block_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    rows = tmp_path / "rows.jsonl"
+    arguments = ["hunt", "--count", "3", "--block", "2", "--out", str(rows)]
+    for _ in range(2):  # the second run has nothing to do
+        monkeypatch.setattr("sys.argv", arguments)
+        count.main()
+        assert len(rows.read_text().splitlines()) == 2
+    assert "3 programs" in capsys.readouterr().out

@@ -1,0 +1,106 @@
+"""What is proven is proven of schedules: beside it, the best of all plans, which may run ops again in any order.
+
+A schedule, R and S, runs each op at most once a stage, in PyTorch's order. Where a plan that does otherwise is better,
+that is the one kind of plan that no claim speaks of; where solvers come to know it, these tests fail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from checkmate.core import simulator
+from checkmate.core.plan import Free, Plan, Run
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Status
+from checkmate.solvers.search.min_budget import MinBudget, min_budget
+from checkmate.solvers.solve import solve
+from tests.support.all_plans import cheapest_plan, is_a_schedule, random_chain_with_host, random_dag
+from tests.support.oracle import optimum, outcomes, random_problem, random_problem_with_ways
+from tests.support.sampling import long
+
+# op 3 needs ops 0 and 1, op 4 needs ops 0 and 2: op 2 runs again in the stage of op 4, and op 0 once more after it
+FIVE = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
+NINE_BYTES = Plan(
+    (Run(0), Run(1), Run(2), Free(2), Run(3), Free(0), Run(2), Free(1), Run(0), Run(4), Free(0), Free(2)), 12
+)
+
+
+def test_five_ops_that_fit_only_where_they_run_again_out_of_order() -> None:
+    assert simulator.verify(NINE_BYTES, FIVE, 9) == []
+    assert (simulator.cost(NINE_BYTES, FIVE), is_a_schedule(NINE_BYTES)) == (7.0, False)
+    for budget, seconds in ((9, 7.0), (8, 8.0)):
+        cheapest, plan = cheapest_plan(FIVE, budget)
+        assert plan is not None
+        assert (cheapest, is_a_schedule(plan)) == (seconds, False)
+    assert FIVE.unavoidable_bytes.max() == 8
+    assert min(peak for _, peak in outcomes(FIVE)) == 10
+    assert min_budget(FIVE) == MinBudget(10, 10)
+    for method in ("auto", "milp"):
+        refused = solve(FIVE, 9, method=method)
+        assert refused.status is Status.INFEASIBLE
+        assert "each op once a stage at most, in PyTorch's order" in refused.message
+
+
+def beside_all_plans(problem: Problem) -> int:
+    """Solve within a few budgets, near the least that could do; how often a plan fits where no schedule does.
+
+    Where a schedule fits, no plan is faster than the best in any of these problems.
+    """
+    least, better = min_budget(problem).peak, 0
+    unavoidable = int(problem.unavoidable_bytes.max())
+    for budget in sorted({unavoidable, unavoidable + 1, least - 1, least}):
+        if unavoidable <= budget < problem.keep_all_peak:
+            solution = solve(problem, budget, gap=0.0)
+            cheapest, plan = cheapest_plan(problem, budget)
+            assert (solution.plan is None) == (budget < least)
+            assert solution.bound == pytest.approx(solution.cost)
+            if cheapest < solution.cost * (1 - 1e-9):
+                assert plan is not None
+                assert solution.status is Status.INFEASIBLE
+                assert simulator.verify(plan, problem, budget) == []
+                assert not is_a_schedule(plan)
+                better += 1
+            else:
+                assert cheapest == pytest.approx(solution.cost)
+    return better
+
+
+def random_chain(seed: int) -> Problem:
+    return random_chain_with_host(seed).with_host(None)
+
+
+# of 300 seeds, those whose problems have such plans
+OUT_OF_ORDER: dict[Callable[..., Problem], set[int]] = {
+    random_dag: {71, 238},
+    random_problem: set(),
+    random_problem_with_ways: {89},
+    random_chain: {21, 50, 59, 146, 193, 289, 297},  # an op of the backward reads two activations
+}
+
+
+@pytest.mark.parametrize("make", OUT_OF_ORDER, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("first", [0, 70, *map(long, range(10, 70, 10)), *map(long, range(80, 300, 10))])
+def test_plans_are_better_than_what_is_found_only_where_ops_run_again_out_of_order(
+    make: Callable[..., Problem], first: int
+) -> None:
+    for seed in range(first, first + 10):
+        assert (beside_all_plans(make(seed)) > 0) == (seed in OUT_OF_ORDER[make]), seed
+
+
+@pytest.mark.parametrize("seed", [71, 238])
+def test_what_is_found_is_the_best_schedule_where_a_plan_is_better(seed: int) -> None:
+    problem = random_dag(seed)
+    known = outcomes(problem)
+    assert min_budget(problem).peak == min(peak for _, peak in known)
+    budget = min_budget(problem).peak
+    assert solve(problem, budget, gap=0.0).cost == pytest.approx(optimum(known, budget))
+    assert cheapest_plan(problem, budget - 1)[0] < optimum(known, budget - 1) == math.inf
+
+
+@pytest.mark.parametrize("first", [long(first) for first in range(0, 100, 10)])
+def test_of_seven_ops_too(first: int) -> None:
+    for seed in range(first, first + 10):
+        beside_all_plans(random_dag(seed, ops=7))

@@ -1,0 +1,128 @@
+"""A step that is deleted gives back all that it held, whatever else lives on."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import checkmate
+from checkmate.memory import build
+from checkmate.memory.arena import Arena
+from tests.support.bits import assert_same_bits
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(sys.platform != "linux", reason="descriptors and arenas are looked at as Linux has them"),
+]
+
+ELSEWHERE: dict[str, Any] = {"host_budget": "1 MB", "host": "file:"}
+WAYS: dict[str, dict[str, Any]] = {"allocator": {"memory": "allocator"}, "second memory": ELSEWHERE}  # beside an arena
+
+
+class _Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+MODEL, BATCH = _Loss(), torch.randn(512, 32, generator=torch.Generator().manual_seed(1))
+
+
+def loss_fn(x: Tensor) -> Tensor:
+    """Of a user, which lives on."""
+    return MODEL(x)
+
+
+def _function(**options: Any) -> tuple[Any, Callable[[], object]]:
+    step = checkmate.compile(loss_fn, **options)
+    return step, lambda: step(BATCH).backward()
+
+
+def _module(**options: Any) -> tuple[Any, Callable[[], object]]:
+    step = checkmate.compile(MODEL, **options)
+    return step, lambda: step(BATCH).backward()
+
+
+def _whole(**options: Any) -> tuple[Any, Callable[[], object]]:
+    step = checkmate.training_step(loss_fn, torch.optim.SGD(MODEL.parameters(), lr=0.1), **options)
+    return step, lambda: step(BATCH)
+
+
+KINDS = {"function": _function, "module": _module, "training step": _whole}
+
+
+@pytest.fixture(scope="module")
+def budget() -> int:
+    """For which a plan runs ops again, or has values wait elsewhere."""
+    build.start()
+    build.wait()
+    step, train = _whole(budget="1 GB", time_limit=1, **ELSEWHERE)  # what a process has once is there from now on
+    train()
+    (plan,) = step.plans
+    return int((checkmate.min_budget(plan.problem, time_limit=1).peak + plan.problem.keep_all_peak) // 2)
+
+
+def _held() -> dict[str, Any]:
+    """What a process has that steps may hold. Tensors without data are left out: Dynamo keeps some of its own."""
+    MODEL.zero_grad()
+    gc.collect()
+    gc.collect()  # what Dynamo held of a step that the first has found
+    things = gc.get_objects()
+    tensors = [t for t in things if issubclass(type(t), Tensor) and type(t) is not FakeTensor]
+    return {
+        "threads": [thread.name for thread in threading.enumerate() if thread.name.startswith("checkmate")],
+        "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        "arenas": sum(type(one) is Arena for one in things),
+        "modules": sum(issubclass(type(one), torch.fx.GraphModule) for one in things),
+        "tensors": Counter((str(t.shape), t.dtype) for t in tensors),
+    }
+
+
+def _train(make: Callable[..., tuple[Any, Callable[[], object]]], **options: Any) -> dict[str, Any]:
+    """Three steps, and what is held then."""
+    step, train = make(**options)
+    for _ in range(3):
+        train()
+    assert step.plans
+    return _held()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "way"), [*((kind, "second memory") for kind in KINDS), ("function", "allocator")])
+def test_what_a_deleted_step_held_is_given_back(kind: str, way: str, budget: int) -> None:
+    before = _held()
+    during = _train(KINDS[kind], budget=budget, time_limit=1, **WAYS[way])
+    assert during["modules"] > before["modules"]
+    assert (during["arenas"] > before["arenas"]) == (way != "allocator")
+    if way == "second memory":
+        assert during["descriptors"] > before["descriptors"]
+        assert {"checkmate-out_0", "checkmate-back_0"} <= {*during["threads"]}
+    until = time.monotonic() + 60  # a process that planned on is ended, which its thread has to see
+    while (after := _held()) != before and time.monotonic() < until:
+        time.sleep(0.05)
+    assert after == before
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_differentiated_yet_outlives_its_step(budget: int) -> None:
+    step, _ = _function(budget=budget, time_limit=1, **ELSEWHERE)
+    loss = step(BATCH)
+    del step
+    gc.collect()
+    found = torch.autograd.grad(loss, [*MODEL.parameters()])
+    assert_same_bits(found, torch.autograd.grad(loss_fn(BATCH), [*MODEL.parameters()]))
