@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.memory import record_allocations
+from checkmate.memory import aside, record_allocations
 from checkmate.profiling.cost_table import OpCost
 from checkmate.profiling.one_op import attempt, call_of
 from checkmate.profiling.trial import ways_of
@@ -43,9 +43,9 @@ def measure_ops(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, OpCost | None]]
     """
     for begin in range(0, len(nodes), RECORDED_AT_ONCE):
         some = nodes[begin : begin + RECORDED_AT_ONCE]
-        for i, (node, cost) in enumerate(zip(some, _recorded(some), strict=True)):
+        for i, (node, cost) in enumerate(zip(some, aside(partial(_recorded, some)), strict=True)):
             if cost is not None and not cost.seconds:
-                cost = replace(cost, seconds=time_call(call_of(node)))
+                cost = replace(cost, seconds=aside(partial(time_call, call_of(node))))
             yield begin + i, cost
 
 

@@ -10,7 +10,7 @@ from checkmate.capture.device import main_device
 from checkmate.capture.questions import Questions
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
-from checkmate.memory import measure_peak
+from checkmate.memory import aside, measure_peak
 from checkmate.units import format_bytes
 
 
@@ -25,7 +25,7 @@ def asked_bytes(plan: Solution, questions: Questions, inputs: list[Any], given: 
         Unsupported: where they are above the limit.
     """
     device = main_device(inputs)
-    taken = given + measure_peak(partial(questions.ask, inputs), device).peak
+    taken = given + aside(partial(measure_peak, partial(questions.ask, inputs), device)).peak
     peak = plan.problem.resident + taken
     if peak > limit:
         places = ", ".join(dict.fromkeys(questions.places))

@@ -4,8 +4,9 @@ from checkmate.memory.meter import (
     CPU,
     MemoryUse,
     Recording,
+    aside,
     measure_peak,
     record_allocations,
 )
 
-__all__ = ["CPU", "MemoryUse", "Recording", "measure_peak", "record_allocations"]
+__all__ = ["CPU", "MemoryUse", "Recording", "aside", "measure_peak", "record_allocations"]

@@ -2,6 +2,7 @@
 
 On the CPU the meter is the running sum of the profiler's ``[memory]`` events: every allocation of PyTorch, workspaces
 inside ops and what autograd saves included, repeatable to the byte. It does not see private scratch of oneDNN and MKL.
+Where somebody else's profiler runs, that of PyTorch's which belongs to a thread records another thread (`aside`).
 On CUDA it is the peak that PyTorch's allocator keeps itself, `torch.cuda.max_memory_allocated`; the bytes that the
 allocator holds of the device, in use or not, are told beside it.
 """
@@ -11,18 +12,21 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.autograd import ProfilerConfig, ProfilerState
 from torch.profiler import ProfilerActivity, profile
 
 from checkmate.errors import Unsupported
 
 CPU = torch.device("cpu")
 YOUNG = 1  # generation of garbage
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> Mem
     they stayed, in ``peak`` and in ``final``, in some runs and not in others.
 
     Raises:
-        Unsupported: on the CPU, if a profiler is running already; for another kind of device.
+        Unsupported: on the CPU, if a profiler is running in this thread; for another kind of device.
 
     >>> import torch
     >>> measure_peak(lambda: torch.empty(1000).clone()).peak
@@ -130,27 +134,90 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def aside(fn: Callable[[], T]) -> T:
+    """Call ``fn`` where allocations can be recorded: in a thread of its own if a profiler is running in this one.
+
+    Gradients are on or off in that thread as in this; modes and autocast are not taken along.
+
+    >>> with torch.profiler.profile():
+    ...     aside(lambda: measure_peak(lambda: torch.empty(1000)).peak)
+    4000
+    """
+    if not torch._C._autograd._profiler_enabled():
+        return fn()
+    with_gradients = torch.is_grad_enabled()
+
+    def run() -> T:
+        with torch.set_grad_enabled(with_gradients):
+            return fn()
+
+    with ThreadPoolExecutor(1, "checkmate-measure") as pool:
+        return pool.submit(run).result()
+
+
 @contextmanager
 def record_allocations() -> Iterator[Recording]:
     """Record every allocation on the CPU within the block, with the spans of `torch.profiler.record_function`.
 
     No garbage is collected within it, unless it is asked for.
+
+    Raises:
+        Unsupported: if a profiler is running in this thread (`aside` calls what records in another).
     """
-    if torch.autograd.profiler._is_profiler_enabled:
+    if torch._C._autograd._profiler_enabled():
         raise Unsupported(
-            "Memory is measured with torch.profiler, which is running already. Call the compiled step once before you "
-            "start a profiler: it measures its ops at the first call."
+            "Memory is measured with torch.profiler, which is running already. Measure it before you start a profiler."
         )
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each recording announces itself on the terminal
+    by = _by_thread if torch.autograd.profiler._is_profiler_enabled else _by_process
     recording = Recording()
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with _no_collection(), profiler:
+    with _no_collection(), by(recording):
         yield recording
+    order = np.argsort(recording.nanoseconds, kind="stable")  # equal times stay in the order of recording
+    recording.nanoseconds, recording.bytes = recording.nanoseconds[order], recording.bytes[order]
+
+
+@contextmanager
+def _by_process(recording: Recording) -> Iterator[None]:
+    """Fill a recording by PyTorch's profiler, of which a process runs one at a time."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each recording announces itself on the terminal
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with profiler:
+        yield
     events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     memory = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    memory.sort(key=lambda event: event[0])  # stable: equal times stay in the order of recording
-    recording.nanoseconds = np.array([time for time, _ in memory], dtype=np.int64)
-    recording.bytes = np.array([count for _, count in memory], dtype=np.int64)
+    recording.nanoseconds, recording.bytes = _columns(memory)
     recording.spans = {
         e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.is_user_annotation()
     }
+
+
+@contextmanager
+def _by_thread(recording: Recording) -> Iterator[None]:
+    """Fill a recording by PyTorch's profiler of one thread and what it starts, beside another profiler elsewhere."""
+    experimental = torch._C._profiler._ExperimentalConfig()
+    only_memory = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, experimental)
+    torch._C._autograd._enable_profiler_legacy(only_memory)
+    try:
+        yield
+    finally:
+        threads = torch._C._autograd._disable_profiler_legacy()
+    (begin,) = (event for thread in threads for event in thread if event.name() == "__start_profile")
+    memory: list[tuple[int, int]] = []
+    for thread in threads:
+        opened: list[tuple[str, int]] = []
+        for event in thread:
+            now = round(1000 * begin.cpu_elapsed_us(event))
+            if event.kind() == "memory_alloc":
+                memory.append((now, event.cpu_memory_usage()))
+            elif event.kind() == "push":
+                opened.append((event.name(), now))
+            elif event.kind() == "pop" and opened:
+                name, began = opened.pop()
+                recording.spans[name] = began, now
+    recording.nanoseconds, recording.bytes = _columns(memory)
+
+
+def _columns(memory: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Times and bytes of allocations."""
+    columns = np.array(memory, dtype=np.int64).reshape(-1, 2).T
+    return columns[0], columns[1]

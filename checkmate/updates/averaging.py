@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.errors import Unsupported
-from checkmate.memory import measure_peak
+from checkmate.memory import aside, measure_peak
 
 
 class Average:
@@ -58,7 +58,7 @@ class Average:
             with _disable_current_modes():
                 parameter, averaged = (_like(tensor) for tensor in largest)
                 count = torch.ones((), dtype=torch.long)
-                used = measure_peak(lambda: _average(self.averaged, parameter, averaged, count))
+                used = aside(lambda: measure_peak(lambda: _average(self.averaged, parameter, averaged, count)))
             self.rest_bytes = max(self.rest_bytes, used.peak)
 
     def begin(self) -> None:

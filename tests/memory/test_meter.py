@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkmate.errors import Unsupported
-from checkmate.memory import measure_peak, record_allocations
+from checkmate.memory import aside, measure_peak, record_allocations
 
 
 def test_peak_and_what_remains() -> None:
@@ -114,6 +114,40 @@ def test_repeats_to_the_byte() -> None:
     x = torch.randn(4, 3, 32, 32)
     net(x).sum().backward()
     assert len({measure_peak(lambda: net(x).sum().backward()).peak for _ in range(5)}) == 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_aside_of_a_profiler_the_same_is_recorded(threads: int) -> None:
+    x = torch.rand(300_000, requires_grad=True)  # enough for two threads
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+
+    def record() -> tuple[list[int], list[int], int]:
+        with record_allocations() as recording:
+            y = x.exp()
+            with torch.profiler.record_function("inner"):
+                y.sin().sort()[0].sum().backward()
+        return recording.bytes.tolist(), recording.within("inner").tolist(), torch.get_num_threads()
+
+    try:
+        record()  # the first makes the gradient
+        x.grad = None
+        alone = record()
+        x.grad = None
+        with torch.profiler.profile(profile_memory=True) as profiler:
+            beside = aside(record)
+    finally:
+        torch.set_num_threads(before)
+    assert beside == alone
+    assert max(alone[1]) > 3 * x.nbytes
+    assert not any("sort" in event.name for event in profiler.events())
+
+
+def test_aside_of_a_profiler_gradients_are_on_or_off_as_here() -> None:
+    with torch.profiler.profile():
+        assert aside(torch.is_grad_enabled)
+        with torch.no_grad():
+            assert not aside(torch.is_grad_enabled)
 
 
 def test_one_profiler_at_a_time() -> None:

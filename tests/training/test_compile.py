@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import checkmate
 from benchmarks.networks import CASES
 from checkmate.codegen.emit import AGAIN
 from checkmate.memory import measure_peak
+from checkmate.profiling import measure as measuring
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import recomputing
 from tests.support.sampling import long, slow
@@ -316,6 +318,38 @@ def test_batch_norm_runs_again_after_another_call_has_updated_its_statistics() -
     (plan,) = compiled.plans
     assert any("batch_norm" in name for name in plan.modules.again)
     assert_same_bits(found, expected)
+
+
+def test_a_step_is_captured_within_a_profiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A new shape in the middle of it, too, and a question; what ops take is measured as elsewhere."""
+    net, x, y = _net()
+    plain = copy.deepcopy(net)
+
+    def loss_of(net: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda x, y: F.cross_entropy(net(x), y) * (2 if x.sum() > 0 else 3)
+
+    def costs() -> list[list[int]]:
+        monkeypatch.setattr(measuring, "_known", {})
+        monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path / str(len([*tmp_path.iterdir()]))))
+        problem = checkmate.trace(loss_of(net), x, y)
+        return [problem.profile.workspace_bytes.tolist(), [*map(str, problem.profile.ways)]]
+
+    expected = costs()
+    step, found = checkmate.compile(loss_of(net), budget="1 MB"), []
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        inside = costs()
+        for rows in (slice(None), slice(3)):
+            torch.manual_seed(1)
+            step(x[rows], y[rows]).backward()
+            found.append([p.grad for p in net.parameters()])
+            net.zero_grad()
+    for rows, grads in zip((slice(None), slice(3)), found, strict=True):
+        plain.zero_grad()
+        torch.manual_seed(1)
+        loss_of(plain)(x[rows], y[rows]).backward()
+        assert_same_bits(grads, [p.grad for p in plain.parameters()])
+    assert inside == expected
+    assert any("addmm" in event.name for event in profiler.events())
 
 
 def test_gradient_that_autograd_copies_is_counted() -> None:

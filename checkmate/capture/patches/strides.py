@@ -8,7 +8,7 @@ of a transposed one ``masked_fill``, ``scatter_add`` or ``cumsum`` make a contig
 kernel; into a part of a tensor ``normal`` draws in another order. While a step is captured, such a write is traced as
 itself, into a copy (`write_copy`); so is one to a tensor whose elements overlap in memory, each of which is written in
 turn. A write through an expanded tensor, or to windows of `Tensor.unfold`, does not find its way back to what these
-show: it is refused.
+show: it is refused, unless the expansion has nothing to repeat, which is then traced as another view.
 
 Of some kernels for the CPU PyTorch's description has other strides than the kernel's result. Where the formula that
 describes one names its operands in another order than the kernel, the wrong one decides; the backward then views what
@@ -113,6 +113,11 @@ def eager_strides() -> Iterator[None]:
 
     def keeping(mode: FunctionalTensorMode, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if not isinstance(op, torch._ops.OpOverload) or not op._schema.is_mutable:
+            if op is aten.expand.default and (leading := _only_leading(*args)) is not None:
+                result = functional(mode, aten.alias.default, types, args[:1])
+                for _ in range(leading):
+                    result = functional(mode, aten.unsqueeze.default, types, (result, 0))
+                return result
             result = functional(mode, op, types, args, kwargs)
             source = args[0] if args and getattr(op, "is_view", False) else None
             if isinstance(source, FunctionalTensor) and (op is aten.unfold.default or is_lost(source)):
@@ -164,6 +169,15 @@ def _depends_on_strides(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs
         with disable_proxy_modes_tracing():
             return twin is not None and _strides(twin(*args, **kwargs)) != _strides(x)
     return op not in _LIKE_POINTWISE and (twin is None or torch.Tag.pointwise not in twin.tags)
+
+
+def _only_leading(tensor: torch.Tensor, sizes: Sequence[Any], *_: Any) -> int | None:
+    """How many dimensions of size one an expansion puts in front, if it does no more than that; else None."""
+    leading = len(sizes) - tensor.dim()
+    if not all(isinstance(n, int) for n in (*sizes, *tensor.shape)) or any(n != 1 for n in sizes[:leading]):
+        return None
+    kept = all(n in (-1, size) for n, size in zip(sizes[leading:], tensor.shape, strict=True))
+    return leading if kept else None
 
 
 def _repeats(tensor: torch.Tensor) -> bool:

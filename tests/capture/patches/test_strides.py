@@ -264,6 +264,34 @@ def test_a_write_to_elements_that_overlap_writes_each_in_turn(name: str) -> None
 
 
 @pytest.mark.parametrize(
+    "expand",
+    [
+        lambda x: x.expand_as(x),
+        lambda x: x.expand(-1, 6),
+        lambda x: x.t().expand(1, 1, 6, 4)[0, 0, 1:],
+        lambda x: x.view(24).broadcast_to(1, 24)[0, 3:],
+    ],
+)
+def test_a_write_through_an_expansion_that_repeats_nothing(expand: Callable[[Tensor], Tensor]) -> None:
+    """Of an input, and of a tensor of the step. AOTAutograd loses it."""
+    weight = torch.randn(4, 6, requires_grad=True)
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        made, read = x * weight.detach(), expand(weight).square().mean()
+        for y in (x, made):
+            expand(y).mul_(0.5).add_(1)
+        return (made * weight).sum() + read, x * 1, made * 1
+
+    found = []
+    for run in (step, checkmate.compile(step, budget="1 MB", time_limit=1)):
+        weight.grad, x = None, torch.arange(24.0).view(4, 6)
+        results = run(x)
+        results[0].backward()
+        found.append((results, weight.grad, x))
+    assert_same_bits(found[1], found[0])
+
+
+@pytest.mark.parametrize(
     "write",
     [
         lambda y: y.expand(4, 6).zero_(),
