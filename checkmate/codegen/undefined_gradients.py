@@ -78,6 +78,9 @@ def keep_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
         direct = _functions(results)
         if not own or not all(f is None or type(f) in own for f in direct):  # the first call, or views of results
             direct = set(compiled_functions(results, args))
+            for function in direct:
+                if type(function) not in own:
+                    _need_nothing_for_nothing(function._forward_cls)
             own.update(map(type, direct))
         for function in direct:
             if function is not None:
@@ -87,8 +90,22 @@ def keep_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
     return keeping
 
 
+def _need_nothing_for_nothing(compiled: Any) -> None:
+    """Have a compiled function's backward do nothing where no gradient is defined, be its saved tensors gone or not.
+
+    Autograd comes to a step so that has overwritten an input of the next one, of which nothing needs the gradient.
+    """
+    backward = compiled.backward
+
+    def unless_undefined(ctx: Any, *grads: Any) -> Any:
+        undefined = all(grad is None for grad in tree_leaves(grads))
+        return (None,) * len(ctx.needs_input_grad) if undefined else backward(ctx, *grads)
+
+    compiled.backward = staticmethod(unless_undefined)
+
+
 def unreached(joint: fx.GraphModule, results: int) -> list[int]:
-    """Positions of inputs that a step reads and never differentiates, and neither writes to nor hands out.
+    """Positions of inputs that a step reads and never differentiates, and neither writes to nor hands out undetached.
 
     Args:
         joint: a joint graph of AOTAutograd; results: how many of its outputs are of the forward.
@@ -99,11 +116,19 @@ def unreached(joint: fx.GraphModule, results: int) -> list[int]:
     reached = [getattr(d, "grad_of", None) for grad, d in [*descs][results:] if isinstance(grad, fx.Node)]
     if not all(isinstance(found, PlainAOTInput) for found in reached):  # of a tensor that several inputs are views of
         return []
-    seen = {storage(t) for n in leaf_nodes(outputs[:results]) for t in tensors(n.meta.get("val"))}
+    handed_out = [n for n in leaf_nodes(outputs[:results]) if not _is_detached(n)]
+    seen = {storage(t) for n in handed_out for t in tensors(n.meta.get("val"))}
     seen |= {storage(t) for n in joint.graph.nodes for a in written(n) for t in tensors(a.meta.get("val"))}
     given = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("desc"), PlainAOTInput)]
     without_gradient = [n for n in given if n.meta["desc"] not in reached]
     return [n.meta["desc"].idx for n in without_gradient if seen.isdisjoint(map(storage, tensors(n.meta.get("val"))))]
+
+
+def _is_detached(node: fx.Node) -> bool:
+    """Whether a view is one of a detached tensor."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view and node.target != aten.detach.default:
+        node = node.all_input_nodes[0]
+    return node.target == aten.detach.default
 
 
 def leave_unreached(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
@@ -186,13 +211,18 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
                 copies[node] = copy
         elif node.op == "output":
             graph.output(tuple(copies.get(n) if isinstance(n, fx.Node) else n for n in node.args[0])).meta = node.meta
-        elif given and not any(n in copies for n in given):
+        elif given and not any(n in copies for n in (node.all_input_nodes if _is_accumulation(node) else given)):
             continue
         elif (term := _only_term(node, copies)) is not None:
             copies[node] = copies[term]
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n] if n in copies else _zeros(graph, n))
     return without_dead_code(module, graph)
+
+
+def _is_accumulation(node: fx.Node) -> bool:
+    """Whether autograd adds two gradients here, one of which may depend on none that is handed in (of `torch.round`)."""
+    return bool(node.meta.get("is_gradient_acc"))
 
 
 def _only_term(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node | None:

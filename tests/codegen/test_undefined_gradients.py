@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
@@ -94,6 +95,39 @@ def test_what_a_step_reads_and_never_differentiates_is_left_alone() -> None:
     assert read.grad is source.grad is None
     torch.autograd.backward((step(torch.ones(3)), read.sum()))
     assert seen[1:] == [3.0, 6.0]
+
+
+def test_what_is_handed_out_detached_is_left_alone_too() -> None:
+    read, trained, seen = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True), []
+    read.register_hook(seen.append)
+    step = checkmate.compile(lambda: ((trained * 2).sum(), read.detach().view(3, 1)), budget="1 MB")
+    step()[0].backward()
+    assert seen == []
+    assert_same_bits(step()[1], torch.ones(3, 1))
+
+
+def test_a_buffer_that_holds_the_graph_of_the_step_before() -> None:
+    """It is overwritten by what needs a gradient, and the loss does not depend on it: plain PyTorch trains."""
+    weight = torch.ones(3, requires_grad=True)
+
+    def step(buffer: Tensor) -> Tensor:
+        buffer.copy_(weight.mean())
+        return weight.square().sum()
+
+    for run in (step, checkmate.compile(step, budget="1 MB")):
+        weight.grad, buffer = None, torch.zeros(2, 3)
+        for _ in range(3):
+            run(buffer).backward()
+        assert_same_bits(weight.grad, torch.full((3,), 6.0))
+        assert buffer.requires_grad
+
+
+def test_a_gradient_of_zeros_is_one_where_another_is_not_defined() -> None:
+    """The gradient of ``round`` depends on none that is handed in, and a second result has none."""
+    x = torch.tensor([1.2, -0.7], requires_grad=True)
+    step = lambda: (x.round().sum(), F.hardsigmoid(x))  # noqa: E731
+    found = [torch.autograd.grad(run()[0], x) for run in (checkmate.compile(step, budget="1 MB"), step)]
+    assert_same_bits(*found)
 
 
 def test_an_earlier_compiled_step_is_left_as_it_is() -> None:

@@ -108,8 +108,16 @@ def _no_flags(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     return None if on_gpu or answer_of(tx.output.compiler_fn) is None else NullContextVariable()
 
 
+def _dropout_of_nothing(self: Any, tx: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Dynamo's call of dropout: of no elements it is the tensor itself, of a type that has no draws, too; else None."""
+    x = kwargs.get("input", x)
+    is_known = x is not None and x.is_tensor() and isinstance(x.realize().size, tuple)
+    return x if is_known and answer_of(tx.output.compiler_fn) is not None and 0 in x.realize().size else None
+
+
 def _install() -> None:
     handlers = TorchInGraphFunctionVariable._get_handlers()
+    handlers |= dict.fromkeys((torch.dropout, torch.nn.functional.dropout), _dropout_of_nothing)
     for function in handlers.keys() & {torch.addcdiv, torch._foreach_lerp_, torch._foreach_pow}:
         handlers[function] = _whole(handlers[function])
     handlers[torch.backends.cudnn.flags] = _no_flags

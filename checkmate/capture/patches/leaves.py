@@ -44,23 +44,38 @@ def refuse_lost_leaves(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     Raises:
         Unsupported: naming the line of the user's code.
     """
-    trains = any(isinstance(given, torch.Tensor) and given.requires_grad for given in inputs)
-    results = module.graph.output_node().all_input_nodes
-    kept = {storage(n.meta["example_value"]) for n in results if _requires_grad(n)}
-    for leaf, made in _leaves(module):
+    results = [n for n in module.graph.output_node().all_input_nodes if _requires_grad(n)]
+    kept = {storage(n.meta["example_value"]) for n in results}
+    leaves = [*_leaves(module)]
+    for leaf, made in leaves:
         hooked = any(getattr(user.target, "__name__", user.target) in _HOOKS for user in leaf.users)
-        if kept and not trains:
-            raise Unsupported(
-                f"{where(made)}: the result needs a gradient only for an intermediate that is given "
-                "requires_grad_(), which trains nothing: no parameter or input needs one. To have the gradient, "
-                "compute the intermediate outside, and pass it in with requires_grad_()."
-            )
         if _requires_grad(leaf) and (hooked or storage(leaf.meta["example_value"]) in kept):
             raise Unsupported(
                 f"{where(made)}: an intermediate is given requires_grad_() and its gradient is asked for, by a "
                 "hook or outside of the step. Only inputs, parameters and results have one of their own: compute "
                 "the intermediate outside, and pass it in with requires_grad_()."
             )
+    if leaves and not {*results} <= _trains(module, inputs):
+        raise Unsupported(
+            f"{where(leaves[0][1])}: a result needs a gradient only for an intermediate that is given "
+            "requires_grad_(), which trains nothing: no parameter or input needs one. To have the gradient, "
+            "compute the intermediate outside, and pass it in with requires_grad_()."
+        )
+
+
+def _trains(module: fx.GraphModule, inputs: Sequence[Any]) -> set[fx.Node]:
+    """Which nodes of a graph depend on an input that needs a gradient by what needs one."""
+    found = {
+        node
+        for node, given in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False)
+        if isinstance(given, torch.Tensor) and given.requires_grad
+    }
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value")
+        needs = not isinstance(value, torch.Tensor) or value.requires_grad  # the results of a part, or it is not known
+        if node.op == "get_attr" or (needs and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
 
 
 def _leaves(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -14,11 +14,10 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.joint import Joint
-from checkmate.capture.nodes import is_view, leaf_nodes
+from checkmate.capture.nodes import leaf_nodes
 from checkmate.capture.ways.table import first_result, is_whole, positions_to_try
 
 aten = torch.ops.aten
-_OF_ZEROS = (aten.add, aten.sub, aten.mul, aten.div, aten.linalg_cross)  # ATen's BinaryOps.cpp, key ZeroTensor
 
 
 class Reason(Enum):
@@ -94,15 +93,14 @@ def reason_against(joint: Joint, k: int, argument: fx.Node, shown: Collection[in
 
 
 def _may_be_zeros(node: fx.Node) -> bool:
-    """Whether PyTorch may make it of zeros without memory without giving them any: a product, a sum, a view."""
+    """Whether it depends on zeros without memory: of those ATen makes others, in sums, products, ``dot`` and views."""
     zeros = node.graph.find_nodes(op="call_function", target=aten._efficientzerotensor.default)
     front, seen = {node} if zeros else set(), set[fx.Node]()
     while front:
         if not front.isdisjoint(zeros):
             return True
         seen |= front
-        made = [n for n in front if getattr(n.target, "overloadpacket", None) in _OF_ZEROS or is_view(n)]
-        front = {n for one in made for n in one.all_input_nodes} - seen
+        front = {n for made in front for n in made.all_input_nodes} - seen
     return False
 
 

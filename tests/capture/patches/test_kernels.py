@@ -82,6 +82,7 @@ def test_dropout_of_everything_draws_nothing() -> None:
 
     def step(x: Tensor) -> Tensor:
         F.dropout(x, 1.0)  # nothing reads it
+        assert F.dropout(x[:0].cfloat(), 0.5).is_complex()
         read = F.dropout(x / 0, 1.0), F.dropout(x.detach().transpose(0, 1), 1.0), F.dropout(x[:0], 0.5)
         attention = F.scaled_dot_product_attention(x, x, x, dropout_p=1.0)
         return x.square().sum() + sum(part.nan_to_num(2.0).sum() for part in (*read, attention, layers(x)[0]))

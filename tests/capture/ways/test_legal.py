@@ -100,6 +100,17 @@ def test_zeros_without_memory_are_not_written_over() -> None:
     assert _reasons(step, aten.mul.Tensor, X)[0] == (Reason.ZEROS, None)
 
 
+def test_a_step_with_a_forward_derivative_runs() -> None:
+    """Its products are of such zeros: ``dot`` with them is one more."""
+
+    def step(x: Tensor) -> Tensor:
+        return torch.func.jvp(lambda u: (u @ x).square().sum(), (x,), (torch.ones_like(x),))[1]
+
+    x = torch.arange(1.0, 9.0, requires_grad=True)
+    found = [torch.autograd.grad(run(x), x) for run in (checkmate.compile(step, budget="1 MB"), step)]
+    assert_same_bits(*found)
+
+
 def test_a_gradient_that_autograd_takes_is_made_over_another() -> None:
     """What is made may go to anybody: it is what is written over that must be nobody's."""
     joint = _joint(lambda x, y: ((x @ y).tanh() @ y).sum(), X, torch.randn(8, 8))
