@@ -221,7 +221,7 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
 
 
 def _is_accumulation(node: fx.Node) -> bool:
-    """Whether autograd adds two gradients here, one of which may depend on none that is handed in (of `torch.round`)."""
+    """Whether autograd adds two gradients here; that of `torch.round` depends on none that is handed in."""
     return bool(node.meta.get("is_gradient_acc"))
 
 

@@ -35,6 +35,8 @@ from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from checkmate.capture.patches.statistics import MAKES_STATISTICS, other_types
+
 aten = torch.ops.aten
 _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
 _LIKE_POINTWISE = {*_FILLS, aten.hardswish_.default}  # in all but their tag
@@ -276,11 +278,19 @@ def _strides_of_the_kernel(op: Any, given: Sequence[Any], result: torch.Tensor) 
 
 
 def _as_the_kernels_lay_out(describe: Callable[..., Any]) -> Callable[..., Any]:
-    """What finds the fake result of an op, with the strides of the CPU's kernel."""
+    """What finds the fake result of an op, with the strides and the types of the CPU's kernel."""
 
     @wraps(describe)
     def described(mode: FakeTensorMode, op: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         results = describe(mode, op, types, args, kwargs)
+        if op in MAKES_STATISTICS and args[0].device.type == "cpu":
+            names = [a.name for a in op._schema.arguments]
+            given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
+            with mode:
+                return tuple(
+                    made if kind is None else lay_out(made, (*made.shape,), made.stride(), kind)
+                    for made, kind in zip(results, other_types(op, given, results), strict=True)
+                )
         if op not in _DESCRIBED_WRONG:
             return results
 

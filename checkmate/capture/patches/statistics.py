@@ -1,0 +1,58 @@
+"""The types of what normalizations make on the CPU in mixed precision, where PyTorch describes others.
+
+Of an input in half precision and parameters in float32, as under autocast, the kernels make means and deviations in
+float32 (ATen's ``mixed_data_type.h``: the first parameter that is given decides). PyTorch's descriptions have them in
+the input's type, and the gradient of a group norm's input in float32, which the kernel makes in the input's. A plan
+would count other bytes, and a backward could not be measured with what is described.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+Types = list[torch.dtype | None]  # of each result; None: as described
+
+
+def _statistics(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.dtype:
+    """The type of means and deviations: the input's, or float32 if it is mixed with parameters of another type."""
+    given = next((p for p in parameters if p is not None), x)
+    return x.dtype if given.dtype == x.dtype else torch.float32
+
+
+def _layer_or_group_norm(given: Mapping[str, Any]) -> Types:
+    return [None, *[_statistics(given["input"], given["weight"], given["bias"])] * 2]
+
+
+def _group_norm_backward(given: Mapping[str, Any]) -> Types:
+    return [given["input"].dtype, None, None]
+
+
+def _batch_norm(given: Mapping[str, Any]) -> Types:
+    running = given["running_mean"], given["running_var"]
+    made = _statistics(given["input"], given["weight"], given["bias"], *running)
+    return [None, made, made, *(t.dtype for t in running)]
+
+
+_TYPES: dict[Any, Callable[[Mapping[str, Any]], Types]] = {
+    aten.native_layer_norm.default: _layer_or_group_norm,
+    aten.native_group_norm.default: _layer_or_group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+}
+MAKES_STATISTICS = _TYPES.keys()
+
+
+def other_types(op: Any, given: Mapping[str, Any], results: Sequence[torch.Tensor | None]) -> Types:
+    """The types of what an op in `MAKES_STATISTICS` makes on the CPU; None where they are as described.
+
+    Args:
+        op: the op.
+        given: its arguments, by name.
+        results: what PyTorch describes.
+    """
+    found = zip(results, _TYPES[op](given), strict=True)
+    return [kind if described is not None and kind != described.dtype else None for described, kind in found]

@@ -1,0 +1,88 @@
+"""What normalizations make has the types of the kernels, in mixed precision too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import checkmate
+from checkmate.capture.patches import strides as _strides  # noqa: F401  # which describes results
+
+aten = torch.ops.aten
+HALVES = [torch.bfloat16, torch.float16]
+LAYER, GROUPS = (4, 5, 8), (4, 8, 6, 6)
+
+
+def _ones(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+CALLS: dict[str, Callable[[torch.dtype, torch.dtype], tuple[Tensor | None, ...]]] = {
+    "layer": lambda x, w: aten.native_layer_norm(_ones(x, *LAYER), [8], _ones(w, 8), _ones(w, 8), 1e-5),
+    "layer without parameters": lambda x, w: aten.native_layer_norm(_ones(x, *LAYER), [8], None, None, 1e-5),
+    "layer with a bias": lambda x, w: aten.native_layer_norm(_ones(x, *LAYER), [8], None, _ones(w, 8), 1e-5),
+    "groups": lambda x, w: aten.native_group_norm(_ones(x, *GROUPS), _ones(w, 8), _ones(w, 8), 4, 8, 36, 2, 1e-5),
+    "gradients of groups": lambda x, w: aten.native_group_norm_backward(
+        _ones(x, *GROUPS), _ones(x, *GROUPS), _ones(w, 4, 2), _ones(w, 4, 2), _ones(w, 8), 4, 8, 36, 2, [True] * 3
+    ),
+    "gradients of groups' parameters": lambda x, w: aten.native_group_norm_backward(
+        _ones(x, *GROUPS),
+        _ones(x, *GROUPS),
+        _ones(w, 4, 2),
+        _ones(w, 4, 2),
+        _ones(w, 8),
+        4,
+        8,
+        36,
+        2,
+        [False, True, True],
+    ),
+    "batch": lambda x, w: aten._native_batch_norm_legit_functional(
+        _ones(x, *GROUPS), _ones(w, 8), _ones(w, 8), _ones(w, 8), _ones(w, 8), True, 0.1, 1e-5
+    ),
+    "batch without parameters": lambda x, w: aten._native_batch_norm_legit_functional(
+        _ones(x, *GROUPS), None, None, _ones(w, 8), _ones(w, 8), True, 0.1, 1e-5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_types_are_those_of_the_kernel(name: str) -> None:
+    for dtype in (*HALVES, torch.float32):
+        for parameters in {dtype, torch.float32}:
+            real = CALLS[name](dtype, parameters)
+            with FakeTensorMode():
+                described = CALLS[name](dtype, parameters)
+            about = [[t is not None and (t.dtype, t.shape, t.stride()) for t in made] for made in (described, real)]
+            assert about[0] == about[1], (dtype, parameters)
+
+
+NORMS = {
+    "layer": lambda: nn.LayerNorm([16, 6, 6]),
+    "groups": lambda: nn.GroupNorm(4, 16),
+    "batch": lambda: nn.BatchNorm2d(16),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_peaks_under_autocast_are_predicted_to_the_byte(
+    name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which `checkmate.verify` checks, with the bits; and each op is measured."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3), NORMS[name](), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), NORMS[name](), nn.ReLU()]
+    net = nn.Sequential(*layers)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype):
+            return net(x).float().square().mean()
+
+    report = checkmate.verify(step, torch.randn(4, 3, 8, 8), budget="1 MB")
+    assert report.predicted_peak == report.measured_peak
+    assert "estimated" not in caplog.text
