@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import checkmate
 from checkmate.errors import Unsupported
@@ -83,6 +83,60 @@ def test_the_bits_of_plain_pytorch(step: Callable[[Tensor], Tensor]) -> None:
     assert_same_bits([*train(compiled)], expected)
     if step in (_masked, _noisy):
         assert len(compiled.plans) == 1
+
+
+class _Blocks(nn.Module):
+    """As BigBird draws the blocks that each head attends to: in a method, by another one, after a seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.heads, self.calls = nn.Parameter(WEIGHT.detach().clone()), 2, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        np.random.seed(3)  # noqa: NPY002
+        blocks = torch.tensor(np.stack(self.drawn(5)))
+        chosen = [x[rows] @ self.weight for rows in blocks]
+        more = x[torch.as_tensor(self.counted(5))] @ self.weight
+        return torch.stack([*chosen, more]).square().sum()
+
+    def drawn(self, size: int) -> list[Any]:
+        return [self.row(size) for _ in range(self.heads)] if self.training else [np.arange(3)] * self.heads
+
+    def row(self, size: int) -> Any:
+        return np.random.permutation(size)[:3]  # noqa: NPY002
+
+    def counted(self, size: int) -> Any:
+        return np.sort(np.random.permutation(size)[:3])  # noqa: NPY002
+
+
+def test_a_method_of_a_module_that_draws() -> None:
+    torch.manual_seed(0)
+    model, x = _Blocks(), torch.randn(5, 4)
+    found = []
+    for run in (model, checkmate.compile(model, budget="1 MB", time_limit=0.3)):
+        np.random.seed(0)  # noqa: NPY002
+        losses = [run(x) for _ in range(3)]
+        model.eval()
+        losses.append(run(x))
+        model.train()
+        grads = [torch.autograd.grad(loss, model.weight) for loss in losses]
+        found.append((losses, grads, np.random.get_state()[1:3]))  # noqa: NPY002
+    assert_same_bits(found[1], found[0])
+
+
+def test_a_step_that_draws_is_not_called_to_be_captured() -> None:
+    """It is given nothing, and a call of it as it is would update the statistics of a batch norm."""
+    x, found = torch.randn(5, 4), []
+    for wrap in (lambda step: step, lambda step: checkmate.compile(step, budget="1 MB", time_limit=0.3)):
+        norm = nn.BatchNorm1d(4)
+
+        def step(norm: nn.Module = norm) -> Tensor:
+            noise = np.random.rand(5, 4)  # noqa: NPY002
+            return (norm(x) * torch.from_numpy(noise).float()).square().sum()
+
+        np.random.seed(0)  # noqa: NPY002
+        found.append((wrap(step)(), [*norm.buffers()]))
+    assert_same_bits(found[1], found[0])
 
 
 def test_a_trace_draws_nothing() -> None:
