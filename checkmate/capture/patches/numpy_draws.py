@@ -3,10 +3,10 @@
 Dynamo captures ``np.random.rand(3)`` as a draw of torch's generator, which has other numbers. Here a function of
 constants that draws so is not followed: it is called as it is, by plain NumPy, before each step, in the order of the
 program, and hands in its array as an input of the captured graph. That is one of NumPy's own, or one of the user's that
-names ``np.random``, such as the masks of SpecAugment and of BigBird; a method of a module, too, if it sets no attribute.
-Importing this module has Dynamo do so in what our backends capture. Where such a function is given tensors, names
-PyTorch or what it computes with, or returns no number, array or arrays of one shape, Dynamo follows it, and the draw
-is refused when it is met.
+names ``np.random``, such as the masks of SpecAugment and of BigBird; a method of a module, too, if it sets no
+attribute. Importing this module has Dynamo do so in what our backends capture. Where such a function is given tensors,
+names PyTorch or what it computes with, or returns no number, array or arrays of one shape, Dynamo follows it, and the
+draw is refused when it is met.
 """
 
 from __future__ import annotations
