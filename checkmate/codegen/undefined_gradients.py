@@ -132,12 +132,18 @@ def _is_detached(node: fx.Node) -> bool:
 
 
 def leave_unreached(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
-    """Keep a step's backward from inputs that get no gradient: their hooks are not called, nor is what made them."""
+    """Keep a step's backward from inputs that get no gradient: their hooks are not called, nor is what made them.
+
+    Unless no input gets one: results still need a gradient then, of which nothing comes.
+    """
     if not positions:
         return run
+    left = {*positions}
 
     @wraps(run)
     def leaving(*args: Any) -> Any:
+        if not any(isinstance(arg, torch.Tensor) and arg.requires_grad and i not in left for i, arg in enumerate(args)):
+            return run(*args)
         given = [*args]
         for i in positions:
             given[i] = args[i].detach() if isinstance(args[i], torch.Tensor) and args[i].requires_grad else args[i]

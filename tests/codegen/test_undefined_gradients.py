@@ -106,6 +106,14 @@ def test_what_is_handed_out_detached_is_left_alone_too() -> None:
     assert_same_bits(step()[1], torch.ones(3, 1))
 
 
+def test_a_step_that_leads_to_no_gradient_can_be_differentiated() -> None:
+    """The sign of a determinant needs one, and has none for the matrix."""
+    matrix = torch.eye(3, requires_grad=True)
+    step = checkmate.compile(lambda: torch.slogdet(matrix)[0] * 2.0, budget="1 MB")
+    step().backward()
+    assert matrix.grad is None
+
+
 def test_a_buffer_that_holds_the_graph_of_the_step_before() -> None:
     """It is overwritten by what needs a gradient, and the loss does not depend on it: plain PyTorch trains."""
     weight = torch.ones(3, requires_grad=True)
