@@ -23,6 +23,7 @@ from checkmate.capture.splits.loss import (
 )
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
+from tests.support.products import OneOrder
 
 aten = torch.ops.aten
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -58,6 +59,7 @@ def _in_parts(
 def test_random_losses_have_the_bits_of_plain_pytorch(
     dtype: torch.dtype, upcast: bool, seed: int, threads: int
 ) -> None:
+    """If its products have them: those of some processors have not, in some shapes, which a trial finds."""
     draw = random.Random(f"{dtype} {upcast} {seed}")
     rows, depth, classes = draw.choice([64, 127, 200, 513]), draw.choice([24, 64, 100]), draw.choice([101, 1000, 3001])
     parts, how, scale = draw.choice([2, 4, 16]), draw.choice(list(REDUCTIONS)), draw.choice([0.1, 3.0])
@@ -67,11 +69,12 @@ def test_random_losses_have_the_bits_of_plain_pytorch(
     y = torch.randint(classes, (rows,))
     y[: rows // 3 : 2] = -100
     leaves = [tensor.clone().requires_grad_() for tensor in (h, w, b) if tensor is not None]
-    logits = F.linear(*leaves)
-    loss = F.cross_entropy(logits.float() if upcast else logits, y, reduction=how)
-    grads = torch.autograd.grad(loss.sum(), leaves)
     kept = draw.random() < 0.5
-    made = _in_parts(h, w, b, y, torch.float32 if upcast else dtype, parts, REDUCTIONS[how], kept=kept)
+    with OneOrder():
+        logits = F.linear(*leaves)
+        loss = F.cross_entropy(logits.float() if upcast else logits, y, reduction=how)
+        grads = torch.autograd.grad(loss.sum(), leaves)
+        made = _in_parts(h, w, b, y, torch.float32 if upcast else dtype, parts, REDUCTIONS[how], kept=kept)
     assert_same_bits(made, [loss.detach(), *grads])
 
 

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 import checkmate
 from checkmate.backends.in_parts import joint_of
+from checkmate.backends.state import same_bits
 from checkmate.capture.splits import loss as functions
 from checkmate.capture.splits import trial
 from checkmate.capture.splits.find_loss import Loss, losses
+from checkmate.capture.splits.loss import length, slices
 from checkmate.capture.splits.write_loss import SPLITS, Split, splits_of
+from tests.support.products import OneOrder
 from tests.support.sampling import few
 
 ROWS, LENGTH, DEPTH, CLASSES = 3, 37, 24, 301  # none a power of two
@@ -74,6 +77,14 @@ def _loss(kind: str, dtype: torch.dtype, *, bias: bool) -> Loss:
     return loss
 
 
+@pytest.fixture
+def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that are tried have equal bits in parts, on each processor, and nothing was tried before."""
+    monkeypatch.setattr(trial, "_disable_current_modes", OneOrder)
+    monkeypatch.setattr(trial, "_tried", {})
+
+
+@pytest.mark.usefixtures("one_order")
 @pytest.mark.parametrize(
     ("kind", "threads", "dtype"),
     [
@@ -96,6 +107,18 @@ def test_each_kind_has_the_bits_of_plain_pytorch(
     assert all(equal), equal
 
 
+def test_products_that_have_other_bits_in_parts_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this processor may have them or not: the trial says what they do."""
+    loss = _loss("scaled", torch.float32, bias=False)
+    monkeypatch.setattr(trial, "_tried", {})
+    a, b = torch.randn(ROWS * LENGTH, DEPTH), torch.randn(CLASSES, DEPTH).t()
+    for split in splits_of([loss])[:4]:
+        rows = slices(len(a), length(len(a), split.parts, functions.ROWS))
+        if any(not same_bits(a[at] @ b, (a @ b)[at]) for at in rows):
+            assert not trial.same_bits_in_parts(loss, split)
+
+
+@pytest.mark.usefixtures("one_order")
 @pytest.mark.parametrize(
     ("name", "other"),
     [
