@@ -180,7 +180,7 @@ def _backward(how: dict[str, Any], step: Callable[..., Any], p: list[Tensor], x:
     elif kind == "hooks":
         handles = [t.register_hook(lambda g: g * 0.5) for t in p]
         handles.append(p[0].register_post_accumulate_grad_hook(lambda t: t.grad.mul_(3)))
-        handles += [t.register_hook(lambda g: g + 1) for t in results if t.requires_grad]
+        handles += [t.register_hook(lambda g: None if g is None else g + 1) for t in results if t.requires_grad]
         loss.backward()
         for handle in handles:
             handle.remove()

@@ -71,6 +71,8 @@ def _drawing(function: Callable[..., Any], expected: Described, place: str) -> C
 
 def _handed_in(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> VariableTracker | None:
     """What a function of constants returns, as an input of the captured graph; None: it has to be followed."""
+    if not all(a.is_python_constant() for a in (*args, *kwargs.values())):  # which Dynamo looks at from now on
+        return None
     given = [a.as_python_constant() for a in args], {name: a.as_python_constant() for name, a in kwargs.items()}
     before, torchs = np.random.get_state(), torch.get_rng_state()  # noqa: NPY002  # what users' code draws from
     np.random.set_state(vars(tx.output).get(_AFTER, before))  # noqa: NPY002
@@ -188,8 +190,7 @@ def _following(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(plain)
     def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        is_constant = is_ours(tx) and all(a.is_python_constant() for a in (*args, *kwargs.values()))
-        function = _outside(self) if is_constant else None
+        function = _outside(self) if is_ours(tx) else None
         result = None if function is None else _handed_in(tx, function, args, kwargs)
         return plain(self, tx, args, kwargs) if result is None else result
 
@@ -202,8 +203,7 @@ def _of_numpy(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         draws = is_ours(tx) and any(self.value is function for function in _DRAWS)
-        is_constant = draws and all(a.is_python_constant() for a in (*args, *kwargs.values()))
-        result = _handed_in(tx, self.value, args, kwargs) if is_constant else None
+        result = _handed_in(tx, self.value, args, kwargs) if draws else None
         return plain(self, tx, args, kwargs) if result is None else result
 
     return called

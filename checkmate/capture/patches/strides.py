@@ -127,7 +127,9 @@ def eager_strides() -> Iterator[None]:
             return result
         in_order = _rewrites(op, args)
         for tensor in written(op, args, kwargs or {}):
-            if isinstance(tensor, FunctionalTensor) and (is_lost(tensor) or (not in_order and _overlaps(tensor))):
+            if not isinstance(tensor, FunctionalTensor):
+                continue
+            if is_lost(tensor) or (_overlaps(tensor) and not (in_order and _is_read_nowhere_else(op, args, kwargs))):
                 raise RuntimeError(f"{_name(op)} writes to a tensor whose elements share memory")
         if in_order:
             given = pytree.tree_map_only(FunctionalTensor, FunctionalTensor.from_functional, (args, kwargs or {}))
@@ -146,6 +148,13 @@ def eager_strides() -> Iterator[None]:
         yield
     finally:
         FunctionalTensorMode.__torch_dispatch__ = functional  # type: ignore[method-assign]
+
+
+def _is_read_nowhere_else(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether the memory of what an op in place writes, its first argument, is that of no other argument."""
+    tensors = [t for t in pytree.tree_leaves((args, kwargs or {})) if isinstance(t, FunctionalTensor)]
+    bases = [id(t if t._base is None else t._base) for t in tensors]
+    return bases.count(bases[0]) == 1
 
 
 def _rewrites(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:

@@ -81,7 +81,8 @@ def _rule(node: fx.Node) -> Rule | None:
     if not isinstance(target, torch._ops.OpOverload):
         return _RULES.get(target)
     found = _RULES.get(target.overloadpacket)
-    if found is None and torch.Tag.pointwise in target.tags and not target._schema.is_mutable:
+    one = isinstance(node.meta.get("val"), torch.Tensor)  # `torch.frexp` makes two
+    if found is None and one and torch.Tag.pointwise in target.tags and not target._schema.is_mutable:
         return _pointwise
     return found
 

@@ -298,6 +298,7 @@ def test_a_write_through_an_expansion_that_repeats_nothing(expand: Callable[[Ten
         lambda y: y.expand(4, 6)[0].fill_(2),
         lambda y: y.unfold(0, 4, 1)[1].add_(1),
         lambda y: torch._foreach_add_([y.as_strided((2, 4), (1, 1))], 1.0),
+        lambda y: (windows := y.as_strided((2, 4), (1, 1))).add_(windows),  # which also reads what it has written
     ],
 )
 def test_a_write_to_elements_that_share_memory_is_refused(write: Callable[[Tensor], Any]) -> None:

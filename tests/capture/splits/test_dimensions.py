@@ -199,6 +199,11 @@ def test_a_part_of_rows_may_be_units_of_a_merged_dimension() -> None:
     assert split_of(node, 0, 0, 32) is None
 
 
+def test_an_elementwise_op_that_makes_two_has_no_parts() -> None:
+    node = node_of(aten.frexp.Tensor, (R(4, 8),))
+    assert split_of(node, 0, 0, 4) is None
+
+
 def test_a_split_along_what_is_summed_has_other_bits() -> None:
     """What a wrong rule would give is not offered."""
     graph = make_fx(lambda a, b: a.mm(b), tracing_mode="fake")(R(64, 300), R(300, 8)).graph
