@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._functorch._aot_autograd.descriptors import ForwardTokenAOTOutput
 from torch.utils._pytree import tree_leaves
 
 from checkmate.codegen.undefined_gradients import is_compiled
@@ -26,10 +27,11 @@ _NO_GRADIENT = {aten.detach.default, aten.alias.default}
 def computed_from(graph: fx.Graph, count: int) -> dict[int, tuple[int, ...]]:
     """Which of a graph's first outputs others of them are computed from: its position, with theirs.
 
-    Not counted is what passes through ``detach``.
+    Positions are those of autograd's node, which has no tokens of effects. What passes through a ``detach`` is left out.
     """
-    outputs: Any = graph.output_node().args[0]
-    position = {node: i for i, node in enumerate(outputs[:count]) if isinstance(node, fx.Node)}
+    output: Any = graph.output_node()
+    first = tokens_of(output, count)
+    position = {node: i for i, node in enumerate(output.args[0][first:count]) if isinstance(node, fx.Node)}
     users: dict[int, dict[int, None]] = {}
     for node, user in position.items():
         stack, seen = list(node.all_input_nodes), set[fx.Node]()
@@ -42,6 +44,11 @@ def computed_from(graph: fx.Graph, count: int) -> dict[int, tuple[int, ...]]:
                 users.setdefault(position[n], {})[user] = None
             stack += n.all_input_nodes
     return {i: tuple(sorted(found)) for i, found in users.items()}
+
+
+def tokens_of(output: fx.Node, count: int) -> int:
+    """How many of the first outputs of a joint graph are tokens of effects (of `torch.linalg`'s checks, say)."""
+    return sum(isinstance(desc, ForwardTokenAOTOutput) for desc in output.meta.get("desc", ())[:count])
 
 
 def refuse_watching(run: Callable[..., Any], users: Mapping[int, tuple[int, ...]]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from torch._functorch.partitioners import _is_tangent
 
 from checkmate.capture.nodes import ancestors
 from checkmate.codegen.arrival_order import arrivals
+from checkmate.codegen.result_hooks import tokens_of
 from checkmate.codegen.undefined_gradients import DEPTH, compiled_functions
 from checkmate.errors import Unsupported
 
@@ -32,7 +33,7 @@ def added_within(graph: fx.Graph, count: int) -> dict[int, list[set[int]]]:
     nothing is added are left out. ``count``: how many of the graph's outputs belong to the forward.
     """
     output: Any = graph.output_node()
-    position = {desc: i for i, desc in enumerate(output.meta["desc"][:count])}
+    position = {desc: i for i, desc in enumerate(output.meta["desc"][tokens_of(output, count) : count])}
     results = {n: position.get(getattr(n.meta.get("desc"), "output", None)) for n in graph.nodes if _is_tangent(n)}
     found: dict[int, list[set[int]]] = {}
     for tangent, result in results.items():

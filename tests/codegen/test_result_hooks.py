@@ -102,6 +102,20 @@ def test_results_side_by_side_or_detached_may_be_watched(net: nn.Module, batch: 
     assert_same_bits(*grads)
 
 
+def test_a_step_whose_graph_hands_on_a_token_of_effects() -> None:
+    """`torch.linalg` checks what it has computed, by an op with an effect: results come after its token."""
+    matrix = torch.eye(3, requires_grad=True)
+
+    def step() -> tuple[Tensor, Tensor]:
+        factor = torch.linalg.cholesky(matrix + matrix.mH)
+        return (factor * 2).sum(), factor
+
+    loss, factor = _compiled(step)()
+    factor.register_hook(lambda grad: None)
+    with pytest.raises(checkmate.Unsupported, match="has a hook"):
+        loss.backward()
+
+
 def test_computed_from() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from checkmate.capture.patches.statistics import MAKES_STATISTICS, other_types
+from checkmate.capture.patches.values_only import without_vectors
 
 aten = torch.ops.aten
 _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
@@ -120,6 +121,9 @@ def eager_strides() -> Iterator[None]:
                 for _ in range(leading):
                     result = functional(mode, aten.unsqueeze.default, types, (result, 0))
                 return result
+            made = without_vectors(op, args, kwargs or {}, lambda other, *given: functional(mode, other, types, *given))
+            if made is not None:
+                return made
             result = functional(mode, op, types, args, kwargs)
             source = args[0] if args and getattr(op, "is_view", False) else None
             if isinstance(source, FunctionalTensor) and (op is aten.unfold.default or is_lost(source)):

@@ -112,7 +112,9 @@ class _Op:
             part_args, part_kwargs = fx.node.map_arg((self.part.args, self.part.kwargs), some.__getitem__)
             found = _results(self.part.target(*part_args, **part_kwargs))  # type: ignore[operator]
             for dim, one, other in zip(self.split.results, made, found, strict=False):
-                if dim not in (None, SUMMED) and not _same(part_of(one, dim, *at), other):
+                if dim in (None, SUMMED) or one is None:  # a gradient that is not asked for
+                    continue
+                if not _same(part_of(one, dim, *at), other):
                     return inf
         return 0.0
 

@@ -1,0 +1,58 @@
+"""Singular values and eigenvalues without vectors, where plain PyTorch computes no vectors.
+
+``torch.linalg.svdvals`` and its like compute vectors if the gradient needs them, by another routine of LAPACK, which
+rounds otherwise. While they are traced PyTorch takes it that a gradient may be needed (ATen's
+``_may_require_fw_or_bw_grad`` says yes to each subclass of a tensor); here it is asked of the tensor itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import traceback
+
+aten = torch.ops.aten
+_VALUES = {  # functions that give values only, or are computed from these
+    *(torch.linalg.svdvals, torch.linalg.eigvals, torch.linalg.eigvalsh, torch.linalg.cond, torch.linalg.matrix_rank),
+    *(torch.linalg.matrix_norm, torch.linalg.norm, torch.norm, torch.functional.norm, torch.nuclear_norm),
+}
+Call = Callable[..., Any]
+
+
+def without_vectors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Any:
+    """What an op of a step makes without vectors; None: it is to be called as it is.
+
+    Args:
+        op, args, kwargs: the op, as it is traced.
+        call: calls an op with such arguments.
+    """
+    if op not in _OPS or _asks_for_vectors() or (args[0].requires_grad and torch.is_grad_enabled()):
+        return None
+    return _OPS[op](call, *args, **kwargs)
+
+
+def _asks_for_vectors() -> bool:
+    stack = traceback.get_current_meta().get("source_fn_stack") or [("", None)]
+    return stack[-1][1] not in _VALUES
+
+
+def _svd(call: Call, a: Any, full_matrices: bool = False, compute_uv: bool = True, **kwargs: Any) -> Any:
+    return call(aten._linalg_svd.default, (a, full_matrices, False), kwargs)
+
+
+def _eigh(call: Call, a: Any, uplo: str = "L", compute_v: bool = True) -> Any:
+    return call(aten._linalg_eigh.default, (a, uplo, False), {})
+
+
+def _eig(call: Call, a: Any) -> Any:
+    values = call(aten._linalg_eigvals.default, (a,), {})
+    return values, values  # nobody reads the vectors
+
+
+_OPS: dict[Any, Call] = {
+    aten._linalg_svd.default: _svd,
+    aten._linalg_eigh.default: _eigh,
+    aten.linalg_eig.default: _eig,
+}
