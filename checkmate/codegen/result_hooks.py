@@ -27,7 +27,7 @@ _NO_GRADIENT = {aten.detach.default, aten.alias.default}
 def computed_from(graph: fx.Graph, count: int) -> dict[int, tuple[int, ...]]:
     """Which of a graph's first outputs others of them are computed from: its position, with theirs.
 
-    Positions are those of autograd's node, which has no tokens of effects. What passes through a ``detach`` is left out.
+    Positions are those of autograd's node, which has no tokens of effects. What passes through ``detach`` is left out.
     """
     output: Any = graph.output_node()
     first = tokens_of(output, count)

@@ -4,7 +4,7 @@ Importing this module has Dynamo take these in what our backends capture, and in
 
 An `autograd.Function` that is given one tensor in several places has a gradient for each. Dynamo keeps one for each
 tensor; here every place but the first is given a view of it, so that autograd adds the gradients, in plain PyTorch's
-order.
+order. So is what Dynamo takes for a tensor that needs no gradient, and has come to need one.
 
 An intermediate that is given ``requires_grad_()`` is a leaf in plain PyTorch, which leaves a gradient with it. Dynamo
 refuses results that depend on one, since AOTAutograd computes gradients of the inputs only. Where nobody can ask for
@@ -150,11 +150,17 @@ def _given_views(apply: Callable[..., Any]) -> Callable[..., Any]:
 def _each_once(tx: Any, args: Sequence[Any]) -> list[Any]:
     given, first = [*args], [a.as_proxy().node if a.is_tensor() else None for a in args]
     for i in reversed(range(len(given))):  # autograd goes through nodes from the last made to the first
-        if first[i] is not None and first[i] in first[:i]:
+        if first[i] is not None and (first[i] in first[:i] or _needs_one_now(args[i], first[i])):
             given[i] = wrap_fx_proxy(
                 tx, tx.output.create_proxy("call_method", "view_as", (args[i].as_proxy(),) * 2, {})
             )
     return given
+
+
+def _needs_one_now(variable: Any, node: Any) -> bool:
+    """Whether a tensor needs a gradient that needed none when it was made: a view of what was written to since."""
+    value = node.meta.get("example_value")
+    return not variable.requires_grad and isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def _install() -> None:

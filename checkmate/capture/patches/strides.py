@@ -8,7 +8,8 @@ of a transposed one ``masked_fill``, ``scatter_add`` or ``cumsum`` make a contig
 kernel; into a part of a tensor ``normal`` draws in another order. While a step is captured, such a write is traced as
 itself, into a copy (`write_copy`); so is one to a tensor whose elements overlap in memory, each of which is written in
 turn. A write through an expanded tensor, or to windows of `Tensor.unfold`, does not find its way back to what these
-show: it is refused, unless the expansion has nothing to repeat, which is then traced as another view.
+show: it is refused, unless the expansion has nothing to repeat, which is then traced as another view. And a product of
+a list of tensors in place rounds its factors, as that which makes new tensors does not.
 
 Of some kernels for the CPU PyTorch's description has other strides than the kernel's result. Where the formula that
 describes one names its operands in another order than the kernel, the wrong one decides; the backward then views what
@@ -33,6 +34,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from checkmate.capture.patches.statistics import MAKES_STATISTICS, other_types
@@ -41,6 +43,7 @@ from checkmate.capture.patches.values_only import without_vectors
 aten = torch.ops.aten
 _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
 _LIKE_POINTWISE = {*_FILLS, aten.hardswish_.default}  # in all but their tag
+_ROUND_FACTORS = {aten._foreach_mul_.Scalar, aten._foreach_mul_.ScalarList}
 _IN_ORDER = {  # the strides are those that the kernel finds in its operands, the first one before the next
     aten.copysign.Tensor,
     aten.elu_backward.default,
@@ -129,6 +132,8 @@ def eager_strides() -> Iterator[None]:
             if isinstance(source, FunctionalTensor) and (op is aten.unfold.default or is_lost(source)):
                 repeated.update((view, True) for view in pytree.tree_leaves(result))
             return result
+        if op in _ROUND_FACTORS:
+            op, args, kwargs = aten._foreach_mul_.ScalarList, _with_rounded_factors(*args, *(kwargs or {}).values()), {}
         in_order = _rewrites(op, args)
         for tensor in written(op, args, kwargs or {}):
             if not isinstance(tensor, FunctionalTensor):
@@ -152,6 +157,16 @@ def eager_strides() -> Iterator[None]:
         yield
     finally:
         FunctionalTensorMode.__torch_dispatch__ = functional  # type: ignore[method-assign]
+
+
+def _with_rounded_factors(tensors: list[Any], by: Any) -> tuple[list[Any], list[Any]]:
+    """Tensors, and what each is multiplied by in place: of those in half precision it is rounded first."""
+    factors = by if isinstance(by, list) else [by] * len(tensors)
+    with _disable_current_modes():
+        return tensors, [
+            torch.tensor(factor, dtype=t.dtype).item() if t.dtype in (torch.bfloat16, torch.float16) else factor
+            for t, factor in zip(tensors, factors, strict=True)
+        ]
 
 
 def _is_read_nowhere_else(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Any) -> bool:

@@ -122,3 +122,29 @@ def test_attention_with_values_of_another_width() -> None:
     (expected,) = torch.autograd.grad(step(x), x)
     (found,) = torch.autograd.grad(checkmate.compile(step, budget="1 MB", time_limit=1)(x), x)
     assert same_bits(found, expected)
+
+
+class _Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return grad * b, grad * a
+
+
+def test_a_view_of_what_has_come_to_need_a_gradient() -> None:
+    """It was made before what it shows was multiplied by a parameter."""
+    weight = torch.arange(1.0, 5.0, requires_grad=True)
+
+    def step() -> Tensor:
+        made = torch.ones(4)
+        view = made.view(4)
+        made.mul_(weight)
+        return _Times.apply(view, weight).sum()
+
+    found = [torch.autograd.grad(run(), weight) for run in (checkmate.compile(step, budget="1 MB"), step)]
+    assert same_bits(*found[0], *found[1])

@@ -263,6 +263,23 @@ def test_a_write_to_elements_that_overlap_writes_each_in_turn(name: str) -> None
     assert_same_bits(found[1], found[0])
 
 
+def test_products_of_a_list_in_place_round_their_factors() -> None:
+    """In half precision, and those that make new tensors do not."""
+    weight = torch.ones(3, requires_grad=True)
+    numbers = torch.linspace(-3, 3, 300)
+
+    def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+        torch._foreach_mul_(list(tensors), -0.3)
+        torch._foreach_mul_(list(tensors), [0.7, 0.3, 1.1])
+        return weight.sum(), *torch._foreach_mul(list(tensors), 0.9)
+
+    found = []
+    for run in (step, checkmate.compile(step, budget="1 MB")):
+        tensors = [numbers.to(dtype, copy=True) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+        found.append(([t.detach() for t in run(*tensors)], tensors))
+    assert_same_bits(found[1], found[0])
+
+
 @pytest.mark.parametrize(
     "expand",
     [
