@@ -178,8 +178,8 @@ def _backward(how: dict[str, Any], step: Callable[..., Any], p: list[Tensor], x:
     elif kind == "gradient":
         loss.backward(torch.tensor(0.3 * i))
     elif kind == "hooks":
-        handles = [t.register_hook(lambda g: g * 0.5) for t in p]
-        handles.append(p[0].register_post_accumulate_grad_hook(lambda t: t.grad.mul_(3)))
+        handles = [t.register_hook(lambda g: None if g is None else g * 0.5) for t in p]
+        handles.append(p[0].register_post_accumulate_grad_hook(lambda t: None if t.grad is None else t.grad.mul_(3)))
         handles += [t.register_hook(lambda g: None if g is None else g + 1) for t in results if t.requires_grad]
         loss.backward()
         for handle in handles:
