@@ -33,7 +33,7 @@ from checkmate.capture import rewrite
 from checkmate.capture.device import main_device
 from checkmate.capture.nodes import is_collective, tensors
 from checkmate.capture.patches import recurrent
-from checkmate.capture.patches import strides as layouts
+from checkmate.capture.patches.results import strides as layouts
 from checkmate.capture.provenance import where
 from checkmate.codegen.boxed import boxed
 from checkmate.codegen.undefined_gradients import with_undefined

@@ -31,7 +31,7 @@ from checkmate.capture.nodes import (
     updated,
 )
 from checkmate.capture.numbers import DRAW_BYTES, check_sizes, hands_out_number, refuse_read
-from checkmate.capture.patches.strides import obeys_layout
+from checkmate.capture.patches.results.strides import obeys_layout
 from checkmate.capture.phases import Traced, let_overwrite, phases
 from checkmate.capture.provenance import where
 from checkmate.capture.rewrite import prepare

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
-from checkmate.capture.patches import strides as layouts
+from checkmate.capture.patches.results import strides as layouts
 from checkmate.capture.random_draws import DRAWS, draws
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")

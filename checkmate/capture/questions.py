@@ -40,7 +40,7 @@ from checkmate.capture.earlier_draws import (
     keeping_generators,
 )
 from checkmate.capture.meta_tensors import is_fake
-from checkmate.capture.patches.strides import lay_out
+from checkmate.capture.patches.results.strides import lay_out
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
 from checkmate.errors import Unsupported

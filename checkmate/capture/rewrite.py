@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from checkmate.capture.cudnn import expose_cudnn
 from checkmate.capture.nodes import done_with_gradients, has_effect
 from checkmate.capture.patches.recurrent import LAYER, lstm_layer
-from checkmate.capture.patches.strides import draw_copy, lay_out
+from checkmate.capture.patches.results.strides import draw_copy, lay_out
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import (
     DRAWS,

@@ -58,9 +58,11 @@ def _version(name: str) -> str | None:
 
 
 def _devices() -> dict[str, Any]:
-    """What PyTorch runs on, and whether its steps can have an arena."""
+    """What PyTorch runs on, whether its steps can have an arena, and what this version of it is not changed in."""
     import torch
 
+    from checkmate.backends import eager as _all_patches  # noqa: F401  # which puts them in place
+    from checkmate.capture.patches.fitting import LEFT_OUT
     from checkmate.memory import build
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -68,7 +70,7 @@ def _devices() -> dict[str, Any]:
         f"{torch.cuda.get_device_name(i)}, {format_bytes(torch.cuda.get_device_properties(i).total_memory)}"
         for i in range(count)
     ]
-    return {"threads": torch.get_num_threads(), "cuda": names, "arena": build.state()}
+    return {"threads": torch.get_num_threads(), "cuda": names, "arena": build.state(), "left out": LEFT_OUT}
 
 
 def _solver(wrong: list[str]) -> str:

@@ -20,7 +20,7 @@ from torch._functorch.partitioners import _is_primal
 from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.capture.nodes import is_collective, storage
-from checkmate.capture.patches.strides import lay_out, obeys_layout
+from checkmate.capture.patches.results.strides import lay_out, obeys_layout
 from checkmate.capture.phases import after_tangent
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported

@@ -43,8 +43,28 @@ PATCHES = (
         "selections", OURS, "Dynamo's x[mask] and its like", "how much a known mask selects is asked before the step"
     ),
     Patch("setting_up", OURS, "Dynamo's capture of a call", "what a first call sets up is done before the capture"),
-    Patch("statistics", PROCESS, "descriptions of normalizations", "their statistics have another type than described"),
-    Patch("strides", WITHIN, "AOTAutograd's functional form of writes in place", "a write leaves strides as they are"),
-    Patch("strides", PROCESS, "descriptions of some twenty kernels", "their results have other strides than described"),
-    Patch("values_only", WITHIN, "svdvals, eigvals and what uses them", "vectors that nobody needs round otherwise"),
+    Patch(
+        "results.statistics",
+        PROCESS,
+        "descriptions of normalizations",
+        "their statistics have another type than described",
+    ),
+    Patch(
+        "results.strides",
+        WITHIN,
+        "AOTAutograd's functional form of writes in place",
+        "a write leaves strides as they are",
+    ),
+    Patch(
+        "results.strides",
+        PROCESS,
+        "descriptions of some twenty kernels",
+        "their results have other strides than described",
+    ),
+    Patch(
+        "results.values_only",
+        WITHIN,
+        "svdvals, eigvals and what uses them",
+        "vectors that nobody needs round otherwise",
+    ),
 )

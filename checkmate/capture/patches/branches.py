@@ -31,6 +31,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from checkmate.capture.dependencies import needed_by, up_to
+from checkmate.capture.patches.fitting import wrap
 from checkmate.capture.patches.is_compiling import answer_of
 from checkmate.capture.provenance import where
 from checkmate.capture.questions import WITHOUT_TENSORS, CannotTellError, answer, decided
@@ -297,11 +298,6 @@ def _not_rewritten(detect: Callable[..., bool]) -> Callable[..., bool]:
     return found
 
 
-def wrap(holder: Any, name: str, around: Callable[[Any], Any]) -> None:
-    """Put a function of Dynamo's within another, for the process."""
-    setattr(holder, name, around(getattr(holder, name)))
-
-
 def _translators(kind: Any = InstructionTranslatorBase) -> Iterator[Any]:
     yield kind
     for special in kind.__subclasses__():
@@ -316,7 +312,7 @@ def _install() -> None:
                 table[code] = _jumping(table[code])
     wrap(symbolic_convert, "_detect_and_normalize_assert_statement", _not_rewritten)
     for kind in (TensorVariable, SymNodeVariable):
-        wrap(kind, "bool_impl", _truth)
+        wrap(kind, ("nb_bool_impl", "bool_impl"), _truth)
     wrap(SymNodeVariable, "evaluate_expr", _number)
     wrap(lists, "validate_sequence_index", _place_in_list)
     wrap(TensorVariable, "method_item", _item)

@@ -21,7 +21,8 @@ from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
-from checkmate.capture.patches.branches import is_ours, wrap
+from checkmate.capture.patches.branches import is_ours
+from checkmate.capture.patches.fitting import wrap
 from checkmate.capture.patches.is_compiling import answer_of
 
 _VALUES = "_checkmate_context_variables"  # on Dynamo's graph: those that the step has set, with their values

@@ -26,14 +26,18 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.misc import ExceptionVariable, LoggingLoggerVariable, StringFormatVariable
+from torch._dynamo.variables.misc import LoggingLoggerVariable, StringFormatVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedExceptionObjectVariable
 
-from checkmate.capture.patches.branches import RAISED, is_ours, raise_as_users, value_now, wrap
+from checkmate.capture.patches.branches import RAISED, is_ours, raise_as_users, value_now
+from checkmate.capture.patches.fitting import moved, wrap
 from checkmate.capture.patches.is_compiling import answer_of
 from checkmate.capture.questions import CannotTellError
 
 log = logging.getLogger("checkmate.capture.patches.logging_calls")
+ExceptionVariable: Any = moved(
+    "ExceptionVariable", "torch._dynamo.variables.exception", "torch._dynamo.variables.misc"
+)  # moved in 2.14 or 2.15
 _LOGS = re.compile(r"debug|info|warn|error|critical|exception|^log$")
 _NUMBER = re.compile(r"%[-+ #0-9.]*[diouxXeEfFgG]")
 _made_of: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # exceptions of the user's own classes

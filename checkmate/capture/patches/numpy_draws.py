@@ -30,7 +30,8 @@ from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, TensorVariable
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
-from checkmate.capture.patches.branches import is_ours, wrap
+from checkmate.capture.patches.branches import is_ours
+from checkmate.capture.patches.fitting import wrap
 from checkmate.capture.questions import AnotherAnswer
 
 Described = tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]

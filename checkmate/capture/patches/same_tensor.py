@@ -13,7 +13,8 @@ from typing import Any
 
 from torch._dynamo.variables.tensor import TensorVariable
 
-from checkmate.capture.patches.branches import is_ours, wrap
+from checkmate.capture.patches.branches import is_ours
+from checkmate.capture.patches.fitting import wrap
 
 _CONVERT = {
     *("to", "type", "type_as", "contiguous", "cpu", "cuda", "bool", "byte", "char", "short", "int", "long"),

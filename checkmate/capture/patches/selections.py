@@ -28,7 +28,8 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from checkmate.capture.patches.branches import decide, value_now, wrap
+from checkmate.capture.patches.branches import decide, value_now
+from checkmate.capture.patches.fitting import wrap
 from checkmate.capture.patches.is_compiling import Answer, answer_of
 from checkmate.capture.questions import CannotTellError
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
-from checkmate.capture.patches import strides as _strides  # noqa: F401  # which describes results
+from checkmate.capture.patches.results import strides as _strides  # noqa: F401  # which describes results
 
 aten = torch.ops.aten
 HALVES = [torch.bfloat16, torch.float16]

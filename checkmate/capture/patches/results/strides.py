@@ -37,8 +37,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from checkmate.capture.patches.statistics import MAKES_STATISTICS, other_types
-from checkmate.capture.patches.values_only import without_vectors
+from checkmate.capture.patches.results.statistics import MAKES_STATISTICS, other_types
+from checkmate.capture.patches.results.values_only import without_vectors
 
 aten = torch.ops.aten
 _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
