@@ -111,8 +111,9 @@ def _no_flags(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 def _dropout_of_nothing(self: Any, tx: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Dynamo's call of dropout: of no elements it is the tensor itself, of a type that has no draws, too; else None."""
     x = kwargs.get("input", x)
-    is_known = x is not None and x.is_tensor() and isinstance(x.realize().size, tuple)
-    return x if is_known and answer_of(tx.output.compiler_fn) is not None and 0 in x.realize().size else None
+    if x is None or answer_of(tx.output.compiler_fn) is None or not x.is_tensor() or not x.realize().valid_size():
+        return None
+    return x if any(type(n) is int and n == 0 for n in x.realize().size) else None
 
 
 def _install() -> None:
