@@ -49,7 +49,7 @@ LEGEND = """
 budget          bytes allowed at any moment of forward and backward, parameters, buffers and batch included
 predicted peak  what the plan says; measured peak: what the profiler saw PyTorch allocate
 recomputed      time of what runs again, in proportion to a step in which nothing does, as measured op by op
-gap             at most this share of the planned step could any other plan save: proven
+gap             at most this share of the planned step could any other schedule save: proven
 step, of plain  time of a step, and its ratio to plain PyTorch, timed in pairs
 losses          against plain PyTorch: losses, gradients, parameters, buffers and random state after all steps
 """
