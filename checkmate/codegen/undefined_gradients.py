@@ -228,7 +228,7 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
 
 def _is_accumulation(node: fx.Node) -> bool:
     """Whether autograd adds two gradients here; that of `torch.round` depends on none that is handed in."""
-    return bool(node.meta.get("is_gradient_acc"))
+    return node.target is aten.add.Tensor and bool(node.meta.get("is_gradient_acc"))  # and no region that ends with it
 
 
 def _only_term(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node | None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
+from checkmate.codegen.undefined_gradients import without
 from tests.support.bits import assert_same_bits
 
 
@@ -136,6 +138,17 @@ def test_a_gradient_of_zeros_is_one_where_another_is_not_defined() -> None:
     step = lambda: (x.round().sum(), F.hardsigmoid(x))  # noqa: E731
     found = [torch.autograd.grad(run()[0], x) for run in (checkmate.compile(step, budget="1 MB"), step)]
     assert_same_bits(*found)
+
+
+def test_a_region_that_ends_with_a_sum_of_gradients_is_not_defined_by_what_it_reads() -> None:
+    """It has the meta data of its last op, and a weight among what it reads."""
+    graph = fx.Graph()
+    weight, tangent = graph.placeholder("weight"), graph.placeholder("tangents_1")
+    region = graph.call_function(torch.maximum, (weight, tangent))
+    region.meta["is_gradient_acc"] = True
+    graph.output((region,))
+    (left,) = without(fx.GraphModule({}, graph), ["tangents_1"]).graph.output_node().args
+    assert left == (None,)
 
 
 def test_an_earlier_compiled_step_is_left_as_it_is() -> None:
