@@ -20,7 +20,7 @@ from checkmate.backends.overwritten import Needs, explain_writes, needs_of
 from checkmate.backends.plan_on import PlanOn
 from checkmate.backends.posed import problem_of, unread_bytes, with_second_memory, with_what_is_held
 from checkmate.backends.static_memory import Static, serving, within
-from checkmate.capture.autocast import Copies, keeping_copies
+from checkmate.capture.autocast import Copies, keeping_copies, refuse_products_within
 from checkmate.capture.device import BLOCK_BYTES, allocated_on, device_of
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
@@ -180,6 +180,7 @@ class Backend:
         refuse_nested(input_names(module), inputs)
         refuse_sizes_of_data(module)
         refuse_lost_leaves(module, inputs)
+        refuse_products_within(module)
         if isinstance(self.profile, Measure):
             _refuse_fakes(input_names(module), inputs)
         numbers = sources_of(module, self.numbers)

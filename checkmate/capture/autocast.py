@@ -27,6 +27,7 @@ aten = torch.ops.aten
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _DEVICES = "cpu", "cuda"
 _HALF = torch.bfloat16, torch.float16
+_WITH_PRODUCTS = torch.nn.functional.affine_grid, torch.affine_grid_generator, torch.bilinear
 _BY_HAND = {"to", "bfloat16", "half", "type", "type_as"}  # conversions that the user wrote
 
 
@@ -150,6 +151,34 @@ def _as_leaves(*weights: torch.Tensor) -> None:
     for weight in weights if proxy_tensor.get_proxy_mode() is not None else ():
         if weight.grad_fn is not None and not weight.grad_fn.next_functions:
             weight.detach_().requires_grad_()
+
+
+def refuse_products_within(module: fx.GraphModule) -> None:
+    """Refuse ops whose kernels multiply matrices by other ops, under autocast: it changes these, in plain PyTorch.
+
+    Captured as one op, they would be computed in float32.
+
+    Args:
+        module: the graph as Dynamo captured it.
+
+    Raises:
+        Unsupported: naming the line of the user's code.
+    """
+    around = any(map(torch.is_autocast_enabled, _DEVICES))
+    for part in module.modules():
+        graph = part.graph if isinstance(part, fx.GraphModule) else fx.Graph()
+        enabled = [around]  # by the regions that are entered
+        for node in graph.nodes:
+            if node.target is ENTER:
+                enabled.append(bool(node.args[2]))
+            elif node.target is EXIT:
+                enabled.pop()
+            elif node.target in _WITH_PRODUCTS and enabled[-1]:
+                raise Unsupported(
+                    f"{where(node)}: {node.name} under autocast, within which it multiplies matrices in half precision. "
+                    "Compute it outside of the block, or in one of torch.autocast(..., enabled=False)."
+                )
+        around = around or any(n.target is ENTER and n.args[2] for n in graph.nodes)  # for what is checkpointed
 
 
 @contextmanager

@@ -169,3 +169,25 @@ def test_a_weight_that_tracing_makes_another_one_of_is_converted_once_at_most(la
 
     with pytest.raises(checkmate.Unsupported, match=r"weight is used more than once.*and not through \.data"):
         checkmate.verify(step, x, budget="1 GB", time_limit=1)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_ops_that_multiply_matrices_within_are_refused(x: Tensor, checkpointed: bool) -> None:
+    """Plain PyTorch's autocast changes what their kernels call. Where it is off they are captured."""
+    theta, form = torch.randn(1, 2, 3, requires_grad=True), nn.Bilinear(8, 8, 2)
+
+    def step(enabled: bool, op: Callable[[], Tensor]) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            with autocast():
+                y = theta.flatten() @ theta.flatten()
+                with autocast(enabled=enabled):
+                    made = checkpoint(op, use_reentrant=False) if checkpointed else op()
+                return made.float().square().sum() + y
+
+        return run
+
+    for op in (lambda: F.affine_grid(theta, [1, 1, 3, 3], align_corners=False), lambda: form(x, x)):
+        with pytest.raises(checkmate.Unsupported, match=r"test_autocast\.py:\d+: .*enabled=False"):
+            checkmate.compile(step(True, op), budget="1 GB")(x)
+        if not checkpointed:
+            checkmate.verify(step(False, op), x, budget="1 GB", time_limit=1)
