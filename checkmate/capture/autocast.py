@@ -175,7 +175,7 @@ def refuse_products_within(module: fx.GraphModule) -> None:
                 enabled.pop()
             elif node.target in _WITH_PRODUCTS and enabled[-1]:
                 raise Unsupported(
-                    f"{where(node)}: {node.name} under autocast, within which it multiplies matrices in half precision. "
+                    f"{where(node)}: {node.name} under autocast multiplies matrices in half precision within it. "
                     "Compute it outside of the block, or in one of torch.autocast(..., enabled=False)."
                 )
         around = around or any(n.target is ENTER and n.args[2] for n in graph.nodes)  # for what is checkpointed
