@@ -140,6 +140,16 @@ def _names(function: types.FunctionType) -> set[str]:
     return {name for code in _parts(function.__code__) for name in code.co_names}
 
 
+def _held(function: types.FunctionType) -> Iterator[Any]:
+    """What a function holds: of the functions around it, and as defaults of its arguments."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is filled later
+            continue
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+
+
 def _is_of_torch(value: Any) -> bool:
     """Whether it is PyTorch, of PyTorch, or holds what PyTorch computes with."""
     if isinstance(value, (torch.Tensor, torch.nn.Module)):
@@ -157,7 +167,7 @@ def _draws(function: types.FunctionType) -> bool:
 def _reaches(function: types.FunctionType, module: torch.nn.Module | None) -> Iterator[Any]:
     """What a function names of its module, holds, and names of the module whose method it is."""
     yield from (function.__globals__.get(name) for name in _names(function))
-    yield from (cell.cell_contents for cell in function.__closure__ or ())
+    yield from _held(function)
     yield from (vars(module).get(name) for name in _names(function) if module is not None)
     for held in () if module is None else (module._parameters, module._buffers, module._modules):
         yield from (held.get(name) for name in _names(function))

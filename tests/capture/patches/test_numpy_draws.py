@@ -130,9 +130,13 @@ def test_a_step_that_draws_is_not_called_to_be_captured() -> None:
     for wrap in (lambda step: step, lambda step: checkmate.compile(step, budget="1 MB", time_limit=0.3)):
         norm = nn.BatchNorm1d(4)
 
-        def step(norm: nn.Module = norm) -> Tensor:
+        def normed(norm: nn.Module = norm) -> Tensor:
             noise = np.random.rand(5, 4)  # noqa: NPY002
-            return (norm(x) * torch.from_numpy(noise).float()).square().sum()
+            return norm(x + noise.astype(np.float32))
+
+        def step() -> Tensor:
+            later = normed()
+            return later.square().sum()
 
         np.random.seed(0)  # noqa: NPY002
         found.append((wrap(step)(), [*norm.buffers()]))
