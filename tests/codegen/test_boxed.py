@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkmate.codegen.boxed import _BINDINGS, boxed
+from tests.support.seen import Seen
 
 M, X, IMAGE = torch.rand(4, 4), torch.rand(2, 4, 4), torch.rand(1, 1, 4, 4)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -53,22 +53,10 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Seen(TorchDispatchMode):
-    """The ops that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("op", _BINDINGS, ids=str)
 def test_a_binding_runs_the_op_it_stands_for(op: torch._ops.OpOverload) -> None:
     name = op._schema.name.removeprefix("aten::")
-    with torch.no_grad(), _Seen() as seen:
+    with torch.no_grad(), Seen() as seen:
         _BINDINGS[op](*ARGUMENTS[name])
     assert seen.ops == [op]
 

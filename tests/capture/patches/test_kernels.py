@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkmate
 from checkmate.capture.patches.kernels import _folds
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import every
+from tests.support.seen import Seen
 
 X = (2, 3, 9, 7)
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -106,16 +105,6 @@ def test_decompositions_come_back(op: torch._ops.OpOverload) -> None:
     assert dict(op.py_kernels) == before
 
 
-class _Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 def test_products_take_the_kernel_of_eager() -> None:
     """Batches of random strides, and of one, times a vector or a matrix, from either side."""
     draw = random.Random(0)
@@ -129,6 +118,6 @@ def test_products_take_the_kernel_of_eager() -> None:
         other = draw.choice((torch.zeros(length), torch.zeros((2, length) if left else (length, 2))))
         other.requires_grad_(draw.random() < 0.2)
         x, y = (other, batches) if left else (batches, other)
-        with _Calls() as calls:
+        with Seen() as calls:
             torch.matmul(x, y)
         assert _folds(x, y, is_out=False) == (torch.ops.aten.bmm.default not in calls.ops)
