@@ -32,6 +32,11 @@ _BATCH = (  # ATen's should_fold, by which a batch of products becomes one produ
     "way or another by which saved tensors require a gradient, and those of a plan do not, so that the last digits "
     "may differ from plain PyTorch. Take the gradients one after another, or those of the plain step."
 )
+_OVERWRITTEN = (
+    "A call of the compiled step reads an input that an earlier call has overwritten with what needs a gradient, which "
+    "leads back into the earlier call, whose backward has run. Detach what is written: buffer.copy_(value.detach()), or "
+    "write under torch.no_grad()."
+)
 DEPTH = 3  # views between a result and what the compiled function returned
 
 
@@ -93,13 +98,22 @@ def keep_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
 def _need_nothing_for_nothing(compiled: Any) -> None:
     """Have a compiled function's backward do nothing where no gradient is defined, be its saved tensors gone or not.
 
-    Autograd comes to a step so that has overwritten an input of the next one, of which nothing needs the gradient.
+    Autograd comes to a step so that has overwritten an input of the next one, of which nothing needs the gradient. Where
+    something does, the step's backward would run once more: plain PyTorch goes through those of its ops that saved
+    nothing.
     """
-    backward = compiled.backward
+    backward, written = compiled.backward, compiled.metadata.num_mutated_inp_runtime_indices
 
     def unless_undefined(ctx: Any, *grads: Any) -> Any:
-        undefined = all(grad is None for grad in tree_leaves(grads))
-        return (None,) * len(ctx.needs_input_grad) if undefined else backward(ctx, *grads)
+        defined = [i for i, grad in enumerate(tree_leaves(grads)) if grad is not None]  # and no tensor: it is held here
+        if not defined:
+            return (None,) * len(ctx.needs_input_grad)
+        try:
+            return backward(ctx, *grads)
+        except RuntimeError as error:
+            if "second time" not in str(error) or max(defined) >= written:
+                raise
+            raise Unsupported(_OVERWRITTEN) from error
 
     compiled.backward = staticmethod(unless_undefined)
 

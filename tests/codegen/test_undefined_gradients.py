@@ -132,6 +132,25 @@ def test_a_buffer_that_holds_the_graph_of_the_step_before() -> None:
         assert buffer.requires_grad
 
 
+def test_a_gradient_that_leads_back_into_an_earlier_call_is_refused() -> None:
+    """Plain PyTorch trains: the subtraction saves nothing. A second backward of one call is PyTorch's error."""
+    weight, buffer = torch.ones(3, requires_grad=True), torch.zeros(3)
+
+    def step(buffer: Tensor) -> Tensor:
+        buffer.sub_(weight)
+        return buffer.sin().sum()
+
+    compiled = checkmate.compile(step, budget="1 MB")
+    compiled(buffer).backward()
+    loss = compiled(buffer)
+    with pytest.raises(checkmate.Unsupported, match=r"value\.detach\(\)"):
+        loss.backward()
+    again = compiled(torch.zeros(3))
+    again.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        again.backward()
+
+
 def test_a_gradient_of_zeros_is_one_where_another_is_not_defined() -> None:
     """The gradient of ``round`` depends on none that is handed in, and a second result has none."""
     x = torch.tensor([1.2, -0.7], requires_grad=True)
