@@ -44,6 +44,11 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
         "Of an expanded tensor, or of windows that overlap, several elements are one number in memory. Write to a "
         "copy, x.clone(), or to the tensor that it shows.",
     ),
+    (
+        r"changed the shape of a tensor in place",
+        "Tracing may lose track of that: write x = x.unsqueeze(0) in place of x.unsqueeze_(0). If the step fails "
+        "without checkmate as well, that is not the reason.",
+    ),
     (r"set_runtime_stats_and_log|of class `Reducer`", WRAP_OUTSIDE),  # what its forward calls first
     (
         r"`R?lock` context manager",

@@ -33,8 +33,8 @@ _BATCH = (  # ATen's should_fold, by which a batch of products becomes one produ
     "may differ from plain PyTorch. Take the gradients one after another, or those of the plain step."
 )
 _OVERWRITTEN = (
-    "A call of the compiled step reads an input that an earlier call has overwritten with what needs a gradient, which "
-    "leads back into the earlier call, whose backward has run. Detach what is written: buffer.copy_(value.detach()), or "
+    "A call of the compiled step reads an input that an earlier call has overwritten with what needs a gradient. It "
+    "leads back into that call, whose backward has run. Detach what is written, buffer.copy_(value.detach()), or "
     "write under torch.no_grad()."
 )
 DEPTH = 3  # views between a result and what the compiled function returned
@@ -98,9 +98,9 @@ def keep_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
 def _need_nothing_for_nothing(compiled: Any) -> None:
     """Have a compiled function's backward do nothing where no gradient is defined, be its saved tensors gone or not.
 
-    Autograd comes to a step so that has overwritten an input of the next one, of which nothing needs the gradient. Where
-    something does, the step's backward would run once more: plain PyTorch goes through those of its ops that saved
-    nothing.
+    Autograd comes to a step so that has overwritten an input of the next one, of which nothing needs the gradient.
+    Where something does, the step's backward would run once more: plain PyTorch goes through those of its ops that
+    saved nothing.
     """
     backward, written = compiled.backward, compiled.metadata.num_mutated_inp_runtime_indices
 
