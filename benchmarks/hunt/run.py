@@ -109,7 +109,12 @@ def train(
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    """A copy, every NaN as the same one: which it is IEEE 754 leaves open, and kernels do too."""
+    if not isinstance(value, Tensor):
+        return value
+    copy = value.detach().clone()
+    numbers = torch.view_as_real(copy.resolve_conj()) if copy.is_complex() else copy
+    return numbers.masked_fill(numbers.isnan(), torch.nan) if numbers.is_floating_point() else copy
 
 
 def _flat(result: Any) -> list[Tensor]:
