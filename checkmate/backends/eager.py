@@ -34,7 +34,7 @@ from checkmate.capture.patches.formulas import eager_formulas
 from checkmate.capture.patches.is_compiling import Answer
 from checkmate.capture.patches.kernels import eager_kernels
 from checkmate.capture.patches.leaves import refuse_lost_leaves
-from checkmate.capture.patches.results import reshaped as _reshaped  # noqa: F401  # Dynamo loses track of some
+from checkmate.capture.patches.results import fake_errors as _fake_errors  # noqa: F401  # it says which they are
 from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.questions import asking_first, taken_out

@@ -49,6 +49,11 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
         "Tracing may lose track of that: write x = x.unsqueeze(0) in place of x.unsqueeze_(0). If the step fails "
         "without checkmate as well, that is not the reason.",
     ),
+    (
+        r"It is given a tensor of no elements",
+        "Of such tensors tracing may refuse what the kernel takes: leave the op out where there is nothing to compute. "
+        "If the step fails without checkmate as well, that is not the reason.",
+    ),
     (r"set_runtime_stats_and_log|of class `Reducer`", WRAP_OUTSIDE),  # what its forward calls first
     (
         r"`R?lock` context manager",

@@ -43,7 +43,7 @@ PATCHES = (
         "selections", OURS, "Dynamo's x[mask] and its like", "how much a known mask selects is asked before the step"
     ),
     Patch("setting_up", OURS, "Dynamo's capture of a call", "what a first call sets up is done before the capture"),
-    Patch("results.reshaped", OURS, "Dynamo's description of results", "of shapes changed in place it loses track"),
+    Patch("results.fake_errors", OURS, "Dynamo's description of results", "some fail that kernels make"),
     Patch(
         "results.statistics",
         PROCESS,

@@ -1,9 +1,10 @@
-"""Where tracing loses track of a tensor whose shape was changed in place, that is said."""
+"""Errors of descriptions that kernels do not have are refused as what they are; others are PyTorch's own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import checkmate
@@ -22,7 +23,7 @@ def test_a_write_to_a_view_of_such_a_view_is_refused() -> None:
 
     assert step() == 16
     with pytest.raises(
-        checkmate.Unsupported, match=r"unsqueeze_ changed[^$]*test_reshaped.py:\d+[^$]*x\.unsqueeze\(0\)"
+        checkmate.Unsupported, match=r"unsqueeze_ changed[^$]*test_fake_errors.py:\d+[^$]*x\.unsqueeze\(0\)"
     ):
         checkmate.compile(step, budget="1 MB")()
 
@@ -40,3 +41,14 @@ def test_what_is_not_lost_is_captured() -> None:
     assert_same_bits(*found)
     with pytest.raises(RuntimeError, match=r"cannot be multiplied|must match|Expected size"):
         checkmate.compile(lambda: (weight * 1).unsqueeze_(0) @ torch.ones(7, 3), budget="1 MB")()
+
+
+def test_what_a_kernel_takes_of_no_elements_is_refused() -> None:
+    weight, nothing = torch.ones(1, 3, 2, requires_grad=True), torch.ones(1, 0, 3)
+
+    def step() -> Tensor:
+        return F.conv1d(nothing.bfloat16(), nothing[..., :2]).sum() + weight.sum()
+
+    assert step() == 6
+    with pytest.raises(checkmate.Unsupported, match=r"should be the same[^$]*no elements"):
+        checkmate.compile(step, budget="1 MB")()
