@@ -11,6 +11,7 @@ would call its hooks with None, so this one does not.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, wraps
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from checkmate.capture.nodes import leaf_nodes, storage, tensors, written
 from checkmate.capture.rewrite import without_dead_code
+from checkmate.capture.splits.parts import InParts
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.errors import Unsupported
 
@@ -215,34 +217,84 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
     """A backward as autograd runs it where the gradients in these placeholders are not defined.
 
     What depends on none but undefined ones is undefined; a sum with one is its other term; any other op that reads both
-    kinds reads zeros, as autograd's own do.
+    kinds reads zeros, as autograd's own do. A region that reads one runs at once, op by op.
     """
     names = set(missing)
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}  # of the nodes that are defined
-    depends: set[fx.Node] = set()  # on a gradient that is handed in
+    defined = _Defined(graph)
     for node in module.graph.nodes:
-        given = [n for n in node.all_input_nodes if n in depends]
-        if given or _is_tangent(node):
-            depends.add(node)
         if node.op == "placeholder":
             copy = graph.node_copy(node)
+            if _is_tangent(node):
+                defined.depends.add(node)
             if node.name not in names:
-                copies[node] = copy
+                defined.copies[node] = copy
         elif node.op == "output":
-            graph.output(tuple(copies.get(n) if isinstance(n, fx.Node) else n for n in node.args[0])).meta = node.meta
-        elif given and not any(n in copies for n in (node.all_input_nodes if _is_accumulation(node) else given)):
-            continue
-        elif (term := _only_term(node, copies)) is not None:
+            results = (defined.copies.get(n) if isinstance(n, fx.Node) else n for n in node.args[0])
+            graph.output(tuple(results)).meta = node.meta
+        else:
+            defined.visit(node)
+    return without_dead_code(module, graph)
+
+
+class _Defined:
+    """Writes what is defined of a backward."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.copies: dict[fx.Node, fx.Node] = {}  # of the nodes that are defined
+        self.depends: set[fx.Node] = set()  # on a gradient that is handed in
+        self.made: dict[
+            tuple[fx.Node, int], tuple[fx.Node | None, bool]
+        ] = {}  # the results of regions, the same of each
+
+    def visit(self, node: fx.Node) -> None:
+        """Write an op, if what it makes is defined."""
+        copies = self.copies
+        given = [n for n in node.all_input_nodes if n in self.depends]
+        if isinstance(node.target, InParts) and any(n not in copies for n in given):
+            self._region(node, node.target.whole)
+            return
+        place: Any = node.args
+        if node.target is operator.getitem and place in self.made:
+            self._take(node, *self.made[place])
+            return
+        if given:
+            self.depends.add(node)
+        if given and not any(n in copies for n in (node.all_input_nodes if _is_accumulation(node) else given)):
+            return
+        if (term := _only_term(node, copies)) is not None:
             copies[node] = copies[term]
         else:
-            copies[node] = graph.node_copy(node, lambda n: copies[n] if n in copies else _zeros(graph, n))
-    return without_dead_code(module, graph)
+            copies[node] = self.graph.node_copy(node, lambda n: copies[n] if n in copies else _zeros(self.graph, n))
+
+    def _region(self, node: fx.Node, whole: fx.Graph) -> None:
+        given: Any = node.args
+        for inner, outer in zip(whole.find_nodes(op="placeholder"), given, strict=True):
+            self._take(inner, *self._known(outer))
+        for inner in whole.nodes:
+            if inner.op == "call_function":
+                self._take(inner, None, depends=False)
+                self.visit(inner)
+        results: Any = whole.output_node().args[0]
+        self.made |= {(node, i): self._known(result) for i, result in enumerate(results)}
+
+    def _known(self, node: fx.Node) -> tuple[fx.Node | None, bool]:
+        return self.copies.get(node), node in self.depends
+
+    def _take(self, node: fx.Node, copy: fx.Node | None, depends: bool) -> None:
+        """Have a node stand for another; that of a region that is alike was visited before."""
+        self.copies.pop(node, None)
+        self.depends.discard(node)
+        if copy is not None:
+            self.copies[node] = copy
+        if depends:
+            self.depends.add(node)
 
 
 def _is_accumulation(node: fx.Node) -> bool:
     """Whether autograd adds two gradients here; that of `torch.round` depends on none that is handed in."""
-    return node.target is aten.add.Tensor and bool(node.meta.get("is_gradient_acc"))  # and no region that ends with it
+    return node.target is aten.add.Tensor and bool(node.meta.get("is_gradient_acc"))
 
 
 def _only_term(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node | None:

@@ -100,6 +100,25 @@ def test_below_the_smallest_budget_of_the_whole_regions_are_split(make: Any, sha
 
 
 @pytest.mark.slow
+def test_a_region_of_the_gradients_of_two_results_one_of_which_is_not_differentiated() -> None:
+    """What it makes of the other's gradient alone is no gradient, and a sum with that is its other term."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(_Attention(16, 4, 0.0, masked=True) for _ in range(2)))
+    heads, x = [nn.Parameter(torch.randn(16)) for _ in range(2)], torch.randn(8, 64, 16)
+    weights = [*layers.parameters(), *heads]
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        return (layers(x) * heads[0]).square().mean(), (layers(x.flip(0)) * heads[1]).tanh().mean()
+
+    smallest = checkmate.min_budget(checkmate.trace(step, x), time_limit=1)
+    assert smallest.splits
+    compiled = checkmate.compile(step, smallest.peak, time_limit=1)
+    for used in ((0,), (1,), (0, 1)):
+        losses = [torch.stack([run(x)[i] for i in used]).sum() for run in (compiled, step)]
+        assert_same_bits(*(torch.autograd.grad(loss, weights, allow_unused=True) for loss in losses))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "split"), [(131_073, False), (131_072, True)])
 def test_elementwise_ops_are_split_where_each_element_keeps_its_code(columns: int, split: bool) -> None:
     """Vectors and the rest of a run round otherwise: with a rest in each part some of 524,292 had other bits."""
