@@ -27,7 +27,7 @@ aten = torch.ops.aten
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _DEVICES = "cpu", "cuda"
 _HALF = torch.bfloat16, torch.float16
-_WITH_PRODUCTS = torch.nn.functional.affine_grid, torch.affine_grid_generator, torch.bilinear
+_WITH_PRODUCTS = torch.nn.functional.affine_grid, torch.affine_grid_generator, torch.bilinear, torch.linalg.pinv
 _BY_HAND = {"to", "bfloat16", "half", "type", "type_as"}  # conversions that the user wrote
 
 

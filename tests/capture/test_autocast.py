@@ -186,7 +186,12 @@ def test_ops_that_multiply_matrices_within_are_refused(x: Tensor, checkpointed: 
 
         return run
 
-    for op in (lambda: F.affine_grid(theta, [1, 1, 3, 3], align_corners=False), lambda: form(x, x)):
+    ops = (
+        lambda: F.affine_grid(theta, [1, 1, 3, 3], align_corners=False),
+        lambda: form(x, x),
+        lambda: torch.linalg.pinv(x),
+    )
+    for op in ops:
         with pytest.raises(checkmate.Unsupported, match=r"test_autocast\.py:\d+: .*enabled=False"):
             checkmate.compile(step(True, op), budget="1 GB")(x)
         if not checkpointed:
