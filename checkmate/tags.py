@@ -12,9 +12,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from checkmate.torch_internals.descriptions import FunctionalTensor
+from checkmate.torch_internals.dispatcher import (
+    _from_functional_tensor,
+    _is_functional_tensor,
+    functorch,
+    is_traceable_wrapper_subclass,
+)
+from checkmate.torch_internals.dynamo import allow_in_graph
 
 Noted = Sequence[tuple[torch.Tensor, str]]  # tensors as they were traced, which keeps their storages apart, and names
 
@@ -39,10 +45,10 @@ def tag(x: torch.Tensor, name: str) -> torch.Tensor:
     return _note(x, name)
 
 
-@torch._dynamo.allow_in_graph
+@allow_in_graph
 def _note(x: torch.Tensor, name: str) -> torch.Tensor:
     noted = _noted.get()
-    if noted is not None and not is_traceable_wrapper_subclass(x) and not is_functorch_wrapped_tensor(x):
+    if noted is not None and not is_traceable_wrapper_subclass(x) and not functorch.is_functorch_wrapped_tensor(x):
         noted.append((_traced(x), name))
     return x
 
@@ -50,7 +56,7 @@ def _note(x: torch.Tensor, name: str) -> torch.Tensor:
 def _traced(x: torch.Tensor) -> torch.Tensor:
     """What stands for a tensor in the graph that is traced of it."""
     inner = x.elem if isinstance(x, FunctionalTensor) else x
-    return torch._from_functional_tensor(inner) if torch._is_functional_tensor(inner) else inner
+    return _from_functional_tensor(inner) if _is_functional_tensor(inner) else inner
 
 
 @contextmanager

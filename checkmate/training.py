@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_map_only
 
 from checkmate.backends import ranks
 from checkmate.backends.plan_on import Planning
@@ -28,6 +27,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory.report import ArenaReport
 from checkmate.profiling.profilers import Choice
+from checkmate.torch_internals.trees import tree_map_only
 from checkmate.updates import averaging, scaling
 from checkmate.updates.clipping import Clipping
 from checkmate.updates.data_parallel import as_their_modules, exchange_of, refuse_special, stand_aside, wrapped_in

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.profiling.one_op import attempt, call_of, device_of_op, key_of
 from checkmate.profiling.trial import same_bits
+from checkmate.torch_internals.dispatcher import _disable_current_modes
 
 _known: dict[tuple[torch.device, str], bool] = {}  # what this process tried
 

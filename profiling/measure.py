@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import target_name, tensors
@@ -31,6 +30,7 @@ from checkmate.profiling.assemble import fill
 from checkmate.profiling.cost_table import Costs, OpCost, OpTable, Place, load, store, write
 from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
 from checkmate.statusline import showing
+from checkmate.torch_internals.dispatcher import _disable_current_modes
 
 log = logging.getLogger("checkmate.profiling")
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._functorch._aot_autograd.utils import is_with_effects
-from torch.utils._pytree import tree_map
 
 from checkmate.capture.device import main_device
 from checkmate.capture.nodes import is_collective, target_name, tensors
@@ -26,6 +24,9 @@ from checkmate.capture.numbers import value_of
 from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.random_draws import save_state
 from checkmate.capture.splits.parts import InParts
+from checkmate.torch_internals.aot import is_with_effects
+from checkmate.torch_internals.dispatcher import OpOverload
+from checkmate.torch_internals.trees import tree_map
 
 log = logging.getLogger("checkmate.profiling")
 aten = torch.ops.aten
@@ -87,7 +88,7 @@ def runs_alone(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, (types.FunctionType, InParts)):
         return True
-    return isinstance(target, torch._ops.OpOverload) and not is_collective(node) and not is_with_effects(node)
+    return isinstance(target, OpOverload) and not is_collective(node) and not is_with_effects(node)
 
 
 def call_of(node: fx.Node) -> partial[Any]:
@@ -152,7 +153,7 @@ def repeat(memory: torch.Tensor, numbers: torch.Tensor) -> None:
 def _index_bounds(node: fx.Node) -> dict[fx.Node, int]:
     """For the arguments that hold indices, how many things there are to pick from."""
     args: tuple[Any, ...] = node.args
-    packet = node.target.overloadpacket if isinstance(node.target, torch._ops.OpOverload) else None
+    packet = node.target.overloadpacket if isinstance(node.target, OpOverload) else None
     found: dict[Any, int] = {}
     if packet is aten.embedding:
         found[args[1]] = _size(args[0], 0)

@@ -36,6 +36,7 @@ from checkmate.capture.ways.table import block_bytes, written_of
 from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.dispatcher import HigherOrderOperator, OpOverload
 
 aten = torch.ops.aten
 
@@ -189,7 +190,7 @@ def flop_of(node: fx.Node) -> int:
     packet = _packet(node)
     if (of_parts := estimate(node)) is not None:
         return of_parts.flop
-    if isinstance(packet, torch._ops.HigherOrderOperator):
+    if isinstance(packet, HigherOrderOperator):
         return 0  # what its subgraph computes is not known here
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     if packet is convolution_backward_input:
@@ -233,7 +234,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def _packet(node: fx.Node) -> Any:
     target: Any = node.target
-    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    return target.overloadpacket if isinstance(target, OpOverload) else target
 
 
 def _rate_of(node: fx.Node, device: Device) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.capture.joint import Joint
 from checkmate.core.problem import Profile
@@ -21,6 +20,7 @@ from checkmate.profiling.cost_table import Place
 from checkmate.profiling.measure import place_of
 from checkmate.profiling.one_op import attempt, call_of, device_of_op, key_of
 from checkmate.profiling.trial import ways_of
+from checkmate.torch_internals.dispatcher import _disable_current_modes
 
 _known: dict[tuple[Place, str], dict[int, bool]] = {}  # by place and op, what this process tried: positions
 

@@ -23,8 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.fx as fx
-from torch._C._dynamo.eval_frame import reset_code
-from torch._functorch.partitioners import _is_primal
 
 from checkmate.backends import ranks
 from checkmate.backends.eager import Backend
@@ -42,6 +40,8 @@ from checkmate.capture.questions import AnotherAnswer
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.statusline import at_first, showing
+from checkmate.torch_internals.aot import _is_primal
+from checkmate.torch_internals.dynamo import reset_code, run
 
 log = logging.getLogger("checkmate.backends.captures")
 SELDOM = (50_000, 20, 1_000)  # `gc.set_threshold`
@@ -237,7 +237,7 @@ class Captures:
             self._make_room(because)
         backend = self._backend
         own, planned, state = _copy_of(self._fn), len(backend.plans), _random_states()
-        made = _Capture(kind, own, torch._dynamo.run(own), [], because, frozenset(numbers))
+        made = _Capture(kind, own, run(own), [], because, frozenset(numbers))
         backend.numbers, backend.check = numbers, check
 
         def doing() -> str:

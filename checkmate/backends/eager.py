@@ -12,7 +12,6 @@ from weakref import WeakSet
 
 import torch
 import torch.fx as fx
-from torch._dynamo.backends.common import aot_autograd
 
 from checkmate.backends.asked import asked_bytes, with_asked
 from checkmate.backends.in_parts import joint_of, with_parts
@@ -63,6 +62,8 @@ from checkmate.profiling.profilers import Profiler
 from checkmate.solvers.recall import Rest
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
+from checkmate.torch_internals.aot import TracingContext, aot_autograd, functorch_config
+from checkmate.torch_internals.inductor import inductor_config
 from checkmate.updates.insert import Insert
 
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -78,7 +79,7 @@ def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..
 
 def forbid_donation() -> None:
     """Tell AOTAutograd that the code now compiled reuses no saved tensors, so that the backward may run twice."""
-    context = torch._guards.TracingContext.try_get()
+    context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
 
@@ -198,8 +199,8 @@ class Backend:
             partition_fn=partial(self._partition, facts),
             keep_inference_input_mutations=True,
         )
-        keep_random_ops = torch._inductor.config.patch(fallback_random=True)  # those that nobody reads as well
-        backward_outside_of_autocast = torch._functorch.config.patch(backward_pass_autocast="off")
+        keep_random_ops = inductor_config.patch(fallback_random=True)  # those that nobody reads as well
+        backward_outside_of_autocast = functorch_config.patch(backward_pass_autocast="off")
         self.last = None
         with (
             eager_kernels(),

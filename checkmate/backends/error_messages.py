@@ -10,13 +10,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-import torch._dynamo.exc as dynamo
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from checkmate.capture.numbers import CHOSEN, EXPERTS
 from checkmate.capture.provenance import is_users
 from checkmate.errors import CheckmateError, Unsupported
+from checkmate.torch_internals import dynamo
 
 log = logging.getLogger("checkmate.backends.error_messages")
 _WRONG_TYPE = re.compile(r"^TypeError when making fake tensor call.*?context: TypeError .+?>: (.+?)$", re.DOTALL | re.M)
@@ -166,7 +166,7 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
     if isinstance(error, dynamo.TorchRuntimeError):  # plain PyTorch fails as well
         return RuntimeError(f"{_as_eager(_message(error))}{_place(error)}")
     if (users := getattr(error, "users", None)) is not None:
-        if error.is_users:  # type: ignore[attr-defined]
+        if error.is_users:
             return _with_place(users, error)
         said = f"{type(users).__name__}: {users} is raised here.{_place(error)}"
         return Unsupported(f"Cannot capture {name}: {said}\n{_advice(said, _ONE_GRAPH)}")

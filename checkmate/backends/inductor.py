@@ -22,9 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.fx as fx
-from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_leaves
 
 from checkmate.backends.eager import Backend, forbid_donation
 from checkmate.backends.state import unchanged
@@ -41,6 +39,9 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.memory import CPU, measure_peak
+from checkmate.torch_internals import inductor as internals  # takes a second to import: looked up when needed
+from checkmate.torch_internals.aot import detect_fake_mode, functorch_config
+from checkmate.torch_internals.trees import tree_leaves
 from checkmate.units import exact_bytes, format_bytes
 
 log = logging.getLogger("checkmate.backends.inductor")
@@ -91,7 +92,7 @@ class Inductor(Backend):
         try:
             while True:
                 try:
-                    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                    with functorch_config.patch(force_non_lazy_backward_lowering=True):
                         run = super().__call__(module, inputs, **options)
                 except InfeasibleBudget as error:
                     lacking = error.min_budget - error.budget
@@ -160,10 +161,8 @@ def require_compiler() -> None:
     Raises:
         Unsupported: saying what is missing.
     """
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
     try:
-        get_cpp_compiler()
+        internals.get_cpp_compiler()
         torch.compile(lambda x: x + 1, backend="inductor")(torch.ones(8, device=CPU))
     except _FAILS as error:
         said = str(error).strip().splitlines()
@@ -181,26 +180,23 @@ def lower(module: fx.GraphModule, inputs: list[Any]) -> Callable[[list[Any]], An
 
 
 def _compiled(module: fx.GraphModule, inputs: list[Any]) -> Any:
-    from torch._inductor.compile_fx import compile_fx_inner  # takes a second to import
-    from torch._inductor.virtualized import V
-
     if exchange := next((node for node in module.graph.nodes if is_collective(node)), None):
         raise Unsupported(
             f"{exchange.name} exchanges data with other ranks, which a trial of the step would do once more. {_INSTEAD}"
         )
     is_backward = any(node.meta.get("autograd_backward") for node in module.graph.nodes)
     neighbours = _neighbours()
-    settings = torch._inductor.config.patch(
+    settings = internals.inductor_config.patch(
         fallback_random=True,
         inductor_choices_class=lambda: neighbours,
         reorder_for_peak_memory=False,  # the order is the plan's; with its own, gradients of a VGG-16 were zero
     )
     try:
-        with settings, V.set_choices_handler(neighbours):
+        with settings, internals.V.set_choices_handler(neighbours):
             traced = _decomposed(module, inputs)
             output: Any = traced.graph.output_node()
             output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # in the strides of the plan
-            return compile_fx_inner(traced, inputs, is_backward=is_backward)
+            return internals.compile_fx_inner(traced, inputs, is_backward=is_backward)
     except _FAILS as error:
         raise Unsupported(f"Inductor cannot compile this step: {error}\n{_INSTEAD}") from error
 
@@ -208,24 +204,21 @@ def _compiled(module: fx.GraphModule, inputs: list[Any]) -> Any:
 @cache
 def _neighbours() -> Any:
     """What Inductor would fuse, where nothing stands between: the order of a plan is what bounds its peak."""
-    from torch._inductor.choices import InductorChoices
 
-    class Neighbours(InductorChoices):
+    class Neighbours(internals.InductorChoices):
         def uuid(self) -> str:
             return "checkmate: neighbours"  # a part of the key by which Inductor keeps compiled code
 
         @staticmethod
         def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
             between = max(node2.min_order - node1.max_order, node1.min_order - node2.max_order)
-            return between <= 1 and InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
+            return between <= 1 and internals.InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
 
     return Neighbours()
 
 
 def _decomposed(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     """The module in the smaller set of ops that Inductor makes kernels of, with results of the same types."""
-    from torch._inductor.decomposition import select_decomp_table
-
     _define_ops()
     results: Any = module.graph.output_node().args[0]
     types = [n.meta["val"].dtype if isinstance(n, fx.Node) else None for n in results]
@@ -237,7 +230,7 @@ def _decomposed(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     mode = detect_fake_mode(inputs)
     assert mode is not None
     with mode, torch.no_grad():
-        return make_fx(run, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)(*inputs)
+        return make_fx(run, decomposition_table=internals.select_decomp_table(), _allow_non_fake_inputs=True)(*inputs)
 
 
 class _ForInductor(fx.Interpreter):

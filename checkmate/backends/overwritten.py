@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_view, target_name
@@ -23,6 +22,7 @@ from checkmate.capture.provenance import where
 from checkmate.codegen.emit import AGAIN, Modules
 from checkmate.codegen.undefined_gradients import compiled_functions
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.aot import SavedForBackwardsAOTOutput
 
 
 @dataclass(frozen=True)

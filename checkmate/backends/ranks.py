@@ -21,7 +21,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,6 +33,8 @@ from checkmate.core.solution import Refusal, Solution, Status
 from checkmate.errors import SolverError, Unsupported
 from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.plan_store import Record
+from checkmate.torch_internals.dynamo import OptimizedModule, dynamo_config, get_optimize_ddp_mode
+from checkmate.torch_internals.steps import _get_active_ddp_module, _get_default_store
 from checkmate.updates.data_parallel import AsItsModule
 from checkmate.version import __version__
 
@@ -95,7 +96,7 @@ def _store() -> Any:
         or dist.get_backend() == "fake"
     ):
         return None
-    return dist.distributed_c10d._get_default_store()
+    return _get_default_store()
 
 
 def _question(problem: Problem, budget: int, method: str) -> str:
@@ -160,7 +161,7 @@ def refuse_wrapped(fn: object) -> None:
     Raises:
         Unsupported: with the order that works.
     """
-    if isinstance(fn, torch._dynamo.OptimizedModule):
+    if isinstance(fn, OptimizedModule):
         raise Unsupported("torch.compile has compiled this module already. Give checkmate.compile the plain one.")
     if isinstance(fn, nn.Module) and (advice := _advice(fn)):
         raise Unsupported(advice)
@@ -201,8 +202,8 @@ def in_one_piece() -> AbstractContextManager[Any]:
 
     Each piece would be planned alone, within the whole budget.
     """
-    if DistributedDataParallel._get_active_ddp_module() is None:
+    if _get_active_ddp_module() is None:
         return nullcontext()
-    if torch._dynamo.utils.get_optimize_ddp_mode() != "ddp_optimizer":
+    if get_optimize_ddp_mode() != "ddp_optimizer":
         return nullcontext()
-    return torch._dynamo.config.patch(optimize_ddp=False)
+    return dynamo_config.patch(optimize_ddp=False)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch._dynamo import eval_frame
+from checkmate.torch_internals.dynamo import _debug_get_cache_entry_list
 
 _EQUALS = re.compile(r"^(?P<source>[LG]\[.+?) == (?P<value>[^#]+?)\s*(?:#\s*(?P<line>.+?)\s*(?:\(HINT.*)?)?$")
 _SPELLINGS = (
@@ -101,7 +101,7 @@ def value_now(source: str, own: types.FunctionType, given: dict[str, Any]) -> Co
 
 
 def _entries(own: types.FunctionType) -> list[Any]:
-    return eval_frame._debug_get_cache_entry_list(own.__code__)
+    return _debug_get_cache_entry_list(own.__code__)
 
 
 def asked(where: str, value: bool | int, now: bool | int, *, drawn: bool = False) -> Reason:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from checkmate.backends.error_messages import contents_of_cells
 from checkmate.capture.device import main_device, same_random_state
 from checkmate.memory import CPU
+from checkmate.torch_internals.trees import keystr, tree_flatten_with_path, tree_leaves
 
 
 def tensors_within(things: Any) -> list[torch.Tensor]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from checkmate.backends.eager import Backend
 from checkmate.backends.planner import Numerics, Options, may_round
@@ -30,6 +29,7 @@ from checkmate.memory import measure_peak
 from checkmate.profiling.profilers import Choice, profiler
 from checkmate.solvers.common.certify import again
 from checkmate.statusline import showing
+from checkmate.torch_internals.trees import tree_leaves
 from checkmate.tracing import trace
 from checkmate.training import TrainingStep
 

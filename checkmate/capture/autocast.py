@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-from torch._functorch.partitioners import _is_primal
 from torch.fx.experimental import proxy_tensor
 
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.aot import InputMutationAOTOutput, _is_primal
+from checkmate.torch_internals.dispatcher import _enter_autocast, _exit_autocast
 
 aten = torch.ops.aten
-ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+ENTER, EXIT = _enter_autocast, _exit_autocast
 _DEVICES = "cpu", "cuda"
 _HALF = torch.bfloat16, torch.float16
 _WITH_PRODUCTS = torch.nn.functional.affine_grid, torch.affine_grid_generator, torch.bilinear, torch.linalg.pinv

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._prims_common import suggest_memory_format
+
+from checkmate.torch_internals import kernels
+from checkmate.torch_internals.descriptions import suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -48,14 +50,14 @@ def is_for_cudnn(tensors: Sequence[fx.Node | None], training: bool, eps: float) 
         if not training:
             return False
         mean, var = weight, bias  # in training they may be missing; the question takes no None, and asks only that
-    c: Any = torch._C
-    return c._select_batch_norm_backend(x, weight, bias, mean, var, training, eps) == c._BatchNormBackend.Cudnn
+    return (
+        kernels._select_batch_norm_backend(x, weight, bias, mean, var, training, eps) == kernels._BatchNormBackend.Cudnn
+    )
 
 
 def reserve_bytes(x: torch.Tensor) -> int:
     """What cuDNN keeps of a training forward for its backward, beyond what everyone does."""
-    c: Any = torch._C
-    return int(c._get_cudnn_batch_norm_reserve_space_size(x, True))
+    return int(kernels._get_cudnn_batch_norm_reserve_space_size(x, True))
 
 
 def _call_cudnn(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_leaves
+
+from checkmate.torch_internals.trees import tree_leaves
 
 Reads = Callable[[fx.Node], Iterable[fx.Node]]  # the arguments that a node reads
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.capture.nodes import tensors
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU
+from checkmate.torch_internals.dispatcher import _disable_current_modes
 
 BLOCK_BYTES = {"cpu": 1, "cuda": 512}  # what PyTorch's allocator rounds sizes up to (kMinBlockSize on CUDA)
 

@@ -19,15 +19,22 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import nn
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from checkmate.capture.autocast import ENTER, EXIT, autocast_as_found
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
+from checkmate.torch_internals.descriptions import FakeTensorMode
+from checkmate.torch_internals.dispatcher import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    TorchDispatchMode,
+    _enter_autocast,
+    _exit_autocast,
+    functorch,
+)
+from checkmate.torch_internals.trees import tree_leaves, tree_map
 
 _KNOWN = "earlier_draws"  # in the meta of a node: what it draws, once it was traced
 _BODIES = {"tag_activation_checkpoint": 1, "autograd_function_apply": 1, "wrap": 1}  # that run once, in the forward
@@ -75,7 +82,7 @@ class _Ones:
 class Draw:
     """An op that draws, with `_Ones` in place of tensors."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     device: torch.device  # whose generator it draws from
@@ -135,9 +142,9 @@ def draws_of(nodes: Iterable[fx.Node], attributes: Mapping[str, Any]) -> dict[fx
     with keeping_generators(()), autocast_as_found():
         for node in nodes:
             if node.target is ENTER:
-                regions.append(ENTER(*node.args))
+                regions.append(_enter_autocast(*node.args))
             elif node.target is EXIT:
-                EXIT(regions.pop())
+                _exit_autocast(regions.pop())
             else:
                 if _KNOWN not in node.meta:
                     node.meta[_KNOWN] = _draws(node, attributes, fakes)
@@ -152,7 +159,7 @@ def forget_draws(graph: fx.Graph) -> None:
 
 
 def _draws(node: fx.Node, attributes: Mapping[str, Any], fakes: FakeTensorMode) -> tuple[Draw, ...]:
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         return _draws_of_bodies(node, attributes)
     if node.op not in ("call_function", "call_method", "call_module"):
         return ()
@@ -183,7 +190,7 @@ def _draws_of_bodies(node: fx.Node, attributes: Mapping[str, Any]) -> tuple[Draw
     """What the graphs draw that a higher-order op is given; of those that are known, the one that its forward runs."""
     bodies = [attributes[str(a.target)] for a in node.all_input_nodes if a.op == "get_attr"]
     bodies = [body for body in bodies if isinstance(body, fx.GraphModule)]
-    runs = _BODIES.get(node.target.name()) if isinstance(node.target, torch._ops.HigherOrderOperator) else None
+    runs = _BODIES.get(node.target.name()) if isinstance(node.target, HigherOrderOperator) else None
     found: list[Draw] = []
     for body in bodies[:runs]:
         within = {n.target: getattr(body, n.target) for n in body.graph.find_nodes(op="get_attr")}
@@ -200,9 +207,9 @@ def _untold(node: fx.Node) -> CannotTellError:
 
 
 def _makes_tensors(node: fx.Node) -> bool:
-    if isinstance(node.target, torch._ops.OpOverload):  # Dynamo's own of sizes give numbers
+    if isinstance(node.target, OpOverload):  # Dynamo's own of sizes give numbers
         return any("Tensor" in str(result.type) for result in node.target._schema.returns)
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
+    if isinstance(node.target, OpOverloadPacket):
         return True
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("example_value")))
 
@@ -222,7 +229,9 @@ def _stand_ins(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _is_wrapped(value: Any) -> bool:
     """Whether a tensor has more elements than its shape says, or is laid out in another way."""
-    return isinstance(value, torch.Tensor) and (value.layout is not torch.strided or is_functorch_wrapped_tensor(value))
+    return isinstance(value, torch.Tensor) and (
+        value.layout is not torch.strided or functorch.is_functorch_wrapped_tensor(value)
+    )
 
 
 def _stand_in(value: Any) -> Any:

@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-from torch._functorch._aot_autograd.utils import is_with_effects
-from torch._functorch.partitioners import _is_primal
 
 from checkmate.capture.device import as_allocated
 from checkmate.capture.nodes import (
@@ -38,6 +35,7 @@ from checkmate.capture.rewrite import prepare
 from checkmate.core.graph import Graph, Op, Phase, Role, Value
 from checkmate.errors import Unsupported
 from checkmate.tags import Noted
+from checkmate.torch_internals.aot import InputMutationAOTOutput, _is_primal, is_with_effects
 
 NUMBERS = "handed_in_numbers"  # the op that stands for them
 

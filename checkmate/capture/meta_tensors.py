@@ -11,10 +11,9 @@ from unittest.mock import patch
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.meta_utils import MetaTensorDesc, MetaTensorDescriber
 
 from checkmate.memory import malloc
+from checkmate.torch_internals.descriptions import FakeTensor, MetaTensorDesc, MetaTensorDescriber
 
 
 def is_fake(tensor: Any) -> bool:

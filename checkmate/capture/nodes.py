@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-import torch.utils._pytree as pytree
 
 from checkmate.capture.patches.results import strides as layouts
 from checkmate.capture.random_draws import DRAWS, draws
+from checkmate.torch_internals.dispatcher import OpOverload
+from checkmate.torch_internals.trees import tree_leaves
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
 COPIES_OF_STORAGES = {  # given a part of a storage, they copy all of it; a cached fake result has lost the rest
@@ -49,7 +50,7 @@ def leaf_nodes(leaves: Sequence[Any]) -> list[fx.Node]:
 
 def tensors(val: Any) -> list[torch.Tensor]:
     """The tensors in a fake result, however nested."""
-    return [leaf for leaf in pytree.tree_leaves(val) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(val) if isinstance(leaf, torch.Tensor)]
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -98,14 +99,14 @@ def is_view(node: fx.Node) -> bool:
 
 def is_mutating(node: fx.Node) -> bool:
     """It writes to an argument."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def written(node: fx.Node) -> list[fx.Node]:
     """The argument nodes that an op writes to."""
     if node.op != "call_function" or not is_mutating(node):
         return []
-    return leaf_nodes(layouts.written(node.target, node.args, node.kwargs))  # type: ignore[arg-type]
+    return leaf_nodes(layouts.written(node.target, node.args, node.kwargs))
 
 
 def updated(node: fx.Node) -> list[fx.Node]:
@@ -134,9 +135,9 @@ def is_random(node: fx.Node) -> bool:
     if node.target in DRAWS:
         return True
     op = _op(node)
-    return isinstance(op, torch._ops.OpOverload) and draws(op, node.args, node.kwargs)
+    return isinstance(op, OpOverload) and draws(op, node.args, node.kwargs)
 
 
 def is_collective(node: fx.Node) -> bool:
     """Speaks with other ranks, or waits for what they say."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _COLLECTIVES
+    return isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES

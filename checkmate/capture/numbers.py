@@ -19,17 +19,15 @@ from unittest.mock import patch
 
 import torch
 import torch.fx as fx
-from torch._dynamo.pgo import auto_dynamic
-from torch._dynamo.source import RandomValueSource
-from torch._dynamo.variables import builder
-from torch._functorch.partitioners import _has_tag_is_backward, _is_primal, is_sym_node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.fx.passes import _tensorify_python_scalars as tensorify
 
 from checkmate.capture.dependencies import needed_by
 from checkmate.capture.nodes import leaf_nodes, tensors, viewed
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.aot import _has_tag_is_backward, _is_primal, is_sym_node
+from checkmate.torch_internals.descriptions import _tensorify_python_scalars as tensorify
+from checkmate.torch_internals.dynamo import RandomValueSource, auto_dynamic, builder
 
 Number = int | float
 CHOSEN = (

@@ -8,23 +8,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._functorch._aot_autograd.descriptors import (
-    BufferAOTInput,
-    InputMutationAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
-)
-from torch._functorch._aot_autograd.utils import is_with_effects
-from torch._functorch.partitioners import (
-    _extract_fwd_bwd_outputs,
-    _has_tag_is_backward,
-    _is_backward_state,
-    _is_bwd_seed_offset,
-    _is_primal,
-    _is_tangent,
-    _must_be_in_backward,
-    is_sym_node,
-)
 
 from checkmate.capture import cudnn
 from checkmate.capture.nodes import (
@@ -44,6 +27,22 @@ from checkmate.capture.numbers import number_placeholders
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import save_state
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.aot import (
+    BufferAOTInput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    _extract_fwd_bwd_outputs,
+    _has_tag_is_backward,
+    _is_backward_state,
+    _is_bwd_seed_offset,
+    _is_primal,
+    _is_tangent,
+    _must_be_in_backward,
+    is_sym_node,
+    is_with_effects,
+)
+from checkmate.torch_internals.dispatcher import HigherOrderOperator
 
 _BATCH_NORMS = {  # in training mode what later ops read does not depend on the running statistics
     torch.ops.aten._native_batch_norm_legit_functional.default,
@@ -109,7 +108,7 @@ class Traced:
             return "draws random numbers"
         if is_collective(node):
             return "exchanges data with other ranks"
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             return "runs a subgraph"
         if name := self.reads_overwritten(node):
             return f"reads {name}, which the step overwrites"

@@ -26,8 +26,6 @@ from typing import Any, cast
 
 import torch
 import torch.fx as fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from checkmate.capture.autocast import ENTER, EXIT, autocast_as_found
@@ -44,6 +42,8 @@ from checkmate.capture.patches.results.strides import lay_out
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.dispatcher import HigherOrderOperator, TorchDispatchMode
+from checkmate.torch_internals.trees import tree_leaves
 
 WITHOUT_TENSORS = (torch.equal, torch.allclose, torch.is_nonzero)  # noqa: TID251  # no graph may hold their bools
 _NO_DATA = "it depends on tensors that have no data here, fake or on the meta device"
@@ -120,7 +120,7 @@ def program(
             args = copies[value], known, place, where(n), bool(generators)
             copies[n] = graph.call_function(_compare, args)
         elif n in needed:
-            if n.op == "call_module" or isinstance(n.target, torch._ops.HigherOrderOperator):
+            if n.op == "call_module" or isinstance(n.target, HigherOrderOperator):
                 raise CannotTellError(f"it depends on {n.target}, which cannot run on its own")
             copies[n] = graph.node_copy(n, copies.__getitem__)
             if n.op == "get_attr" and isinstance(n.target, str):

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from checkmate.torch_internals.dispatcher import OpOverload
+
 STATE_BYTES = torch.get_rng_state().numel()  # of the CPU's generator
 WORTH_BYTES = 4 * STATE_BYTES  # a smaller mask is kept itself
 
 
-def draws(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an op of PyTorch's draws. Attention ops carry the tag even where their dropout probability is zero."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False

@@ -62,8 +62,8 @@ def _devices() -> dict[str, Any]:
     import torch
 
     from checkmate.backends import eager as _all_patches  # noqa: F401  # which puts them in place
-    from checkmate.capture.patches.fitting import LEFT_OUT
     from checkmate.memory import build
+    from checkmate.torch_internals.names import LEFT_OUT
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
+from checkmate.torch_internals.engine import _current_graph_task_id, _engine_run_backward, _will_engine_execute_node
+
 Edge = tuple[Any, int]  # a node of autograd, and which of its inputs
 _FIRST = float("inf")  # sequence number of the beginning of a backward
 
@@ -25,7 +27,7 @@ def verdicts(fan: Any) -> tuple[int, ...]:
 
     One walk through what is differentiated decides for all of them in it, and is kept for this backward.
     """
-    task = torch._C._current_graph_task_id()
+    task = _current_graph_task_id()
     if getattr(fan, "verdict", (None,))[0] != task:
         fan.verdict = task, tuple(range(len(fan.counts)))
         for roots in _beginnings():
@@ -37,7 +39,7 @@ def verdicts(fan: Any) -> tuple[int, ...]:
                     f.verdict = task, tuple(slot for slot, yes in enumerate(before) if yes)
                 break
     slots: tuple[int, ...] = fan.verdict[1]
-    return slots if slots and torch._C._will_engine_execute_node(fan) else ()
+    return slots if slots and _will_engine_execute_node(fan) else ()
 
 
 def contributed_before(node: Any, edges: Sequence[Edge]) -> list[bool]:
@@ -57,7 +59,7 @@ def arrivals(node: Any) -> dict[int, list[int]] | None:
             found: dict[int, list[int]] = {}
             for other in nodes:
                 for following, position in other.next_functions:
-                    if following is node and torch._C._will_engine_execute_node(other):
+                    if following is node and _will_engine_execute_node(other):
                         found.setdefault(position, []).append(other._sequence_nr())
             return found
     return None
@@ -75,7 +77,7 @@ def _before(
             number = latest.get(edge)
             if number is None or node._sequence_nr() <= number:
                 continue
-            if torch._C._will_engine_execute_node(node):
+            if _will_engine_execute_node(node):
                 latest[edge] = node._sequence_nr()
     return [[latest[edge] > node._sequence_nr() for edge in found] for node, found in zip(ours, edges, strict=True)]
 
@@ -101,7 +103,7 @@ def _beginnings() -> Iterator[list[Edge]]:
 
 def _engine_frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
     while frame is not None:
-        if frame.f_code is graph._engine_run_backward.__code__:
+        if frame.f_code is _engine_run_backward.__code__:
             yield frame
         frame = frame.f_back
 

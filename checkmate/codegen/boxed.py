@@ -14,18 +14,27 @@ from torch.fx.graph import CodeGen
 
 from checkmate.capture.provenance import is_users, where
 from checkmate.codegen.transfers import ending_calls
+from checkmate.torch_internals.kernels import (
+    _adaptive_avg_pool2d,
+    _foreach_copy_,
+    _log_softmax,
+    _log_softmax_backward_data,
+    _nn,
+    _softmax,
+    _softmax_backward_data,
+)
 
 aten = torch.ops.aten
 _OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 # Ops that PyTorch's generated Python bindings have under these names: the same ops, read two to five times as fast.
 _BINDINGS = {
-    aten._adaptive_avg_pool2d.default: torch._adaptive_avg_pool2d,
-    aten._foreach_copy_.default: torch._foreach_copy_,
-    aten._log_softmax.default: torch._log_softmax,
-    aten._log_softmax_backward_data.default: torch._log_softmax_backward_data,
-    aten._softmax.default: torch._softmax,
-    aten._softmax_backward_data.default: torch._softmax_backward_data,
+    aten._adaptive_avg_pool2d.default: _adaptive_avg_pool2d,
+    aten._foreach_copy_.default: _foreach_copy_,
+    aten._log_softmax.default: _log_softmax,
+    aten._log_softmax_backward_data.default: _log_softmax_backward_data,
+    aten._softmax.default: _softmax,
+    aten._softmax_backward_data.default: _softmax_backward_data,
     aten.add.Tensor: torch.add,
     aten.addmm.default: torch.addmm,
     aten.bmm.default: torch.bmm,
@@ -35,9 +44,9 @@ _BINDINGS = {
     aten.div.Tensor: torch.div,
     aten.embedding.default: torch.embedding,
     aten.expand.default: torch.Tensor.expand,
-    aten.gelu.default: torch._C._nn.gelu,
-    aten.hardtanh.default: torch._C._nn.hardtanh,
-    aten.max_pool2d_with_indices.default: torch._C._nn.max_pool2d_with_indices,
+    aten.gelu.default: _nn.gelu,
+    aten.hardtanh.default: _nn.hardtanh,
+    aten.max_pool2d_with_indices.default: _nn.max_pool2d_with_indices,
     aten.mean.dim: torch.mean,
     aten.mm.default: torch.mm,
     aten.mul.Tensor: torch.mul,
@@ -47,7 +56,7 @@ _BINDINGS = {
     aten.relu.default: torch.relu,
     aten.select.int: torch.select,
     aten.sigmoid.default: torch.sigmoid,
-    aten.silu.default: torch._C._nn.silu,
+    aten.silu.default: _nn.silu,
     aten.squeeze.dim: torch.squeeze,
     aten.sub.Tensor: torch.sub,
     aten.sum.dim_IntList: torch.sum,

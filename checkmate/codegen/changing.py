@@ -16,19 +16,24 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch._functorch._aot_autograd import descriptors
-from torch._functorch.partitioners import is_sym_node
 
 from checkmate.capture.joint import Joint
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.emit import is_unchecked
+from checkmate.torch_internals.aot import (
+    BackwardTokenAOTInput,
+    ForwardTokenAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+    is_sym_node,
+)
 
 Run = Callable[[list[Any]], Any]
 _OF_SEVERAL_TENSORS = (
-    descriptors.SubclassGetAttrAOTInput,
-    descriptors.SubclassGetAttrAOTOutput,
-    descriptors.ForwardTokenAOTInput,
-    descriptors.BackwardTokenAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+    ForwardTokenAOTInput,
+    BackwardTokenAOTInput,
 )
 
 

@@ -29,6 +29,7 @@ from checkmate.codegen.arrival_order import reachable, verdicts
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.fan_out import UNKNOWN, Shared, Sharing, fan_of_this_call
 from checkmate.codegen.transfers import as_made
+from checkmate.torch_internals.dispatcher import functorch
 
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]
@@ -72,8 +73,9 @@ def counted_contributions() -> Iterator[list[list[int]]]:
 
 def _is_of_transform(tensor: Any) -> bool:
     """Whether a tensor is one level's of `torch.func`, where autograd's graph is not that of the step."""
-    found = torch._C._functorch
-    return isinstance(tensor, torch.Tensor) and (found.is_gradtrackingtensor(tensor) or found.is_batchedtensor(tensor))
+    return isinstance(tensor, torch.Tensor) and (
+        functorch.is_gradtrackingtensor(tensor) or functorch.is_batchedtensor(tensor)
+    )
 
 
 def _watch(roots: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[int], list[Any]]:

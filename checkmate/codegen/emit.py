@@ -18,15 +18,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput
-from torch._functorch.partitioners import (
-    _is_backward_state,
-    _is_bwd_seed_offset,
-    _is_fwd_seed_offset,
-    _is_primal,
-    _is_tangent,
-    is_sym_node,
-)
 
 from checkmate.capture import random_draws as randomness
 from checkmate.capture.joint import Joint
@@ -36,6 +27,16 @@ from checkmate.codegen.transfers import Land, told_apart
 from checkmate.codegen.writing_over import Positions, mark, mark_own, refuse_unwritable
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.errors import SolverError
+from checkmate.torch_internals.aot import (
+    SavedForBackwardsAOTOutput,
+    SavedForBackwardsNoVcCheckAOTOutput,
+    _is_backward_state,
+    _is_bwd_seed_offset,
+    _is_fwd_seed_offset,
+    _is_primal,
+    _is_tangent,
+    is_sym_node,
+)
 
 AGAIN = "_again"  # in a node's name: an op that runs another time
 Begin = Callable[[int], torch.Tensor]  # a call of a step that has so many bytes in a second memory, at most

@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from checkmate.codegen.arrival_order import contributed_before
 from checkmate.codegen.undefined_gradients import compiled_functions
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.engine import _current_autograd_node
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Fan(torch.autograd.Function):
 
 def fan_of_this_call() -> Any:
     """The node that hands on what the backward now running returns; None outside of autograd."""
-    node: Any = torch._C._current_autograd_node()
+    node: Any = _current_autograd_node()
     following = node.next_functions if node is not None else ()
     return next((f for f, _ in following if isinstance(f, Fan._backward_cls)), None)
 

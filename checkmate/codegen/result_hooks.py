@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._functorch._aot_autograd.descriptors import ForwardTokenAOTOutput
-from torch.utils._pytree import tree_leaves
 
 from checkmate.codegen.undefined_gradients import is_compiled
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.aot import ForwardTokenAOTOutput
+from checkmate.torch_internals.dispatcher import _is_any_autocast_enabled
+from checkmate.torch_internals.trees import tree_leaves
 
 aten = torch.ops.aten
 _NO_GRADIENT = {aten.detach.default, aten.alias.default}
@@ -102,7 +103,7 @@ def _check_backward(grads: Any) -> None:
             "create_graph=True: the backward of a compiled step cannot itself be differentiated. "
             "Compute this loss with the plain model, which shares its parameters with the compiled one."
         )
-    if torch._C._is_any_autocast_enabled():
+    if _is_any_autocast_enabled():
         raise Unsupported(
             "backward() was called within torch.autocast, where plain PyTorch computes other gradients than outside of "
             "it. Call it after the block, as PyTorch advises."

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._functorch.partitioners import _is_tangent
 
 from checkmate.capture.nodes import ancestors
 from checkmate.codegen.arrival_order import arrivals
 from checkmate.codegen.result_hooks import tokens_of
 from checkmate.codegen.undefined_gradients import DEPTH, compiled_functions
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.aot import _is_tangent
 
 aten = torch.ops.aten
 

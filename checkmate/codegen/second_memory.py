@@ -11,7 +11,6 @@ import threading
 from collections import deque
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.codegen.transfers import Call, new_call
 from checkmate.core.graph import Graph
@@ -19,6 +18,7 @@ from checkmate.core.host import Host
 from checkmate.host import BLOCK, Store, open_store
 from checkmate.host.known_links import known_links
 from checkmate.memory.report import HostUse
+from checkmate.torch_internals.dispatcher import _disable_current_modes
 
 _LEFT = "Nobody could ask for this backward any more, and what waited in the second memory for it was let go of."
 

@@ -16,12 +16,13 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from checkmate.capture.autocast import Copies, autocast_as_found, is_kept, within_region
 from checkmate.codegen.undefined_gradients import compiled_functions
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.dispatcher import TorchDispatchMode, _make_wrapper_subclass
+from checkmate.torch_internals.engine import _will_engine_execute_node
+from checkmate.torch_internals.trees import tree_map_only
 
 aten = torch.ops.aten
 _USERS = "checkmate: backwards of steps"  # in the meta data of a copy's node of autograd
@@ -70,7 +71,7 @@ def _refuse_others(copies: Copies, args: Sequence[Any]) -> None:
 
 
 def _check(function: Callable[[], Any], nodes: dict[str, Any]) -> Callable[[Any], None]:
-    runs = torch._C._will_engine_execute_node
+    runs = _will_engine_execute_node
 
     def check(grads: Any) -> None:
         for name, node in nodes.items():
@@ -97,7 +98,7 @@ class _Copy(torch.Tensor):
     @classmethod
     def of(cls, weight: torch.Tensor, dtype: torch.dtype, name: str) -> _Copy:
         layout: Any = {"dtype": dtype, "device": weight.device}
-        copy: _Copy = torch.Tensor._make_wrapper_subclass(cls, weight.shape, weight.stride(), **layout)
+        copy: _Copy = _make_wrapper_subclass(cls, weight.shape, weight.stride(), **layout)
         copy.weight, copy.version, copy.called = weakref.ref(weight), weight._version, name
         return copy
 

@@ -25,13 +25,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import has_side_effect
 
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Drop, Fetch, Plan, Send, Step, Wait
 from checkmate.errors import HostError, Unsupported
 from checkmate.host import Store, rounded
+from checkmate.torch_internals.descriptions import FakeTensor
+from checkmate.torch_internals.dispatcher import functorch
 
 _IS_CALL = "is_call"  # in the meta data of the placeholder through which a backward is told its call
 
@@ -170,7 +171,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         type(tensor) is torch.Tensor
         and tensor.layout == torch.strided
         and not tensor.is_meta
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not functorch.is_functorch_wrapped_tensor(tensor)
         and not tensor.is_conj()
         and not tensor.is_neg()
     )

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput, TangentAOTInput
-from torch._functorch.partitioners import _is_tangent
-from torch.utils._pytree import tree_leaves
 
 from checkmate.capture.nodes import leaf_nodes, storage, tensors, written
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.capture.splits.parts import InParts
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.aot import InputMutationAOTOutput, PlainAOTInput, TangentAOTInput, _is_tangent
+from checkmate.torch_internals.dispatcher import OpOverload, functorch
+from checkmate.torch_internals.trees import tree_leaves
 
 aten = torch.ops.aten
 _BATCH = (  # ATen's should_fold, by which a batch of products becomes one product or stays a batch
@@ -72,7 +72,7 @@ def with_undefined(
 
 def _is_batch(tangent: Any) -> bool:
     """Whether a gradient stands for a batch of them."""
-    return isinstance(tangent, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(tangent)
+    return isinstance(tangent, torch.Tensor) and functorch.is_legacy_batchedtensor(tangent)
 
 
 def keep_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ def unreached(joint: fx.GraphModule, results: int) -> list[int]:
 
 def _is_detached(node: fx.Node) -> bool:
     """Whether a view is one of a detached tensor."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view and node.target != aten.detach.default:
+    while isinstance(node.target, OpOverload) and node.target.is_view and node.target != aten.detach.default:
         node = node.all_input_nodes[0]
     return node.target == aten.detach.default
 

@@ -25,9 +25,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_view, storage, tensors
@@ -36,6 +33,17 @@ from checkmate.capture.ways.table import call_over, positions
 from checkmate.codegen.boxed import boxed, takes_one_list
 from checkmate.core.problem import Profile
 from checkmate.errors import SolverError
+from checkmate.torch_internals import engine
+from checkmate.torch_internals.dispatcher import (
+    DeviceContext,
+    OpOverload,
+    _get_current_dispatch_mode_stack,
+    _get_current_function_mode_stack,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    functorch,
+)
+from checkmate.torch_internals.engine import _storage_Use_Count
 
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]
@@ -43,7 +51,7 @@ Positions = Mapping[tuple[int, int], int]  # of the argument, by op and by the v
 _AOT_AUTOGRAD = "torch._functorch._aot_autograd.runtime_wrappers"
 _OVER = "writes_over"  # in a node's meta data: the position of the argument that its op writes over
 _OWN = "is_own"  # in a placeholder's: what the forward has made for the backward alone
-_CAN_COUNT = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+_CAN_COUNT = hasattr(torch.Tensor, "_use_count") and engine.NAMES.has("_storage_Use_Count")
 
 
 def writable(joint: Joint, profile: Profile) -> tuple[Profile, Positions]:
@@ -62,10 +70,10 @@ def writable(joint: Joint, profile: Profile) -> tuple[Profile, Positions]:
 
 def _keeps_nothing(node: fx.Node) -> bool:
     """Whether an op is PyTorch's own, or ours, and not one of those that exchange data."""
-    called = [node.target, *(a for a in node.args if isinstance(a, torch._ops.OpOverload))]  # which ours may call
+    called = [node.target, *(a for a in node.args if isinstance(a, OpOverload))]  # which ours may call
     return all(
         op.namespace in ("aten", "prims")
-        if isinstance(op, torch._ops.OpOverload)
+        if isinstance(op, OpOverload)
         else getattr(op, "__module__", "").partition(".")[0] == "checkmate"
         for op in called
     )
@@ -211,13 +219,13 @@ def _is_watched() -> bool:
 
     Nor does the one by which AOTAutograd looks at custom ops, while a compiled step runs for the first time.
     """
-    if torch._C._functorch.maybe_current_level() is not None:
+    if functorch.maybe_current_level() is not None:
         return True
-    if torch._C._len_torch_dispatch_stack() and any(
+    if _len_torch_dispatch_stack() and any(
         type(mode).__module__ != _AOT_AUTOGRAD for mode in _get_current_dispatch_mode_stack()
     ):
         return True
-    if not torch._C._len_torch_function_stack():
+    if not _len_torch_function_stack():
         return False
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
@@ -225,7 +233,7 @@ def _is_watched() -> bool:
 def _holders(inputs: list[Any], i: int) -> tuple[int, int, int]:
     """How often Python holds an entry of a list, C++ the tensor, and tensors its storage."""
     tensor_storage = inputs[i].untyped_storage()._cdata
-    return sys.getrefcount(inputs[i]), inputs[i]._use_count(), torch._C._storage_Use_Count(tensor_storage)
+    return sys.getrefcount(inputs[i]), inputs[i]._use_count(), _storage_Use_Count(tensor_storage)
 
 
 @cache

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from checkmate.core import files
+from checkmate.torch_internals.engine import _GLIBCXX_USE_CXX11_ABI
 
 log = logging.getLogger("checkmate.memory")
 SOURCE = Path(__file__).with_name("arena.cpp")
@@ -110,7 +111,7 @@ def _path() -> Path:
 
 
 def _flags() -> list[str]:
-    return [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+    return [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(_GLIBCXX_USE_CXX11_ABI)}"]
 
 
 def _compiler() -> str:

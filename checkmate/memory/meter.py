@@ -23,6 +23,7 @@ from torch.autograd import ProfilerConfig, ProfilerState
 from torch.profiler import ProfilerActivity, profile
 
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.engine import _autograd, _profiler, autograd_profiler
 
 CPU = torch.device("cpu")
 YOUNG = 1  # generation of garbage
@@ -143,7 +144,7 @@ def aside(fn: Callable[[], T]) -> T:
     ...     aside(lambda: measure_peak(lambda: torch.empty(1000)).peak)
     4000
     """
-    if not torch._C._autograd._profiler_enabled():
+    if not _autograd._profiler_enabled():
         return fn()
     with_gradients = torch.is_grad_enabled()
 
@@ -164,11 +165,11 @@ def record_allocations() -> Iterator[Recording]:
     Raises:
         Unsupported: if a profiler is running in this thread (`aside` calls what records in another).
     """
-    if torch._C._autograd._profiler_enabled():
+    if _autograd._profiler_enabled():
         raise Unsupported(
             "Memory is measured with torch.profiler, which is running already. Measure it before you start a profiler."
         )
-    by = _by_thread if torch.autograd.profiler._is_profiler_enabled else _by_process
+    by = _by_thread if autograd_profiler._is_profiler_enabled else _by_process
     recording = Recording()
     with _no_collection(), by(recording):
         yield recording
@@ -194,13 +195,13 @@ def _by_process(recording: Recording) -> Iterator[None]:
 @contextmanager
 def _by_thread(recording: Recording) -> Iterator[None]:
     """Fill a recording by PyTorch's profiler of one thread and what it starts, beside another profiler elsewhere."""
-    experimental = torch._C._profiler._ExperimentalConfig()
+    experimental = _profiler._ExperimentalConfig()
     only_memory = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, experimental)
-    torch._C._autograd._enable_profiler_legacy(only_memory)
+    _autograd._enable_profiler_legacy(only_memory)
     try:
         yield
     finally:
-        threads = torch._C._autograd._disable_profiler_legacy()
+        threads = _autograd._disable_profiler_legacy()
     (begin,) = (event for thread in threads for event in thread if event.name() == "__start_profile")
     memory: list[tuple[int, int]] = []
     for thread in threads:

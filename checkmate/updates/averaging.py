@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.errors import Unsupported
 from checkmate.memory import aside, measure_peak
+from checkmate.torch_internals.dispatcher import _disable_current_modes
 
 
 class Average:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from checkmate.torch_internals.kernels import _foreach_norm, _group_tensors_by_device_and_dtype
 from checkmate.units import check_positive
 
 TINY = 1e-6  # that PyTorch adds to the norm
@@ -80,7 +80,7 @@ class Clipping:
 
 def norm_of(gradient: torch.Tensor, order: float) -> torch.Tensor:
     """The norm of one gradient."""
-    (norm,) = torch._foreach_norm([gradient], order)
+    (norm,) = _foreach_norm([gradient], order)
     return norm
 
 

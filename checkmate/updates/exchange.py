@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from checkmate.errors import Unsupported
+from checkmate.torch_internals import engine
 
 AGREEING_BYTES = 2 * 8  # that ranks compare
 PATIENCE = 1.0  # seconds that a thread of the backend may take to let go of what it has sent
@@ -115,7 +116,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _times_held(tensor: torch.Tensor) -> int:
     """By how many the memory of a tensor on the CPU is held; 0 elsewhere, where it is the device that waits."""
-    if tensor.device.type != "cpu" or not hasattr(torch._C, "_storage_Use_Count"):
+    if tensor.device.type != "cpu" or not engine.NAMES.has("_storage_Use_Count"):
         return 0
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    count: int = engine._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count

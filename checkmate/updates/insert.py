@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import optim
-from torch._functorch.partitioners import _is_primal
-from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.capture.nodes import is_collective, storage
 from checkmate.capture.patches.results.strides import lay_out, obeys_layout
 from checkmate.capture.phases import after_tangent
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.aot import _is_primal
+from checkmate.torch_internals.dispatcher import _disable_current_modes
 from checkmate.updates import operations
 from checkmate.updates.clipping import norm_of, order_of
 from checkmate.updates.one_parameter import Update

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn, optim
-from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.memory import CPU
+from checkmate.torch_internals.descriptions import FakeTensor
+from checkmate.torch_internals.dispatcher import _disable_current_modes
 from checkmate.updates.slices import in_slices, step_in_slices
 
 Call = Callable[..., None]

@@ -17,6 +17,7 @@ import torch
 from torch import optim
 
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.kernels import _amp_foreach_non_finite_check_and_unscale_
 
 HELD_BYTES = 6 * 8  # scale, its inverse, its count of steps; the scaled loss, its gradient, and what was found
 
@@ -39,7 +40,7 @@ class Scaling:
         """A gradient without the scale."""
         copy, found = gradient.clone(), torch.zeros((), dtype=torch.float32, device=gradient.device)
         inverse = torch.ones_like(found) if self._inverse is None else self._inverse  # while it is measured
-        torch._amp_foreach_non_finite_check_and_unscale_([copy], found, inverse)
+        _amp_foreach_non_finite_check_and_unscale_([copy], found, inverse)
         return copy
 
     def decide(self, optimizer: optim.Optimizer, largest: Sequence[torch.Tensor]) -> torch.Tensor:

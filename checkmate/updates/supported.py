@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import optim
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.steps import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 # What they compute of a parameter depends on nothing but its gradient, its state and its group's settings.
 SUPPORTED = tuple(

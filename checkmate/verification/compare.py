@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 
 from checkmate.backends.eager import Backend
 from checkmate.backends.state import differing, names_of, restored, tensors_within
@@ -27,6 +26,7 @@ from checkmate.core.simulator import simulate
 from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError
 from checkmate.memory import CPU, measure_peak
+from checkmate.torch_internals.trees import tree_leaves
 from checkmate.units import exact_bytes, format_bytes
 from checkmate.verification.first_difference import first_difference
 from checkmate.verification.outcomes import (

@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.fx as fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from checkmate.backends.eager import Backend
 from checkmate.backends.in_parts import Write
@@ -33,6 +31,8 @@ from checkmate.codegen.emit import AGAIN
 from checkmate.codegen.writing_over import written
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution
+from checkmate.torch_internals.dispatcher import OpOverload, TorchDispatchMode
+from checkmate.torch_internals.trees import tree_map_only
 
 _ANOTHER = re.compile(rf"(?:{AGAIN}|_copy)(\d+)$")
 Prints = tuple[str, ...]  # of the tensors of one node
@@ -173,7 +173,7 @@ def _described(node: fx.Node) -> str:
 
 def _family(target: Any) -> str:
     """``aten::add`` for all overloads, in place or not."""
-    return target._schema.name.removesuffix("_") if isinstance(target, torch._ops.OpOverload) else ""
+    return target._schema.name.removesuffix("_") if isinstance(target, OpOverload) else ""
 
 
 class _Recorder(fx.Interpreter):

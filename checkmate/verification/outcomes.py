@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.testing._comparison import default_tolerances
 
 from checkmate.backends.state import same_bits
 from checkmate.errors import VerificationError
+from checkmate.torch_internals.kernels import default_tolerances
 
 log = logging.getLogger("checkmate.verification.compare")
 

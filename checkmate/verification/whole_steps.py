@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import optim
-from torch.utils._pytree import tree_leaves
 
 from checkmate.backends.state import differing, names_of, restored, tensors_within
 from checkmate.capture.device import main_device
 from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError
 from checkmate.memory import CPU, measure_peak
+from checkmate.torch_internals.trees import tree_leaves
 from checkmate.verification.compare import all_random_states, check_peak
 from checkmate.verification.outcomes import (
     PLAIN_RUNS,

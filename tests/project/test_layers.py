@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROOMS = (  # each imports itself and rooms of lines above it; those of one line know nothing of each other
     ("errors", "version", "statusline"),
-    ("units",),
+    ("units", "torch_internals"),
     ("core",),
     ("memory", "tags", "host"),
     ("capture", "solvers.common"),

@@ -16,30 +16,41 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch._dynamo import symbolic_convert
-from torch._dynamo.exc import ObservedException, Unsupported, raise_observed_exception, unimplemented
-from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
-from torch._dynamo.utils import proxy_args_kwargs
-from torch._dynamo.variables import lists
-from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
-from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable, TensorVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from checkmate.capture.dependencies import needed_by, up_to
-from checkmate.capture.patches.fitting import wrap
 from checkmate.capture.patches.is_compiling import answer_of
 from checkmate.capture.provenance import where
 from checkmate.capture.questions import WITHOUT_TENSORS, CannotTellError, answer, decided
+from checkmate.torch_internals.dynamo import (
+    InstructionTranslator,
+    InstructionTranslatorBase,
+    ListVariable,
+    NumpyNdarrayVariable,
+    ObservedException,
+    SymNodeVariable,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+    Unsupported,
+    ValueMutationNew,
+    VariableTracker,
+    get_raised_exception,
+    proxy_args_kwargs,
+    raise_observed_exception,
+    unimplemented,
+    wrap,
+)
+from checkmate.torch_internals.kernels import _assert, _check, _check_tensor_all, _check_tensor_all_with, _check_with
+from checkmate.torch_internals.names import put_in_place
 
 log = logging.getLogger("checkmate.capture.patches.branches")
 ASKS = "The step asks for the value of a tensor"
 RAISED: WeakSet[Any] = WeakSet()  # exceptions that the captured code raises as plain PyTorch does
-_CHECKS = {torch._check, torch._check_with, torch._check_tensor_all, torch._check_tensor_all_with, torch._assert}
+_CHECKS = {_check, _check_with, _check_tensor_all, _check_tensor_all_with, _assert}
 _JUMP = re.compile(r"JUMP.*_IF_(TRUE|FALSE)")
 
 
@@ -87,16 +98,16 @@ def decide(tx: Any, asked: VariableTracker, kind: type[bool] | type[int] = bool)
     return found
 
 
-def raise_as_users(tx: Any, kind: type[Exception], args: list[Any]) -> NoReturn:
+def raise_as_users(tx: Any, kind: type[Exception], args: list[Any]) -> Any:
     """Have the captured code raise this, as the same call would in plain PyTorch."""
     try:
         raise_observed_exception(kind, tx, args=args)
     except ObservedException:
-        RAISED.add(tx.exn_vt_stack.get_current_exception())
+        RAISED.add(get_raised_exception(tx.exn_vt_stack))
         raise
 
 
-def _refuse(reason: CannotTellError, sized: str | None) -> NoReturn:
+def _refuse(reason: CannotTellError, sized: str | None) -> None:
     made = f" It is asked of a size, which depends on data since {sized}." if sized else ""
     unimplemented(
         gb_type=ASKS,
@@ -224,7 +235,7 @@ def _numbers(plain: Callable[..., Any]) -> Callable[..., Any]:
             if (number := _known_number(tx, element)) is None:
                 return plain(self, tx)
             known.append(number)
-        return lists.ListVariable(known, mutation_type=ValueMutationNew())
+        return ListVariable(known, mutation_type=ValueMutationNew())
 
     return numbers
 
@@ -274,16 +285,16 @@ def _checking(function: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(self, tx, *args, **kwargs)
         if condition.is_tensor() and "tensor_all" in function.__name__:
             condition = condition.call_method(tx, "all", [], {})
-        elif condition.is_tensor() and function is not torch._assert:
+        elif condition.is_tensor() and function is not _assert:
             return plain(self, tx, *args, **kwargs)  # no bool: an error of its own
         if decide(tx, condition):
             return VariableTracker.build(tx, None)
         error = given["error_type"].as_python_constant() if "error_type" in given else RuntimeError
         message = given.get("message", VariableTracker.build(tx, "Expected cond to be True, but got False"))
-        if function is torch._assert:
-            raise_as_users(tx, AssertionError, [message])
+        if function is _assert:
+            return raise_as_users(tx, AssertionError, [message])
         said = message if message.python_type() is str else message.call_function(tx, [], {})
-        raise_as_users(tx, error, [said])
+        return raise_as_users(tx, error, [said])
 
     return checked
 
@@ -310,13 +321,13 @@ def _install() -> None:
         for name, code in dis.opmap.items():
             if _JUMP.search(name):
                 table[code] = _jumping(table[code])
-    wrap(symbolic_convert, "_detect_and_normalize_assert_statement", _not_rewritten)
-    for kind in (TensorVariable, SymNodeVariable):
-        wrap(kind, ("nb_bool_impl", "bool_impl"), _truth)
-    wrap(SymNodeVariable, "evaluate_expr", _number)
-    wrap(lists, "validate_sequence_index", _place_in_list)
-    wrap(TensorVariable, "method_item", _item)
-    wrap(TensorVariable, "method_tolist", _numbers)
+    wrap("_detect_and_normalize_assert_statement", _not_rewritten)
+    wrap("TensorVariable.nb_bool_impl", _truth)
+    wrap("SymNodeVariable.nb_bool_impl", _truth)
+    wrap("SymNodeVariable.evaluate_expr", _number)
+    wrap("validate_sequence_index", _place_in_list)
+    wrap("TensorVariable.method_item", _item)
+    wrap("TensorVariable.method_tolist", _numbers)
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     for function in WITHOUT_TENSORS:
         handlers[function] = _comparing(function, handlers.get(function))
@@ -325,4 +336,4 @@ def _install() -> None:
         handlers[check] = _checking(check, handlers[check])
 
 
-_install()
+put_in_place("questions on tensors", _install)

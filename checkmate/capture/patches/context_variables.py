@@ -15,15 +15,15 @@ from contextvars import ContextVar, Token
 from functools import wraps
 from typing import Any
 
-from torch._dynamo.exc import unimplemented
-from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
-from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-
 from checkmate.capture.patches.branches import is_ours
-from checkmate.capture.patches.fitting import wrap
 from checkmate.capture.patches.is_compiling import answer_of
+from checkmate.torch_internals.dynamo import (
+    AttrSource,
+    CallFunctionNoArgsSource,
+    VariableTracker,
+    unimplemented,
+    wrap,
+)
 
 _VALUES = "_checkmate_context_variables"  # on Dynamo's graph: those that the step has set, with their values
 
@@ -100,9 +100,5 @@ def _all_reset(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _install() -> None:
-    wrap(UserDefinedObjectVariable, "call_method", _following)
-    wrap(OutputGraph, "compile_subgraph", _all_reset)
-
-
-_install()
+wrap("UserDefinedObjectVariable.call_method", _following)
+wrap("OutputGraph.compile_subgraph", _all_reset)

@@ -15,18 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch._subclasses.fake_impls import op_implementations_checks
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import _reduction as _Reduction
 
 from checkmate.capture.patches.branches import decide, is_ours, value_now
 from checkmate.capture.questions import CannotTellError
+from checkmate.torch_internals.descriptions import FakeTensorMode, op_implementations_checks
+from checkmate.torch_internals.dynamo import TorchInGraphFunctionVariable, VariableTracker, wrap_fx_proxy
+from checkmate.torch_internals.kernels import get_enum
+from checkmate.torch_internals.names import put_in_place
 
 aten = torch.ops.aten
-_MEAN = _Reduction.get_enum("mean")
 
 
 def _describe(mode: FakeTensorMode, op: Any, log_probs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -64,8 +61,8 @@ def _loss(
         return None
     given = ((blank, 0), (reduction, "mean"), (zero_infinity, False))
     of_class, how, zeroed = [default if a is None else a.as_python_constant() for a, default in given]
-    takes_mean = how in ("mean", _MEAN)
-    how = 0 if takes_mean else _Reduction.get_enum(how) if isinstance(how, str) else how
+    takes_mean = how in ("mean", get_enum("mean"))
+    how = 0 if takes_mean else get_enum(how) if isinstance(how, str) else how
     args = log_probs.as_proxy(), targets.as_proxy(), *asked, of_class, how, zeroed
     losses = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ctc_loss, args, {}))
     if not takes_mean:
@@ -91,7 +88,11 @@ def _numbers(tx: Any, lengths: Any) -> tuple[int, ...] | None:
     return tuple(decide(tx, length, int) for length in each)
 
 
-for _function in (torch.ctc_loss, torch.nn.functional.ctc_loss):
-    TorchInGraphFunctionVariable._get_handlers()[_function] = _loss
-for _op, _how in ((aten._ctc_loss.default, _describe), (aten._ctc_loss_backward.default, _describe_backward)):
-    op_implementations_checks.insert(0, (partial(operator.is_, _op), _how))  # before what refuses by a tag
+def _install() -> None:
+    for function in (torch.ctc_loss, torch.nn.functional.ctc_loss):
+        TorchInGraphFunctionVariable._get_handlers()[function] = _loss
+    for op, how in ((aten._ctc_loss.default, _describe), (aten._ctc_loss_backward.default, _describe_backward)):
+        op_implementations_checks.insert(0, (partial(operator.is_, op), how))  # before what refuses by a tag
+
+
+put_in_place("CTC's loss", _install)

@@ -14,15 +14,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
+
+from checkmate.torch_internals.dispatcher import (
+    DispatchKey,
+    DispatchKeySet,
+    _AutoDispatchBelowAutograd,
+    _DisablePythonDispatcher,
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
+    _ForceDispatchKeyGuard,
+)
 
 aten = torch.ops.aten
 _OF_ALL = (aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default)
 _OPS = {str(op): op for op in (*_OF_ALL, aten.prod.default, aten.prod.dim_int)}
 
-_BY_AUTOGRAD = torch._C.DispatchKeySet(DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(
-    DispatchKey.ADInplaceOrView
-)
+_BY_AUTOGRAD = DispatchKeySet(DispatchKey.AutogradFunctionality) | DispatchKeySet(DispatchKey.ADInplaceOrView)
 
 
 @torch.library.custom_op("checkmate::gradient", mutates_args=())
@@ -34,9 +41,9 @@ def gradient(op: str, grad: Tensor, x: Tensor, dims: list[int], keepdim: bool, d
         grad: in the shape and type of the result.
         dims, keepdim, dtype: with which it was called. ``dims`` has at most one element.
     """
-    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    as_called = torch._C._ForceDispatchKeyGuard(included, excluded - _BY_AUTOGRAD)
-    with as_called, torch._C._DisablePythonDispatcher(), torch.enable_grad():  # it runs while a step is captured, too
+    included, excluded = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
+    as_called = _ForceDispatchKeyGuard(included, excluded - _BY_AUTOGRAD)
+    with as_called, _DisablePythonDispatcher(), torch.enable_grad():  # it runs while a step is captured, too
         leaf = x.detach().requires_grad_()
         (found,) = torch.autograd.grad(_call(op, leaf, dims, keepdim, dtype), leaf, grad)
     return _empty(op, x).copy_(found)
@@ -64,7 +71,7 @@ class _Reduction(torch.autograd.Function):
     def forward(ctx: Any, op: str, x: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(x)
         ctx.called = op, rest
-        with torch._C._AutoDispatchBelowAutograd():
+        with _AutoDispatchBelowAutograd():
             return _call(op, x, *rest)
 
     @staticmethod

@@ -20,22 +20,29 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._dynamo.decorators import mark_static_address
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.trace_rules import get_torch_obj_rule_map, manual_torch_name_rule_map
-from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from checkmate.capture.provenance import FRAME, is_users
+from checkmate.torch_internals.dynamo import (
+    BackendCompilerFailed,
+    TorchDynamoException,
+    TorchInGraphFunctionVariable,
+    VariableTracker,
+    external_is_compiling,
+    get_torch_obj_rule_map,
+    manual_torch_name_rule_map,
+    mark_static_address,
+    utils_is_compiling,
+    wrap,
+)
+from checkmate.torch_internals.names import put_in_place
 
 log = logging.getLogger("checkmate.capture.patches.is_compiling")
 _QUESTIONS = (
     torch.compiler.is_compiling,
     torch.compiler.is_dynamo_compiling,
     torch.compiler.is_exporting,
-    torch._dynamo.external_utils.is_compiling,  # torch._dynamo.is_compiling
-    torch._utils.is_compiling,
+    external_is_compiling,  # torch._dynamo.is_compiling
+    utils_is_compiling,
 )
 _COMPUTE_NOTHING = {  # functions that need a yes to be captured, and have nothing to do with numbers
     "transformers.modeling_utils.warn_if_padding_and_no_attention_mask",
@@ -99,7 +106,7 @@ def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., 
 
 def _is_raised_by_python(error: TorchDynamoException) -> bool:
     """Whether code that was told yes went a way on which plain PyTorch never is, and failed there."""
-    return getattr(error, "users", None) is not None and not error.is_users  # type: ignore[attr-defined]
+    return getattr(error, "users", None) is not None and not error.is_users
 
 
 def warn(told_yes: set[str]) -> None:
@@ -111,17 +118,6 @@ def warn(told_yes: set[str]) -> None:
             "%s is told that it is, and may compute other numbers than plain PyTorch. checkmate.verify compares them.",
             ", ".join(sorted(new)),
         )
-
-
-def _install() -> None:
-    handlers = TorchInGraphFunctionVariable._get_handlers()
-    for question in _QUESTIONS:
-        handlers[question] = _answering(handlers[question])
-    for question in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
-        handlers[question] = _not_recorded
-        manual_torch_name_rule_map[f"{question.__module__}.{question.__name__}"] = TorchInGraphFunctionVariable
-    get_torch_obj_rule_map.cache_clear()  # it is made of these names, and again by torch.distributed
-    InstructionTranslatorBase.call_function = _unmarked(InstructionTranslatorBase.call_function)  # type: ignore[method-assign]
 
 
 def _unmarked(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,4 +171,15 @@ def answer_of(compiler: Any) -> Answer | None:
     return None
 
 
-_install()
+def _install() -> None:
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    for question in _QUESTIONS:
+        handlers[question] = _answering(handlers[question])
+    for question in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
+        handlers[question] = _not_recorded
+        manual_torch_name_rule_map[f"{question.__module__}.{question.__name__}"] = TorchInGraphFunctionVariable
+    get_torch_obj_rule_map.cache_clear()  # it is made of these names, and again by torch.distributed
+    wrap("InstructionTranslatorBase.call_function", _unmarked)
+
+
+put_in_place("answers to is_compiling()", _install)

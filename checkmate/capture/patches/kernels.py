@@ -20,13 +20,13 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
-from torch._decomp import decompositions
-from torch._dynamo.variables.ctx_manager import NullContextVariable
-from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from checkmate.capture.patches.is_compiling import answer_of
+from checkmate.torch_internals.descriptions import decompositions
+from checkmate.torch_internals.dispatcher import DispatchKey, OpOverload
+from checkmate.torch_internals.dynamo import NullContextVariable, TensorVariable, TorchInGraphFunctionVariable
+from checkmate.torch_internals.kernels import _foreach_lerp_, _foreach_pow
+from checkmate.torch_internals.names import put_in_place
 
 _should_fold = decompositions.should_fold
 _DROPOUT = torch.ops.aten.dropout.default
@@ -53,7 +53,7 @@ def eager_kernels() -> Iterator[None]:
     set_aside = {
         op: {key: op.py_kernels[key] for key in _KEYS if key in op.py_kernels} for op in (*_inexact(), _DROPOUT)
     }
-    decompositions.should_fold = _folds  # type: ignore[assignment]
+    decompositions.should_fold = _folds
     try:
         for op, kernels in set_aside.items():
             for key in kernels:
@@ -116,19 +116,19 @@ def _dropout_of_nothing(self: Any, tx: Any, x: Any = None, *args: Any, **kwargs:
     return x if any(type(n) is int and n == 0 for n in x.realize().size) else None
 
 
+def _inexact() -> list[OpOverload]:
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if name.startswith(_PREFIXES)]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
 def _install() -> None:
     handlers = TorchInGraphFunctionVariable._get_handlers()
     handlers |= dict.fromkeys((torch.dropout, torch.nn.functional.dropout), _dropout_of_nothing)
-    for function in handlers.keys() & {torch.addcdiv, torch._foreach_lerp_, torch._foreach_pow}:
+    for function in handlers.keys() & {torch.addcdiv, _foreach_lerp_, _foreach_pow}:
         handlers[function] = _whole(handlers[function])
     handlers[torch.backends.cudnn.flags] = _no_flags
     for method in {"method_add_", "method_addcmul_", "method_addcdiv_"} & {*dir(TensorVariable)}:
         setattr(TensorVariable, method, _whole(getattr(TensorVariable, method)))
 
 
-def _inexact() -> list[torch._ops.OpOverload]:
-    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if name.startswith(_PREFIXES)]
-    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-
-
-_install()
+put_in_place("kernels of eager PyTorch", _install)

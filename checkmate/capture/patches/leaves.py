@@ -21,16 +21,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.variables import builtin
-from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 
 from checkmate.capture.nodes import storage
-from checkmate.capture.patches.fitting import wrap
 from checkmate.capture.patches.is_compiling import answer_of
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.dynamo import wrap, wrap_fx_proxy
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
@@ -164,15 +160,6 @@ def _needs_one_now(variable: Any, node: Any) -> bool:
     return not variable.requires_grad and isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
-def _install() -> None:
-    checked = "_check_requires_grad_intermediate_outputs"
-    if hasattr(OutputGraph, checked):  # a PyTorch without it has nothing to refuse
-        setattr(OutputGraph, checked, _leaves_pass(getattr(OutputGraph, checked)))
-    setting = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)  # of 2.13 on, and before
-    wrap(setting, ("_call_setattr", "call_setattr"), _assigning)
-    AutogradFunctionApplyVariable.call_function = _given_views(  # type: ignore[method-assign]
-        AutogradFunctionApplyVariable.call_function
-    )
-
-
-_install()
+wrap("OutputGraph._check_requires_grad_intermediate_outputs", _leaves_pass)
+wrap("SetAttrBuiltinVariable._call_setattr", _assigning)
+wrap("AutogradFunctionApplyVariable.call_function", _given_views)

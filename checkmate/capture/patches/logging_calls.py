@@ -20,24 +20,24 @@ from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._dynamo.exc import Unsupported, unimplemented
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.builtin import BuiltinVariable
-from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
-from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.misc import LoggingLoggerVariable, StringFormatVariable
-from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedExceptionObjectVariable
 
 from checkmate.capture.patches.branches import RAISED, is_ours, raise_as_users, value_now
-from checkmate.capture.patches.fitting import moved, wrap
 from checkmate.capture.patches.is_compiling import answer_of
 from checkmate.capture.questions import CannotTellError
+from checkmate.torch_internals.dynamo import (
+    ExceptionVariable,
+    LazyVariableTracker,
+    LoggingLoggerVariable,
+    StringFormatVariable,
+    Unsupported,
+    UserDefinedExceptionObjectVariable,
+    VariableTracker,
+    get_raised_exception,
+    unimplemented,
+    wrap,
+)
 
 log = logging.getLogger("checkmate.capture.patches.logging_calls")
-ExceptionVariable: Any = moved(
-    "ExceptionVariable", "torch._dynamo.variables.exception", "torch._dynamo.variables.misc"
-)  # moved in 2.14 or 2.15
 _LOGS = re.compile(r"debug|info|warn|error|critical|exception|^log$")
 _NUMBER = re.compile(r"%[-+ #0-9.]*[diouxXeEfFgG]")
 _made_of: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # exceptions of the user's own classes
@@ -233,7 +233,7 @@ def _leaving(plain: Callable[..., Any]) -> Callable[..., Any]:
         if not is_ours(self):
             return plain(self, raised)
         try:
-            current = self.exn_vt_stack.get_current_exception()
+            current = get_raised_exception(self.exn_vt_stack)
         except AssertionError:  # Dynamo's own: it keeps none of a call whose arguments do not fit
             unimplemented(gb_type="Arguments do not fit", context="", explanation=str(raised), hints=[])
         if self.current_instruction.opname == "RAISE_VARARGS":
@@ -246,19 +246,19 @@ def _leaving(plain: Callable[..., Any]) -> Callable[..., Any]:
             except Exception:  # of the user's constructor, for values that are only described here
                 log.debug("cannot make the exception that the step raised", exc_info=True)
             else:
-                error.users, error.is_users = found, current in RAISED  # type: ignore[attr-defined]
+                error.users, error.is_users = found, current in RAISED
             raise
 
     return handled
 
 
 def _install() -> None:
-    wrap(LoggingLoggerVariable, "call_method", _logging)
-    wrap(BuiltinVariable, "call_function", _builtin)
-    wrap(SkipFunctionVariable, "call_function", partial(_calling, attribute="value"))
-    wrap(UserFunctionVariable, "call_function", partial(_calling, attribute="fn"))
-    wrap(UserDefinedClassVariable, "call_function", _making)
-    wrap(InstructionTranslatorBase, "exception_handler", _leaving)
+    wrap("LoggingLoggerVariable.call_method", _logging)
+    wrap("BuiltinVariable.call_function", _builtin)
+    wrap("SkipFunctionVariable.call_function", partial(_calling, attribute="value"))
+    wrap("UserFunctionVariable.call_function", partial(_calling, attribute="fn"))
+    wrap("UserDefinedClassVariable.call_function", _making)
+    wrap("InstructionTranslatorBase.exception_handler", _leaving)
 
 
 _install()

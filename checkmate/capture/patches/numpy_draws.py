@@ -20,19 +20,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._dynamo.source import RandomValueSource
-from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
-from torch._dynamo.variables.builder import GraphArg, wrap_fx_proxy_cls
-from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
-from torch._dynamo.variables.lists import ListVariable
-from torch._dynamo.variables.misc import NumpyVariable
-from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
-from torch._dynamo.variables.tensor import NumpyNdarrayVariable, TensorVariable
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
 from checkmate.capture.patches.branches import is_ours
-from checkmate.capture.patches.fitting import wrap
 from checkmate.capture.questions import AnotherAnswer
+from checkmate.torch_internals.dynamo import (
+    GraphArg,
+    ListVariable,
+    NumpyNdarrayVariable,
+    RandomValueSource,
+    TensorVariable,
+    UnspecializedNNModuleVariable,
+    UserFunctionVariable,
+    UserMethodVariable,
+    ValueMutationNew,
+    VariableTracker,
+    wrap,
+    wrap_fx_proxy_cls,
+)
 
 Described = tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]
 _DRAWS = vars(np.random).values()
@@ -220,5 +225,5 @@ def _of_numpy(plain: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-wrap(UserFunctionVariable, "call_function", _following)
-wrap(NumpyVariable, "call_function", _of_numpy)
+wrap("UserFunctionVariable.call_function", _following)
+wrap("NumpyVariable.call_function", _of_numpy)

@@ -14,12 +14,22 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch import Tensor, _meta_registrations
-from torch._dynamo.exc import Unsupported
-from torch._subclasses.fake_impls import register_op_impl
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import Tensor
+
+from checkmate.torch_internals.descriptions import (
+    FakeTensorMode,
+    mkldnn_rnn_layer,
+    mkldnn_rnn_layer_backward,
+    register_op_impl,
+)
+from checkmate.torch_internals.dispatcher import (
+    _AutoDispatchBelowAutograd,
+    _disable_current_modes,
+    _DisablePythonDispatcher,
+)
+from checkmate.torch_internals.dynamo import Unsupported, dynamo_config
+from checkmate.torch_internals.names import put_in_place
+from checkmate.torch_internals.trees import tree_flatten, tree_unflatten
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 _NO_KERNEL = "could not create a primitive descriptor"
@@ -38,7 +48,7 @@ def with_recurrent_modules(run: Callable[..., Any]) -> Callable[..., Any]:
         except Unsupported as error:
             if "RNN, GRU, or LSTM" not in str(error):
                 raise
-        with torch._dynamo.config.patch(allow_rnn=True):
+        with dynamo_config.patch(allow_rnn=True):
             return run(*args, **kwargs)
 
     return running
@@ -46,27 +56,25 @@ def with_recurrent_modules(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def lstm_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One layer of an LSTM in one direction: output, hidden state, cell state, workspace. Autograd does not see it."""
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+    with torch.enable_grad(), _AutoDispatchBelowAutograd():
         output, hidden, cell, workspace = LAYER(*args, **kwargs)
         return output, hidden, cell, workspace
 
 
-@register_op_impl(LAYER)
 def _describe(mode: FakeTensorMode, op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The fake results of one layer: output, hidden state, cell state, workspace."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = tree_flatten((args, kwargs))
     described = tuple(_Shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     size = _workspace_bytes(described, spec)
     with mode:
-        *results, empty = _meta_registrations.mkldnn_rnn_layer(*args, **kwargs)
+        *results, empty = mkldnn_rnn_layer(*args, **kwargs)
         return *results, empty.new_empty(size)
 
 
-@register_op_impl(torch.ops.aten.mkldnn_rnn_layer_backward.default)
 def _describe_backward(mode: FakeTensorMode, op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The fake gradients of one layer's input, four weights and two states; those of the biases are two tensors."""
     with mode:
-        gradients = list(_meta_registrations.mkldnn_rnn_layer_backward(*args, **kwargs))
+        gradients = list(mkldnn_rnn_layer_backward(*args, **kwargs))
         gradients[4] = gradients[3].new_empty(gradients[3].shape)
         return tuple(gradients)
 
@@ -83,12 +91,20 @@ class _Shape(tuple[Any, ...]):
 
 @cache
 def _workspace_bytes(described: tuple[Any, ...], spec: Any) -> int:
-    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
+    with _disable_current_modes(), _DisablePythonDispatcher():
         leaves = [leaf.zeros() if isinstance(leaf, _Shape) else leaf for leaf in described]
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        args, kwargs = tree_unflatten(leaves, spec)
         try:
             return int(lstm_layer(*args, **kwargs)[3].nbytes)
         except RuntimeError as error:
             if _NO_KERNEL not in str(error):
                 raise
             return 0  # Dynamo asks all the same; what is then captured are the ops that eager PyTorch runs instead
+
+
+def _install() -> None:
+    register_op_impl(LAYER)(_describe)
+    register_op_impl(torch.ops.aten.mkldnn_rnn_layer_backward.default)(_describe_backward)
+
+
+put_in_place("nn.LSTM", _install)

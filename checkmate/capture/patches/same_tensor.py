@@ -11,10 +11,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from torch._dynamo.variables.tensor import TensorVariable
-
 from checkmate.capture.patches.branches import is_ours
-from checkmate.capture.patches.fitting import wrap
+from checkmate.torch_internals.dynamo import wrap
 
 _CONVERT = {
     *("to", "type", "type_as", "contiguous", "cpu", "cuda", "bool", "byte", "char", "short", "int", "long"),
@@ -40,4 +38,4 @@ def _described(variable: Any) -> Any:
     return variable.as_proxy().node.meta["example_value"]
 
 
-wrap(TensorVariable, "call_method", _itself)
+wrap("TensorVariable.call_method", _itself)

@@ -21,17 +21,20 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables.builtin import BuiltinVariable
-from torch._dynamo.variables.lists import TupleVariable
-from torch._dynamo.variables.tensor import TensorVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from checkmate.capture.patches.branches import decide, value_now
-from checkmate.capture.patches.fitting import wrap
 from checkmate.capture.patches.is_compiling import Answer, answer_of
 from checkmate.capture.questions import CannotTellError
+from checkmate.torch_internals.dynamo import (
+    BuiltinVariable,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+    TupleVariable,
+    VariableTracker,
+    wrap,
+    wrap_fx_proxy,
+)
+from checkmate.torch_internals.names import put_in_place
 
 _OF_DATA = re.compile(
     r"depends? on data|[Dd]ata.dependent|asked of a size|a number is read from|only concrete integers|cannot be told"
@@ -177,9 +180,9 @@ def _function(call: Callable[..., Any], plain: Callable[..., Any] | None) -> Cal
 
 
 def _install() -> None:
-    wrap(BuiltinVariable, "_handle_insert_op_in_graph", _getting)
+    wrap("BuiltinVariable._handle_insert_op_in_graph", _getting)
     BuiltinVariable.call_function_handler_cache.clear()  # of methods as they were
-    wrap(TensorVariable, "method___setitem__", _setting)
+    wrap("TensorVariable.method___setitem__", _setting)
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     functions: dict[Any, Callable[..., Any]] = {torch.masked_select: _select, torch.nonzero: _place}
     for function, call in functions.items():
@@ -188,4 +191,4 @@ def _install() -> None:
         handlers[function] = _function(call, handlers.get(function))
 
 
-_install()
+put_in_place("selections by masks", _install)

@@ -23,17 +23,20 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.exc import Unsupported
-from torch._dynamo.symbolic_convert import InliningInstructionTranslator
-from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
-from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
 from checkmate.capture.dependencies import is_write, written_by
 from checkmate.capture.device import main_device, random_states
 from checkmate.capture.earlier_draws import CannotTellError, draws_of
 from checkmate.capture.patches.branches import is_ours
+from checkmate.torch_internals.dynamo import (
+    AttributeMutationNew,
+    ConstantVariable,
+    LazyVariableTracker,
+    UnspecializedNNModuleVariable,
+    Unsupported,
+    ValueMutationNew,
+    wrap,
+)
 
 _ENDS = re.compile(r"`R?lock` context manager|Parameter\(\)` constructor")
 _MADE = (AttributeMutationNew, ValueMutationNew)  # by the step
@@ -89,19 +92,19 @@ def _noting(inline: Any) -> Any:
     """Dynamo's capture of a function that is called: what sets up is noted in the error that ends the capture there."""
 
     @wraps(inline)
-    def noted(cls: Any, parent: Any, func: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+    def noted(parent: Any, func: Any, args: Any, kwargs: Any, **options: Any) -> Any:
         call = _as_called(func, args) if is_ours(parent) and not kwargs else None
         if call is None or not _changes_nothing(parent):
-            return inline(cls, parent, func, args, kwargs, **options)
+            return inline(parent, func, args, kwargs, **options)
         before = [*parent.output.current_tracer.graph.nodes]
         try:
-            return inline(cls, parent, func, args, kwargs, **options)
+            return inline(parent, func, args, kwargs, **options)
         except Unsupported as error:
             if _ENDS.search(str(error)) and _may_wait(before, parent.output.nn_modules):
-                error.sets_up = call  # type: ignore[attr-defined]  # that of the outermost is the last
+                error.sets_up = call  # that of the outermost is the last
             raise
 
-    return classmethod(noted)
+    return noted
 
 
 def _as_called(func: Any, args: Any) -> _Call | None:
@@ -160,5 +163,4 @@ def _may_wait(nodes: list[fx.Node], attributes: Any) -> bool:
         return False
 
 
-_plain: Any = InliningInstructionTranslator.inline_call
-InliningInstructionTranslator.inline_call = _noting(_plain.__func__)  # type: ignore[method-assign]
+wrap("InliningInstructionTranslator.inline_call", _noting)

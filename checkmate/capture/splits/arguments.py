@@ -32,6 +32,7 @@ from checkmate.capture.splits.dimensions import Split, is_elementwise
 from checkmate.capture.splits.moves import MOVES, rank_of
 from checkmate.capture.ways.batch_norm import gradient_of_input, normalized
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
+from checkmate.torch_internals.dispatcher import OpOverload
 
 aten = torch.ops.aten
 
@@ -110,7 +111,7 @@ def argument_of(node: fx.Node, split: Split) -> Argument | None:
 
 
 def _packet(target: Callable[..., Any] | str) -> Any:
-    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    return target.overloadpacket if isinstance(target, OpOverload) else target
 
 
 def _is_more(node: fx.Node) -> bool:

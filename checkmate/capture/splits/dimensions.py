@@ -31,6 +31,7 @@ from checkmate.capture.splits.moves import (
 )
 from checkmate.capture.ways.batch_norm import call_of, gradient_of_input, is_result, normalized
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
+from checkmate.torch_internals.dispatcher import OpOverload
 
 aten = torch.ops.aten
 SUMMED = 64  # in place of a result's dimension, of which there are 64 at most: each part makes a summand of all of it
@@ -78,7 +79,7 @@ def split_of(node: fx.Node, index: int, dim: int, units: int) -> Split | None:
 
 def _rule(node: fx.Node) -> Rule | None:
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return _RULES.get(target)
     found = _RULES.get(target.overloadpacket)
     one = isinstance(node.meta.get("val"), torch.Tensor)  # `torch.frexp` makes two

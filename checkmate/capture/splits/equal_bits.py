@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.capture.nodes import tensors
 from checkmate.capture.splits.arguments import Argument, argument_of
@@ -23,6 +22,7 @@ from checkmate.capture.splits.lanes import same_lanes
 from checkmate.capture.splits.parts import InParts, part_of
 from checkmate.capture.ways.batch_norm import gradient_of_input, normalized
 from checkmate.capture.ways.made_up import cancel, made_up
+from checkmate.torch_internals.dispatcher import _disable_current_modes
 
 INPUTS, MOST_INPUTS = 2, 32  # on which a region is tried as a whole
 ENOUGH, SUMMED_UP = 2**20, 2**22  # numbers made, and read, on which a wrong sum shows

@@ -16,6 +16,7 @@ from checkmate.capture.nodes import storage, target_name, tensors
 from checkmate.capture.splits.dimensions import SUMMED, Split
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
 from checkmate.capture.ways.table import Written
+from checkmate.torch_internals.dispatcher import OpOverload
 
 log = logging.getLogger("checkmate.capture.splits")
 aten = torch.ops.aten
@@ -127,7 +128,7 @@ def part_of(tensor: Tensor, at: int | None, begin: int, units: int, length: int)
 def _adapted(node: fx.Node, split: Split, region: Region, length: int) -> tuple[Any, tuple[Any, ...]]:
     """What a node calls for a part: sizes among its arguments are those of the part."""
     target: Any = node.target
-    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    packet = target.overloadpacket if isinstance(target, OpOverload) else target
     args: list[Any] = list(node.args)
     vals = node.meta["val"]
     units = region.units

@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.splits.dimensions import SUMMED, Dims, Split
+from checkmate.torch_internals.dispatcher import OpOverload
 
 aten = torch.ops.aten
 _Found = tuple[Dims, dict[Any, int]]  # how each result is split, and what of the arguments, by node
@@ -21,7 +22,7 @@ _Found = tuple[Dims, dict[Any, int]]  # how each result is split, and what of th
 def sums_of(node: fx.Node) -> Iterator[Split]:
     """How an op sums over parts of a dimension of what it reads, if it does: one for each such dimension."""
     target: Any = node.target
-    rule = _RULES.get(target.overloadpacket) if isinstance(target, torch._ops.OpOverload) else None
+    rule = _RULES.get(target.overloadpacket) if isinstance(target, OpOverload) else None
     for results, reads in () if rule is None else rule(node):
         yield Split(results, {n: reads.get(n) for n in node.all_input_nodes})
 

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from checkmate.capture.splits.find_loss import Loss, losses
 from checkmate.capture.splits.loss import COLUMNS, ROWS, length, slices
 from checkmate.capture.splits.write_loss import Split, in_parts
 from checkmate.capture.ways.made_up import cancel, made_up
+from checkmate.torch_internals.dispatcher import _disable_current_modes
+from checkmate.torch_internals.trees import tree_leaves
 
 INPUTS, MOST_INPUTS = 2, 32  # on which all bits must be equal
 ENOUGH = 2**20  # logits on which an order that differs shows
@@ -62,7 +63,7 @@ def alone(loss: Loss) -> fx.GraphModule:
 
 
 def _about(node: fx.Node) -> tuple[Any, ...]:
-    vals = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    vals = tree_leaves(node.meta.get("val"))
     shapes = tuple((v.dtype, tuple(v.shape), tuple(v.stride()), v.device.type) for v in vals if isinstance(v, Tensor))
     return str(node.target), str(node.args), str(node.kwargs), shapes
 
@@ -70,7 +71,7 @@ def _about(node: fx.Node) -> tuple[Any, ...]:
 def _equal(whole: fx.GraphModule, parts: fx.GraphModule, seed: int) -> bool:
     (loss,) = losses(whole.graph)
     inputs = _made_up(whole.graph, loss, torch.Generator().manual_seed(seed), SCALES[seed % len(SCALES)])
-    pairs = zip(*(torch.utils._pytree.tree_leaves(run(*inputs)) for run in (parts, whole)), strict=True)
+    pairs = zip(*(tree_leaves(run(*inputs)) for run in (parts, whole)), strict=True)
     return all(bool((_bytes(one) == _bytes(other)).all()) for one, other in pairs)
 
 

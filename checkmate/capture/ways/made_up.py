@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from checkmate.capture.ways.shape_only import convolution_backward_input
+from checkmate.torch_internals.dispatcher import OpOverload
 
 aten = torch.ops.aten
 SPREAD = 6  # factors are powers of two, from -SPREAD to SPREAD
@@ -56,7 +57,7 @@ def cancel(target: Any, args: tuple[Any, ...], draw: torch.Generator) -> None:
     >>> bool(((a.double() @ b.double()).abs() < 1e-9).all())
     True
     """
-    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    packet = target.overloadpacket if isinstance(target, OpOverload) else target
     rule = _RULES.get(packet)
     if rule is not None:
         rule(_Pairs(draw), *args)

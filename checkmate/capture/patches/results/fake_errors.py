@@ -13,11 +13,9 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchRuntimeError, unimplemented
-from torch._dynamo.variables import builder
 
 from checkmate.capture.patches.branches import is_ours
-from checkmate.capture.patches.fitting import wrap
+from checkmate.torch_internals.dynamo import TorchRuntimeError, unimplemented, wrap
 
 _CHANGE = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}  # methods
 
@@ -60,4 +58,4 @@ def _said(error: Exception) -> str:
     return (quoted.split("\n")[0].strip(")'\"") if found else text.split("\n")[0]).rstrip(".')\"")
 
 
-wrap(builder, "get_fake_value", _explaining)
+wrap("get_fake_value", _explaining)

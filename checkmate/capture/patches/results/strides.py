@@ -27,18 +27,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._decomp import decompositions
-from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for, suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 from torch.fx.node import has_side_effect
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from checkmate.capture.patches.results.statistics import MAKES_STATISTICS, other_types
 from checkmate.capture.patches.results.values_only import without_vectors
+from checkmate.torch_internals.descriptions import (
+    FakeTensor,
+    FakeTensorMode,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    compute_elementwise_output_strides,
+    decompositions,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
+from checkmate.torch_internals.dispatcher import (
+    OpOverload,
+    _disable_current_modes,
+    _get_dispatch_mode,
+    _TorchDispatchModeKey,
+)
+from checkmate.torch_internals.trees import tree_leaves, tree_map, tree_map_only
 
 aten = torch.ops.aten
 _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
@@ -95,7 +106,7 @@ def lay_out(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], d
     return torch.empty_strided(shape, strides, dtype=dtype, device=x.device).copy_(x)
 
 
-def write_copy(op: torch._ops.OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def write_copy(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What ``x`` holds after a write by an op in place: a copy in the strides of x, on which the op was run."""
     copy = lay_out(x, tuple(x.shape), x.stride(), x.dtype)
     op(copy, *args, **kwargs)
@@ -103,7 +114,7 @@ def write_copy(op: torch._ops.OpOverload, x: torch.Tensor, *args: Any, **kwargs:
 
 
 @has_side_effect  # a draw that nobody reads leaves another random state
-def draw_copy(op: torch._ops.OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def draw_copy(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`write_copy` by an op that draws random numbers."""
     return write_copy(op, x, *args, **kwargs)
 
@@ -118,7 +129,7 @@ def eager_strides() -> Iterator[None]:
         return tensor in repeated or _repeats(tensor)
 
     def keeping(mode: FunctionalTensorMode, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if not isinstance(op, torch._ops.OpOverload) or not op._schema.is_mutable:
+        if not isinstance(op, OpOverload) or not op._schema.is_mutable:
             if op is aten.expand.default and (leading := _only_leading(*args)) is not None:
                 result = functional(mode, aten.alias.default, types, args[:1])
                 for _ in range(leading):
@@ -130,7 +141,7 @@ def eager_strides() -> Iterator[None]:
             result = functional(mode, op, types, args, kwargs)
             source = args[0] if args and getattr(op, "is_view", False) else None
             if isinstance(source, FunctionalTensor) and (op is aten.unfold.default or is_lost(source)):
-                repeated.update((view, True) for view in pytree.tree_leaves(result))
+                repeated.update((view, True) for view in tree_leaves(result))
             return result
         if op in _ROUND_FACTORS:
             op, args, kwargs = aten._foreach_mul_.ScalarList, _with_rounded_factors(*args, *(kwargs or {}).values()), {}
@@ -141,7 +152,7 @@ def eager_strides() -> Iterator[None]:
             if is_lost(tensor) or (_overlaps(tensor) and not (in_order and _is_read_nowhere_else(op, args, kwargs))):
                 raise RuntimeError(f"{_name(op)} writes to a tensor whose elements share memory")
         if in_order:
-            given = pytree.tree_map_only(FunctionalTensor, FunctionalTensor.from_functional, (args, kwargs or {}))
+            given = tree_map_only(FunctionalTensor, FunctionalTensor.from_functional, (args, kwargs or {}))
             if _depends_on_strides(op, *given):
                 write = draw_copy if torch.Tag.nondeterministic_seeded in op.tags else write_copy
                 _set(args[0], _record(write, (op, *given[0]), given[1]))
@@ -152,11 +163,11 @@ def eager_strides() -> Iterator[None]:
                 _keep_strides(tensor)
         return result
 
-    FunctionalTensorMode.__torch_dispatch__ = keeping  # type: ignore[method-assign, assignment]
+    FunctionalTensorMode.__torch_dispatch__ = keeping
     try:
         yield
     finally:
-        FunctionalTensorMode.__torch_dispatch__ = functional  # type: ignore[method-assign]
+        FunctionalTensorMode.__torch_dispatch__ = functional
 
 
 def _with_rounded_factors(tensors: list[Any], by: Any) -> tuple[list[Any], list[Any]]:
@@ -169,24 +180,24 @@ def _with_rounded_factors(tensors: list[Any], by: Any) -> tuple[list[Any], list[
         ]
 
 
-def _is_read_nowhere_else(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Any) -> bool:
+def _is_read_nowhere_else(op: OpOverload, args: tuple[Any, ...], kwargs: Any) -> bool:
     """Whether the memory of what an op in place writes, its first argument, is that of no other argument."""
-    tensors = [t for t in pytree.tree_leaves((args, kwargs or {})) if isinstance(t, FunctionalTensor)]
+    tensors = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, FunctionalTensor)]
     bases = [id(t if t._base is None else t._base) for t in tensors]
     return bases.count(bases[0]) == 1
 
 
-def _rewrites(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+def _rewrites(op: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether an op is one of PyTorch's that write in place, on a tensor that is not contiguous."""
     in_place = op.namespace == "aten" and _name(op).endswith("_") and torch.Tag.inplace_view not in op.tags
     return in_place and isinstance(args[0], FunctionalTensor) and not args[0].is_contiguous()
 
 
-def _name(op: torch._ops.OpOverload) -> str:
+def _name(op: OpOverload) -> str:
     return op._schema.name.partition("::")[2]
 
 
-def _depends_on_strides(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _depends_on_strides(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a write in place has other numbers, or leaves other strides, than the op that returns a new tensor.
 
     A pointwise op computes the same; where it writes a part of a tensor, that part is read again from the whole.
@@ -230,20 +241,20 @@ def _record(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """Call a function of fake tensors and put the call into the graph that is traced, if any, as one node."""
     with disable_proxy_modes_tracing():
         result = function(*args, **kwargs)
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    mode = _get_dispatch_mode(_TorchDispatchModeKey.PROXY)
     if mode is None:
         return result
-    proxies = pytree.tree_map(mode.tracer.unwrap_proxy, (args, kwargs))
+    proxies = tree_map(mode.tracer.unwrap_proxy, (args, kwargs))
     proxy = mode.tracer.create_proxy("call_function", function, *proxies)
     return track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
 
 
-def written(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an op writes to, those of a list each, be they tensors or the nodes of a graph."""
     arguments = op._schema.arguments
     given = [*zip((a.name for a in arguments), args, strict=False), *kwargs.items()]
     names = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-    return [leaf for name, arg in given if name in names for leaf in pytree.tree_leaves(arg)]
+    return [leaf for name, arg in given if name in names for leaf in tree_leaves(arg)]
 
 
 def _keep_strides(tensor: FunctionalTensor) -> None:
@@ -329,11 +340,11 @@ def _as_the_kernels_lay_out(describe: Callable[..., Any]) -> Callable[..., Any]:
             with mode:
                 return lay_out(result, tuple(result.shape), strides, result.dtype)
 
-        return pytree.tree_map_only(FakeTensor, as_the_kernel, results)
+        return tree_map_only(FakeTensor, as_the_kernel, results)
 
     return described
 
 
-FakeTensorMode._dispatch_impl = _as_the_kernels_lay_out(FakeTensorMode._dispatch_impl)  # type: ignore[method-assign]
+FakeTensorMode._dispatch_impl = _as_the_kernels_lay_out(FakeTensorMode._dispatch_impl)
 decompositions.native_batch_norm_helper = _in_the_layout_of_the_kernel(decompositions.native_batch_norm_helper)
 FakeTensorMode.cache_clear()  # of results in the old strides

@@ -1,0 +1,43 @@
+"""AOTAutograd: the joint graph of forward and backward, what its inputs and outputs are, and how it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from checkmate.torch_internals.names import Name, Table
+
+_DESCRIPTORS = "torch._functorch._aot_autograd.descriptors"
+_PARTITIONERS = "torch._functorch.partitioners"
+
+NAMES = Table(
+    Name("aot_autograd", "torch._dynamo.backends.common", "traces the joint graph, and calls us to cut it in two"),
+    Name("TracingContext", "torch._guards", "what is known of the capture at hand"),
+    Name("detect_fake_mode", "torch._guards", "the mode that described the inputs", "Inductor is not used"),
+    Name("functorch_config", "torch._functorch:config", "where autocast stands while a backward is traced"),
+    Name("is_with_effects", "torch._functorch._aot_autograd.utils", "ops in an order that is kept by tokens"),
+    Name("_extract_fwd_bwd_outputs", _PARTITIONERS, "results and gradients, among the outputs"),
+    Name("_has_tag_is_backward", _PARTITIONERS, "ops that were traced for the backward"),
+    Name("_must_be_in_backward", _PARTITIONERS, "ops that may run nowhere else"),
+    Name("_is_backward_state", _PARTITIONERS, "what hooks hand to the backward"),
+    Name("_is_bwd_seed_offset", _PARTITIONERS, "random states of the backward on CUDA"),
+    Name("_is_fwd_seed_offset", _PARTITIONERS, "those of the forward"),
+    Name("_is_primal", _PARTITIONERS, "parameters, buffers and inputs"),
+    Name("_is_tangent", _PARTITIONERS, "gradients of results"),
+    Name("is_sym_node", _PARTITIONERS, "numbers"),
+    Name("BackwardTokenAOTInput", _DESCRIPTORS, "a token of effects in the backward"),
+    Name("ForwardTokenAOTInput", _DESCRIPTORS, "a token of effects"),
+    Name("ForwardTokenAOTOutput", _DESCRIPTORS, "a token of effects, handed out"),
+    Name("BufferAOTInput", _DESCRIPTORS, "a buffer"),
+    Name("ParamAOTInput", _DESCRIPTORS, "a parameter"),
+    Name("PlainAOTInput", _DESCRIPTORS, "an input"),
+    Name("TangentAOTInput", _DESCRIPTORS, "a gradient of a result"),
+    Name("InputMutationAOTOutput", _DESCRIPTORS, "what is written to an input at the end"),
+    Name("SavedForBackwardsAOTOutput", _DESCRIPTORS, "a saved tensor"),
+    Name("SavedForBackwardsNoVcCheckAOTOutput", _DESCRIPTORS, "one that may be written to in between"),
+    Name("SubclassGetAttrAOTInput", _DESCRIPTORS, "a tensor within another"),
+    Name("SubclassGetAttrAOTOutput", _DESCRIPTORS, "a tensor within another, handed out"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    return NAMES.get(name)

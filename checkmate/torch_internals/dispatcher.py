@@ -1,0 +1,49 @@
+"""How PyTorch finds what runs for an op: ops and their overloads, dispatch keys, modes of Python, transforms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from checkmate.torch_internals.names import Name, Table
+
+_FORMULAS = "max, min, median and prod are not captured"
+_REWRITING = "nothing is written over to save memory"
+
+NAMES = Table(
+    Name("OpOverload", "torch._ops", "what a node of a graph calls"),
+    Name("OpOverloadPacket", "torch._ops", "all overloads of an op"),
+    Name("HigherOrderOperator", "torch._ops", "an op that calls functions, such as a checkpoint"),
+    Name("DispatchKey", "torch._C", "the kernels of an op that tracing is to find"),
+    Name("DispatchKeySet", "torch._C", "several of them", _FORMULAS),
+    Name("_AutoDispatchBelowAutograd", "torch._C", "calls an op without recording it", "LSTMs are not captured"),
+    Name("_DisablePythonDispatcher", "torch._C", "calls an op's own kernel while a step is traced", _FORMULAS),
+    Name("_ForceDispatchKeyGuard", "torch._C", "differentiates while a step is traced", _FORMULAS),
+    Name("_dispatch_tls_local_exclude_set", "torch._C", "the keys that are off", _FORMULAS),
+    Name("_dispatch_tls_local_include_set", "torch._C", "the keys that are on", _FORMULAS),
+    Name("_TorchDispatchModeKey", "torch._C", "the mode that records a graph", "writes to views are not captured"),
+    Name("_get_dispatch_mode", "torch._C", "the mode that is on", "writes to views are not captured"),
+    Name("_len_torch_dispatch_stack", "torch._C", "whether modes of the user's may see an op", _REWRITING),
+    Name("_len_torch_function_stack", "torch._C", "whether modes of the user's may see a call", _REWRITING),
+    Name("_get_current_dispatch_mode_stack", "torch.utils._python_dispatch", "which these are", _REWRITING),
+    Name("_get_current_function_mode_stack", "torch.overrides", "which these are", _REWRITING),
+    Name("DeviceContext", "torch.utils._device", "one of these, which does no harm", _REWRITING),
+    Name("_disable_current_modes", "torch.utils._python_dispatch", "runs ops on tensors while a step is traced"),
+    Name("TorchDispatchMode", "torch.utils._python_dispatch", "sees each op that runs"),
+    Name("is_traceable_wrapper_subclass", "torch.utils._python_dispatch", "tensors that hold tensors"),
+    Name(
+        "_make_wrapper_subclass",
+        "torch:Tensor._make_wrapper_subclass",
+        "a tensor that stands for its copy in half precision",
+        "weights that are used twice under autocast are not captured",
+    ),
+    Name("_from_functional_tensor", "torch", "the tensor within one that is traced"),
+    Name("_is_functional_tensor", "torch", "whether there is one"),
+    Name("functorch", "torch:_C._functorch", "what vmap, grad and their like have made of a tensor"),
+    Name("_is_any_autocast_enabled", "torch._C", "whether autocast is on", "hooks of results are not captured"),
+    Name("_enter_autocast", "torch.amp.autocast_mode", "the call that begins autocast in a captured graph"),
+    Name("_exit_autocast", "torch.amp.autocast_mode", "the call that ends it"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    return NAMES.get(name)

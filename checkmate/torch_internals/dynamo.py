@@ -1,0 +1,196 @@
+"""Dynamo, which follows the user's code: the frames that it runs, what it takes values for, its refusals and settings.
+
+`METHODS` has what `wrap` puts others around.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from checkmate.torch_internals.names import Name, Table
+
+_EXC, _SOURCE, _FRAMES = "torch._dynamo.exc", "torch._dynamo.source", "torch._dynamo.symbolic_convert"
+_VARIABLES = "torch._dynamo.variables"
+_ASKING = "questions on tensors are refused, as Dynamo refuses them"
+_DRAWING = "draws of NumPy within a step are refused"
+_SAYING = "logging, print, warnings and errors of a step are refused, as Dynamo refuses them"
+_CONTEXT = "context variables within a step are refused, as Dynamo refuses them"
+_SELECTING = "what a mask selects is refused, where its size must be known"
+_LEAVES = "what Dynamo refuses of leaves stays refused"
+_SETTING_UP = "models that set themselves up in their first call are refused"
+_TOLD_YES = "libraries that ask whether they are compiled compute other bits"
+
+NAMES = Table(
+    Name("dynamo_config", "torch._dynamo:config", "its settings"),
+    Name("OptimizedModule", "torch._dynamo", "a module that was compiled", "compiled parts are not recognized"),
+    Name("allow_in_graph", "torch._dynamo", "functions of ours that it does not follow"),
+    Name("run", "torch._dynamo", "calls what is captured, capturing nothing"),
+    Name("reset_code", "torch._C:_dynamo.eval_frame.reset_code", "forgets what was captured"),
+    Name(
+        "_debug_get_cache_entry_list",
+        "torch._dynamo.eval_frame",
+        "what is captured, with its guards",
+        "logs do not say why a step is captured again",
+    ),
+    Name(
+        "mark_static_address", "torch._dynamo.decorators", "a call that stands between the user's code and a question"
+    ),
+    Name(
+        "get_optimize_ddp_mode",
+        "torch._dynamo.utils",
+        "whether DistributedDataParallel cuts graphs",
+        "steps on several ranks are refused",
+    ),
+    Name("auto_dynamic", "torch._dynamo.pgo", "guesses which sizes change, which is turned off"),
+    Name("builder", _VARIABLES, "makes inputs of what a step reads; `get_fake_value` describes a node's results"),
+    # Its errors
+    Name("TorchDynamoException", _EXC, "all of them"),
+    Name("BackendCompilerFailed", _EXC, "an error of ours, on its way to the user"),
+    Name("TorchRuntimeError", _EXC, "an op that cannot take what it is given"),
+    Name("Unsupported", _EXC, "what it cannot follow"),
+    Name("UserError", _EXC, "what it takes for a mistake of the user's"),
+    Name("ObservedException", _EXC, "an exception of the code that it follows", _ASKING),
+    Name("raise_observed_exception", _EXC, "raises one", _ASKING),
+    Name("unimplemented", _EXC, "refuses", _ASKING),
+    # Where a value comes from
+    Name("AttrSource", _SOURCE, "an attribute", _CONTEXT),
+    Name("CallFunctionNoArgsSource", _SOURCE, "what a call returns", _CONTEXT),
+    Name("RandomValueSource", _SOURCE, "a call before the step", _DRAWING),
+    # Frames
+    Name(
+        "get_raised_exception",
+        f"{_FRAMES}:ExceptionStack.get_raised_exception",
+        "what the step has raised last",
+        _SAYING,
+        since="2.14",
+        formerly=(f"{_FRAMES}:ExceptionStack.get_current_exception",),
+    ),
+    Name("InstructionTranslator", _FRAMES, "the frame of the step; `current_tx` is the one at hand"),
+    Name("InstructionTranslatorBase", _FRAMES, "a frame; its `dispatch_table` has what follows an instruction"),
+    # Graphs
+    Name("get_torch_obj_rule_map", "torch._dynamo.trace_rules", "which functions are followed", _TOLD_YES),
+    Name("manual_torch_name_rule_map", "torch._dynamo.trace_rules", "those set by hand", _TOLD_YES),
+    Name(
+        "external_is_compiling",
+        "torch._dynamo:external_utils.is_compiling",
+        "the question, under another name",
+        _TOLD_YES,
+    ),
+    Name("utils_is_compiling", "torch:_utils.is_compiling", "the question, under another name", _TOLD_YES),
+    Name("proxy_args_kwargs", "torch._dynamo.utils", "arguments of a node, from variables", _ASKING),
+    # What it takes a value for
+    Name("VariableTracker", f"{_VARIABLES}.base", "any value; `build` makes one of a Python object"),
+    Name("AttributeMutationNew", f"{_VARIABLES}.base", "an object that the step has made", _SETTING_UP),
+    Name("ValueMutationNew", f"{_VARIABLES}.base", "a list that the step has made", _ASKING),
+    Name("GraphArg", f"{_VARIABLES}.builder", "an input of the graph", _DRAWING),
+    Name("wrap_fx_proxy", f"{_VARIABLES}.builder", "a tensor that a node makes", _SELECTING),
+    Name("wrap_fx_proxy_cls", f"{_VARIABLES}.builder", "the same, of a class that is given", _DRAWING),
+    Name("BuiltinVariable", f"{_VARIABLES}.builtin", "a function that Python builds in"),
+    Name("ConstantVariable", f"{_VARIABLES}.constant", "a constant", _SETTING_UP),
+    Name(
+        "NullContextVariable",
+        f"{_VARIABLES}.ctx_manager",
+        "a context that does nothing",
+        "torch.backends.cudnn.flags is refused",
+    ),
+    Name(
+        "ExceptionVariable",
+        f"{_VARIABLES}.exception",
+        "an exception",
+        _SAYING,
+        since="2.15",
+        formerly=(f"{_VARIABLES}.misc:ExceptionVariable",),
+    ),
+    Name("UserFunctionVariable", f"{_VARIABLES}.functions", "a function of the user's", _DRAWING),
+    Name("UserMethodVariable", f"{_VARIABLES}.functions", "a method of the user's", _DRAWING),
+    Name("LazyVariableTracker", f"{_VARIABLES}.lazy", "a value that was not looked at yet", _SAYING),
+    Name("ListVariable", f"{_VARIABLES}.lists", "a list", _ASKING),
+    Name("TupleVariable", f"{_VARIABLES}.lists", "a tuple", _SELECTING),
+    Name("LoggingLoggerVariable", f"{_VARIABLES}.misc", "a logger", _SAYING),
+    Name("StringFormatVariable", f"{_VARIABLES}.misc", "a text that is made of values", _SAYING),
+    Name("UnspecializedNNModuleVariable", f"{_VARIABLES}.nn_module", "a module", _SETTING_UP),
+    Name("NumpyNdarrayVariable", f"{_VARIABLES}.tensor", "an array", _DRAWING),
+    Name("SymNodeVariable", f"{_VARIABLES}.tensor", "a number that a tensor gave", _ASKING),
+    Name("TensorVariable", f"{_VARIABLES}.tensor", "a tensor; `method_…` are its methods"),
+    Name(
+        "TorchInGraphFunctionVariable",
+        f"{_VARIABLES}.torch",
+        "a function of PyTorch's; `_get_handlers` has those that are followed in a way of their own",
+    ),
+    Name("UserDefinedExceptionObjectVariable", f"{_VARIABLES}.user_defined", "an exception of the user's", _SAYING),
+)
+
+
+def _method(name: str, module: str, what: str, without: str, since: str = "", formerly: str = "") -> Name:
+    """A method that is wrapped, by the name of its class and its own."""
+    before = (f"{module}:{formerly}",) if formerly else ()
+    return Name(name, f"{module}:{name}", what, without, since, before)
+
+
+_BUILTIN, _FUNCTIONS, _MISC = f"{_VARIABLES}.builtin", f"{_VARIABLES}.functions", f"{_VARIABLES}.misc"
+_TENSOR, _USER_DEFINED, _GRAPH = f"{_VARIABLES}.tensor", f"{_VARIABLES}.user_defined", "torch._dynamo.output_graph"
+
+METHODS = Table(
+    _method("InstructionTranslatorBase.call_function", _FRAMES, "a call", _TOLD_YES),
+    _method("InstructionTranslatorBase.exception_handler", _FRAMES, "looks for who handles an exception", _SAYING),
+    _method("InliningInstructionTranslator.inline_call", _FRAMES, "begins to follow a call", _SETTING_UP),
+    _method("_detect_and_normalize_assert_statement", _FRAMES, "makes an op of an assert", _ASKING),
+    _method("OutputGraph.compile_subgraph", _GRAPH, "ends a capture", _CONTEXT),
+    _method(
+        "OutputGraph._check_requires_grad_intermediate_outputs",
+        _GRAPH,
+        "refuses leaves that are made on the way",
+        "there is nothing to allow",
+        since="2.12",
+    ),
+    _method("get_fake_value", f"{_VARIABLES}.builder", "describes what a node makes", "some refusals say less"),
+    _method("BuiltinVariable.call_function", _BUILTIN, "a call of print, and its like", _SAYING),
+    _method("BuiltinVariable._handle_insert_op_in_graph", _BUILTIN, "a call of an operator, x[mask] too", _SELECTING),
+    _method(
+        "SetAttrBuiltinVariable._call_setattr",
+        _BUILTIN,
+        "sets an attribute",
+        _LEAVES,
+        since="2.13",
+        formerly="BuiltinVariable.call_setattr",
+    ),
+    _method("SkipFunctionVariable.call_function", _FUNCTIONS, "a call of what is not followed", _SAYING),
+    _method("UserFunctionVariable.call_function", _FUNCTIONS, "a call of a function of the user's", _DRAWING),
+    _method(
+        "AutogradFunctionApplyVariable.call_function",
+        f"{_VARIABLES}.higher_order_ops",
+        "a call of an autograd.Function",
+        _LEAVES,
+    ),
+    _method("LoggingLoggerVariable.call_method", _MISC, "a call of a logger", _SAYING),
+    _method("NumpyVariable.call_function", _MISC, "a call of a function of NumPy's", _DRAWING),
+    _method(
+        "TensorVariable.nb_bool_impl",
+        _TENSOR,
+        "bool(tensor)",
+        _ASKING,
+        since="2.14",
+        formerly="TensorVariable.bool_impl",
+    ),
+    _method(
+        "SymNodeVariable.nb_bool_impl",
+        _TENSOR,
+        "bool() of a number from a tensor",
+        _ASKING,
+        since="2.14",
+        formerly="SymNodeVariable.bool_impl",
+    ),
+    _method("SymNodeVariable.evaluate_expr", _TENSOR, "makes a Python number of one from a tensor", _ASKING),
+    _method("TensorVariable.method_item", _TENSOR, "tensor.item()", _ASKING),
+    _method("TensorVariable.method_tolist", _TENSOR, "tensor.tolist()", _ASKING),
+    _method("TensorVariable.method___setitem__", _TENSOR, "x[mask] = y", _SELECTING),
+    _method("TensorVariable.call_method", _TENSOR, "a call of a tensor's method", "x.to() makes another tensor of x"),
+    _method("UserDefinedClassVariable.call_function", _USER_DEFINED, "a call of a class", _SAYING),
+    _method("UserDefinedObjectVariable.call_method", _USER_DEFINED, "a call of an object's method", _CONTEXT),
+    _method("validate_sequence_index", f"{_VARIABLES}.lists", "the place in a list", _ASKING),
+)
+wrap = METHODS.wrap
+
+
+def __getattr__(name: str) -> Any:
+    return NAMES.get(name)

@@ -1,0 +1,21 @@
+"""Inductor, which makes kernels of our modules on demand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from checkmate.torch_internals.names import Name, Table
+
+_NONE = 'backend="inductor" is refused'
+NAMES = Table(
+    Name("inductor_config", "torch._inductor:config", "its settings; `fallback_random` holds draws that nobody reads"),
+    Name("compile_fx_inner", "torch._inductor.compile_fx", "makes kernels of a module", _NONE),
+    Name("InductorChoices", "torch._inductor.choices", "what it fuses", _NONE),
+    Name("V", "torch._inductor.virtualized", "sets who chooses that", _NONE),
+    Name("get_cpp_compiler", "torch._inductor.cpp_builder", "its compiler", _NONE),
+    Name("select_decomp_table", "torch._inductor.decomposition", "ops that it has taken apart before", _NONE),
+)
+
+
+def __getattr__(name: str) -> Any:
+    return NAMES.get(name)

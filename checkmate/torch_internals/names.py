@@ -1,0 +1,171 @@
+"""Names of PyTorch that are not public: where the running version has them, and what is left out without them.
+
+A row of a table is a `Name`. A table hands out what a name stands for, looked up once: under the latest place that the
+running version knows. Of a name that it has nowhere, a stand-in is handed out, which is no class of anything and
+refuses to be called: importing a module that uses it does not fail, and the steps that come to need it are refused by
+its name. What is put in place of a function of PyTorch's (`Table.wrap`) is left out then, or where that function is no
+longer called as it was: `LEFT_OUT` says so, ``checkmate doctor`` shows it, and a warning says it once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from checkmate.errors import Unsupported
+
+log = logging.getLogger("checkmate.torch_internals")
+LEFT_OUT: list[str] = []  # what was not put in place, by PyTorch's name for it
+TABLES: list[Table] = []
+NOTHING = "no step is captured"
+
+
+class LacksError(Unsupported):
+    """The running version of PyTorch has not what a step needs."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """One name of PyTorch's that is not public.
+
+    Attributes:
+        name: PyTorch's own, as it is imported from a table's module.
+        place: the module that has it; or its whole path, with a colon after the module.
+        what: what it is needed for.
+        without: what happens in a version that has it nowhere.
+        since: the first version that has it, if it is younger than the oldest that is supported.
+        formerly: paths of what had its part in older versions, the latest first.
+    """
+
+    name: str
+    place: str
+    what: str
+    without: str = NOTHING
+    since: str = ""
+    formerly: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Where it is looked for, in this order."""
+        return (self.place if ":" in self.place else f"{self.place}:{self.name}", *self.formerly)
+
+    def find(self) -> tuple[str, Any]:
+        """The path under which the running version has it, and what it stands for.
+
+        Raises:
+            LacksError: if it has it nowhere.
+        """
+        for path in self.paths:
+            try:
+                return path, pkgutil.resolve_name(path)
+            except (ImportError, AttributeError):
+                continue
+        raise LacksError(
+            f"PyTorch {torch.__version__} has no {self.paths[0].replace(':', '.')} ({self.what}). Without it, "
+            f"{self.without}. Install a version that checkmate has been tried on, see `checkmate doctor`."
+        )
+
+
+def is_expected(name: Name) -> bool:
+    """Whether the running version is one that should have a name."""
+    major, minor, *_ = torch.__version__.split(".")
+    return not name.since or bool(name.formerly) or (int(major), int(minor)) >= tuple(map(int, name.since.split(".")))
+
+
+class _Lacking(type):
+    """The class of stand-ins."""
+
+    error: LacksError
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise cls.error
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__") and not name.startswith("__torch"):  # Python asks for these
+            raise AttributeError(name)
+        raise cls.error
+
+
+class Table:
+    """The names of one part of PyTorch.
+
+    >>> from checkmate.torch_internals.trees import NAMES
+    >>> NAMES.get("tree_leaves")([1, [2]])
+    [1, 2]
+    """
+
+    def __init__(self, *names: Name) -> None:
+        self.names = {name.name: name for name in names}
+        TABLES.append(self)
+
+    def get(self, name: str) -> Any:
+        """What a name stands for, or a stand-in.
+
+        Raises:
+            AttributeError: if the table does not have it.
+        """
+        if name not in self.names:
+            raise AttributeError(f"no private name of PyTorch's is known as {name}")
+        try:
+            return self.names[name].find()[1]
+        except LacksError as error:
+            return _Lacking(name, (), {"error": error})
+
+    def has(self, name: str) -> bool:
+        """Whether the running version has a name."""
+        try:
+            self.names[name].find()
+        except LacksError:
+            return False
+        return True
+
+    def wrap(self, name: str, around: Callable[[Any], Any]) -> None:
+        """Put a function of PyTorch's within another, for the process.
+
+        Args:
+            name: of a function or method.
+            around: gives the other one, from the function.
+        """
+        try:
+            path, function = self.names[name].find()
+        except LacksError as error:
+            leave_out(name, str(error))
+            return
+        other = around(function)
+        if not _is_called_alike(other, function):
+            given = inspect.signature(function)
+            leave_out(name, f"PyTorch {torch.__version__} calls {path.replace(':', '.')} otherwise: {given}")
+            return
+        place, _, attribute = path.replace(":", ".").rpartition(".")
+        holder = pkgutil.resolve_name(place)
+        is_bound = isinstance(inspect.getattr_static(holder, attribute), (classmethod, staticmethod))
+        setattr(holder, attribute, staticmethod(other) if is_bound else other)
+
+
+def _is_called_alike(other: Callable[..., Any], function: Callable[..., Any]) -> bool:
+    """Whether what is called as a function is can be the other, which may take any arguments after its first ones."""
+    mine = [p.kind for p in inspect.signature(other, follow_wrapped=False).parameters.values()]
+    theirs = [p.kind for p in inspect.signature(function).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in mine:
+        return mine.index(inspect.Parameter.VAR_POSITIONAL) <= len(theirs)
+    return len(mine) == len(theirs)
+
+
+def put_in_place(what: str, install: Callable[[], None]) -> None:
+    """Call what changes PyTorch in one way, but where the running version lacks what that needs."""
+    try:
+        install()
+    except (LacksError, AttributeError) as error:
+        leave_out(what, str(error))
+
+
+def leave_out(name: str, reason: str) -> None:
+    """Note that something is not put in place."""
+    LEFT_OUT.append(name)
+    log.warning("%s is left out: %s What needs it is refused, or not as in eager PyTorch.", name, reason)

@@ -1,0 +1,173 @@
+"""All that is not public of PyTorch is known by name, found where it is, and refused where it is not."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import logging
+import pkgutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import checkmate.torch_internals as room
+from checkmate import Unsupported
+from checkmate.backends import eager as _all_patches  # noqa: F401  # which puts them in place
+from checkmate.torch_internals import names
+from checkmate.torch_internals.names import LacksError, Name, Table
+from tests.project.test_layers import SOURCES
+from tests.support.processes import run_python
+
+_OURS = "checkmate.torch_internals"
+MODULES = [importlib.import_module(f"{_OURS}.{found.name}") for found in pkgutil.iter_modules(room.__path__)]
+ROWS = [name for table in names.TABLES for name in table.names.values()]
+HIDDEN = """
+import logging
+from checkmate.torch_internals import names
+logging.disable()  # of what is left out
+find = names.Name.find
+def hiding(self):
+    if self.name == {name!r}:
+        raise names.LacksError("hidden: " + self.name)
+    return find(self)
+names.Name.find = hiding
+import torch, checkmate
+torch.manual_seed(0)
+x, model = torch.randn(4, 8), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+try:
+    checkmate.verify(model, x, budget="1 MB", cache=False)
+    print("works")
+except checkmate.Unsupported as error:
+    print("refused" if "hidden: {name}" in str(error) else error)
+"""
+
+
+def _private(source: Path) -> Iterator[str]:
+    """What a file names of PyTorch by a name with an underscore: imports, and attributes of modules."""
+    tree, modules = ast.parse(source.read_text()), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {a.asname or "torch": a.name for a in node.names if a.name.partition(".")[0] == "torch"}
+            yield from (a.name for a in node.names if a.name.startswith("torch."))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            modules |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            yield from (f"{node.module}.{a.name}" for a in node.names)
+    for node in ast.walk(tree):
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts, node = [node.attr, *parts], node.value
+        if parts and isinstance(node, ast.Name) and node.id in modules:
+            yield ".".join([modules[node.id], *parts])
+
+
+@pytest.mark.parametrize("module", [m for m in SOURCES if not m.startswith(_OURS)])
+def test_no_other_room_knows_a_private_name(module: str) -> None:
+    found = [name for name in _private(SOURCES[module]) if not name.startswith("torch.ops.")]  # ATen's own names
+    private = [n for n in found if any(part.startswith("_") and part[:2] != "__" for part in n.split("."))]
+    assert private == []
+
+
+def _used() -> set[str]:
+    """The names that other rooms import from this one, look up, or wrap."""
+    found: set[str] = set()
+    for module, source in SOURCES.items():
+        for node in ast.walk(ast.parse(source.read_text())) if not module.startswith(_OURS) else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_OURS):
+                found.update(alias.name for alias in node.names)
+            if isinstance(node, ast.Attribute):
+                found.add(node.attr)
+            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                found.add(str(node.args[0].value))
+    return found
+
+
+def test_each_name_is_needed_and_is_there_and_says_what_for() -> None:
+    assert {row.name for row in ROWS} - _used() == set()
+    assert [row.name for row in ROWS if names.is_expected(row) != bool(_finds(row))] == []
+    assert all(row.what and row.without for row in ROWS)
+    assert names.LEFT_OUT == []
+
+
+def _finds(row: Name) -> Any:
+    try:
+        return row.find()
+    except LacksError:
+        return None
+
+
+def test_no_name_has_two_rows() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+def test_the_latest_place_that_there_is() -> None:
+    table = Table(Name("decode", "json:no_such", "an example", formerly=("no_such_module:x", "json:loads")))
+    names.TABLES.remove(table)
+    assert table.get("decode")("[1]") == [1]
+
+
+def test_what_is_not_there_is_no_class_of_anything_and_refuses_to_be_used() -> None:
+    table = Table(Name("Missing", "json", "an example", "examples are refused"))
+    names.TABLES.remove(table)
+    missing = table.get("Missing")
+    assert not isinstance(1, missing)
+    for use in (missing, lambda: missing.attribute, type("Child", (missing,), {})):
+        with pytest.raises(
+            Unsupported, match=r"has no json\.Missing \(an example\)\. Without it, examples are refused"
+        ):
+            use()
+    with pytest.raises(AttributeError, match="no private name"):
+        table.get("unheard_of")
+
+
+@pytest.fixture
+def holder(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    monkeypatch.setattr(names, "LEFT_OUT", [])
+    monkeypatch.setattr(names, "TABLES", [])
+    found: Any = ModuleType("a_module_of_pytorch")
+    found.old = lambda x: x + 1
+    monkeypatch.setitem(sys.modules, found.__name__, found)
+    return found
+
+
+def test_the_other_function_is_put_around_what_there_is(holder: Any) -> None:
+    table = Table(Name("new", holder.__name__, "an example", formerly=(f"{holder.__name__}:old",)))
+    table.wrap("new", lambda plain: lambda x: 2 * plain(x))
+    assert holder.old(1) == 4
+    assert names.LEFT_OUT == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("new", "has no a_module_of_pytorch.new"), ("old", "calls a_module_of_pytorch.old otherwise")]
+)
+def test_what_is_not_there_or_called_otherwise_is_left_out_and_said(
+    holder: Any, caplog: pytest.LogCaptureFixture, name: str, said: str
+) -> None:
+    table, plain = Table(Name(name, holder.__name__, "an example")), holder.old
+    with caplog.at_level(logging.WARNING):
+        table.wrap(name, lambda plain: lambda x, y: plain(x))
+    assert holder.old is plain
+    assert names.LEFT_OUT == [name]
+    assert said in caplog.text
+
+
+def test_an_install_that_meets_something_missing_is_left_out(holder: Any) -> None:
+    table = Table(Name("new", holder.__name__, "an example"))
+    names.put_in_place("an example", lambda: table.get("new").attribute)
+    assert names.LEFT_OUT == ["an example"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_without_any_one_of_them_a_step_works_or_is_refused_by_its_name(row: Name) -> None:
+    said = run_python("-c", HIDDEN.format(name=row.name)).stdout.strip()
+    assert said in (("refused", "works") if row.without == names.NOTHING else ("works",)), said
+
+
+@pytest.mark.parametrize("name", ["_is_primal", "TensorVariable.nb_bool_impl", "register_op_impl"])
+def test_without_one_of_them_a_step_works_or_is_refused_by_its_name(name: str) -> None:
+    said = run_python("-c", HIDDEN.format(name=name)).stdout.strip()
+    assert said == ("refused" if name == "_is_primal" else "works")
