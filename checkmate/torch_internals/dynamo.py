@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from checkmate.torch_internals.names import Name, Table
@@ -82,6 +83,7 @@ NAMES = Table(
     Name("VariableTracker", f"{_VARIABLES}.base", "any value; `build` makes one of a Python object"),
     Name("AttributeMutationNew", f"{_VARIABLES}.base", "an object that the step has made", _SETTING_UP),
     Name("ValueMutationNew", f"{_VARIABLES}.base", "a list that the step has made", _ASKING),
+    Name("Method", f"{_VARIABLES}.base", "what follows a method", "methods are attributes", since="2.14"),
     Name("GraphArg", f"{_VARIABLES}.builder", "an input of the graph", _DRAWING),
     Name("wrap_fx_proxy", f"{_VARIABLES}.builder", "a tensor that a node makes", _SELECTING),
     Name("wrap_fx_proxy_cls", f"{_VARIABLES}.builder", "the same, of a class that is given", _DRAWING),
@@ -111,7 +113,7 @@ NAMES = Table(
     Name("UnspecializedNNModuleVariable", f"{_VARIABLES}.nn_module", "a module", _SETTING_UP),
     Name("NumpyNdarrayVariable", f"{_VARIABLES}.tensor", "an array", _DRAWING),
     Name("SymNodeVariable", f"{_VARIABLES}.tensor", "a number that a tensor gave", _ASKING),
-    Name("TensorVariable", f"{_VARIABLES}.tensor", "a tensor; `method_…` are its methods"),
+    Name("TensorVariable", f"{_VARIABLES}.tensor", "a tensor; `tp_methods` and `method_…` are its methods"),
     Name(
         "TorchInGraphFunctionVariable",
         f"{_VARIABLES}.torch",
@@ -181,15 +183,31 @@ METHODS = Table(
         formerly="SymNodeVariable.bool_impl",
     ),
     _method("SymNodeVariable.evaluate_expr", _TENSOR, "makes a Python number of one from a tensor", _ASKING),
-    _method("TensorVariable.method_item", _TENSOR, "tensor.item()", _ASKING),
-    _method("TensorVariable.method_tolist", _TENSOR, "tensor.tolist()", _ASKING),
-    _method("TensorVariable.method___setitem__", _TENSOR, "x[mask] = y", _SELECTING),
     _method("TensorVariable.call_method", _TENSOR, "a call of a tensor's method", "x.to() makes another tensor of x"),
     _method("UserDefinedClassVariable.call_function", _USER_DEFINED, "a call of a class", _SAYING),
-    _method("UserDefinedObjectVariable.call_method", _USER_DEFINED, "a call of an object's method", _CONTEXT),
-    _method("validate_sequence_index", f"{_VARIABLES}.lists", "the place in a list", _ASKING),
+    Name(
+        "ContextVarVariable.call_method",
+        f"{_MISC}:ContextVarVariable.call_method",
+        "a call of a context variable's method",
+        _CONTEXT,
+        since="2.14",
+        formerly=(f"{_USER_DEFINED}:UserDefinedObjectVariable.call_method",),
+    ),
+    _method("BaseListVariable.getitem_const", f"{_VARIABLES}.lists", "an element of a list or a tuple", _ASKING),
 )
 wrap = METHODS.wrap
+
+
+def wrap_tensor_method(name: str, around: Callable[[Any], Any]) -> None:
+    """Put a function around what follows a method of a tensor; it is given None where Dynamo has none of its own.
+
+    From 2.14 on Dynamo has a table of them; before that, and where it calls one itself, they are attributes.
+    """
+    tensor = NAMES.get("TensorVariable")
+    other = around(getattr(tensor, f"method_{name}", None))
+    setattr(tensor, f"method_{name}", other)
+    if NAMES.has("Method"):
+        tensor.tp_methods[name] = NAMES.get("Method")(other)
 
 
 def __getattr__(name: str) -> Any:

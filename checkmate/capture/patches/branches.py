@@ -15,7 +15,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -43,6 +43,7 @@ from checkmate.torch_internals.dynamo import (
     raise_observed_exception,
     unimplemented,
     wrap,
+    wrap_tensor_method,
 )
 from checkmate.torch_internals.kernels import _assert, _check, _check_tensor_all, _check_tensor_all_with, _check_with
 from checkmate.torch_internals.names import put_in_place
@@ -240,17 +241,24 @@ def _numbers(plain: Callable[..., Any]) -> Callable[..., Any]:
     return numbers
 
 
-def _place_in_list(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's index into a list or a tuple, which must be a number that is known."""
+def _element(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's element of a list or a tuple, whose place must be a number that is known."""
 
     @wraps(plain)
-    def place(tx: Any, key: Any, *args: Any) -> Any:
-        index = plain(tx, key, *args).realize()
-        if not is_ours(tx) or not isinstance(index, SymNodeVariable) or not _is_question(index):
-            return index
-        return VariableTracker.build(tx, decide(tx, index, int))
+    def element(self: Any, tx: Any, place: Any) -> Any:
+        place = place.realize()
+        if is_ours(tx) and _is_question(place) and _is_index(place):
+            place = VariableTracker.build(tx, decide(tx, place, int))
+        return plain(self, tx, place)
 
-    return place
+    return element
+
+
+def _is_index(value: VariableTracker) -> bool:
+    """Whether Python takes a tensor, or a number that it gave, for a place."""
+    if isinstance(value, SymNodeVariable):
+        return isinstance(value.sym_num, torch.SymInt)
+    return not (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool)
 
 
 def _comparing(function: Any, plain: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -265,8 +273,8 @@ def _comparing(function: Any, plain: Callable[..., Any] | None) -> Callable[...,
     return compared
 
 
-def _comparing_method(function: Any) -> Callable[..., Any]:
-    compared = _comparing(function, None)
+def _comparing_method(function: Any, plain: Callable[..., Any] | None) -> Callable[..., Any]:
+    compared = _comparing(function, plain)
 
     def method(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         return compared(None, tx, self, *args, **kwargs)
@@ -325,13 +333,13 @@ def _install() -> None:
     wrap("TensorVariable.nb_bool_impl", _truth)
     wrap("SymNodeVariable.nb_bool_impl", _truth)
     wrap("SymNodeVariable.evaluate_expr", _number)
-    wrap("validate_sequence_index", _place_in_list)
-    wrap("TensorVariable.method_item", _item)
-    wrap("TensorVariable.method_tolist", _numbers)
+    wrap("BaseListVariable.getitem_const", _element)
+    wrap_tensor_method("item", _item)
+    wrap_tensor_method("tolist", _numbers)
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     for function in WITHOUT_TENSORS:
         handlers[function] = _comparing(function, handlers.get(function))
-        setattr(TensorVariable, f"method_{function.__name__}", _comparing_method(function))
+        wrap_tensor_method(function.__name__, partial(_comparing_method, function))
     for check in _CHECKS & handlers.keys():
         handlers[check] = _checking(check, handlers[check])
 

@@ -45,22 +45,23 @@ def _following(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(plain)
     def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if not isinstance(self.value, ContextVar) or kwargs or not is_ours(tx):
+        var = self.cv_obj if hasattr(self, "cv_obj") else self.value  # of a class for them, or of any object
+        if not isinstance(var, ContextVar) or kwargs or not is_ours(tx):
             return plain(self, tx, name, args, kwargs)
         known: dict[ContextVar[Any], Any] = vars(tx.output).setdefault(_VALUES, {})
         if name == "set" and len(args) == 1:
-            before = known.get(self.value)
-            known[self.value] = args[0]
-            return TokenVariable(self.value, before)
+            before = known.get(var)
+            known[var] = args[0]
+            return TokenVariable(var, before)
         token = args[0].realize() if name == "reset" and len(args) == 1 else None
-        if isinstance(token, TokenVariable) and token.var is self.value:
+        if isinstance(token, TokenVariable) and token.var is var:
             _put_back(known, token)
             return VariableTracker.build(tx, None)
-        if name == "get" and self.value in known:
-            return known[self.value]
-        if name == "get" and self.source is not None and _is_set(self.value):
+        if name == "get" and var in known:
+            return known[var]
+        if name == "get" and self.source is not None and _is_set(var):
             source = CallFunctionNoArgsSource(AttrSource(self.source, "get"))
-            return VariableTracker.build(tx, self.value.get(), source)
+            return VariableTracker.build(tx, var.get(), source)
         return plain(self, tx, name, args, kwargs)
 
     return called
@@ -100,5 +101,5 @@ def _all_reset(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-wrap("UserDefinedObjectVariable.call_method", _following)
+wrap("ContextVarVariable.call_method", _following)
 wrap("OutputGraph.compile_subgraph", _all_reset)

@@ -23,8 +23,14 @@ import torch
 
 from checkmate.capture.patches.is_compiling import answer_of
 from checkmate.torch_internals.descriptions import decompositions
-from checkmate.torch_internals.dispatcher import DispatchKey, OpOverload
-from checkmate.torch_internals.dynamo import NullContextVariable, TensorVariable, TorchInGraphFunctionVariable
+from checkmate.torch_internals.dispatcher import (
+    DispatchKey,
+    OpOverload,
+    TorchDispatchMode,
+    _disable_current_modes,
+    _DisablePythonDispatcher,
+)
+from checkmate.torch_internals.dynamo import NullContextVariable, TorchInGraphFunctionVariable, wrap_tensor_method
 from checkmate.torch_internals.kernels import _foreach_lerp_, _foreach_pow
 from checkmate.torch_internals.names import put_in_place
 
@@ -75,20 +81,27 @@ def _dropout(x: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
     return x * torch.zeros((), dtype=x.dtype, device=x.device) if p == 1 else decompositions.dropout(x, p, train)
 
 
-def _folds(x: torch.Tensor, y: torch.Tensor, is_out: bool) -> bool:
-    """Whether a product of batches calls the kernel for one matrix: ATen's LinearAlgebra.cpp, ``should_fold``.
+class _Products(TorchDispatchMode):
+    """Sees which products of batches run."""
 
-    Asked are strides of all dimensions but the last, those of size one too.
+    folded = True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.folded = self.folded and op is not torch.ops.aten.bmm.default
+        return op(*args, **(kwargs or {}))
+
+
+def _folds(x: torch.Tensor, y: torch.Tensor, is_out: bool) -> bool:
+    """Whether a product of batches calls the kernel for one matrix: asked of the running version, without data.
+
+    It depends on shapes, on strides, and on whether the smaller one needs a gradient, in each version otherwise.
     """
-    batches, other = (x, y) if x.ndim >= y.ndim else (y.mT, x)
-    if not (batches.ndim >= 3 and other.ndim <= 2):
-        return False
-    if other.requires_grad and not is_out:
-        return True
-    if x.ndim == 2:
-        return False
-    outer = zip(batches.stride()[:-2], batches.stride()[1:], batches.shape[1:], strict=False)
-    return batches.numel() == 0 or all(stride == inner * size for stride, inner, size in outer)
+    with _disable_current_modes(), _DisablePythonDispatcher(), _Products() as seen:
+        described = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (x, y)]
+        for meta, tensor in zip(described, (x, y), strict=True):
+            meta.requires_grad_(tensor.requires_grad and not is_out)
+        torch.matmul(*described)
+    return seen.folded
 
 
 def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,7 +109,8 @@ def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(handler)
     def handled(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        return handler(self, tx, *args, **kwargs) if answer_of(tx.output.compiler_fn) is None else None
+        is_ours = answer_of(tx.output.compiler_fn) is not None
+        return None if is_ours or handler is None else handler(self, tx, *args, **kwargs)
 
     return handled
 
@@ -127,8 +141,8 @@ def _install() -> None:
     for function in handlers.keys() & {torch.addcdiv, _foreach_lerp_, _foreach_pow}:
         handlers[function] = _whole(handlers[function])
     handlers[torch.backends.cudnn.flags] = _no_flags
-    for method in {"method_add_", "method_addcmul_", "method_addcdiv_"} & {*dir(TensorVariable)}:
-        setattr(TensorVariable, method, _whole(getattr(TensorVariable, method)))
+    for method in ("add_", "addcmul_", "addcdiv_"):
+        wrap_tensor_method(method, _whole)
 
 
 put_in_place("kernels of eager PyTorch", _install)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -27,12 +27,12 @@ from checkmate.capture.patches.is_compiling import Answer, answer_of
 from checkmate.capture.questions import CannotTellError
 from checkmate.torch_internals.dynamo import (
     BuiltinVariable,
-    TensorVariable,
     TorchInGraphFunctionVariable,
     TupleVariable,
     VariableTracker,
     wrap,
     wrap_fx_proxy,
+    wrap_tensor_method,
 )
 from checkmate.torch_internals.names import put_in_place
 
@@ -163,9 +163,10 @@ def _place_of_true(tx: Any, mask: Any, *others: Any) -> Any:
     return None if others else _place(tx, mask, VariableTracker.build(tx, True))
 
 
-def _method(call: Callable[..., Any]) -> Callable[..., Any]:
+def _method(call: Callable[..., Any], plain: Callable[..., Any] | None) -> Callable[..., Any]:
     def called(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(tx, self, *args, **kwargs)
+        result = call(tx, self, *args, **kwargs)
+        return plain(self, tx, *args, **kwargs) if result is None and plain is not None else result
 
     return called
 
@@ -182,11 +183,11 @@ def _function(call: Callable[..., Any], plain: Callable[..., Any] | None) -> Cal
 def _install() -> None:
     wrap("BuiltinVariable._handle_insert_op_in_graph", _getting)
     BuiltinVariable.call_function_handler_cache.clear()  # of methods as they were
-    wrap("TensorVariable.method___setitem__", _setting)
+    wrap_tensor_method("__setitem__", _setting)
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     functions: dict[Any, Callable[..., Any]] = {torch.masked_select: _select, torch.nonzero: _place}
     for function, call in functions.items():
-        setattr(TensorVariable, f"method_{function.__name__}", _method(call))
+        wrap_tensor_method(function.__name__, partial(_method, call))
     for function, call in {**functions, torch.where: _place_of_true}.items():
         handlers[function] = _function(call, handlers.get(function))
 
