@@ -25,6 +25,7 @@ from checkmate.torch_internals.aot import (
     ForwardTokenAOTInput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
+    TracingContext,
     is_sym_node,
 )
 
@@ -55,6 +56,23 @@ def may_change(joint: Joint) -> bool:
     )
 
 
+class _Never:
+    """A list of any length, of False."""
+
+    def __getitem__(self, place: int) -> bool:
+        return False
+
+
+def _detach_all_views() -> None:
+    """Have AOTAutograd save views without their graph, be they inputs or not.
+
+    From PyTorch 2.14 on it notes by place which of the saved tensors are inputs; of another plan these are others.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.saved_tensor_is_graph_input = _Never()
+
+
 class Changing:
     """The forward and the backward that AOTAutograd is given, and what they run.
 
@@ -76,6 +94,7 @@ class Changing:
 
     def first(self, phase: Literal["forward", "backward"], run: Run) -> Run:
         """What AOTAutograd calls in place of the first plan's function, of which it asks for the backward last."""
+        _detach_all_views()
         self._runs[phase][0] = run
         whole = self._forward if phase == "forward" else self._backward
         return takes_one_list(lambda inputs: whole(inputs))

@@ -51,6 +51,7 @@ NAMES = Table(
     Name("Unsupported", _EXC, "what it cannot follow"),
     Name("UserError", _EXC, "what it takes for a mistake of the user's"),
     Name("ObservedException", _EXC, "an exception of the code that it follows", _ASKING),
+    Name("FakeTensorObservedException", _EXC, "one of the description of an op", "it is a TorchRuntimeError", "2.14"),
     Name("raise_observed_exception", _EXC, "raises one", _ASKING),
     Name("unimplemented", _EXC, "refuses", _ASKING),
     # Where a value comes from

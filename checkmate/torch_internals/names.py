@@ -115,7 +115,7 @@ class Table:
         try:
             return self.names[name].find()[1]
         except LacksError as error:
-            return _Lacking(name, (), {"error": error})
+            return _Lacking(name, (Exception,), {"error": error})  # which an except clause may name
 
     def has(self, name: str) -> bool:
         """Whether the running version has a name."""

@@ -159,7 +159,7 @@ def test_methods(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["plan", "my_step:too_wide", "--budget", "8GB"],
             1,
-            "too_wide fails on its batch: mat1 and mat2 shapes",
+            "mat1 and mat2 shapes cannot be multiplied",
         ),
         (["plan", "my_step:fails", "--budget", "8GB", "--method", "chen"], 2, "there is no method 'chen'"),
         (["plan", "my_step:fails", "--budget", "8GB"], 1, "IndexError: no data"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import mmap
 import os
@@ -492,9 +493,8 @@ def test_a_forked_child_reads_and_trains() -> None:
     child = os.fork()
     if child == 0:  # nothing of pytest may run here
         try:
-            same = all(bool((a == b).all()) for a, b in zip(kept, then, strict=True))
-            result = go_on()
-            os.write(write, bytes([same]) + b"".join(t.numpy().tobytes() for t in result)[: 1 << 15])
+            os.write(write, bytes([all(bool((a == b).all()) for a, b in zip(kept, then, strict=True))]))
+            os.write(write, b"".join(t.numpy().tobytes() for t in go_on())[: 1 << 15])
         finally:
             os._exit(0)
     os.close(write)
@@ -504,4 +504,19 @@ def test_a_forked_child_reads_and_trains() -> None:
     assert_same_bits(kept, then)
     expected = b"".join(t.numpy().tobytes() for t in go_on())[: 1 << 15]
     assert said[:1] == b"\1"
-    assert said[1:] == expected
+    assert said[1:] == (expected if _a_fork_trains() else b"")
+
+
+@functools.cache
+def _a_fork_trains() -> bool:
+    """Whether PyTorch's own compiled code trains in a forked child; in builds for CUDA of some versions it does not."""
+    weight = torch.ones(3, requires_grad=True)
+    torch.compile(lambda: weight.sum(), backend="eager")().backward()
+    child = os.fork()
+    if child == 0:  # nothing of pytest may run here
+        try:
+            (2 * weight).sum().backward()
+        except RuntimeError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from checkmate.capture.patches.branches import is_ours
-from checkmate.torch_internals.dynamo import TorchRuntimeError, unimplemented, wrap
+from checkmate.torch_internals.dynamo import FakeTensorObservedException, TorchRuntimeError, unimplemented, wrap
 
 _CHANGE = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}  # methods
 
@@ -25,10 +25,11 @@ def _explaining(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(plain)
     def described(node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = node.all_input_nodes
         try:
             return plain(node, tx, *args, **kwargs)
-        except (IndexError, TorchRuntimeError) as error:
-            reason = _reason(node, tx, error) if is_ours(tx) else None
+        except (IndexError, TorchRuntimeError, FakeTensorObservedException) as error:
+            reason = _reason(inputs, tx, error) if is_ours(tx) else None
             if reason is None:
                 raise
             why = f"PyTorch says: {_said(error)}. {reason}"
@@ -37,13 +38,13 @@ def _explaining(plain: Callable[..., Any]) -> Callable[..., Any]:
     return described
 
 
-def _reason(node: Any, tx: Any, error: Exception) -> str | None:
+def _reason(inputs: list[Any], tx: Any, error: Exception) -> str | None:
     """Why a kernel may not have this error; None: nothing says that it has not."""
     nodes = [n for graph in (tx.output.current_tracer.graph, tx.output.root_tracer.graph) for n in graph.nodes]
     changes = [n.target for n in nodes if n.target in _CHANGE]
     if changes and (isinstance(error, IndexError) or tx.output.current_tracer.parent is not None):  # within a function
         return f"Before, {changes[0]} changed the shape of a tensor in place."
-    given = [n.meta.get("example_value") for n in node.all_input_nodes]
+    given = [n.meta.get("example_value") for n in inputs]
     return "It is given a tensor of no elements." if any(map(_is_empty, given)) else None
 
 
