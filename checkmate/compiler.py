@@ -28,6 +28,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory.report import ArenaReport, report
 from checkmate.profiling.profilers import Choice, profiler
+from checkmate.torch_internals.versions import is_tried
 from checkmate.updates.insert import Insert
 from checkmate.verification.compare import Certificate, compare_with_plain
 
@@ -45,7 +46,7 @@ def compile(  # type: ignore[overload-overlap]  # a module is callable too, and 
     method: str = ...,
     time_limit: float = ...,
     reserve: int | float | str = ...,
-    verify: bool = ...,
+    verify: bool | None = ...,
     profile: Choice = ...,
     cache: bool = ...,
     backend: Code = ...,
@@ -67,7 +68,7 @@ def compile(
     method: str = ...,
     time_limit: float = ...,
     reserve: int | float | str = ...,
-    verify: bool = ...,
+    verify: bool | None = ...,
     profile: Choice = ...,
     cache: bool = ...,
     backend: Code = ...,
@@ -88,7 +89,7 @@ def compile(
     method: str = "auto",
     time_limit: float = 60.0,
     reserve: int | float | str = 0,
-    verify: bool = False,
+    verify: bool | None = None,
     profile: Choice = "measure",
     cache: bool = True,
     backend: Code = "eager",
@@ -119,6 +120,8 @@ def compile(
         verify: run the first training call plainly as well, and compare results, gradients, buffers and random state
             bitwise, and the measured peak with the budget. Where plain PyTorch does not repeat its own bits, the
             difference is held against the spread of its runs, with a warning. Needs the memory of a plain step, once.
+            Without a choice nothing is compared, but on a version of PyTorch that checkmate has not been tried on:
+            there each graph is, before it trains, where the memory of a plain step can be had.
         profile: where the costs of ops come from; see `trace`. The peak is what was planned only where the bytes were
             measured as the step runs: an estimate knows no workspaces.
         cache: take the costs of ops that were measured and the plans that were made on this machine before, in any
@@ -171,7 +174,8 @@ def compile(
         Unsupported: at the first call, if the step cannot be captured as one graph, or runs on several devices; at
             once, if Inductor finds no C++ compiler that works; at a later call, if a number that changes from call to
             call has used up ``max_plans``.
-        VerificationError: at the first call, with ``verify``, if anything differs.
+        VerificationError: at the first call, with ``verify``, if anything differs; at any that captures, without a
+            choice, on a version of PyTorch that has not been tried.
         HostError: at a call, if there is no such second memory or no room in it, or it fails; the step has changed
             nothing then, and the next call begins anew.
 
@@ -281,6 +285,8 @@ class CompiledStep(Generic[P, R]):
         self._backend = new_backend(options) if backend is None else backend
         self._verify = options.verify
         self._run = Captures(fn, self._backend, options.max_plans)
+        if self._verify is None and not is_tried():
+            self._run.before = self._compare_if_it_fits
         self._ready = False
         functools.update_wrapper(self, fn, updated=())
 
@@ -329,6 +335,12 @@ class CompiledStep(Generic[P, R]):
             log.info("%s", self._compare(args, kwargs))
             self._verify = False
         return self._guarded(*args, **kwargs)
+
+    def _compare_if_it_fits(self, args: Any, kwargs: Any) -> None:
+        try:
+            log.info("%s", self._compare(args, kwargs))
+        except torch.OutOfMemoryError:
+            log.warning("There is no memory for a plain step: this one is not compared with it.")
 
     def _compare(self, args: Any, kwargs: Any, calls: int = 1) -> Certificate:
         anew = functools.partial(capture, self._fn)

@@ -28,6 +28,7 @@ from checkmate.errors import Unsupported
 from checkmate.memory.report import ArenaReport
 from checkmate.profiling.profilers import Choice
 from checkmate.torch_internals.trees import tree_map_only
+from checkmate.torch_internals.versions import is_tried
 from checkmate.updates import averaging, scaling
 from checkmate.updates.clipping import Clipping
 from checkmate.updates.data_parallel import as_their_modules, exchange_of, refuse_special, stand_aside, wrapped_in
@@ -52,7 +53,7 @@ def training_step(
     ema: tuple[AveragedModel, nn.Module] | None = None,
     process_group: Any = False,
     gradients: bool = False,
-    verify: bool = False,
+    verify: bool | None = None,
     method: str = "auto",
     time_limit: float = 60.0,
     reserve: int | float | str = 0,
@@ -116,7 +117,8 @@ def training_step(
         gradients: leave the gradients in ``.grad`` after the step, clipped if they are: all of them are there then.
         verify: run the first call plainly as well, from the same state, and compare what it gives, parameters, buffers,
             gradients that are kept, the optimizer's state, the norm and the random state bitwise, and the measured peak
-            with the planned one. Needs the memory of a plain step, once.
+            with the planned one. Needs the memory of a plain step, once. Without a choice, as for `checkmate.compile`,
+            where it can be compared.
         method, time_limit, reserve, profile, cache, max_plans, memory, wait, rules, host_budget, host, numerics: as for
             `checkmate.compile`.
 
@@ -167,8 +169,11 @@ def training_step(
     about: dict[str, Any] = {"profile": profile, "cache": cache, "max_plans": max_plans, "memory": memory}
     about |= {"host_budget": host_budget, "host": host, "numerics": numerics}
     options = Options(budget, method, time_limit, reserve, wait=wait, rules=rules, **about)
-    if verify and (accumulate > 1 or updates.scaling is not None or updates.average is not None):
+    is_one_call = accumulate == 1 and updates.scaling is None and updates.average is None
+    if verify and not is_one_call:
         raise ValueError("verify=True compares one call and its update, without accumulate, scaler or ema.")
+    if verify is None:
+        verify = not is_tried() and is_one_call
     return TrainingStep(loss_fn, updates, accumulate, options, verify=verify)
 
 

@@ -138,6 +138,7 @@ class Captures:
         self._calls = itertools.count(1)
         self._fixed: set[str] = set()  # Dynamo's names of numbers that cannot be inputs
         self._warned = False
+        self.before: Callable[[Any, Any], None] | None = None  # calls this function, before a call is captured for it
 
         def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
             planned = len(backend.plans)
@@ -180,6 +181,13 @@ class Captures:
 
         ``other``: what a capture said that is not for this call, if it asked.
         """
+        before, self.before = self.before, None
+        if before is not None:
+            try:
+                before(args, kwargs)
+                return self(*args, **kwargs)
+            finally:
+                self.before = before
         known, reasons = self._nearest(kind, args, kwargs)
         if known is not None and self._may_be_inputs(reasons):
             sources = known.numbers | {reason.source for reason in reasons}

@@ -51,7 +51,7 @@ class Options:
     method: str = "auto"
     time_limit: float = 60.0
     reserve: int | float | str = 0
-    verify: bool = False
+    verify: bool | None = False  # None: where PyTorch has not been tried
     profile: Choice = "measure"
     cache: bool = True
     backend: Code = "eager"

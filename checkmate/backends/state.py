@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,11 @@ from checkmate.capture.device import main_device, same_random_state
 from checkmate.memory import CPU
 from checkmate.torch_internals.trees import keystr, tree_flatten_with_path, tree_leaves
 
+_FUNCTIONS = (FunctionType, MethodType, partial)
+
 
 def tensors_within(things: Any) -> list[torch.Tensor]:
-    """Parameters, buffers and inputs that a call can reach: in its arguments, and in what a function closes over."""
+    """Parameters, buffers and inputs that a call can reach: in its arguments, and in what a function holds."""
     return list({id(tensor): tensor for _, tensor in _named_within(things, depth=3)}.values())
 
 
@@ -33,15 +35,16 @@ def _named_within(things: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]
         elif isinstance(leaf, nn.Module):
             yield from leaf.named_parameters()
             yield from leaf.named_buffers()
-        elif depth and hasattr(leaf, "__code__"):
-            cells = contents_of_cells(leaf)
-            names = [leaf.__globals__[name] for name in leaf.__code__.co_names if name in leaf.__globals__]
-            modules = [
-                x for x in [*cells, *names] if isinstance(x, (nn.Module, torch.Tensor)) or hasattr(x, "__code__")
-            ]
-            yield from _named_within(modules, depth - 1)
+        elif depth and isinstance(leaf, FunctionType):
+            held = [x for x in _held_by(leaf) if isinstance(x, (nn.Module, torch.Tensor, *_FUNCTIONS))]
+            yield from _named_within(held, depth - 1)
+        elif depth and isinstance(leaf, partial):
+            yield from _named_within((leaf.func, leaf.args, leaf.keywords), depth - 1)
         elif depth and hasattr(leaf, "__self__"):
-            yield from _named_within(leaf.__self__, depth - 1)
+            yield from _named_within((leaf.__self__, getattr(leaf, "__func__", None)), depth - 1)
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, ModuleType)):
+            held = [x for x in vars(leaf).values() if isinstance(x, (nn.Module, torch.Tensor))]
+            yield from _named_within(held, depth - 1)
 
 
 def modules_within(things: Any, depth: int = 3) -> list[nn.Module]:
@@ -53,16 +56,21 @@ def modules_within(things: Any, depth: int = 3) -> list[nn.Module]:
         elif not depth or isinstance(leaf, (type, ModuleType, torch.Tensor)):
             continue
         elif isinstance(leaf, FunctionType):
-            names = [leaf.__globals__[name] for name in leaf.__code__.co_names if name in leaf.__globals__]
-            held = [*contents_of_cells(leaf), *names, leaf.__defaults__, leaf.__kwdefaults__]
-            found += modules_within(held, depth - 1)
-        elif isinstance(leaf, functools.partial):
+            found += modules_within(_held_by(leaf), depth - 1)
+        elif isinstance(leaf, partial):
             found += modules_within((leaf.func, leaf.args, leaf.keywords), depth - 1)
         elif hasattr(leaf, "__self__"):
             found += modules_within(leaf.__self__, depth - 1)
         elif hasattr(leaf, "__dict__"):
             found += [held for held in vars(leaf).values() if isinstance(held, nn.Module)]
     return list({id(module): module for module in found}.values())
+
+
+def _held_by(function: FunctionType) -> list[Any]:
+    """What a function closes over, names of its module, and has as defaults."""
+    names = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return [*contents_of_cells(function), *names, *defaults]
 
 
 def names_of(state: list[torch.Tensor], things: Any) -> dict[int, str]:

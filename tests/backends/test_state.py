@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,6 +31,26 @@ def test_all_that_a_step_reaches_comes_back() -> None:
     assert_same_bits(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert np.random.get_state()[1].tolist() == states[2]  # noqa: NPY002
+
+
+def test_what_a_function_holds_is_reached() -> None:
+    """As a default, a part that is given already, the object whose method it is, or a name of its module."""
+    net, other = nn.BatchNorm1d(3), nn.Linear(3, 3)
+
+    def step(x: Tensor, net: nn.Module = net, *, other: nn.Module = other) -> Tensor:
+        return other(net(x))
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.net = net
+
+        def loss(self, x: Tensor, other: nn.Module = other) -> Tensor:
+            return other(self.net(x))
+
+    everything = {id(t) for t in (*net.parameters(), *net.buffers(), *other.parameters())}
+    for given in (step, partial(lambda net, other, x: other(net(x)), net, other=other), Trainer().loss):
+        assert {id(t) for t in tensors_within(given)} == everything
+    assert {id(t) for t in tensors_within(other.forward)} == {id(t) for t in other.parameters()}
 
 
 def test_bits_tell_apart_what_numbers_do_not() -> None:
