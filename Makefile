@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: help demo test test-long lint format notebooks docs bench clean
+.PHONY: help demo test test-long test-versions test-oldest lint format notebooks docs bench clean
 
 help:
 	@echo "make demo    train two networks inside byte budgets, and compare with plain PyTorch"
 	@echo "make test    run the test suite"
 	@echo "make test-long  run more cases of the same: random programs, networks, notebooks"
+	@echo "make test-versions  run a selection of them on each version of PyTorch that is supported; about an hour"
+	@echo "make test-oldest  run it on the oldest of these"
 	@echo "make lint    check style and types"
 	@echo "make format  put the code in its layout"
 	@echo "make notebooks  run the notebooks anew, for what is committed with them"
@@ -26,6 +28,12 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m long $(ARGS)
+
+test-versions: $(STAMP)
+	$(BIN)/nox -s versions -- --jobs $(JOBS)
+
+test-oldest: $(STAMP)
+	$(BIN)/nox -s "versions(torch='2.11.0')" -- --jobs $(JOBS) --out /dev/null
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -48,7 +56,8 @@ bench: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[dev]'
 	touch $@
 
 clean:

@@ -64,13 +64,15 @@ def _devices() -> dict[str, Any]:
     from checkmate.backends import eager as _all_patches  # noqa: F401  # which puts them in place
     from checkmate.memory import build
     from checkmate.torch_internals.names import LEFT_OUT
+    from checkmate.torch_internals.versions import TRIED
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [
         f"{torch.cuda.get_device_name(i)}, {format_bytes(torch.cuda.get_device_properties(i).total_memory)}"
         for i in range(count)
     ]
-    return {"threads": torch.get_num_threads(), "cuda": names, "arena": build.state(), "left out": LEFT_OUT}
+    facts = {"threads": torch.get_num_threads(), "cuda": names, "arena": build.state(), "left out": LEFT_OUT}
+    return {"tried on": f"PyTorch {TRIED[0]} to {TRIED[-1]}", **facts}
 
 
 def _solver(wrong: list[str]) -> str:

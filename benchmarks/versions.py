@@ -1,0 +1,113 @@
+"""Whether a version of PyTorch has what is needed of it, and passes a selection of the suite.
+
+    nox -s versions                       # an environment for each version, and this in each: `make test-versions`
+    python -m benchmarks.versions         # the version that is installed
+    python -m benchmarks.versions --new   # an environment with the newest there is, and a part of the selection
+
+A run leaves a row in ``benchmarks/results/versions.jsonl``: how many tests passed, failed, and were left out since this
+version of PyTorch does not do what they ask for, which these are, what of PyTorch's that is not public is missing, what
+is left out without it, and whether the arena compiles. A part of the selection, with ``--quick``, leaves none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.common.rows import Row, append, latest, origin, read
+from benchmarks.processors import ROOT, counts_of, ended
+from checkmate.core.table import Table
+
+RESULTS = ROOT / "benchmarks" / "results" / "versions.jsonl"
+ROOMS = ("torch_internals", "capture", "codegen", "backends", "training", "updates", "memory", "verification", "host")
+SELECTION = {  # by markers
+    "not slow and not long": tuple(f"tests/{room}" for room in ROOMS),
+    "slow and not long": (
+        *("tests/training/test_random_programs.py", "tests/updates/test_random_updates.py"),
+        *("tests/training/test_distributed.py", "tests/updates/test_exchange.py"),
+        *("tests/training/test_training_step.py", "tests/backends/test_inductor.py"),
+    ),
+}
+QUICK = {
+    "not slow and not long": (
+        *("tests/torch_internals", "tests/capture/patches", "tests/codegen"),
+        *("tests/training/test_habits.py", "tests/training/test_families.py", "tests/memory/test_arena.py"),
+    ),
+}
+HEADER = ("PyTorch", "Python", "passed", "failed", "skipped", "left out", "minutes")
+
+
+def tested(selection: Mapping[str, Sequence[str]], jobs: int) -> Row:
+    """Run tests on the version that is installed: how many passed, failed and were skipped, and which failed."""
+    environment, found = {**os.environ, "OMP_NUM_THREADS": "1"}, list[Row]()
+    for markers, tests in selection.items():
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder, "report.xml")
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+            command += ["-n", str(jobs), "-m", markers, *tests]
+            done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
+            found.append(counts_of(report) if report.exists() else ended(done.returncode))
+    return {key: sum((one[key] for one in found[1:]), found[0][key]) for key in found[0]}
+
+
+def examined() -> Row:
+    """What the version that is installed lacks of what is not public, what is left out, and how the arena is built."""
+    from checkmate.backends import eager as _all_patches  # noqa: F401  # which puts them in place
+    from checkmate.memory import build
+    from checkmate.torch_internals import names
+
+    lacking = [name for table in names.TABLES for name in table.names.values() if not table.has(name.name)]
+    missing = [f"{name.name}: {name.without}" for name in lacking if names.is_expected(name)]
+    return {"missing": missing, "left_out": names.LEFT_OUT, "arena": build.state()}
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The last row of each version of PyTorch."""
+    found = sorted(latest(rows, "torch"), key=lambda row: [int(n) for n in _plain(row["torch"]).split(".")])
+    return Table(HEADER, list(map(_cells, found)), {*HEADER} - {"PyTorch", "left out"})
+
+
+def _cells(row: Row) -> list[str]:
+    counts = [str(row[kind]) for kind in ("passed", "failed", "skipped")]
+    left_out = ", ".join(row["left_out"]) or "nothing"
+    return [_plain(row["torch"]), row["python"], *counts, left_out, f"{row['seconds'] / 60:.0f}"]
+
+
+def _plain(version: str) -> str:
+    return version.partition("+")[0]
+
+
+def main() -> int:
+    """Run the selection, append a row, and print what there is to say; 1 if something is missing or fails."""
+    parser = argparse.ArgumentParser(description="Run a selection of the suite on the PyTorch that is installed.")
+    parser.add_argument("--new", action="store_true", help="in an environment with the newest there is")
+    parser.add_argument("--quick", action="store_true", help="a part of the selection, without a row")
+    parser.add_argument("--report", action="store_true", help="print the table of the last rows, and run nothing")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if args.report:
+        print(table(read(args.out)).markdown())
+        return 0
+    if args.new:
+        return subprocess.run([sys.executable, "-m", "nox", "-s", "new"], cwd=ROOT, check=False).returncode
+    begun, about, found = time.monotonic(), origin(), examined()
+    print(f"PyTorch {about['torch']}", f"arena: {found['arena']}", sep="\n")
+    print(*(f"missing {each}" for each in found["missing"]), sep="\n")
+    print(*(f"left out: {each}" for each in found["left_out"]), sep="\n", flush=True)
+    found |= tested(QUICK if args.quick else SELECTION, args.jobs)
+    row = {**about, **found, "seconds": round(time.monotonic() - begun)}
+    if not args.quick:
+        append(args.out, row)
+    print("", table([row]), *row["names"], sep="\n")
+    return 1 if row["failed"] or row["missing"] or row["left_out"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
