@@ -66,8 +66,9 @@ class Name:
                 return path, pkgutil.resolve_name(path)
             except (ImportError, AttributeError):
                 continue
+        place = self.paths[0].replace(":", ".").rstrip(".")
         raise LacksError(
-            f"PyTorch {torch.__version__} has no {self.paths[0].replace(':', '.')} ({self.what}). Without it, "
+            f"PyTorch {torch.__version__} has no {place} ({self.what}). Without it, "
             f"{self.without}. Install a version that checkmate has been tried on, see `checkmate doctor`."
         )
 
