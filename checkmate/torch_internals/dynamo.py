@@ -115,6 +115,7 @@ NAMES = Table(
     Name("NumpyNdarrayVariable", f"{_VARIABLES}.tensor", "an array", _DRAWING),
     Name("SymNodeVariable", f"{_VARIABLES}.tensor", "a number that a tensor gave", _ASKING),
     Name("TensorVariable", f"{_VARIABLES}.tensor", "a tensor; `tp_methods` and `method_…` are its methods"),
+    Name("UnspecializedPythonVariable", f"{_VARIABLES}.tensor", "a draw of Python's generator", _ASKING),
     Name(
         "TorchInGraphFunctionVariable",
         f"{_VARIABLES}.torch",
@@ -135,6 +136,7 @@ _TENSOR, _USER_DEFINED, _GRAPH = f"{_VARIABLES}.tensor", f"{_VARIABLES}.user_def
 
 METHODS = Table(
     _method("InstructionTranslatorBase.call_function", _FRAMES, "a call", _TOLD_YES),
+    _method("InstructionTranslatorBase._format_value", _FRAMES, "formats a value in an f-string", _SAYING),
     _method("InstructionTranslatorBase.exception_handler", _FRAMES, "looks for who handles an exception", _SAYING),
     _method("InliningInstructionTranslator.inline_call", _FRAMES, "begins to follow a call", _SETTING_UP),
     _method("_detect_and_normalize_assert_statement", _FRAMES, "makes an op of an assert", _ASKING),
