@@ -26,6 +26,7 @@ from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.numbers import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
 from checkmate.capture.patches import context_variables as _context  # noqa: F401  # Dynamo follows them
 from checkmate.capture.patches import ctc_lengths as _lengths  # noqa: F401  # PyTorch's own describes the kernel
+from checkmate.capture.patches import guards as _guards  # noqa: F401  # parameters are looked at in each call
 from checkmate.capture.patches import logging_calls as speaking  # noqa: F401  # Dynamo follows what a step says
 from checkmate.capture.patches import numpy_draws as _draws  # noqa: F401  # Dynamo would draw from torch's generator
 from checkmate.capture.patches import same_tensor as _same  # noqa: F401  # Dynamo goes on with the tensor itself

@@ -60,7 +60,10 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
         "A compiled step holds no lock. Where only a first call does, to set something up, make that one plainly "
         "before compiling: the step then finds it done.",
     ),
-    (r"hook '.*' has changed the size", "A tensor hook must return a gradient of the shape that it is given."),
+    (
+        r"hook '.*' has changed the size|ApplyTemplate.* returned an invalid gradient",
+        "A tensor hook must return a gradient of the shape that it is given.",
+    ),
     (r"hook", "Compile the module without backward hooks, or register them on tensors: tensor.register_hook(...)."),
     (r"torch\.autograd\.grad\b.*trace_autograd_ops", _GRADIENT_WITHIN),
     (r"trace_autograd_ops", "Return the loss, and call backward() or torch.autograd.grad() on it outside."),
@@ -85,6 +88,12 @@ _ADVICE = (  # a pattern of what Dynamo or AOTAutograd says, in any case, and wh
     (
         r"NestedTensor",
         "A plan counts bytes, and a nested tensor has as many as its parts are long. Pass a padded batch and a mask.",
+    ),
+    (r"ScriptModule", "Compile the original eager nn.Module, which torch.jit was given."),
+    (
+        r"requires_grad_\(\) call",
+        "Compute it outside, and pass it in with requires_grad_(). From PyTorch 2.12 on a step may call that on "
+        "what it has computed itself.",
     ),
     (r"optimizer\.", "Return the loss, and call backward() and the optimizer outside."),
     (r"retain_grad", "Register a hook instead: tensor.register_hook(...)."),
@@ -274,11 +283,10 @@ def _call(error: Exception) -> str:
 def _message(error: Exception) -> str:
     """What PyTorch itself said of an op that fails on the shapes or types it was given."""
     text = str(error)
-    if said := re.search(r"got \w+\((['\"])(.+?)\1\)", text, re.DOTALL):
-        return said.group(2)
-    if said := re.search(r"Explanation: (.+)", text):
-        return f"{said.group(1)} {_NO_DATA}" if re.search(r"\bmeta\b", said.group(1)) else said.group(1)
-    return text
+    raised = re.search(r"got \w+\((['\"])(?P<said>.+?)\1\)", text, re.DOTALL)
+    found = raised or re.search(r"Explanation: (?P<said>.+)", text)
+    said = found["said"] if found else text
+    return f"{said} {_NO_DATA}" if found and re.search(r"\bmeta\b", said) else said
 
 
 def _place(error: Exception) -> str:

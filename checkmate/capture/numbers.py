@@ -25,8 +25,7 @@ from checkmate.capture.dependencies import needed_by
 from checkmate.capture.nodes import leaf_nodes, tensors, viewed
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.aot import _has_tag_is_backward, _is_primal, is_sym_node
-from checkmate.torch_internals.descriptions import _tensorify_python_scalars as tensorify
+from checkmate.torch_internals.aot import _has_tag_is_backward, _is_primal, graph_compile, is_sym_node
 from checkmate.torch_internals.dynamo import RandomValueSource, auto_dynamic, builder
 
 Number = int | float
@@ -67,7 +66,7 @@ def as_inputs(sources: Collection[str]) -> Iterator[None]:
         if sources:
             stack.enter_context(patch.object(builder, "is_dynamic_source", is_dynamic))
             stack.enter_context(patch.object(builder, "process_automatic_dynamic", frame_state))
-            stack.enter_context(patch.object(tensorify, "_is_tensorify_enabled", lambda: False))
+            stack.enter_context(patch.object(graph_compile, "tensorify_python_scalars", lambda *args: None))
         yield
 
 

@@ -61,7 +61,7 @@ def _devices() -> dict[str, Any]:
     """What PyTorch runs on, whether its steps can have an arena, and what this version of it is not changed in."""
     import torch
 
-    from checkmate.backends import eager as _all_patches  # noqa: F401  # which puts them in place
+    from checkmate.backends import captures as _all_patches  # noqa: F401  # which puts them in place
     from checkmate.memory import build
     from checkmate.torch_internals.names import LEFT_OUT
     from checkmate.torch_internals.versions import TRIED

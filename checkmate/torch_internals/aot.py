@@ -14,6 +14,12 @@ NAMES = Table(
     Name("TracingContext", "torch._guards", "what is known of the capture at hand"),
     Name("detect_fake_mode", "torch._guards", "the mode that described the inputs", "Inductor is not used"),
     Name("functorch_config", "torch._functorch:config", "where autocast stands while a backward is traced"),
+    Name(
+        "graph_compile",
+        "torch._functorch._aot_autograd.graph_compile:",
+        "its passes; `tensorify_python_scalars` would make tensors of floats",
+        "numbers that change are no inputs: each is captured",
+    ),
     Name("is_with_effects", "torch._functorch._aot_autograd.utils", "ops in an order that is kept by tokens"),
     Name("_extract_fwd_bwd_outputs", _PARTITIONERS, "results and gradients, among the outputs"),
     Name("_has_tag_is_backward", _PARTITIONERS, "ops that were traced for the backward"),

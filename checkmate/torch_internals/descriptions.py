@@ -30,12 +30,6 @@ NAMES = Table(
     Name("compute_elementwise_output_strides", "torch._prims_common", "strides of pointwise results"),
     Name("make_contiguous_strides_for", "torch._prims_common", "strides of a contiguous tensor"),
     Name("suggest_memory_format", "torch._prims_common", "channels last, or not"),
-    Name(
-        "_tensorify_python_scalars",
-        "torch.fx.passes",
-        "the pass that keeps floats as numbers",
-        "floats that differ from call to call are refused",
-    ),
 )
 
 

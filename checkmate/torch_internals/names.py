@@ -39,7 +39,8 @@ class Name:
         place: the module that has it; or its whole path, with a colon after the module.
         what: what it is needed for.
         without: what happens in a version that has it nowhere.
-        since: the first version that has it, if it is younger than the oldest that is supported.
+        since: the first version that has it anywhere, if it is younger than the oldest that is supported. In older ones
+            nothing has its part, and nothing is left out.
         formerly: paths of what had its part in older versions, the latest first.
     """
 
@@ -66,8 +67,9 @@ class Name:
                 return path, pkgutil.resolve_name(path)
             except (ImportError, AttributeError):
                 continue
+        place = self.paths[0].replace(":", ".").rstrip(".")
         raise LacksError(
-            f"PyTorch {torch.__version__} has no {self.paths[0].replace(':', '.')} ({self.what}). Without it, "
+            f"PyTorch {torch.__version__} has no {place} ({self.what}). Without it, "
             f"{self.without}. Install a version that checkmate has been tried on, see `checkmate doctor`."
         )
 
@@ -75,7 +77,7 @@ class Name:
 def is_expected(name: Name) -> bool:
     """Whether the running version is one that should have a name."""
     major, minor, *_ = torch.__version__.split(".")
-    return not name.since or bool(name.formerly) or (int(major), int(minor)) >= tuple(map(int, name.since.split(".")))
+    return not name.since or (int(major), int(minor)) >= tuple(map(int, name.since.split(".")))
 
 
 class _Lacking(type):
@@ -135,7 +137,8 @@ class Table:
         try:
             path, function = self.names[name].find()
         except LacksError as error:
-            leave_out(name, str(error))
+            if is_expected(self.names[name]):
+                leave_out(name, str(error))
             return
         other = around(function)
         if not _is_called_alike(other, function):

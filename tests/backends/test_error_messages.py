@@ -364,7 +364,7 @@ def test_a_wrong_shape_is_one_sentence_and_a_line(
 
 def test_a_model_without_data_and_a_batch_with(net: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     without = net.to("meta")
-    with pytest.raises(RuntimeError, match=r"two devices, cpu and meta! .* no data: .*roofline") as caught:
+    with pytest.raises(RuntimeError, match=r"two .*devices.*meta.* no data: .*roofline") as caught:
         checkmate.compile(lambda x: without(x).sum(), budget="1 GB")(batch[0])
     _, line = str(caught.value).splitlines()
     assert "test_error_messages.py" in line

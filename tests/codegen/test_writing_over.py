@@ -271,8 +271,10 @@ def test_results_made_over_views_can_be_written_to() -> None:
     assert_same_bits(*results)
     (plan,) = compiled.plans
     assert _writes(plan)[0]
+    forward, by_shape = plan.modules.forward, {t.shape: t for t in (layer.weight, layer.bias, x)}
+    inputs = [by_shape[node.meta["val"].shape] for node in forward.graph.find_nodes(op="placeholder")]
     with torch.no_grad():
-        handed_out = boxed(written(plan.modules.forward))([layer.weight, layer.bias, x])
+        handed_out = boxed(written(forward))(inputs)
     assert not handed_out[1]._is_view()
 
 

@@ -914,7 +914,10 @@ def _scripted_module() -> Any:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "backward within the step": (_backward_within, r"loss\.backward\(\)\nReturn the loss, and call backward"),
     "optimizer within the step": (_optimizer_within, "optimizer outside"),
-    "gradient penalty within the step": (_gradient_within, r"autograd\.grad\(\) on it outside"),
+    "gradient penalty within the step": (
+        _gradient_within,
+        r"autograd\.grad\(\) on it outside|pass it in with requires_grad_",
+    ),
     "gradient retained within the step": (_retained_gradient_within, r"tensor\.register_hook"),
     "a generator of one's own": (_own_generator, "global generator"),
     "random numbers of Python": (_random_numbers_of_python, "Draw with torch"),

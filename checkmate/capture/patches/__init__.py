@@ -29,6 +29,7 @@ PATCHES = (
     Patch("ctc_lengths", PROCESS, "the description of CTC's kernels", "of lengths that are numbers all is known"),
     Patch("ctc_lengths", OURS, "Dynamo's call of CTC's loss", "lengths known before the step are asked"),
     Patch("formulas", WITHIN, "autograd's formulas of a few reductions", "eager PyTorch picks one by the data"),
+    Patch("guards", PROCESS, "Dynamo's shortcuts past guards", "they miss a parameter that is frozen later"),
     Patch("is_compiling", OURS, "Dynamo's answers to is_compiling()", "told yes, libraries compute other bits"),
     Patch("kernels", WITHIN, "decompositions in Python", "they round otherwise than the kernels"),
     Patch("kernels", OURS, "Dynamo's taking apart of addcdiv and others", "the parts round otherwise than the whole"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dis
 import logging
+import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,6 +36,7 @@ from checkmate.torch_internals.dynamo import (
     SymNodeVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
+    UnspecializedPythonVariable,
     Unsupported,
     ValueMutationNew,
     VariableTracker,
@@ -43,6 +45,7 @@ from checkmate.torch_internals.dynamo import (
     raise_observed_exception,
     unimplemented,
     wrap,
+    wrap_fx_proxy,
     wrap_tensor_method,
 )
 from checkmate.torch_internals.kernels import _assert, _check, _check_tensor_all, _check_tensor_all_with, _check_with
@@ -52,6 +55,7 @@ log = logging.getLogger("checkmate.capture.patches.branches")
 ASKS = "The step asks for the value of a tensor"
 RAISED: WeakSet[Any] = WeakSet()  # exceptions that the captured code raises as plain PyTorch does
 _CHECKS = {_check, _check_with, _check_tensor_all, _check_tensor_all_with, _assert}
+_COMPARE = {operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne}
 _JUMP = re.compile(r"JUMP.*_IF_(TRUE|FALSE)")
 
 
@@ -130,7 +134,7 @@ def _where_sized(asked: VariableTracker) -> str | None:
     return None
 
 
-def _is_question(value: VariableTracker | None) -> bool:
+def is_question(value: VariableTracker | None) -> bool:
     """Whether the truth of this depends on the data of a tensor."""
     if isinstance(value, SymNodeVariable):
         return bool(free_unbacked_symbols(value.sym_num))
@@ -143,7 +147,7 @@ def _jumping(jump: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(jump)
     def jumped(self: Any, inst: Any) -> None:
         value: Any = self.stack[-1].realize() if is_ours(self) else None
-        if not _is_question(value):
+        if not is_question(value):
             jump(self, inst)
             return
         try:
@@ -166,7 +170,7 @@ def _truth(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(plain)
     def truth(self: Any, tx: Any) -> Any:
-        if not is_ours(tx) or not _is_question(self):
+        if not is_ours(tx) or not is_question(self):
             return plain(self, tx)
         return VariableTracker.build(tx, decide(tx, self))
 
@@ -179,7 +183,7 @@ def _number(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def number(self: Any, *args: Any) -> Any:
         tx = InstructionTranslator.current_tx()
-        if not is_ours(tx) or not _is_question(self) or isinstance(self.sym_num, torch.SymFloat):
+        if not is_ours(tx) or not is_question(self) or isinstance(self.sym_num, torch.SymFloat):
             return plain(self, *args)
         return decide(tx, self, bool if isinstance(self.sym_num, torch.SymBool) else int)
 
@@ -247,7 +251,7 @@ def _element(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def element(self: Any, tx: Any, place: Any) -> Any:
         place = place.realize()
-        if is_ours(tx) and _is_question(place) and _is_index(place):
+        if is_ours(tx) and is_question(place) and _is_index(place):
             place = VariableTracker.build(tx, decide(tx, place, int))
         return plain(self, tx, place)
 
@@ -282,6 +286,19 @@ def _comparing_method(function: Any, plain: Callable[..., Any] | None) -> Callab
     return method
 
 
+def _comparing_draws(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's call of an operator: draws of Python's generator can be compared, as PyTorch 2.13 does of itself."""
+
+    @wraps(plain)
+    def compared(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        draws = [a for a in args if isinstance(a, UnspecializedPythonVariable)]
+        if self.fn not in _COMPARE or not draws or not is_ours(tx):
+            return plain(self, tx, args, kwargs)
+        return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", self.fn, *proxy_args_kwargs(args, kwargs)))
+
+    return compared
+
+
 def _checking(function: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
     """A handler of one of PyTorch's checks, whose condition may be a tensor, or a number from one."""
     names = ("error_type", "cond", "message") if function.__name__.endswith("_with") else ("cond", "message")
@@ -289,7 +306,7 @@ def _checking(function: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         condition = given.get("cond", given.get("condition"))
-        if condition is None or not is_ours(tx) or not _is_question(condition := condition.realize()):
+        if condition is None or not is_ours(tx) or not is_question(condition := condition.realize()):
             return plain(self, tx, *args, **kwargs)
         if condition.is_tensor() and "tensor_all" in function.__name__:
             condition = condition.call_method(tx, "all", [], {})
@@ -305,6 +322,10 @@ def _checking(function: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         return raise_as_users(tx, error, [said])
 
     return checked
+
+
+def _as_any(*args: Any, **kwargs: Any) -> None:
+    """What Dynamo does with a function that it has no handler of: it becomes a node."""
 
 
 def _not_rewritten(detect: Callable[..., bool]) -> Callable[..., bool]:
@@ -333,6 +354,7 @@ def _install() -> None:
     wrap("TensorVariable.nb_bool_impl", _truth)
     wrap("SymNodeVariable.nb_bool_impl", _truth)
     wrap("SymNodeVariable.evaluate_expr", _number)
+    wrap("BuiltinVariable._handle_insert_op_in_graph", _comparing_draws)
     wrap("BaseListVariable.getitem_const", _element)
     wrap_tensor_method("item", _item)
     wrap_tensor_method("tolist", _numbers)
@@ -340,8 +362,8 @@ def _install() -> None:
     for function in WITHOUT_TENSORS:
         handlers[function] = _comparing(function, handlers.get(function))
         wrap_tensor_method(function.__name__, partial(_comparing_method, function))
-    for check in _CHECKS & handlers.keys():
-        handlers[check] = _checking(check, handlers[check])
+    for check in _CHECKS:
+        handlers[check] = _checking(check, handlers.get(check, _as_any))
 
 
 put_in_place("questions on tensors", _install)

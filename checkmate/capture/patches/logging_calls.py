@@ -21,10 +21,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from checkmate.capture.patches.branches import RAISED, is_ours, raise_as_users, value_now
+from checkmate.capture.patches.branches import RAISED, is_ours, is_question, raise_as_users, value_now
 from checkmate.capture.patches.is_compiling import answer_of
 from checkmate.capture.questions import CannotTellError
 from checkmate.torch_internals.dynamo import (
+    AttributeMutationNew,
+    BuiltinVariable,
     ExceptionVariable,
     LazyVariableTracker,
     LoggingLoggerVariable,
@@ -188,6 +190,20 @@ def _warn(tx: Any, message: Any, category: Any = None, stacklevel: Any = None, *
     return _say(tx, warn, [message] if category is None else [message, category], {}, who="warnings.warn")
 
 
+def _formatting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's formatting of a value in an f-string: a number from a tensor stays one until the text is said."""
+
+    @wraps(plain)
+    def formatted(self: Any, spec: Any, flags: int) -> None:
+        if not is_ours(self) or not is_question(self.stack[-1]):
+            plain(self, spec, flags)
+            return
+        text = VariableTracker.build(self, "{:" + spec.as_python_constant() + "}")
+        self.call_function(BuiltinVariable(str.format), [text, self.pop()], {})
+
+    return formatted
+
+
 def exception_of(tx: Any, variable: Any) -> BaseException:
     """The exception that Dynamo follows, made as the user's code made it."""
     args, kwargs = _made_of.get(variable, (variable.args, {}))
@@ -212,7 +228,7 @@ def _making(plain: Callable[..., Any]) -> Callable[..., Any]:
             values = [value_of(tx, argument, compute=True) for argument in args]
             error = self.value(*values, **{k: value_of(tx, v, compute=True) for k, v in kwargs.items()})
             given = [VariableTracker.build(tx, argument) for argument in error.args]
-            result = UserDefinedExceptionObjectVariable(error, init_args=given)
+            result = UserDefinedExceptionObjectVariable(error, init_args=given, mutation_type=AttributeMutationNew())
         if isinstance(result, UserDefinedExceptionObjectVariable) and is_ours(tx):
             _made_of[result] = (args, kwargs)
         return result
@@ -253,6 +269,7 @@ def _leaving(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install() -> None:
+    wrap("InstructionTranslatorBase._format_value", _formatting)
     wrap("LoggingLoggerVariable.call_method", _logging)
     wrap("BuiltinVariable.call_function", _builtin)
     wrap("SkipFunctionVariable.call_function", partial(_calling, attribute="value"))

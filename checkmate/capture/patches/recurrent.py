@@ -72,11 +72,13 @@ def _describe(mode: FakeTensorMode, op: Any, *args: Any, **kwargs: Any) -> tuple
 
 
 def _describe_backward(mode: FakeTensorMode, op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The fake gradients of one layer's input, four weights and two states; those of the biases are two tensors."""
+    """The fake gradients of one layer's input, four weights and two states; those of the biases are two tensors.
+
+    The kernel computes all of them in single precision, which PyTorch 2.13 knows.
+    """
     with mode:
-        gradients = list(mkldnn_rnn_layer_backward(*args, **kwargs))
-        gradients[4] = gradients[3].new_empty(gradients[3].shape)
-        return tuple(gradients)
+        gradients = mkldnn_rnn_layer_backward(*args, **kwargs)
+        return tuple(gradient.new_empty(gradient.shape, dtype=torch.float32) for gradient in gradients)
 
 
 class _Shape(tuple[Any, ...]):

@@ -92,13 +92,13 @@ def _noting(inline: Any) -> Any:
     """Dynamo's capture of a function that is called: what sets up is noted in the error that ends the capture there."""
 
     @wraps(inline)
-    def noted(parent: Any, func: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+    def noted(parent: Any, func: Any, args: Any, kwargs: Any, *others: Any, **options: Any) -> Any:
         call = _as_called(func, args) if is_ours(parent) and not kwargs else None
         if call is None or not _changes_nothing(parent):
-            return inline(parent, func, args, kwargs, **options)
+            return inline(parent, func, args, kwargs, *others, **options)
         before = [*parent.output.current_tracer.graph.nodes]
         try:
-            return inline(parent, func, args, kwargs, **options)
+            return inline(parent, func, args, kwargs, *others, **options)
         except Unsupported as error:
             if _ENDS.search(str(error)) and _may_wait(before, parent.output.nn_modules):
                 error.sets_up = call  # that of the outermost is the last

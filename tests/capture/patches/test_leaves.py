@@ -12,6 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import checkmate
 from checkmate.backends.state import same_bits
+from tests.support.versions import needs
+
+FOLLOWED = needs("2.12", "Dynamo refuses requires_grad_() of what a step computes")
 
 
 class _Product(torch.autograd.Function):
@@ -68,7 +71,14 @@ def _assigned(x: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("step", [_of_an_intermediate, _of_an_input, _after_frozen_layers, _assigned, _handed_on])
+@pytest.mark.parametrize(
+    "step",
+    [
+        _of_an_intermediate,
+        _of_an_input,
+        *(pytest.param(step, marks=FOLLOWED) for step in (_after_frozen_layers, _assigned, _handed_on)),
+    ],
+)
 def test_the_bits_of_plain_pytorch(step: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(40, 50, requires_grad=True)
     (expected,) = torch.autograd.grad(step(x), x)
@@ -95,10 +105,13 @@ def _alone(model: nn.Module, x: Tensor) -> Tensor:
     return x.sin().requires_grad_().sum()
 
 
+@FOLLOWED
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        (_hooked, "by a hook or outside"),
+        pytest.param(
+            _hooked, "by a hook or outside", marks=needs("2.13", "it is planned: nobody sees what the hook gives")
+        ),
         (_kept, "by a hook or outside"),
         (_kept_of_a_part, "by a hook or outside"),
         (_alone, "which trains nothing"),

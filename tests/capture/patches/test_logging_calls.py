@@ -206,7 +206,9 @@ def test_an_exception_that_the_step_handles_is_its_own() -> None:
 
 
 def test_what_python_raises_is_refused_with_its_text() -> None:
-    with pytest.raises(checkmate.Unsupported, match=r"KeyError: 'missing' is raised here(.|\n)*test_logging_calls\.py"):
+    with pytest.raises(
+        checkmate.Unsupported, match=r"KeyError: .*missing.* is raised here(.|\n)*test_logging_calls\.py"
+    ):
         _compiled(lambda x: (weight * x).sum() * {}["missing"])(X)
 
 
