@@ -58,7 +58,7 @@ def _version(name: str) -> str | None:
 
 
 def _devices() -> dict[str, Any]:
-    """What PyTorch runs on, whether its steps can have an arena, and what this version of it is not changed in."""
+    """Which build of PyTorch runs on what, whether its steps can have an arena, and what it is not changed in."""
     import torch
 
     from checkmate.backends import eager as _all_patches  # noqa: F401  # which puts them in place
@@ -70,7 +70,8 @@ def _devices() -> dict[str, Any]:
         f"{torch.cuda.get_device_name(i)}, {format_bytes(torch.cuda.get_device_properties(i).total_memory)}"
         for i in range(count)
     ]
-    return {"threads": torch.get_num_threads(), "cuda": names, "arena": build.state(), "left out": LEFT_OUT}
+    facts = {"torch": str(torch.__version__), "threads": torch.get_num_threads(), "cuda": names}
+    return {**facts, "arena": build.state(), "left out": LEFT_OUT}
 
 
 def _solver(wrong: list[str]) -> str:
