@@ -58,7 +58,7 @@ def _version(name: str) -> str | None:
 
 
 def _devices() -> dict[str, Any]:
-    """What PyTorch runs on, whether its steps can have an arena, and what this version of it is not changed in."""
+    """Which build of PyTorch runs on what, whether its steps can have an arena, and what it is not changed in."""
     import torch
 
     from checkmate.backends import captures as _all_patches  # noqa: F401  # which puts them in place
@@ -71,8 +71,9 @@ def _devices() -> dict[str, Any]:
         f"{torch.cuda.get_device_name(i)}, {format_bytes(torch.cuda.get_device_properties(i).total_memory)}"
         for i in range(count)
     ]
-    facts = {"threads": torch.get_num_threads(), "cuda": names, "arena": build.state(), "left out": LEFT_OUT}
-    return {"tried on": f"PyTorch {TRIED[0]} to {TRIED[-1]}", **facts}
+    tried = f"PyTorch {TRIED[0]} to {TRIED[-1]}"
+    facts = {"torch": str(torch.__version__), "tried on": tried, "threads": torch.get_num_threads(), "cuda": names}
+    return {**facts, "arena": build.state(), "left out": LEFT_OUT}
 
 
 def _solver(wrong: list[str]) -> str:

@@ -29,7 +29,7 @@ Paper: https://arxiv.org/abs/1910.02653
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -221,6 +221,27 @@ def run_and_free(model: Model, x: Variables, problem: Problem) -> None:
     model.constrain_sparse("run and free", len(t), terms, lower=0.0, upper=0.0)
 
 
+def without_spare(problem: Problem, budget: int) -> tuple[Problem, int]:
+    """The same schedules in smaller numbers, which tolerances are for: budget and workspaces without what is spare.
+
+    U is at most the bytes of two copies of all values. What the budget has beyond that, and beyond what is resident and
+    the results, only workspaces can fill: it is taken off both, and off a workspace that is smaller no more than all.
+
+    >>> problem = Problem.from_dag([[], [0], [1]], seconds=[1, 1, 1], sizes=[1, 1, 1], workspace=[5, 10**15, 0])
+    >>> smaller, budget = without_spare(problem, 10**15 + 2)
+    >>> smaller.workspace.tolist(), budget
+    ([0, 4, 0], 6)
+    """
+    spare = budget - problem.resident - int(_results_bytes(problem)[-1]) - 2 * int(problem.sizes.sum())
+    spare -= spare % _divisor(problem)
+    if spare <= 0:
+        return problem, budget
+    profile = problem.profile
+    ways = tuple(replace(way, workspace=max(0, way.workspace - spare)) for way in profile.ways)
+    workspace = np.maximum(0, profile.workspace_bytes - spare)
+    return replace(problem, profile=replace(profile, workspace_bytes=workspace, ways=ways)), budget - spare
+
+
 def fit(model: Model, x: Variables, problem: Problem, budget: int) -> None:
     """The budget holds while each op runs (9). Where W_k = 0 and op k has no ways this is the upper bound of U.
 
@@ -390,7 +411,12 @@ def _capacity(problem: Problem, budget: int) -> np.ndarray:
 
     Sums of sizes are multiples of their greatest common divisor, so the budget is rounded down to one.
     """
-    ways = np.array([way.workspace for way in problem.profile.ways], dtype=np.int64)
-    step = int(np.gcd.reduce(np.concatenate([problem.sizes, problem.workspace, ways]))) or 1
+    step = _divisor(problem)
     room = budget - problem.resident - _results_bytes(problem)
     return room // step * step / size_unit(problem)
+
+
+def _divisor(problem: Problem) -> int:
+    """The greatest number of bytes of which all sizes and workspaces are multiples."""
+    ways = np.array([way.workspace for way in problem.profile.ways], dtype=np.int64)
+    return int(np.gcd.reduce(np.concatenate([problem.sizes, problem.workspace, ways]))) or 1

@@ -44,6 +44,17 @@ class Result:
     bound: float  # no solution has a smaller objective
 
 
+class _Silent(highspy.Highs):
+    """A solver that prints nothing: HiGHS writes its name at the first call that sets no option.
+
+    Since 1.16 that is the constructor's own, which sets callbacks.
+    """
+
+    def enableCallbacks(self) -> None:
+        _set(self, "output_flag", False)
+        super().enableCallbacks()
+
+
 _MODEL_STATUS = {
     highspy.HighsModelStatus.kOptimal: Outcome.OPTIMAL,
     highspy.HighsModelStatus.kModelEmpty: Outcome.OPTIMAL,
@@ -89,8 +100,7 @@ def run(
         KeyboardInterrupt: within a second or so of Ctrl-C, also where HiGHS itself takes longer to notice.
     """
     clock = Clock(time_limit)
-    solver = highspy.Highs()
-    _set(solver, "output_flag", False)
+    solver = _Silent()
     _set(solver, "threads", threads)
     _set(solver, "mip_rel_gap", float(gap))
     _set(solver, "mip_abs_gap", 0.0 if gap == 0 else 1e-9)
@@ -199,8 +209,7 @@ def export(model: Model, path: str | os.PathLike[str]) -> None:
     Path(path).touch()  # HiGHS does not say why it cannot write
     lp = _to_highs(model, relax=False)
     lp.col_names_, lp.row_names_ = model.column_names(), model.row_names()
-    solver = highspy.Highs()
-    _set(solver, "output_flag", False)
+    solver = _Silent()
     _check(solver.passModel(lp), "take the model")
     _check(solver.writeModel(str(path)), f"write {path}")
 

@@ -17,7 +17,7 @@ from checkmate.solvers.common.obey import obeys
 from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
-from checkmate.solvers.linear.equations import Variables, build, cost_unit
+from checkmate.solvers.linear.equations import Variables, build, cost_unit, without_spare
 from checkmate.solvers.linear.highs import Outcome, Result
 from checkmate.solvers.linear.model import NONE, Model
 from checkmate.units import exact_bytes
@@ -73,7 +73,7 @@ def milp(
         incumbent.offer(start.R, "start")
     known, margin = incumbent.R, 0
     for _ in range(ATTEMPTS):
-        model, x = build(problem, budget - margin, formulation=formulation)
+        model, x = build(*without_spare(problem, budget - margin), formulation=formulation)
         result = _run(
             model,
             engine,
@@ -108,7 +108,7 @@ def relax(
     """
     if problem.unavoidable_bytes.max() > budget:
         return Relaxation(Outcome.INFEASIBLE, None, None, float("inf"))
-    model, x = build(problem, budget, formulation=formulation)
+    model, x = build(*without_spare(problem, budget), formulation=formulation)
     result = highs.run(model, relax=True, time_limit=time_limit, threads=threads)
     bound = result.bound * cost_unit(problem)
     if result.x is None:

@@ -347,9 +347,9 @@ def _translators(kind: Any = InstructionTranslatorBase) -> Iterator[Any]:
 def _install() -> None:
     for translator in _translators():
         table = translator.dispatch_table
-        for name, code in dis.opmap.items():
+        for code, (name, handler) in enumerate(zip(dis.opname, table, strict=False)):  # past it are the compiler's own
             if _JUMP.search(name):
-                table[code] = _jumping(table[code])
+                table[code] = _jumping(handler)
     wrap("_detect_and_normalize_assert_statement", _not_rewritten)
     wrap("TensorVariable.nb_bool_impl", _truth)
     wrap("SymNodeVariable.nb_bool_impl", _truth)

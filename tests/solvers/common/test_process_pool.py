@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import CancelledError
 from pathlib import Path
+from pickle import PicklingError
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_nothing_runs_on_after_the_end(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_sent_is_an_error_of_its_call() -> None:
-    with Processes(1) as processes, pytest.raises((AttributeError, TypeError, ValueError), match=r"pickle|local"):
+    with Processes(1) as processes, pytest.raises((AttributeError, TypeError, PicklingError), match=r"pickle|local"):
         processes.submit(lambda: 1).result()
 
 

@@ -23,7 +23,7 @@ from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import without_useless
 from checkmate.solvers.linear import highs
-from checkmate.solvers.linear.equations import FORMULATIONS, build
+from checkmate.solvers.linear.equations import FORMULATIONS, build, without_spare
 from checkmate.solvers.linear.highs import Outcome, Result
 from checkmate.solvers.linear.milp import export, relax
 from checkmate.solvers.linear.model import NONE, Model
@@ -439,6 +439,23 @@ def test_a_workspace_far_beyond_all_values_is_taken(method: str) -> None:
     found = solve(problem, problem.keep_all_peak, method=method)
     assert (found.cost, found.details.get("failed")) == (5.0, None)
     assert solve(problem, problem.keep_all_peak - 1, method=method).refusal.reason.startswith("op1 alone needs")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_what_is_spare_the_same_schedules_fit(seed: int) -> None:
+    """A large workspace, of a plain run or of a way: the schedules within a budget are those of the smaller problem."""
+    problem, rng = random_problem_with_ways(seed), np.random.default_rng(seed)
+    large = [int(b) * 10**9 for b in rng.integers(0, 3, len(problem.workspace))]
+    ways = tuple(
+        replace(w, workspace=w.workspace + large[w.op] * int(rng.integers(0, 2))) for w in problem.profile.ways
+    )
+    problem = replace(problem, profile=replace(problem.profile, workspace_bytes=problem.workspace + large, ways=ways))
+    found = outcomes(problem)
+    for budget in interesting_budgets(found):
+        smaller, less = without_spare(problem, budget)
+        assert [peak <= budget for _, peak in found] == [peak <= less for _, peak in outcomes(smaller)]
+        assert less == budget or less <= problem.resident + 4 * problem.sizes.sum()
+        assert solve(problem, budget, method="milp").cost == pytest.approx(optimum(found, budget))
 
 
 def test_a_solver_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
