@@ -138,7 +138,7 @@ def explain(
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.5))
     >>> [(row.why, row.output_bytes) for row in explain(model, torch.ones(2, 8)).pinned]
     [('is handed in by autograd', 32), ('draws random numbers', 8)]
-    >>> explain(lambda x: model(x) * x.sum().item(), torch.ones(2, 8)).can_be_planned
+    >>> explain(lambda x: model(x).sum().backward(), torch.ones(2, 8)).can_be_planned
     False
     """
     check({} if rules is None else rules)

@@ -9,6 +9,7 @@ shape. The kernel leaves no workspace where gradients are not enabled, which the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
@@ -32,6 +33,7 @@ from checkmate.torch_internals.names import put_in_place
 from checkmate.torch_internals.trees import tree_flatten, tree_unflatten
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+_OF_ONE = re.compile("RNN, GRU, or LSTM|DelayGraphBreakVariable")  # the other says it of an attribute of one
 _NO_KERNEL = "could not create a primitive descriptor"
 
 
@@ -46,7 +48,7 @@ def with_recurrent_modules(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return run(*args, **kwargs)
         except Unsupported as error:
-            if "RNN, GRU, or LSTM" not in str(error):
+            if not _OF_ONE.search(str(error)):
                 raise
         with dynamo_config.patch(allow_rnn=True):
             return run(*args, **kwargs)
