@@ -39,6 +39,7 @@ def speaking(x: Tensor) -> Tensor:
     """Says what models say, in each way that they do."""
     logger.warning("rows %d", x.shape[0])
     logger.info(f"mean {x.mean():.3f}, {x.sum().item():.1f}")
+    logger.info(f"{x.sum().item():.1f}")
     logger.info("above %d of %s", (x > 0).sum().item(), x)
     logger.log(logging.ERROR, "at its own level")
     logging.getLogger("tests.other").error("of another")
@@ -53,6 +54,7 @@ def speaking(x: Tensor) -> Tensor:
 SAID = [
     "rows 4",
     "mean <tensor of shape ()>, <number from a tensor>",
+    "<number from a tensor>",
     "above <number from a tensor> of <tensor of shape (4, 4)>",
     "at its own level",
     "of another",
