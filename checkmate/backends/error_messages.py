@@ -17,6 +17,8 @@ from checkmate.capture.numbers import CHOSEN, EXPERTS
 from checkmate.capture.provenance import is_users
 from checkmate.errors import CheckmateError, Unsupported
 from checkmate.torch_internals import dynamo
+from checkmate.torch_internals.names import LEFT_OUT
+from checkmate.torch_internals.versions import is_tried
 
 log = logging.getLogger("checkmate.backends.error_messages")
 _WRONG_TYPE = re.compile(r"^TypeError when making fake tensor call.*?context: TypeError .+?>: (.+?)$", re.DOTALL | re.M)
@@ -184,12 +186,20 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
         return TypeError(f"{said}{_place(error)}")
     if isinstance(error, (dynamo.Unsupported, dynamo.UserError)):
         said = f"{_reason(error)}{_place(error)}"
-        return Unsupported(f"Cannot capture {name}: {said}\n{_advice(said, _ONE_GRAPH)}")
+        return Unsupported(f"Cannot capture {name}: {said}\n{_advice(said, _ONE_GRAPH)}{_of_this_version()}")
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
     said = re.split("from user code|While executing %", str(inner))[0].strip()
     return Unsupported(
         f"Cannot compile {name}: {type(inner).__name__}: {said}{_place(error)}\n{_advice(str(inner), _INTERNAL)}"
+        f"{_of_this_version()}"
     )
+
+
+def _of_this_version() -> str:
+    """What may be the reason on this version of PyTorch only."""
+    untried = "" if is_tried() else f"\ncheckmate has not been tried on PyTorch {torch.__version__}."
+    left_out = f"\nOn this PyTorch it leaves out: {', '.join(LEFT_OUT)} (checkmate doctor)." if LEFT_OUT else ""
+    return f"{untried}{left_out}"
 
 
 def _is_of_data(error: BaseException | None) -> bool:
