@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from checkmate.solvers.common.task import Clock
 from checkmate.solvers.linear.model import Model
 
 PATIENCE = 0.7  # seconds that HiGHS has to end once Ctrl-C was pressed; after that it is left to end by itself
+ROUNDING = 1e-6  # of an objective, by which HiGHS may have summed it up otherwise
 OVERTIME = 0.04  # of the time limit; a run that takes more, in HiGHS's presolve say, is left to end by itself as well
 
 
@@ -116,7 +117,14 @@ def run(
     going = _Run(solver, on_incumbent, on_bound)
     if not going.wait(left + 0.05 + OVERTIME * time_limit):
         return _unfinished(going, model)
-    return _result(solver, model, relax)
+    result = _result(solver, model, relax)
+    claimed = solver.getInfo().objective_function_value
+    if start is None or result.x is None or result.objective - claimed <= ROUNDING * max(1.0, abs(claimed)):
+        return result
+    # HiGHS 1.16 has found a better one than the start, by its presolve, and gives the start all the same
+    calls: dict[str, Any] = {"target": target, "on_incumbent": on_incumbent, "on_bound": on_bound}
+    again = run(model, time_limit=clock.left, gap=gap, threads=threads, **calls)
+    return replace(result, outcome=Outcome.STOPPED) if again.x is None else again
 
 
 class _Run:

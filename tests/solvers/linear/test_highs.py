@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +135,32 @@ def test_a_start_on_some_columns_is_completed_and_returned_without_time() -> Non
     there = x.R != -1
     result = highs.run(model, start=(x.R[there], np.eye(17)[there]), time_limit=10)
     assert result.objective == pytest.approx(17)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_better_than_the_start_is_given(seed: int) -> None:
+    """Be it all that presolve leaves: HiGHS 1.16 gives the start there, with the other's objective."""
+    model = knapsack(seed)
+    for columns in (np.arange(model.columns), np.arange(model.columns - 1)):
+        result = highs.run(model, start=(columns, np.ones(len(columns))))
+        assert result.outcome is Outcome.OPTIMAL
+        assert result.objective == pytest.approx(by_hand(model)) == pytest.approx(result.bound)
+
+
+def test_a_point_that_is_not_what_is_claimed_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start is given in place of what was found: the model is solved again without."""
+    model, plain, seen = knapsack(), highs._result, []
+
+    def once_wrong(*args: Any) -> Result:
+        result = plain(*args)
+        seen.append(result)
+        return (
+            replace(result, x=np.ones(model.columns), objective=float(model.cost.sum())) if len(seen) == 1 else result
+        )
+
+    monkeypatch.setattr(highs, "_result", once_wrong)
+    assert highs.run(model, start=(np.arange(12), np.ones(12))).objective == pytest.approx(by_hand(model))
+    assert len(seen) == 2
 
 
 def test_a_target_stops_the_search() -> None:
