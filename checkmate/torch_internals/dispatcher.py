@@ -7,7 +7,7 @@ from typing import Any
 from checkmate.torch_internals.names import Name, Table
 
 _FORMULAS = "max, min, median and prod are not captured"
-_REWRITING = "nothing is written over to save memory"
+_BATCHES = "products of batches, LSTMs, max, min, median and prod are not captured"
 
 NAMES = Table(
     Name("OpOverload", "torch._ops", "what a node of a graph calls"),
@@ -16,17 +16,17 @@ NAMES = Table(
     Name("DispatchKey", "torch._C", "the kernels of an op that tracing is to find"),
     Name("DispatchKeySet", "torch._C", "several of them", _FORMULAS),
     Name("_AutoDispatchBelowAutograd", "torch._C", "calls an op without recording it", "LSTMs are not captured"),
-    Name("_DisablePythonDispatcher", "torch._C", "calls an op's own kernel while a step is traced", _FORMULAS),
+    Name("_DisablePythonDispatcher", "torch._C", "calls an op's own kernel while a step is traced", _BATCHES),
     Name("_ForceDispatchKeyGuard", "torch._C", "differentiates while a step is traced", _FORMULAS),
     Name("_dispatch_tls_local_exclude_set", "torch._C", "the keys that are off", _FORMULAS),
     Name("_dispatch_tls_local_include_set", "torch._C", "the keys that are on", _FORMULAS),
     Name("_TorchDispatchModeKey", "torch._C", "the mode that records a graph", "writes to views are not captured"),
     Name("_get_dispatch_mode", "torch._C", "the mode that is on", "writes to views are not captured"),
-    Name("_len_torch_dispatch_stack", "torch._C", "whether modes of the user's may see an op", _REWRITING),
-    Name("_len_torch_function_stack", "torch._C", "whether modes of the user's may see a call", _REWRITING),
-    Name("_get_current_dispatch_mode_stack", "torch.utils._python_dispatch", "which these are", _REWRITING),
-    Name("_get_current_function_mode_stack", "torch.overrides", "which these are", _REWRITING),
-    Name("DeviceContext", "torch.utils._device", "one of these, which does no harm", _REWRITING),
+    Name("_len_torch_dispatch_stack", "torch._C", "whether modes of the user's may see an op"),
+    Name("_len_torch_function_stack", "torch._C", "whether modes of the user's may see a call"),
+    Name("_get_current_dispatch_mode_stack", "torch.utils._python_dispatch", "which these are"),
+    Name("_get_current_function_mode_stack", "torch.overrides", "which these are"),
+    Name("DeviceContext", "torch.utils._device", "one of these, which does no harm"),
     Name("_disable_current_modes", "torch.utils._python_dispatch", "runs ops on tensors while a step is traced"),
     Name("TorchDispatchMode", "torch.utils._python_dispatch", "sees each op that runs"),
     Name("is_traceable_wrapper_subclass", "torch.utils._python_dispatch", "tensors that hold tensors"),
@@ -39,7 +39,7 @@ NAMES = Table(
     Name("_from_functional_tensor", "torch", "the tensor within one that is traced"),
     Name("_is_functional_tensor", "torch", "whether there is one"),
     Name("functorch", "torch:_C._functorch", "what vmap, grad and their like have made of a tensor"),
-    Name("_is_any_autocast_enabled", "torch._C", "whether autocast is on", "hooks of results are not captured"),
+    Name("_is_any_autocast_enabled", "torch._C", "whether autocast is on"),
     Name("_enter_autocast", "torch.amp.autocast_mode", "the call that begins autocast in a captured graph"),
     Name("_exit_autocast", "torch.amp.autocast_mode", "the call that ends it"),
 )

@@ -8,7 +8,7 @@ from checkmate.torch_internals.names import Name, Table
 
 _PLACE = "torch.utils._pytree"
 NAMES = Table(
-    Name("keystr", _PLACE, "the place of a leaf, in words", "errors do not say which state differs"),
+    Name("keystr", _PLACE, "the place of a leaf, in words", "steps are not verified"),
     Name("tree_flatten", _PLACE, "the leaves, and the structure", "LSTMs are not captured"),
     Name("tree_flatten_with_path", _PLACE, "the leaves with their places"),
     Name("tree_leaves", _PLACE, "the tensors among arguments and results"),

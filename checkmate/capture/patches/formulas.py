@@ -29,8 +29,6 @@ aten = torch.ops.aten
 _OF_ALL = (aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default)
 _OPS = {str(op): op for op in (*_OF_ALL, aten.prod.default, aten.prod.dim_int)}
 
-_BY_AUTOGRAD = DispatchKeySet(DispatchKey.AutogradFunctionality) | DispatchKeySet(DispatchKey.ADInplaceOrView)
-
 
 @torch.library.custom_op("checkmate::gradient", mutates_args=())
 def gradient(op: str, grad: Tensor, x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype | None) -> Tensor:
@@ -41,8 +39,9 @@ def gradient(op: str, grad: Tensor, x: Tensor, dims: list[int], keepdim: bool, d
         grad: in the shape and type of the result.
         dims, keepdim, dtype: with which it was called. ``dims`` has at most one element.
     """
+    by_autograd = DispatchKeySet(DispatchKey.AutogradFunctionality) | DispatchKeySet(DispatchKey.ADInplaceOrView)
     included, excluded = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
-    as_called = _ForceDispatchKeyGuard(included, excluded - _BY_AUTOGRAD)
+    as_called = _ForceDispatchKeyGuard(included, excluded - by_autograd)
     with as_called, _DisablePythonDispatcher(), torch.enable_grad():  # it runs while a step is captured, too
         leaf = x.detach().requires_grad_()
         (found,) = torch.autograd.grad(_call(op, leaf, dims, keepdim, dtype), leaf, grad)
