@@ -27,12 +27,7 @@ NAMES = Table(
     Name("allow_in_graph", "torch._dynamo", "functions of ours that it does not follow"),
     Name("run", "torch._dynamo", "calls what is captured, capturing nothing"),
     Name("reset_code", "torch._C:_dynamo.eval_frame.reset_code", "forgets what was captured"),
-    Name(
-        "_debug_get_cache_entry_list",
-        "torch._dynamo.eval_frame",
-        "what is captured, with its guards",
-        "logs do not say why a step is captured again",
-    ),
+    Name("_debug_get_cache_entry_list", "torch._dynamo.eval_frame", "what is captured, with its guards"),
     Name(
         "mark_static_address", "torch._dynamo.decorators", "a call that stands between the user's code and a question"
     ),

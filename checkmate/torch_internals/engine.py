@@ -15,7 +15,7 @@ NAMES = Table(
     Name("_will_engine_execute_node", "torch._C", "whether a gradient will be asked for"),
     Name("_engine_run_backward", "torch.autograd.graph", "the call of a backward, found on the stack"),
     Name("_storage_Use_Count", "torch._C", "who else holds a tensor's memory", _COUNT),
-    Name("_autograd", "torch._C", "the profiler that counts bytes of one thread", _METER),
+    Name("_autograd", "torch._C", "the profiler that counts bytes of one thread"),
     Name("_profiler", "torch._C", "its settings", _METER),
     Name("autograd_profiler", "torch.autograd:profiler", "whether the user's profiler runs: `_is_profiler_enabled`"),
     Name("_GLIBCXX_USE_CXX11_ABI", "torch._C", "how PyTorch was compiled", "steps have no arena"),

@@ -14,7 +14,7 @@ _CUDA = "steps with a batch norm are refused on GPUs"
 _CLIPPED = "whole steps with clipped gradients are refused"
 
 NAMES = Table(
-    Name("_nn", "torch:_C._nn", "pointwise functions and poolings", _REFUSED),
+    Name("_nn", "torch:_C._nn", "pointwise functions and poolings"),
     Name("_adaptive_avg_pool2d", "torch", "a pooling", _REFUSED),
     Name("_log_softmax", "torch", "logarithms of a softmax", _REFUSED),
     Name("_log_softmax_backward_data", "torch", "and their backward", _REFUSED),

@@ -164,8 +164,8 @@ def put_in_place(what: str, install: Callable[[], None]) -> None:
     """Call what changes PyTorch in one way, but where the running version lacks what that needs."""
     try:
         install()
-    except (LacksError, AttributeError) as error:
-        leave_out(what, str(error))
+    except (LacksError, AttributeError, KeyError, TypeError) as error:
+        leave_out(what, f"{type(error).__name__}: {error}")
 
 
 def leave_out(name: str, reason: str) -> None:

@@ -20,7 +20,6 @@ NAMES = Table(
         "_get_active_ddp_module",
         "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
         "whether DistributedDataParallel calls",
-        "steps on several ranks are refused",
     ),
 )
 
