@@ -18,17 +18,12 @@ nox.options.sessions = ["versions"]
 @nox.parametrize("torch", VERSIONS)
 def versions(session: nox.Session, torch: str) -> None:
     """Run the selection of the suite on a version of PyTorch, and write a row."""
-    _test(session, f"torch=={torch}")
+    session.install(f"torch=={torch}", "-e", ".[dev]")
+    session.run("python", "-m", "benchmarks.versions", *session.posargs)
 
 
 @nox.session
 def new(session: nox.Session) -> None:
     """Say what the newest PyTorch lacks, and run a part of the selection."""
-    _test(session, "--upgrade", "torch", "--quick")
-
-
-def _test(session: nox.Session, *torch: str) -> None:
-    wanted = [word for word in torch if word != "--quick"]
-    session.install(*wanted, "-e", ".[dev]")
-    options = ["--quick"] if "--quick" in torch else []
-    session.run("python", "-m", "benchmarks.versions", *options, *session.posargs)
+    session.install("--upgrade", "torch", "-e", ".[dev]")
+    session.run("python", "-m", "benchmarks.versions", "--quick", *session.posargs)

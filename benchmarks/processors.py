@@ -14,17 +14,13 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from xml.etree import ElementTree
 
 from benchmarks.common.rows import Row, append, origin
+from benchmarks.common.suite import ROOT, counted
 from checkmate.core.table import Table
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "processors.jsonl"
 VALUES = {
     "ATEN_CPU_CAPABILITY": ("default", "avx2", "avx512"),
@@ -53,30 +49,9 @@ def run(tests: Mapping[str, Sequence[str]], setting: str, threads: int) -> Row:
     name, _, value = setting.partition("=")
     environment = {known: what for known, what in os.environ.items() if known not in VALUES}
     environment |= {name: value, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    found, before = [], _computed()
-    for markers, some in tests.items():
-        with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder, "report.xml")
-            command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", "-m", markers]
-            done = subprocess.run([*command, *some], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False)
-            found.append(counts_of(report) if report.exists() else ended(done.returncode))
-    counts = {key: sum((one[key] for one in found[1:]), found[0][key]) for key in found[0]}
+    before = _computed()
+    counts = counted(tests, "-q", environment=environment)
     return {"setting": setting, "threads": threads, **counts, "seconds": _computed() - before}
-
-
-def counts_of(report: Path) -> Row:
-    """How many tests passed, failed and were skipped, and which failed, by a report in JUnit's form."""
-    found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
-    for case in ElementTree.parse(report).iter("testcase"):
-        kinds = {part.tag for part in case}
-        kind = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        found[kind].append(f"{case.get('classname')}::{case.get('name')}")
-    return {**{kind: len(names) for kind, names in found.items()}, "names": found["failed"]}
-
-
-def ended(code: int) -> Row:
-    """The same of a process that left no report: an instruction that there is not ends it, for example."""
-    return {"passed": 0, "failed": 1, "skipped": 0, "names": [f"the process ended with {code}"]}
 
 
 def _computed() -> float:

@@ -15,13 +15,12 @@ import argparse
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.rows import Row, append, latest, origin, read
-from benchmarks.processors import ROOT, counts_of, ended
+from benchmarks.common.suite import ROOT, counted
 from checkmate.core.table import Table
 
 RESULTS = ROOT / "benchmarks" / "results" / "versions.jsonl"
@@ -41,19 +40,6 @@ QUICK = {
     ),
 }
 HEADER = ("PyTorch", "Python", "passed", "failed", "skipped", "left out", "minutes")
-
-
-def tested(selection: Mapping[str, Sequence[str]], jobs: int) -> Row:
-    """Run tests on the version that is installed: how many passed, failed and were skipped, and which failed."""
-    environment, found = {**os.environ, "OMP_NUM_THREADS": "1"}, list[Row]()
-    for markers, tests in selection.items():
-        with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder, "report.xml")
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-            command += ["-n", str(jobs), "-m", markers, *tests]
-            done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
-            found.append(counts_of(report) if report.exists() else ended(done.returncode))
-    return {key: sum((one[key] for one in found[1:]), found[0][key]) for key in found[0]}
 
 
 def examined() -> Row:
@@ -101,7 +87,8 @@ def main() -> int:
     print(f"PyTorch {about['torch']}", f"arena: {found['arena']}", sep="\n")
     print(*(f"missing {each}" for each in found["missing"]), sep="\n")
     print(*(f"left out: {each}" for each in found["left_out"]), sep="\n", flush=True)
-    found |= tested(QUICK if args.quick else SELECTION, args.jobs)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found |= counted(QUICK if args.quick else SELECTION, "-q", "-n", str(args.jobs), environment=environment)
     row = {**about, **found, "seconds": round(time.monotonic() - begun)}
     if not args.quick:
         append(args.out, row)

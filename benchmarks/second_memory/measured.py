@@ -1,7 +1,7 @@
 """A file as the second memory, measured: a network at the smallest budget of recomputation alone, with and without it.
 
-    python -m benchmarks.second_memory_measured [NETWORK ...] [--where file:/dev/shm file:] [--rounds N]
-    python -m benchmarks.second_memory_measured --report     # from the rows: results/second_memory_measured.md
+    python -m benchmarks.second_memory.measured [NETWORK ...] [--where file:/dev/shm file:] [--rounds N]
+    python -m benchmarks.second_memory.measured --report     # from the rows: results/second_memory_measured.md
 
 Networks are those of `make bench`, on one thread. Steps of all ways and a plain one are run in turn, and the time of
 each is divided by the plain one's of the same round; the median counts. Bits and peak are compared with plain PyTorch
@@ -27,7 +27,7 @@ from checkmate.core.timing import timing
 from checkmate.solvers.search.min_budget import ends_of
 from checkmate.units import format_bytes
 
-RESULTS = Path(__file__).parent / "results" / "second_memory_measured.jsonl"
+RESULTS = Path(__file__).parents[1] / "results" / "second_memory_measured.jsonl"
 ALONE = "recomputation"
 WHERE = ("file:/dev/shm", "file:")
 HOST_BUDGET = 2 * 10**9  # bytes
@@ -86,7 +86,7 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = [
         "# A file as the second memory",
         "",
-        f"Made by `python -m benchmarks.second_memory_measured` at {commits} on {machines}, one thread: each network "
+        f"Made by `python -m benchmarks.second_memory.measured` at {commits} on {machines}, one thread: each network "
         "at the smallest budget for which a plan of recomputation alone is known. Times are medians of interleaved "
         "steps.",
         "",
