@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: help demo test test-long test-versions test-oldest lint format notebooks docs bench clean
+.PHONY: help demo test test-long test-versions test-oldest lint format notebooks docs bench bench-all clean
 
 help:
 	@echo "make demo    train two networks inside byte budgets, and compare with plain PyTorch"
@@ -18,6 +18,7 @@ help:
 	@echo "make notebooks  run the notebooks anew, for what is committed with them"
 	@echo "make docs    make the pages of docs/ and of all docstrings, in build/docs"
 	@echo "make bench   compare with other ways to save memory: rows, tables, pictures; about two and a half hours"
+	@echo "make bench-all  make every row of README and of the docs anew, of what is committed; a day"
 	@echo "make clean   remove the environment and everything generated"
 
 demo: $(STAMP)
@@ -53,6 +54,11 @@ docs: $(STAMP)
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers $(ARGS)
+
+bench-all: $(STAMP)
+	for each in step profile arena loss splits hard_limit start ways tight solve largest_batch whole_steps \
+		second_memory second_memory.measured orders merged addresses processors peers; do \
+		$(BIN)/python -m benchmarks.$$each || exit 1; done
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

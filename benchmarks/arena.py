@@ -1,6 +1,6 @@
 """What the machine gives a step, in an arena and by PyTorch's allocator: one row for each network and budget.
 
-    python -m benchmarks.arena [NETWORK ...] [--shares 0.9 0.6] [--threads 1] [--out benchmarks/results/arena.jsonl]
+    python -m benchmarks.arena [NETWORK ...] [--share 0.9 0.6] [--threads 1]
 
 Growth is that of the peak resident set over ten steps, in proportion to what the plan takes beyond what is resident.
 So are the bytes of the arena: those that its first step touched, which finds its addresses as it goes, and its height
@@ -14,12 +14,10 @@ Linux only: it reads and resets what /proc says of this process.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,14 +25,13 @@ from torch import nn
 
 import checkmate
 from benchmarks.common.resident import growth
-from benchmarks.common.rows import Row, add_names, append, origin
+from benchmarks.common.rows import Row
+from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import Batch, Step, step_and_back
 from benchmarks.demo import Task, letters_task, text_task
 from benchmarks.peers.subjects import NETWORKS, Network, Subject
-from checkmate.core.table import Table
 from checkmate.memory import build
 
-RESULTS = Path(__file__).parent / "results" / "arena.jsonl"
 HEADER = (
     "network", "threads", "share", "planned", "plain", "allocator", "arena", "first step", "height", "outside",
     "fallbacks", "time", "of plain",
@@ -74,7 +71,7 @@ def small_step() -> Callable[[], None]:
     return lambda: step(x).backward()
 
 
-def row(name: str, threads: int, share: float, time_limit: float, rounds: int) -> Row:
+def rows(name: str, threads: int, share: float, time_limit: float, rounds: int) -> Iterator[Row]:
     """Measure one network at one budget."""
     torch.set_num_threads(threads)
     module, plain, batch = CASES[name]()
@@ -106,7 +103,7 @@ def row(name: str, threads: int, share: float, time_limit: float, rounds: int) -
             seconds[kind].append(time.perf_counter() - began)
     plan, (use,) = steps["arena"].plans[0], steps["arena"].memory().rows
     planned = plan.peak - plan.problem.resident
-    return {
+    yield {
         "model": name,
         "threads": threads,
         "share": share,
@@ -145,27 +142,20 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Measure what was asked for, append the rows to the file, and print them as a table."""
-    parser = argparse.ArgumentParser(description="Measure what a step takes of the machine.")
-    add_names(parser, CASES)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.9, 0.6])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--time-limit", type=float, default=15.0, help="seconds to plan for one budget")
-    parser.add_argument("--rounds", type=int, default=11, help="of timed steps")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    about, cells = origin(), []
-    for threads in args.threads:
-        for name in args.names:
-            for share in args.shares:
-                torch._dynamo.reset()
-                measured = row(name, threads, share, args.time_limit, args.rounds)
-                append(args.out, {**about, **measured})
-                cells.append(_cells(measured))
-                print("  ".join(cells[-1]), flush=True)
-    print("", Table(HEADER, cells, HEADER[1:]), sep="\n")
-
+BENCHMARK = Benchmark(
+    __doc__,
+    "arena.jsonl",
+    rows,
+    HEADER,
+    _cells,
+    names=CASES,
+    options={
+        "threads": ((1,), "of PyTorch"),
+        "share": ((0.9, 0.6), "of the bytes of keeping everything"),
+        "time_limit": (15.0, "seconds to plan for one budget"),
+        "rounds": (11, "of timed steps"),
+    },
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

@@ -1,6 +1,6 @@
 """The largest batch within 16 GB of seven networks: of all methods together, of keeping everything, and of heuristics.
 
-    python -m benchmarks.largest_batch [NETWORK ...] [--budget "16 GB"] [--device h100] [--time-limit 90] [--out ...]
+    python -m benchmarks.largest_batch [NETWORK ...] [--budget "16 GB"] [--device h100] [--time-limit 90]
 
 As in Section 6.4 of Jain et al. (MLSys 2020) a step may take two forwards and a backward at the most. Nothing is
 allocated: networks and batches are on the meta device. They are PyTorch's, in float32, their loss is within the step,
@@ -10,28 +10,23 @@ proportion to the batch. Compare the ratios to keeping everything, not the sizes
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from benchmarks.common.rows import Row, add_names, append, origin
+from benchmarks.common.rows import Row
+from benchmarks.common.runner import Benchmark
 from benchmarks.networks.full_size import FCN8, MobileNetV1, SegNet
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.unet import UNet
 from benchmarks.networks.vgg import VGG19
-from checkmate.core.table import Table
-from checkmate.profiling.roofline import DEVICES
 from checkmate.units import format_seconds
 
-RESULTS = Path(__file__).parent / "results" / "largest_batch.jsonl"
 BASELINES = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "linearized-greedy")
 
 
@@ -88,10 +83,12 @@ def search(name: str, budget: str, device: str, time_limit: float) -> checkmate.
     )
 
 
-def row_of(name: str, found: checkmate.LargestBatch) -> Row:
-    """What a line of the file says, less where it was made."""
-    network = NETWORKS[name]
-    return {
+def rows(name: str, budget: str, device: str, time_limit: float) -> list[Row]:
+    """The row of a network."""
+    network, found = NETWORKS[name], search(name, budget, device, time_limit)
+    row = {
+        "device": device,
+        "time_limit": time_limit,
         "network": name,
         "ops": len(found.solution.problem.graph.ops),
         "ratio": None if found.keep_all is None else found.size / found.keep_all,
@@ -100,6 +97,7 @@ def row_of(name: str, found: checkmate.LargestBatch) -> Row:
         "paper_source": network.paper_source,
         **found.summary(),
     }
+    return [row]
 
 
 def cells(row: Row) -> list[str]:
@@ -125,24 +123,19 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Search for what was asked for, append the rows to the file, and print them as a table."""
-    parser = argparse.ArgumentParser(description="Find the largest batches that fit.")
-    add_names(parser, NETWORKS)
-    parser.add_argument("--budget", default="16 GB")
-    parser.add_argument("--device", default="h100", choices=DEVICES)
-    parser.add_argument("--time-limit", type=float, default=90.0, help="seconds for each network")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    about: Row = {**origin(), "device": args.device, "time_limit": args.time_limit}
-    rows = []
-    for name in args.names:
-        row = {**about, **row_of(name, search(name, args.budget, args.device, args.time_limit))}
-        rows.append(cells(row))
-        append(args.out, row)
-        print(" ".join(rows[-1]), file=sys.stderr, flush=True)
-    print(Table(HEADER, rows, HEADER[1:]))
-
+BENCHMARK = Benchmark(
+    __doc__,
+    "largest_batch.jsonl",
+    rows,
+    HEADER,
+    cells,
+    names=NETWORKS,
+    options={
+        "budget": ("16 GB", "of the device"),
+        "device": ("h100", "whose roofline gives the costs"),
+        "time_limit": (90.0, "seconds for each network"),
+    },
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

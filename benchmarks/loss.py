@@ -1,6 +1,6 @@
 """The loss of a language model without its logits: smallest budgets, and steps beside other ways to do without them.
 
-    python -m benchmarks.loss [NETWORK ...] [--rounds 5] [--quick] [--out benchmarks/results/loss.jsonl]
+    python -m benchmarks.loss [NETWORK ...] [--rounds 5] [--quick]
 
 For each network at the size people train, traced on the meta device as in `benchmarks.graphs`, a row with the smallest
 budget of the step as it is, and with its loss in as many parts as help. The network ``head`` is trained here, on the
@@ -12,11 +12,9 @@ of its seconds, and what differs from plain PyTorch.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,15 +25,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import checkmate
 from benchmarks import graphs
-from benchmarks.common.rows import Row, add_names, append, origin
+from benchmarks.common.rows import Row
+from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import distance
 from checkmate.backends.state import differing
-from checkmate.core.table import Table
 from checkmate.memory import measure_peak
 from checkmate.solvers.search.min_budget import ends_of
 from checkmate.units import format_bytes, format_seconds
 
-RESULTS = Path(__file__).parent / "results" / "loss.jsonl"
 HEAD = "head"
 CHUNKS = 8  # by hand
 HEADER = ("network", "way", "budget", "peak", "step", "of plain", "numbers")
@@ -166,20 +163,9 @@ def _trained(model: nn.Module, step: Callable[..., Tensor], x: Tensor, y: Tensor
     return [loss.detach(), *grads]
 
 
-def main() -> None:
-    """Run what was asked for, append a row for each, and print them."""
-    parser = argparse.ArgumentParser(description="The loss of a language model without its logits.")
-    add_names(parser, [*NETWORKS, HEAD])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="small, and with little time to search")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    shown = []
-    for name in args.names:
-        rows = ways(args.rounds, args.quick) if name == HEAD else [smallest(name, args.quick)]
-        append(args.out, *({**origin("torch", "transformers"), **row} for row in rows))
-        shown += [_shown(row) for row in rows]
-    print(Table(HEADER, shown, HEADER[2:]))
+def rows(name: str, rounds: int, small: bool) -> list[Row]:
+    """The ways to train the head, or the smallest budgets of a network."""
+    return ways(rounds, small) if name == HEAD else [smallest(name, small)]
 
 
 def _shown(row: Row) -> list[str]:
@@ -193,5 +179,17 @@ def _shown(row: Row) -> list[str]:
     return [HEAD, row["way"], budget, format_bytes(row["peak"]), step, f"{row['ratio']:.2f}", numbers]
 
 
+BENCHMARK = Benchmark(
+    __doc__,
+    "loss.jsonl",
+    rows,
+    HEADER,
+    _shown,
+    names=[*NETWORKS, HEAD],
+    options={"rounds": (5, "of timed steps"), "small": (False, "small, and with little time to search")},
+    quick={"small": True},
+    packages=("torch", "transformers"),
+)
+
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

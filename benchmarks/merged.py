@@ -1,6 +1,6 @@
 """Activations merged by hand, beside plans for the plain ones: swish, and batch normalization with a leaky ReLU.
 
-    python -m benchmarks.merged [swish ...] [--only h100 cpu] [--time-limit SECONDS] [--out FILE]
+    python -m benchmarks.merged [swish ...] [--setting h100 cpu] [--time-limit SECONDS]
     python -m benchmarks.merged --report     # from the rows: the tables of docs/merged.md
 
 A ResNet-50 with its activations written plainly, and as a `torch.autograd.Function` by hand that keeps less
@@ -12,7 +12,6 @@ at batch 16 of 64 x 64: peaks are those of PyTorch's allocator, and steps of all
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,20 +26,20 @@ from torch import Tensor, nn
 
 import checkmate
 from benchmarks.common.merged_forms import FORMS, Form, ResNet50
-from benchmarks.common.rows import Row, add_names, append, latest, origin, plan_facts, read, renewed, shown
+from benchmarks.common.rows import Row, latest, plan_facts, read, renewed, shown
+from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import Batch, Step, distance, nothing_on_disk, step_and_back, train
 from checkmate.backends.state import differing
 from checkmate.core.table import Table
 from checkmate.memory import measure_peak
 from checkmate.units import format_bytes, format_seconds
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "merged.jsonl"
-PAGE = ROOT / "docs" / "merged.md"
+PAGE = Path(__file__).parents[1] / "docs" / "merged.md"
 OURS = "checkmate"
 HALVINGS = 7  # of the bytes between the smallest budget and those of keeping everything
 ROUNDING = 1e-9  # of seconds
 TITLES = {"h100": "on an H100, estimated", "cpu": "on a CPU, measured"}
+PRINTED = ("setting", "activation", "peak", "step", "bitwise")
 HEADER = ("peak", "of plain", "step", "of plain", "run again")
 
 
@@ -241,29 +240,37 @@ def _cells(row: Row, plain: Row) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Make the rows that were asked for, and the tables of the page from all rows."""
-    parser = argparse.ArgumentParser(description="Activations merged by hand, and plans for plain ones.")
-    parser.add_argument("--only", nargs="+", choices=[*SIZES], default=[*SIZES])
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each plan")
-    parser.add_argument("--rounds", type=int, default=60, help="timed steps of each form")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help="run nothing, renew the tables of docs/merged.md")
-    add_names(parser, FORMS)
-    args = parser.parse_args()
-    about = origin()
-    for setting in () if args.report else args.only:
-        for activation in args.names:
-            torch._dynamo.reset()
-            with_limit = partial(estimated, activation, args.time_limit)
-            rows = with_limit() if setting == "h100" else measured(activation, args.time_limit, args.rounds)
-            for row in rows:
-                asked = {"setting": setting, "activation": activation, "run": about["date"]}
-                append(args.out, {**about, **asked, **row})
-                print(setting, activation, row["form"], row["peak"], row["step"], row.get("bitwise", ""), flush=True)
-    if args.report:
-        PAGE.write_text(renewed(PAGE, tables(read(args.out))))
+def rows(name: str, setting: str, time_limit: float, rounds: int) -> Iterator[Row]:
+    """All forms of an activation in one setting."""
+    run = time.time()
+    made = estimated(name, time_limit) if setting == "h100" else measured(name, time_limit, rounds)
+    for row in made:
+        yield {"setting": setting, "activation": name, "run": str(run), **row}
 
+
+def _line(row: Row) -> list[str]:
+    return [row["form"], *(str(row.get(key, "")) for key in PRINTED)]
+
+
+def report(file: Path) -> None:
+    """Renew the tables of the page."""
+    PAGE.write_text(renewed(PAGE, tables(read(file))))
+
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "merged.jsonl",
+    rows,
+    ("form", *PRINTED),
+    _line,
+    names=FORMS,
+    options={
+        "setting": (("h100", "cpu"), "estimated and measured"),
+        "time_limit": (60.0, "seconds for each plan"),
+        "rounds": (60, "timed steps of each form"),
+    },
+    report=report,
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

@@ -1,50 +1,41 @@
 """How true predicted step times are: plans at several budgets, predicted and measured, one row for each.
 
-    python -m benchmarks.profile [NETWORK ...] [--shares 0.1 0.5 1] [--pairs 5] [--rounds 8] [--out FILE]
-    python -m benchmarks.profile --profiling
+    python -m benchmarks.profile [NETWORK ...] [--shares 0.1 0.5 1] [--pairs 5] [--rounds 8]
 
 Steps run on one thread. Predicted and measured seconds come in pairs: the network is profiled anew, then its steps are
 timed, all plans in turn, so that what else the machine does, and how fast it is just then, meets all alike. The plans
 are those of one profile, made before. Measured seconds are medians of the processor time of the process
 (``measured_seconds``), which other programs change little, and of the clock (``wall_seconds``), which they do.
 ``plan_seconds`` is what the plan costs by the profile it was made with, ``other_plan_seconds`` what the plan made with
-the last profile costs by the first: the choice of plan must not flip on noise. ``--profiling`` writes how long
-measuring itself takes.
+the last profile costs by the first: the choice of plan must not flip on noise.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from scipy.stats import spearmanr
 
 import checkmate
-from benchmarks.common.rows import Row, add_names, append, origin
+from benchmarks.common.rows import Row, read
+from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import budget_at
-from benchmarks.networks import CASES, Case
-from benchmarks.networks.resnet import resnet50
-from checkmate.core.files import VARIABLE
+from benchmarks.networks import CASES
 from checkmate.core.simulator import cost
-from checkmate.core.table import Table
-from checkmate.profiling import measure
 
-RESULTS = Path(__file__).parent / "results" / "profile.jsonl"
 HEADER = ("network", "share", "predicted", "measured", "wall", "of measured", "of wall", "other plan")
 
 
-def rows(case: Case, shares: list[float], pairs: int, rounds: int, time_limit: float) -> Iterator[Row]:
+def rows(name: str, shares: list[float], pairs: int, rounds: int, time_limit: float) -> Iterator[Row]:
     """Plan one network at each share between the smallest budget and keeping everything, and time the plans."""
+    torch.set_num_threads(1)
+    case = CASES[name]
     _, plain, batch = case.make(0)
     problem = checkmate.trace(plain, *batch, cache=False)
     lowest, keep_all = checkmate.min_budget(problem).peak, problem.keep_all_peak
@@ -93,38 +84,6 @@ def _seconds(module: torch.nn.Module, step: Any, data: tuple[Any, ...]) -> tuple
     return time.process_time() - processor, time.perf_counter() - clock
 
 
-def profiling_row(threads: int) -> Row:
-    """Seconds that measuring the ops of ResNet-50 takes, batch 8 at 96 x 96: with nothing known, and all on disk.
-
-    Each is a whole trace less one that measures nothing.
-    """
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    module = resnet50(1000)
-    batch = torch.randn(8, 3, 96, 96), torch.randint(1000, (8,))
-
-    def seconds(**options: Any) -> float:
-        torch._dynamo.reset()
-        began = time.perf_counter()
-        checkmate.trace(lambda x, y: F.cross_entropy(module(x), y), *batch, **options)
-        return time.perf_counter() - began
-
-    seconds(profile="roofline:laptop")  # imports
-    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, {VARIABLE: folder}):
-        capture = seconds(profile="roofline:laptop")
-        with patch.dict(measure._known, clear=True):
-            cold = seconds() - capture
-        with patch.dict(measure._known, clear=True):
-            warm = seconds() - capture
-    return {
-        "model": "resnet50 at 96",
-        "threads": threads,
-        "capture_seconds": capture,
-        "profiling_cold_seconds": cold,
-        "profiling_warm_seconds": max(0.0, warm),
-    }
-
-
 def summary(measured: list[Row]) -> str:
     """The medians over all rows, and of the rank correlations of each network's plans."""
     error = [abs(_ratio(row) - 1) for row in measured]
@@ -149,6 +108,12 @@ def summary(measured: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def report(file: Path) -> None:
+    """Print the figures of the last commit's rows."""
+    rows = read(file)
+    print(summary([row for row in rows if row["commit"] == rows[-1]["commit"] and "predicted_seconds" in row]))
+
+
 def _ratio(row: Row, measured: str = "measured_seconds") -> float:
     """Predicted over measured seconds: the median over the pairs."""
     return statistics.median(p / m for p, m in zip(row["predicted_seconds"], row[measured], strict=True))
@@ -167,31 +132,21 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Measure what was asked for, append the rows to the file, and print them as a table."""
-    parser = argparse.ArgumentParser(description="Compare predicted with measured step times.")
-    add_names(parser, CASES)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.05, 0.1, 0.25, 0.5, 1.0])
-    parser.add_argument("--pairs", type=int, default=5, help="profiles, each with its timed steps")
-    parser.add_argument("--rounds", type=int, default=8, help="timed steps of each plan in a pair")
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds to plan for one budget")
-    parser.add_argument("--profiling", action="store_true", help="only how long measuring the ops of ResNet-50 takes")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    about, measured = origin(), []
-    if args.profiling:
-        row = profiling_row(threads=2)
-        append(args.out, {**about, **row})
-        print(f"{row['profiling_cold_seconds']:.1f} s cold, {row['profiling_warm_seconds']:.2f} s warm")
-        return
-    for name in args.names:
-        torch._dynamo.reset()
-        for row in rows(CASES[name], args.shares, args.pairs, args.rounds, args.time_limit):
-            append(args.out, {**about, **row})
-            measured.append(row)
-    print(Table(HEADER, [*map(_cells, measured)], HEADER[1:]), summary(measured), sep="\n")
-
+BENCHMARK = Benchmark(
+    __doc__,
+    "profile.jsonl",
+    rows,
+    HEADER,
+    _cells,
+    names=CASES,
+    options={
+        "shares": ([0.0, 0.05, 0.1, 0.25, 0.5, 1.0], "of the way from the smallest budget to keeping everything"),
+        "pairs": (5, "profiles, each with its timed steps"),
+        "rounds": (8, "timed steps of each plan in a pair"),
+        "time_limit": (5.0, "seconds to plan for one budget"),
+    },
+    report=report,
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

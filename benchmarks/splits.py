@@ -1,6 +1,6 @@
 """Ops in parts: the smallest budgets of networks before and after, estimated, and of small ones, measured here.
 
-    python -m benchmarks.splits [NETWORK ...] [--numerics rounding] [--quick] [--out benchmarks/results/splits.jsonl]
+    python -m benchmarks.splits [NETWORK ...] [--numerics rounding] [--quick]
 
 With `--numerics rounding` sums over parts are taken too, where nothing else gains.
 Networks at the size people train are traced on the meta device as in `benchmarks.graphs`: nothing runs, so that no
@@ -10,9 +10,7 @@ bits and peak are compared with those of plain PyTorch.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-from typing import get_args
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -20,23 +18,22 @@ from torch import Tensor, nn
 
 import checkmate
 from benchmarks import graphs
-from benchmarks.common.rows import Row, add_names, append, origin
+from benchmarks.common.rows import Row
+from benchmarks.common.runner import Benchmark
 from benchmarks.loss import NETWORKS as LANGUAGE
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.unet import UNet
 from checkmate.backends.planner import Numerics
-from checkmate.core.table import Table
 from checkmate.profiling.profilers import Choice
 from checkmate.solvers.search.min_budget import ends_of
 from checkmate.units import format_bytes
 
-RESULTS = Path(__file__).parent / "results" / "splits.jsonl"
 ESTIMATED: dict[str, graphs.Make] = {
     **{name: graphs.GRAPHS[name] for name in ("vgg16", "unet", "mobilenetv2", "vit-b16")},
     **LANGUAGE,
 }
-TIME_LIMIT = 10.0  # seconds, for each smallest budget
 HEADER = ("network", "keep all", "smallest", "in parts", "less", "step")
+HEADER_BYTES = ("keep_all", "before", "after")
 
 
 class Attention(nn.Module):
@@ -80,7 +77,7 @@ MEASURED: dict[str, graphs.Make] = {
 }
 
 
-def smallest(name: str, numerics: Numerics, quick: bool) -> Row:
+def smallest(name: str, numerics: Numerics, time_limit: float) -> Iterator[Row]:
     """The smallest budget of a network before and after it is split."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -89,8 +86,7 @@ def smallest(name: str, numerics: Numerics, quick: bool) -> Row:
         step, batch = (MEASURED if measured else ESTIMATED)[name]()
     profile: Choice = "measure" if measured else f"roofline:{graphs.DEVICE}"
     whole = checkmate.trace(step, *batch, profile=profile, numerics=numerics)
-    limit = 1.0 if quick else TIME_LIMIT
-    ends = [(problem, ends_of(problem, time_limit=limit)) for problem in whole.and_smaller()]
+    ends = [(problem, ends_of(problem, time_limit=time_limit)) for problem in whole.and_smaller()]
     before = ends[0][1]
     split, after = min(ends, key=lambda end: end[1].peak)
     row: Row = {
@@ -108,28 +104,30 @@ def smallest(name: str, numerics: Numerics, quick: bool) -> Row:
         "split_seconds": split.keep_all_cost,
     }
     if measured:
-        report = checkmate.verify(step, *batch, budget=after.peak, time_limit=limit, numerics=numerics)
+        report = checkmate.verify(step, *batch, budget=after.peak, time_limit=time_limit, numerics=numerics)
         row |= {"same_bits": report.off == 0, "off": report.off, "measured_peak": report.measured_peak}
-    return row
+    yield row
 
 
-def main() -> None:
-    """Find the smallest budgets that were asked for, and print them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add_names(parser, [*MEASURED, *ESTIMATED])
-    parser.add_argument("--numerics", choices=get_args(Numerics), default="exact")
-    parser.add_argument("--quick", action="store_true", help="a second for each budget")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    asked = parser.parse_args()
-    shown = []
-    for name in asked.names:
-        row = smallest(name, asked.numerics, asked.quick)
-        append(asked.out, {**origin("torch", "transformers"), **row})
-        gain, longer = 1 - row["after"] / row["before"], row["split_seconds"] / row["seconds"] - 1
-        bytes_of = (format_bytes(row[key]) for key in ("keep_all", "before", "after"))
-        shown.append([name, *bytes_of, f"{gain:.1%}", f"{longer:.1%}"])
-    print(Table(HEADER, shown, HEADER[1:]))
+def _cells(row: Row) -> list[str]:
+    gain, longer = 1 - row["after"] / row["before"], row["split_seconds"] / row["seconds"] - 1
+    return [row["network"], *(format_bytes(row[key]) for key in HEADER_BYTES), f"{gain:.1%}", f"{longer:.1%}"]
 
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "splits.jsonl",
+    smallest,
+    HEADER,
+    _cells,
+    names=[*MEASURED, *ESTIMATED],
+    options={
+        "numerics": (("exact",), 'what is taken: "exact" or "rounding"'),
+        "time_limit": (10.0, "seconds for each smallest budget"),
+    },
+    quick={"time_limit": 1.0},
+    packages=("torch", "transformers"),
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

@@ -1,6 +1,6 @@
 """Compiled against plain steps, in pairs: one row for each network, number of threads and budget.
 
-    python -m benchmarks.step [NETWORK ...] [--threads 1 2] [--quick] [--out benchmarks/results/step.jsonl]
+    python -m benchmarks.step [NETWORK ...] [--threads 1 2] [--quick]
 
 Budgets lie between the smallest that works (share 0) and keeping everything (share 1); a share of 2 is a budget that
 leaves nothing to do, where the step should take no longer than a plain one. Peaks are in bytes at equal footing:
@@ -9,32 +9,28 @@ parameters, buffers and batch included, gradients too, optimizer state not.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 
 import checkmate
 from benchmarks.common import timing as measuring
-from benchmarks.common.rows import Row, add_names, append, origin, plan_facts
-from benchmarks.networks import CASES, Case
+from benchmarks.common.rows import Row, plan_facts
+from benchmarks.common.runner import Benchmark
+from benchmarks.networks import CASES
 from checkmate.backends.state import differing
-from checkmate.core.table import Table
 from checkmate.memory import measure_peak
 
-RESULTS = Path(__file__).parent / "results" / "step.jsonl"
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, 2.0)
-QUICK = ("mlp", "resnet18", "gpt2-sdpa")
 HEADER = (
     "network", "threads", "share", "budget", "predicted", "measured", "recomputed", "gap", "of plain", "plan", "bits",
 )  # fmt: skip
 
 
-def rows(case: Case, threads: int, shares: list[float], pairs: int, time_limit: float) -> Iterator[Row]:
+def rows(name: str, threads: int, shares: list[float], pairs: int, time_limit: float) -> Iterator[Row]:
     """Measure one network at each share."""
+    case = CASES[name]
     torch.set_num_threads(threads)
     module, plain, batch = case.make(0)
     problem = checkmate.trace(plain, *batch)
@@ -92,31 +88,27 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Measure what was asked for, append the rows to the file, and print them as a table."""
-    parser = argparse.ArgumentParser(description="Time compiled against plain steps.")
-    add_names(parser, CASES)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
-    parser.add_argument("--pairs", type=int, default=30, help="timed pairs of steps")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds to plan for one budget")
-    parser.add_argument("--quick", action="store_true", help="three networks, one thread, three budgets, few pairs")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    if args.quick:
-        args.threads, args.shares, args.pairs, args.time_limit = [1], [0.25, 0.75, 2.0], 6, 5.0
-    if args.quick and args.names == [*CASES]:
-        args.names = QUICK
-    about, measured = origin(), []
-    for threads in args.threads:
-        for name in args.names:
-            torch._dynamo.reset()
-            for row in rows(CASES[name], threads, args.shares, args.pairs, args.time_limit):
-                append(args.out, {**about, **row})
-                measured.append(_cells(row))
-                print("  ".join(measured[-1]), flush=True)
-    print(f"\n{Table(HEADER, measured, HEADER[1:])}")
-
+BENCHMARK = Benchmark(
+    __doc__,
+    "step.jsonl",
+    rows,
+    HEADER,
+    _cells,
+    names=CASES,
+    options={
+        "threads": ((1, 2), "of PyTorch"),
+        "shares": ([0.0, 0.25, 0.5, 0.75, 1.0, 2.0], "of the way from the smallest budget to keeping everything"),
+        "pairs": (30, "of timed steps"),
+        "time_limit": (60.0, "seconds to plan for one budget"),
+    },
+    quick={
+        "names": ["mlp", "resnet18", "gpt2-sdpa"],
+        "threads": [1],
+        "shares": [0.25, 0.75, 2.0],
+        "pairs": 6,
+        "time_limit": 5.0,
+    },
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

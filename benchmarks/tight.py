@@ -1,6 +1,6 @@
 """How good plans are close to the smallest budget: `auto` at a few times it, and how wide its gap is then.
 
-    python -m benchmarks.tight [NETWORK ...] [--times 1.02 1.1 ...] [--time-limit SECONDS] [--out FILE]
+    python -m benchmarks.tight [NETWORK ...] [--times 1.02 1.1 ...] [--time-limit SECONDS]
     python -m benchmarks.tight --report     # from the rows: results/tight.md and results/tight.png
 
 A network is a graph of `benchmarks/problems`, or one that `make bench` trains, traced here: its name begins with
@@ -11,22 +11,18 @@ computes, so that other work on the machine does not count.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.common.own_seconds import count_own_seconds
-from benchmarks.common.rows import Row, add_names, append, latest, origin, read, shown
-from benchmarks.solve.comparison import FILES, HERE, LEAST_SECONDS, facts, load
+from benchmarks.common.rows import Row, latest, read, shown
+from benchmarks.common.runner import Benchmark, where_from
+from benchmarks.solve.comparison import FILES, LEAST_SECONDS, facts, load
 from checkmate.core.problem import Problem
 from checkmate.core.table import Table
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import solve
 
-RESULTS = HERE / "results" / "tight.jsonl"
-TIMES = (1.02, 1.05, 1.1, 1.2, 1.5)
-TIME_LIMIT = 60.0  # seconds for each solve
 TRAINED = "bench-"
 BENCH = ("gpt2", "lstm", "mobilenetv2", "resnet18", "resnet50", "unet", "vgg16", "vit")
 HEADER = ("network", "ops", "budget", "limit", "recomputed", "gap", "first plan", "seconds")
@@ -69,11 +65,10 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table with a line that says where the rows are from."""
-    commits, machines = (", ".join(sorted({row[key] for row in rows})) for key in ("commit", "cpu"))
     lines = [
         "# Close to the smallest budget",
         "",
-        f"Made by `python -m benchmarks.tight` at {commits} on {machines}, one thread; seconds are those that the "
+        f"Made by `python -m benchmarks.tight` at {where_from(rows)}, one thread; seconds are those that the "
         "process computed, as the machine was busy with other work. Budgets are times the smallest budget that a plan "
         "is known for; the limit is that of seconds.",
         "",
@@ -126,25 +121,28 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
-def main() -> None:
-    """Solve what was asked for and append the rows to the file, and make the report of all its rows."""
-    parser = argparse.ArgumentParser(description="auto close to the smallest budget.")
-    add_names(parser, (*FILES, *(TRAINED + name for name in BENCH)), FILES)
-    parser.add_argument("--times", nargs="+", type=float, default=TIMES, help="of the smallest budget")
-    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT, help="seconds for each solve")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help="solve nothing, write the table and the picture")
-    args = parser.parse_args()
-    source = origin("numpy", "scipy", "highspy")
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as apart:
-        for name in () if args.report else args.names:
-            for row in apart.apply(rows_of, (name, args.times, args.time_limit)):
-                append(args.out, {**source, **row})
-                print(name, row["times"], row["status"], row["cost_ratio"], row["gap"], row["seconds"], flush=True)
-    rows = read(args.out)
-    args.out.with_suffix(".md").write_text(markdown(rows))
-    draw(rows, args.out.with_suffix(".png"))
+def report(file: Path) -> None:
+    """Write the table and the picture beside the rows."""
+    rows = read(file)
+    file.with_suffix(".md").write_text(markdown(rows))
+    draw(rows, file.with_suffix(".png"))
 
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "tight.jsonl",
+    rows_of,
+    HEADER,
+    _cells,
+    names=(*FILES, *(TRAINED + name for name in BENCH)),
+    default=FILES,
+    options={
+        "times": ([1.02, 1.05, 1.1, 1.2, 1.5], "the smallest budget"),
+        "time_limit": (60.0, "seconds for each solve"),
+    },
+    packages=("numpy", "scipy", "highspy"),
+    report=report,
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

@@ -1,6 +1,6 @@
 """What ways to run ops are worth: smallest budgets, costs and planning, before and after, on the eleven graphs.
 
-    python -m benchmarks.ways [NETWORK ...] [--time-limit SECONDS] [--out FILE]
+    python -m benchmarks.ways [NETWORK ...] [--time-limit SECONDS]
     python -m benchmarks.ways --report      # from the rows: results/ways.md
 
 Three forms of each step: "file" is the problem of `benchmarks/problems`, ops as PyTorch has them, each gradient of a
@@ -14,27 +14,25 @@ own, on one thread; seconds are those that the process computes.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common.own_seconds import count_own_seconds
-from benchmarks.common.rows import Row, add_names, append, latest, origin, read, shown
-from benchmarks.solve.comparison import FILES, HERE, load
+from benchmarks.common.rows import Row, latest, read, shown
+from benchmarks.common.runner import Benchmark, where_from
+from benchmarks.solve.comparison import FILES, load
 from checkmate.core.problem import Problem
 from checkmate.core.table import Table
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes
 
-RESULTS = HERE / "results" / "ways.jsonl"
-TIME_LIMIT = 20.0  # seconds for each solve, and each smallest budget
 CLOSE, ROOMY = 1.1, 0.4  # of the smallest budget, of the keep-all peak of the file
 ROOM = 1.5  # of the smallest budget, where that is more
 FORMS = ("file", "plain", "ways")
 HEADER = ("graph", "ways", "keep all", "after", "smallest", "after", "lower by", "in parts", "1.1 x: cost", "after")
+PRINTED = ("form", "ways", "smallest", "close_cost_ratio", "roomy_seconds")
 HEADER_OF_PLANNING = ("graph", "budget", "cost", "after", "gap", "after", "seconds", "after")
 
 
@@ -82,7 +80,6 @@ def row_of(problem: Problem, budgets: dict[str, int], time_limit: float) -> Row:
 
 def markdown(rows: Sequence[Row]) -> str:
     """Two tables with a line that says where the rows are from."""
-    commits, machines = (", ".join(sorted({row[key] for row in rows})) for key in ("commit", "cpu"))
     limits = ", ".join(sorted({f"{row['time_limit']:g} s" for row in rows}))
     graphs: dict[str, dict[str, Row]] = {}
     for row in sorted(latest(rows, "network", "form"), key=lambda row: (row["ops"], row["network"])):
@@ -91,7 +88,7 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = [
         "# Ways to run an op",
         "",
-        f"Made by `python -m benchmarks.ways` at {commits} on {machines}, one thread, {limits} for each plan; "
+        f"Made by `python -m benchmarks.ways` at {where_from(rows)}, one thread, {limits} for each plan; "
         "seconds are those that the process computed, as the machine was busy with other work. Before: ops as PyTorch "
         "has them. After: convolutions' gradients apart, large results late, ops that write over what dies at them. "
         "In parts: the smallest budget with the loss in parts, too.",
@@ -137,30 +134,26 @@ def _overhead(cost: float | None) -> str:
     return "–" if cost is None else f"{cost - 1:+.2%}"
 
 
-def main() -> None:
-    """Solve what was asked for and append the rows to the file, and make the report of all its rows."""
-    parser = argparse.ArgumentParser(description="What ways to run ops are worth.")
-    add_names(parser, FILES)
-    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT, help="seconds for each solve")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help="solve nothing, write the table")
-    args = parser.parse_args()
-    source = origin("torch", "numpy", "highspy")
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as apart:
-        for name in () if args.report else args.names:
-            for row in apart.apply(rows_of, (name, args.time_limit)):
-                append(args.out, {**source, **row})
-                print(
-                    name,
-                    row["form"],
-                    row["ways"],
-                    row["smallest"],
-                    row["close_cost_ratio"],
-                    row["roomy_seconds"],
-                    flush=True,
-                )
-    args.out.with_suffix(".md").write_text(markdown(read(args.out)))
+def _cells(row: Row) -> list[str]:
+    return [row["network"], *(str(row[key]) for key in PRINTED)]
 
+
+def report(file: Path) -> None:
+    """Write the tables beside the rows."""
+    file.with_suffix(".md").write_text(markdown(read(file)))
+
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "ways.jsonl",
+    rows_of,
+    ("network", *PRINTED),
+    _cells,
+    names=FILES,
+    options={"time_limit": (20.0, "seconds for each solve, and each smallest budget")},
+    packages=("torch", "numpy", "highspy"),
+    report=report,
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

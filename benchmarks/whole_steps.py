@@ -1,6 +1,6 @@
 """Whole training steps with AdamW, forward, backward and update: bytes, seconds and bits of each way to run them.
 
-    python -m benchmarks.whole_steps [NETWORK ...] [--time-limit 20] [--rounds 7] [--out benchmarks/results/...]
+    python -m benchmarks.whole_steps [NETWORK ...] [--time-limit 20] [--rounds 7]
     python -m benchmarks.whole_steps --floors [NETWORK ...]
 
 The ways: the plain loop; checkpoints around each block; an optimizer for each parameter, stepped by a hook as soon as
@@ -18,7 +18,6 @@ the whole step, plain and with gradients clipped.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import time
@@ -34,7 +33,8 @@ from torch import optim
 import checkmate
 from benchmarks.arena import small_step
 from benchmarks.common.resident import growth
-from benchmarks.common.rows import Row, add_names, append, latest, origin, read
+from benchmarks.common.rows import Row, latest, read
+from benchmarks.common.runner import Benchmark
 from benchmarks.graphs import DEVICE, GRAPHS
 from benchmarks.peers.settings import _blocks as checkpointed
 from benchmarks.peers.subjects import NETWORKS, Subject
@@ -44,7 +44,6 @@ from checkmate.memory import measure_peak
 from checkmate.units import format_bytes
 from checkmate.updates.updates import Updates
 
-RESULTS = Path(__file__).parent / "results" / "whole_steps.jsonl"
 INTRO = """# Whole training steps
 
 Made by `python -m benchmarks.whole_steps` at {commits} on {cpu}, one thread: AdamW, the networks of the comparison with
@@ -152,8 +151,11 @@ def _ratio(plain: Loop, other: Loop, rounds: int) -> float:
     return statistics.median(ratios[1:])
 
 
-def rows(name: str, time_limit: float, rounds: int) -> list[Row]:
-    """Measure all ways to train one network."""
+def rows(name: str, time_limit: float, rounds: int, floors: bool) -> list[Row]:
+    """Measure all ways to train one network, or find the smallest budgets of one at full size."""
+    torch.set_num_threads(1)
+    if floors:
+        return [floor(name, time_limit)]
     subject = Subject.of(NETWORKS[name], torch.device("cpu"))
     whole = _ours(subject, 2**50, time_limit).plan
     assert whole is not None
@@ -179,7 +181,6 @@ def rows(name: str, time_limit: float, rounds: int) -> list[Row]:
         if way.plan is not None or way_name == "plain":
             row["process"] = resident + growth(subject.module, way.step, small_step())
         found.append(row)
-        print("  ".join(_cells(row)), flush=True)
 
     measure("plain", lambda: _plain(subject, subject.plain))
     measure("hooks", lambda: _by_hooks(subject, subject.plain))
@@ -228,6 +229,8 @@ def _floor_cells(row: Row) -> list[str]:
 
 
 def _cells(row: Row) -> list[str]:
+    if row["way"] == FLOOR:
+        return _floor_cells(row)
     return [
         row["model"],
         row["way"],
@@ -250,22 +253,26 @@ def markdown(rows: Sequence[Row]) -> str:
     return f"{intro}\n\n{measured}\n\n{OF_FLOORS}\n\n{estimated}\n"
 
 
-def main() -> None:
-    """Measure what was asked for, append the rows to the file, and make the document of them."""
-    parser = argparse.ArgumentParser(description="Measure whole training steps.")
-    add_names(parser, {**dict.fromkeys(NAMES), **GRAPHS}, NAMES)
-    parser.add_argument("--floors", action="store_true", help="smallest budgets at full size, estimated")
-    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds to plan for one budget")
-    parser.add_argument("--rounds", type=int, default=7, help="of timed pairs of steps")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help="only make the document of the rows that are there")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in () if args.report else args.names:
-        made = [floor(name, args.time_limit)] if args.floors else rows(name, args.time_limit, args.rounds)
-        append(args.out, *({**origin(), **row} for row in made))
-    args.out.with_suffix(".md").write_text(markdown(read(args.out)))
+def report(file: Path) -> None:
+    """Write the tables beside the rows."""
+    file.with_suffix(".md").write_text(markdown(read(file)))
 
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "whole_steps.jsonl",
+    rows,
+    HEADER,
+    _cells,
+    names={**dict.fromkeys(NAMES), **GRAPHS},
+    default=NAMES,
+    options={
+        "time_limit": (20.0, "seconds to plan for one budget"),
+        "rounds": (7, "of timed pairs of steps"),
+        "floors": (False, "smallest budgets at full size, estimated"),
+    },
+    report=report,
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

@@ -20,19 +20,20 @@ Row = dict[str, Any]
 
 def origin(*packages: str) -> dict[str, str]:
     """Where and when a row was made, with the versions of packages; by default of PyTorch."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
+    root = Path(__file__).parents[2]
+
+    def git(*arguments: str) -> str:
+        run = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=root)
+        return run.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs")  # these are made of rows
+    commit = git("rev-parse", "--short=12", "HEAD") or "unknown"
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     cpu = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": git.stdout.strip() or "unknown",
+        "commit": f"{commit}-dirty" if changed else commit,
         **{package: version(package) for package in packages or ("torch",)},
         "python": platform.python_version(),
         "cpu": cpu[0] if cpu else platform.processor(),

@@ -1,5 +1,6 @@
 """``python -m benchmarks.second_memory``: plan the graphs of the benchmark with a second memory."""
 
-from benchmarks.second_memory.planned import main
+from benchmarks.second_memory.planned import BENCHMARK
 
-main()
+if __name__ == "__main__":
+    BENCHMARK.run()

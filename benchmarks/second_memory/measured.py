@@ -10,7 +10,6 @@ by `checkmate.verify`. One row for each network and way goes to `benchmarks/resu
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,19 +19,18 @@ from typing import Any
 import torch
 
 import checkmate
-from benchmarks.common.rows import Row, add_names, append, latest, origin, read, shown
+from benchmarks.common.rows import Row, latest, read, shown
+from benchmarks.common.runner import Benchmark, where_from
 from benchmarks.peers.subjects import NETWORKS, Subject
 from checkmate.core.table import Table
 from checkmate.core.timing import timing
 from checkmate.solvers.search.min_budget import ends_of
 from checkmate.units import format_bytes
 
-RESULTS = Path(__file__).parents[1] / "results" / "second_memory_measured.jsonl"
 ALONE = "recomputation"
 WHERE = ("file:/dev/shm", "file:")
 HOST_BUDGET = 2 * 10**9  # bytes
 TIME_LIMIT = 20.0  # seconds to plan
-ROUNDS = 15
 HEADER = ("network", "budget", "way", "step / plain", "planned", "peak", "there", "sent", "numbers")
 
 
@@ -81,12 +79,11 @@ def _in_turn(steps: dict[str, Callable[..., Any]], subject: Subject, rounds: int
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table with a line that says where the rows are from."""
-    commits, machines = (", ".join(sorted({row[key] for row in rows})) for key in ("commit", "cpu"))
     last = latest(rows, "network", "way")
     lines = [
         "# A file as the second memory",
         "",
-        f"Made by `python -m benchmarks.second_memory.measured` at {commits} on {machines}, one thread: each network "
+        f"Made by `python -m benchmarks.second_memory.measured` at {where_from(rows)}, one thread: each network "
         "at the smallest budget for which a plan of recomputation alone is known. Times are medians of interleaved "
         "steps.",
         "",
@@ -110,21 +107,25 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Measure what was asked for and append the rows to the file, and make the report of all its rows."""
-    parser = argparse.ArgumentParser(description="A file as the second memory, measured.")
-    add_names(parser, tuple(NETWORKS), ("gpt2",))
-    parser.add_argument("--where", nargs="+", default=WHERE, help="second memories, as compile(host=) takes them")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help="measure nothing, write the table")
-    args = parser.parse_args()
-    for name in () if args.report else args.names:
-        for row in rows_of(name, args.where, args.rounds):
-            append(args.out, {**origin(), **row})
-            print(name, row["way"], row["time_ratio"], row["planned_ratio"], row["peak"], row["same_bits"], flush=True)
-    args.out.with_suffix(".md").write_text(markdown(read(args.out)))
+def report(file: Path) -> None:
+    """Write the table beside the rows."""
+    file.with_suffix(".md").write_text(markdown(read(file)))
 
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "second_memory_measured.jsonl",
+    rows_of,
+    HEADER,
+    _cells,
+    names=tuple(NETWORKS),
+    default=("gpt2",),
+    options={
+        "where": ([*WHERE], "second memories, as compile(host=) takes them"),
+        "rounds": (15, "of timed steps"),
+    },
+    report=report,
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

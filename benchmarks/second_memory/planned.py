@@ -1,6 +1,6 @@
 """What a second memory is worth: plans that recompute, that send, and that do both, with those of others beside them.
 
-    python -m benchmarks.second_memory [NETWORK ...] [--budgets 0.4 0.3] [--methods NAME ...] [--time-limit SECONDS]
+    python -m benchmarks.second_memory [NETWORK ...] [--share 0.4 0.3] [--method NAME ...] [--time-limit SECONDS]
     python -m benchmarks.second_memory --report     # from the rows: results/second_memory.md, docs/comparison.md
 
 A network is a graph of `benchmarks/problems`, whose costs are estimates for an H100; the second memory is that of the
@@ -12,13 +12,12 @@ process computes.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.common.own_seconds import count_own_seconds
-from benchmarks.common.rows import Row, add_names, append, latest, origin, read, renewed, shown
+from benchmarks.common.rows import Row, latest, read, renewed, shown
+from benchmarks.common.runner import Benchmark, where_from
 from benchmarks.solve.comparison import FILES, HERE, facts, load
 from checkmate.core.host import Host
 from checkmate.core.table import Table
@@ -26,10 +25,8 @@ from checkmate.core.timing import timing
 from checkmate.solvers.solve import solve
 from checkmate.units import format_bytes
 
-RESULTS = HERE / "results" / "second_memory.jsonl"
 PAGE = HERE.parent / "docs" / "comparison.md"
 BUDGETS = (0.4, 0.3)
-TIME_LIMIT = 60.0  # seconds for each solve
 PCIE_5 = Host(256 * 10**9, send=55e9, fetch=55e9)
 ALONE = "recomputation"
 METHODS = (ALONE, "auto", "offload-all", "capuchin", "poet")
@@ -37,13 +34,13 @@ HEAD = "with a second memory"  # of the table on the page
 HEADER = ("network", "ops", "budget", "method", "step", "bound", "gap", "sent", "waited", "seconds")
 
 
-def row_of(name: str, share: float, method: str, time_limit: float) -> Row | None:
-    """Solve in this process, in seconds that it computes; None where no plan can fit."""
+def rows_of(name: str, share: float, method: str, time_limit: float) -> Iterator[Row]:
+    """Solve in this process, in seconds that it computes; no row where no plan can fit."""
     plain = load(name)
     budget = int(share * plain.keep_all_peak)
     problem = plain if method == ALONE else plain.with_host(PCIE_5)
     if budget < plain.with_host(PCIE_5).unavoidable_bytes.max():
-        return None
+        return
     count_own_seconds()
     solution = solve(
         problem, budget, method="auto" if method == ALONE else method, time_limit=time_limit, progress=False
@@ -55,7 +52,7 @@ def row_of(name: str, share: float, method: str, time_limit: float) -> Row | Non
         row["fetched"] = sum(int(problem.sizes[t.value]) for t in when.transfers if t.back)
         row["waited"] = when.waited / problem.keep_all_cost
         row["runs_again"] = len(solution.plan.runs) - len(problem.graph.ops)
-    return {key: value for key, value in row.items() if key != "trajectory"}
+    yield {key: value for key, value in row.items() if key != "trajectory"}
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -66,12 +63,11 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table with a line that says where the rows are from."""
-    commits, machines = (", ".join(sorted({row[key] for row in rows})) for key in ("commit", "cpu"))
     limits = ", ".join(f"{limit:g}" for limit in sorted({row["time_limit"] for row in rows}))
     lines = [
         "# A second memory",
         "",
-        f"Made by `python -m benchmarks.second_memory` at {commits} on {machines}, one thread, within {limits} "
+        f"Made by `python -m benchmarks.second_memory` at {where_from(rows)}, one thread, within {limits} "
         "seconds that the process computed. Ops are estimated for an H100, whose host is reached at 55 GB/s each way. "
         "A step is relative to one that keeps everything; all are simulated alike, what is waited for included.",
         "",
@@ -116,29 +112,26 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Solve what was asked for and append the rows to the file, and make the report of all its rows."""
-    parser = argparse.ArgumentParser(description="Plans with a second memory beside those of others.")
-    add_names(parser, FILES, FILES)
-    parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS, help="shares of keeping everything")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT, help="seconds for each solve")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help="solve nothing, write the table")
-    args = parser.parse_args()
-    source = origin("numpy", "scipy", "highspy")
-    asked = [(n, share, method) for n in args.names for share in args.budgets for method in args.methods]
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as apart:
-        for name, share, method in () if args.report else asked:
-            row = apart.apply(row_of, (name, share, method, args.time_limit))
-            if row is not None:
-                append(args.out, {**source, **row})
-                print(name, share, method, row["status"], row["cost_ratio"], row["gap"], flush=True)
-    rows = read(args.out)
-    args.out.with_suffix(".md").write_text(markdown(rows))
-    if args.report:
+def report(file: Path) -> None:
+    """Write the table beside the rows, and renew that of the page."""
+    rows = read(file)
+    file.with_suffix(".md").write_text(markdown(rows))
+    if file == BENCHMARK.path:
         PAGE.write_text(renewed(PAGE, tables(rows)))
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    __doc__,
+    "second_memory.jsonl",
+    rows_of,
+    HEADER,
+    _cells,
+    names=FILES,
+    options={
+        "share": (BUDGETS, "of the peak of keeping everything"),
+        "method": (METHODS, "as solve takes it"),
+        "time_limit": (60.0, "seconds for each solve"),
+    },
+    packages=("numpy", "scipy", "highspy"),
+    report=report,
+)

@@ -10,7 +10,7 @@ from benchmarks import merged
 from benchmarks.common import merged_forms
 from benchmarks.common.merged_forms import FORMS
 from benchmarks.common.rows import read, renewed
-from benchmarks.merged import OURS, PAGE, RESULTS, Size
+from benchmarks.merged import BENCHMARK, OURS, PAGE, Size
 from checkmate.backends.state import differing
 
 TINY = Size(batch=4, side=32, base=8, classes=10)
@@ -68,13 +68,13 @@ def test_the_tables_show_the_rows_of_the_last_run(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_committed_rows() -> None:
-    found = merged.tables(read(RESULTS))
+    found = merged.tables(read(BENCHMARK.path))
     assert len(found) == len(FORMS) * len(merged.SIZES)
     assert renewed(PAGE, found) == PAGE.read_text()
 
 
 def test_the_committed_rows_keep_their_promises() -> None:
-    ours = [row for row in read(RESULTS) if row["form"].startswith(OURS)]
+    ours = [row for row in read(BENCHMARK.path) if row["form"].startswith(OURS)]
     assert ours
     assert all(row["peak"] is None or row["peak"] <= row["budget"] for row in ours)
     measured = [row for row in ours if row["setting"] == "cpu"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from benchmarks.common.rows import latest, read, renewed
 from benchmarks.second_memory import measured, planned
 
-ROWS, MEASURED = read(planned.RESULTS), read(measured.RESULTS)
+ROWS, MEASURED = read(planned.BENCHMARK.path), read(measured.BENCHMARK.path)
 TRANSFORMERS = ("bert-base", "gpt2-12", "gpt2-48", "t5-base", "vit-b16")
 
 
 def test_the_committed_documents_are_of_the_committed_rows() -> None:
-    assert planned.RESULTS.with_suffix(".md").read_text() == planned.markdown(ROWS)
+    assert planned.BENCHMARK.path.with_suffix(".md").read_text() == planned.markdown(ROWS)
     assert renewed(planned.PAGE, planned.tables(ROWS)) == planned.PAGE.read_text()
-    assert measured.RESULTS.with_suffix(".md").read_text() == measured.markdown(MEASURED)
+    assert measured.BENCHMARK.path.with_suffix(".md").read_text() == measured.markdown(MEASURED)
 
 
 def test_ours_is_never_slower_than_recomputation_alone_or_than_others() -> None:

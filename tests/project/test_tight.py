@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import tight
 from benchmarks.common.rows import read
-from benchmarks.solve.comparison import load
+from benchmarks.solve.comparison import HERE, load
 from checkmate.solvers.common.certify import TOLERANCE
 from tests.support.processes import run_python
 
@@ -66,8 +66,8 @@ def test_the_networks_that_are_trained_are_those_of_the_comparison() -> None:
 
 @pytest.mark.slow
 def test_the_committed_rows_contradict_one_another_nowhere() -> None:
-    rows = read(tight.RESULTS)
-    assert tight.RESULTS.with_suffix(".md").read_text() == tight.markdown(rows)
+    rows = read(tight.BENCHMARK.path)
+    assert tight.BENCHMARK.path.with_suffix(".md").read_text() == tight.markdown(rows)
     for row in rows:
         assert row["smallest_bound"] <= row["smallest"] <= row["budget"]
         assert row["peak"] is None or row["peak"] <= row["budget"]
@@ -79,12 +79,12 @@ def test_the_committed_rows_contradict_one_another_nowhere() -> None:
 
 
 def test_the_readme_says_how_wide_the_gaps_are() -> None:
-    rows = tight.in_order(read(tight.RESULTS))
+    rows = tight.in_order(read(tight.BENCHMARK.path))
     gaps = {row["network"]: row["gap"] for row in rows if row["times"] == 1.1}  # of several limits the longest is last
     close = [name for name, gap in gaps.items() if gap < 0.004]
     wide = sorted((gap, name) for name, gap in gaps.items() if name not in close)
     assert (len(close), len(gaps)) == (7, 11)
     assert [name for _, name in wide] == ["densenet121", "unet", "resnet50", "vit-b16"]
-    said = " ".join((tight.HERE.parent / "README.md").read_text().split())
+    said = " ".join((HERE.parent / "README.md").read_text().split())
     assert "seven of eleven graphs are within 0.4% of the best plan after a minute" in said
     assert f"are {wide[0][0]:.0%}"[:-1] + f" to {wide[-1][0]:.0%} there" in said

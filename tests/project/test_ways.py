@@ -20,11 +20,11 @@ def test_a_row_is_of_its_budgets() -> None:
 
 @pytest.fixture(scope="module")
 def rows() -> list[ways.Row]:
-    return read(ways.RESULTS)
+    return read(ways.BENCHMARK.path)
 
 
 def test_the_committed_table_is_of_the_committed_rows(rows: list[ways.Row]) -> None:
-    assert ways.RESULTS.with_suffix(".md").read_text() == ways.markdown(rows)
+    assert ways.BENCHMARK.path.with_suffix(".md").read_text() == ways.markdown(rows)
     assert {(row["network"], row["form"]) for row in rows} == {(name, form) for name in FILES for form in ways.FORMS}
 
 

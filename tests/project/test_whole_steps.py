@@ -6,12 +6,12 @@ from benchmarks import whole_steps
 from benchmarks.common.rows import latest, read
 from benchmarks.solve.comparison import HERE
 
-ROWS = read(whole_steps.RESULTS)
+ROWS = read(whole_steps.BENCHMARK.path)
 OURS = "checkmate.training_step, "
 
 
 def test_the_committed_document_is_of_the_committed_rows() -> None:
-    assert whole_steps.RESULTS.with_suffix(".md").read_text() == whole_steps.markdown(ROWS)
+    assert whole_steps.BENCHMARK.path.with_suffix(".md").read_text() == whole_steps.markdown(ROWS)
 
 
 def test_our_rows_keep_the_promise() -> None:

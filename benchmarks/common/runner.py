@@ -1,0 +1,134 @@
+"""What every benchmark is: cases, a measure that runs each in a process of its own, rows in a file, and a table."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.rows import Row, add_names, append, origin, read
+from checkmate.core.table import Table
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark as a list of cases and a measure; `run` makes a script of it.
+
+    A case is what `measure` is called with: a ``name``, where there are names, and the options. An option whose default
+    is a tuple has a case for each of its values; all of these are combined. One whose default is a list is one case's.
+    A case of which the file has rows made at this commit is not measured again.
+
+    Args:
+        about: the script's docstring.
+        file: of the rows, in ``benchmarks/results``.
+        measure: gives the rows of a case; a function of a module, since it is called in another process.
+        header, cells: the table that is printed: its heads, and what it shows of a row.
+        names: what there is to measure.
+        default: which of these where none is named; all if it is empty.
+        options: defaults of the other keyword arguments of `measure`, each with what it is.
+        quick: the options that ``--quick`` stands for, and ``names``.
+        packages: whose versions a row has.
+        report: writes pages from all rows of the file that it is given.
+    """
+
+    about: str | None
+    file: str
+    measure: Callable[..., Iterable[Row]]
+    header: Sequence[str]
+    cells: Callable[[Row], Sequence[str]]
+    names: Collection[str] = ()
+    default: Sequence[str] = ()
+    options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    quick: Mapping[str, Any] = field(default_factory=dict)
+    packages: Sequence[str] = ("torch",)
+    report: Callable[[Path], None] | None = None
+
+    @property
+    def path(self) -> Path:
+        """Of the rows that are committed."""
+        return RESULTS / self.file
+
+    def parser(self) -> argparse.ArgumentParser:
+        """The script's arguments."""
+        title, _, rest = (self.about or "").partition("\n")
+        shape = argparse.RawDescriptionHelpFormatter
+        parser = argparse.ArgumentParser(description=title, epilog=rest, formatter_class=shape)
+        if self.names:
+            add_names(parser, self.names, self.default)
+        for name, (default, told) in self.options.items():
+            kind: dict[str, Any] = {"type": type(default)}
+            if isinstance(default, (tuple, list)):
+                kind = {"type": type(default[0]), "nargs": "+"}
+            elif isinstance(default, bool):
+                kind = {"action": "store_true"}
+            parser.add_argument("--" + name.replace("_", "-"), default=default, help=told, **kind)
+        if self.quick:
+            parser.add_argument("--quick", action="store_true", help=f"smaller: {dict(self.quick)}")
+        if self.report is not None:
+            parser.add_argument("--report", action="store_true", help="measure nothing, write the pages")
+        parser.add_argument("--out", type=Path, default=self.path, help="the file of the rows")
+        return parser
+
+    def cases(self, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+        """All that is asked for, name by name, in the order of the options."""
+        given = {name: getattr(args, name) for name in self.options}
+        many = [name for name, (default, _) in self.options.items() if isinstance(default, tuple)]
+        for name in args.names if self.names else [None]:
+            for values in itertools.product(*(given[each] for each in many)):
+                case = {**given, **dict(zip(many, values, strict=True))}
+                yield case if name is None else {"name": name, **case}
+
+    def table(self, rows: Iterable[Row]) -> Table:
+        """Rows as they are shown."""
+        return Table(self.header, [self.cells(row) for row in rows], self.header[1:])
+
+    def run(self, arguments: Sequence[str] | None = None) -> None:
+        """Measure what was asked for, append rows as they are made, print them, and write the pages of all rows.
+
+        Raises:
+            SystemExit: if rows of code that is not committed would go to the file that is.
+        """
+        args = self.parser().parse_args(arguments)
+        if self.quick and args.quick:
+            kept = {} if args.names == [*(self.default or self.names)] else {"names": args.names}
+            vars(args).update({**self.quick, **kept})
+        if not (self.report and args.report):
+            print("", self.table(self._measured(args)), sep="\n")
+        if self.report is not None:
+            self.report(args.out)
+
+    def _measured(self, args: argparse.Namespace) -> list[Row]:
+        about, made = origin(*self.packages), []
+        committed = not about["commit"].endswith("-dirty")
+        if args.out == self.path and not committed:
+            raise SystemExit(
+                f"{args.out.name} is for what is committed: commit first, or give another file with --out."
+            )
+        done = [row.get("asked") for row in read(args.out) if committed and row["commit"] == about["commit"]]
+        for case in self.cases(args):
+            if case in done:
+                continue
+            with ProcessPoolExecutor(1, get_context("spawn")) as apart:
+                rows = apart.submit(_rows, self.measure, case).result()
+            for row in rows:
+                append(args.out, {**about, "asked": case, **row})
+                print("  ".join(self.cells(row)), flush=True)
+            made += rows
+        return made
+
+
+def _rows(measure: Callable[..., Iterable[Row]], case: dict[str, Any]) -> list[Row]:
+    return [*measure(**case)]
+
+
+def where_from(rows: Sequence[Row]) -> str:
+    """The commits and machines of rows, for the first line of a page."""
+    commits, machines = (", ".join(sorted({row[key] for row in rows})) for key in ("commit", "cpu"))
+    return f"{commits} on {machines}"
