@@ -10,7 +10,6 @@ gradients, the trained parameters and buffers or the random state differs from t
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 import checkmate
 from benchmarks.common import data
 from benchmarks.common import timing as measuring
+from benchmarks.common.rows import documented
 from benchmarks.networks import language_model
 from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.resnet import resnet18
@@ -180,7 +180,7 @@ def _row(task: Task, budget: int, effort: Effort, expected: list[Tensor]) -> Row
 
 def main() -> int:
     """Run both tasks."""
-    parser = argparse.ArgumentParser(description="Train two networks inside byte budgets.")
+    parser = documented(__doc__)
     parser.add_argument("--steps", type=int, default=25, help="training steps of each run")
     parser.add_argument("--quick", action="store_true", help="a second for each plan, and each step timed once")
     asked = parser.parse_args()

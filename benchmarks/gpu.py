@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 import checkmate
 from benchmarks.common import timing as measuring
-from benchmarks.common.rows import Row, add_names, append, origin, plan_facts
+from benchmarks.common.rows import Row, add_names, append, documented, origin, plan_facts
 from benchmarks.common.timing import Batch, Step
 from benchmarks.networks import language_model
 from benchmarks.networks.gpt2 import GPT2
@@ -358,7 +358,7 @@ def compared_with_peers(args: argparse.Namespace) -> Iterator[Row]:
 
 def main() -> None:
     """Measure, append the rows to the file, print them as a table; fails if a row does."""
-    parser = argparse.ArgumentParser(description="Compiled against plain training steps on one GPU.")
+    parser = documented(__doc__)
     add_names(parser, NETWORKS)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--quick", action="store_true", help="small versions of two networks, few pairs")

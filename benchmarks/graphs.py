@@ -10,7 +10,6 @@ state is not counted.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +29,7 @@ from transformers import (
 )
 
 import checkmate
-from benchmarks.common.rows import add_names
+from benchmarks.common.rows import add_names, documented
 from benchmarks.networks.full_size import DenseNet121
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.resnet import resnet18, resnet50
@@ -138,7 +137,7 @@ def plain_problem_of(name: str, device: str = DEVICE) -> checkmate.Problem:
 
 def main() -> None:
     """Trace what was asked for, write the files, and print what is in them."""
-    parser = argparse.ArgumentParser(description="Trace training steps at full size and write problem files.")
+    parser = documented(__doc__)
     add_names(parser, GRAPHS)
     parser.add_argument("--device", default=DEVICE, choices=DEVICES)
     parser.add_argument("--out", type=Path, default=PROBLEMS)

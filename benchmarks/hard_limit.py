@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import checkmate
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.resident import give_back, growth, status
-from benchmarks.common.rows import Row, append, origin
+from benchmarks.common.rows import Row, append, documented, origin
 from checkmate.core.table import Table
 from checkmate.memory import build
 
@@ -187,7 +187,7 @@ def _cells(row: Row) -> list[str]:
 
 def main() -> None:
     """Train each way, append the rows to the file, and print them as a table."""
-    parser = argparse.ArgumentParser(description="Train within a hard limit on memory.")
+    parser = documented(__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--share", type=float, default=0.6, help="of the bytes of keeping everything, for the plan")
     parser.add_argument("--out", type=Path, default=RESULTS)

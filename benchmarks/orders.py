@@ -10,20 +10,19 @@ type, the share of elements that have other bits when an array is computed seven
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common.rows import Row, append, origin
+from benchmarks.common.rows import Row
+from benchmarks.common.runner import Benchmark
 from checkmate.capture.ways.made_up import cancel, made_up
-from checkmate.core.table import Table
 
-RESULTS = Path(__file__).parent / "results" / "orders.jsonl"
 DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
 TERMS = 8, 16, 32, 64, 256
 PRODUCT = 256, 192  # rows and columns
+SHARES = ("cancelling", "random", "other")
 ELEMENTS, AT_A_TIME = 40_960, 7
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     **{op.__name__: op for op in (F.elu, F.silu, F.softplus, F.mish, torch.sigmoid, torch.exp, torch.tanh, torch.sinh)},
@@ -66,18 +65,21 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def main() -> None:
-    """Append the rows, and print them."""
+def rows(name: str) -> Iterator[Row]:
+    """Those of one kind."""
     torch.set_num_threads(1)
-    about = origin() | {"capability": torch.backends.cpu.get_cpu_capability()}
-    rows = [*orders(), *tails()]
-    append(RESULTS, *(row | about for row in rows))
-    for case in ("orders", "tails"):
-        some = [row for row in rows if row["case"] == case]
-        keys = [key for key in some[0] if key != "case"]
-        cells = [[f"{v:.4f}" if isinstance(v := row[key], float) else str(v) for key in keys] for row in some]
-        print(Table(keys, cells), "\n")
+    for row in {"orders": orders, "tails": tails}[name]():
+        yield row | {"capability": torch.backends.cpu.get_cpu_capability()}
 
+
+def _cells(row: Row) -> list[str]:
+    shares = [f"{row[key]:.4f}" if key in row else "" for key in SHARES]
+    return [row.get("op", row["case"]), row["dtype"], str(row.get("terms", "")), *shares]
+
+
+BENCHMARK = Benchmark(
+    __doc__, "orders.jsonl", rows, ("op", "type", "terms", *SHARES), _cells, names=("orders", "tails")
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

@@ -17,7 +17,7 @@ import resource
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.common.rows import Row, append, origin
+from benchmarks.common.rows import Row, append, documented, origin
 from benchmarks.common.suite import ROOT, counted
 from checkmate.core.table import Table
 
@@ -82,7 +82,7 @@ def _setting(text: str) -> str:
 
 def main() -> None:
     """Run the tests in each setting, append a row for each to the file as it is done, and print them as a table."""
-    parser = argparse.ArgumentParser(description="Run the tests of equal bits with the kernels of other processors.")
+    parser = documented(__doc__)
     parser.add_argument("tests", nargs="*", help="files, folders or names, as pytest takes them")
     parser.add_argument("--settings", nargs="+", type=_setting, default=SETTINGS, metavar="NAME=VALUE")
     parser.add_argument("--threads", nargs="+", type=int, default=(1, 2), metavar="N")

@@ -15,7 +15,6 @@ which other programs change less than those of the clock.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -34,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from benchmarks.common.rows import Row, add_names, append, origin
+from benchmarks.common.rows import Row, add_names, append, documented, origin
 from benchmarks.common.timing import budget_at
 from benchmarks.networks import CASES, CLASSES, Case, Step, language_model
 from benchmarks.networks.gpt2 import GPT2
@@ -297,7 +296,7 @@ def _cells(row: Row) -> list[list[str]]:
 
 def main() -> None:
     """Measure what was asked for, append the rows to the file, and print them as a table."""
-    parser = argparse.ArgumentParser(description="Time the first and the second start of a script.")
+    parser = documented(__doc__)
     add_names(parser, KNOWN, NETWORKS)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--share", type=float, default=0.25, help="of the way from the smallest budget to keeping all")

@@ -11,7 +11,6 @@ is left out without it, and whether the arena compiles. A part of the selection,
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common.rows import Row, append, latest, origin, read
+from benchmarks.common.rows import Row, append, documented, latest, origin, read
 from benchmarks.common.suite import ROOT, counted
 from checkmate.core.table import Table
 
@@ -71,7 +70,7 @@ def _plain(version: str) -> str:
 
 def main() -> int:
     """Run the selection, append a row, and print what there is to say; 1 if something is missing or fails."""
-    parser = argparse.ArgumentParser(description="Run a selection of the suite on the PyTorch that is installed.")
+    parser = documented(__doc__)
     parser.add_argument("--new", action="store_true", help="in an environment with the newest there is")
     parser.add_argument("--quick", action="store_true", help="a part of the selection, without a row")
     parser.add_argument("--report", action="store_true", help="print the table of the last rows, and run nothing")

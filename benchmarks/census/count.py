@@ -10,12 +10,16 @@ counts. A run goes on where the one before it ended: models that have a row are 
 their status is (``--again refused,wrong``, ``--again all``). ``--here`` runs models in this process, with the traceback
 of what fails, and writes no row. ``--report`` only prints the counts and writes them into `docs/supported.md`.
 
-The limit of seconds is of each process's own time, so that what else the machine does ends no model early.
+The limit of seconds is of each process's own time, so that what else the machine does ends no model early. It takes an
+hour of two idle cores. timm asks for torchvision, whose compiled ops load beside PyTorch for CUDA only; its networks
+need none of these, and the census does without, given a torchvision of PyTorch's age:
+
+    .venv/bin/pip install --no-deps --target build/timm timm "torchvision==0.28.*"  # beside PyTorch 2.13
+    OMP_NUM_THREADS=1 PYTHONPATH=build/timm .venv/bin/python -m benchmarks.census
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -33,7 +37,7 @@ from benchmarks.census import images as census_images
 from benchmarks.census import report as census_report
 from benchmarks.census import study as census_study
 from benchmarks.census import text as census_text
-from benchmarks.common.rows import Row, append, origin
+from benchmarks.common.rows import Row, append, documented, origin
 
 RESULTS = Path(__file__).parents[1] / "results" / "census.jsonl"
 BYTES = 10 << 30  # of address space for one process
@@ -126,7 +130,7 @@ def run(names: Sequence[str], jobs: int, seconds: int) -> Iterator[Row]:
 
 def main() -> None:
     """Run what was asked for, append the rows to the file, and print the counts."""
-    parser = argparse.ArgumentParser(description="Train every architecture of transformers and timm, tiny.")
+    parser = documented(__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="names; by default all that have no row yet")
     parser.add_argument("--again", default="", help="run models whose last row has one of these statuses, or all")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")

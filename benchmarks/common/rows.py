@@ -73,6 +73,11 @@ def shown(figure: float | None, form: str, unit: str = "", missing: str = "–")
     return missing if figure is None else f"{figure:{form}}{unit}"
 
 
+def documented(about: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of a script."""
+    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def add_names(parser: argparse.ArgumentParser, known: Collection[str], default: Sequence[str] = ()) -> None:
     """The argument ``NETWORK ...`` of a script: ``names``, of those that are known; by default some, or all."""
 

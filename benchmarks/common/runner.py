@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.rows import Row, add_names, append, origin, read
+from benchmarks.common.rows import Row, add_names, append, documented, origin, read
 from checkmate.core.table import Table
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -57,9 +57,7 @@ class Benchmark:
 
     def parser(self) -> argparse.ArgumentParser:
         """The script's arguments."""
-        title, _, rest = (self.about or "").partition("\n")
-        shape = argparse.RawDescriptionHelpFormatter
-        parser = argparse.ArgumentParser(description=title, epilog=rest, formatter_class=shape)
+        parser = documented(self.about)
         if self.names:
             add_names(parser, self.names, self.default)
         for name, (default, told) in self.options.items():

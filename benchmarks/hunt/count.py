@@ -15,7 +15,6 @@ what came of them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -28,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.rows import Row, append, origin, read
+from benchmarks.common.rows import Row, append, documented, origin, read
 from benchmarks.hunt.reduce import reduced
 from benchmarks.hunt.run import outcome
 from benchmarks.hunt.write import program
@@ -122,7 +121,7 @@ def counts(rows: list[Row]) -> str:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hunt", description=(__doc__ or "").splitlines()[0])
+    parser = documented(__doc__)
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help="numbers, or files, to run here")
     parser.add_argument("--count", type=int, default=20_000, help="of the programs, from 0 on")
     parser.add_argument("--block", type=int, default=200, help="programs in one row")

@@ -17,7 +17,6 @@ The table and the picture of each network are made from the rows at the end (``-
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import random
@@ -35,7 +34,7 @@ from torch import Tensor
 
 import checkmate
 from benchmarks.common import timing as measuring
-from benchmarks.common.rows import Row, add_names, append, origin
+from benchmarks.common.rows import Row, add_names, append, documented, origin
 from benchmarks.common.timing import Step
 from benchmarks.peers import report as peers_report
 from benchmarks.peers import resident
@@ -345,7 +344,7 @@ def compare(network: Network, options: Options, report: Callable[[str], None]) -
 
 def main() -> None:
     """Compare what was asked for, append the rows to the file, and make the tables and the pictures."""
-    parser = argparse.ArgumentParser(description="Ours beside what people use today.")
+    parser = documented(__doc__)
     add_names(parser, NETWORKS)
     parser.add_argument("--device", type=torch.device, default=CPU)
     parser.add_argument("--threads", type=int, default=1)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.resident import most_above, status
-from benchmarks.common.rows import Row, append, origin, read
+from benchmarks.common.rows import Row, append, documented, origin, read
 from benchmarks.common.timing import step_and_back
 from benchmarks.peers.report import KEY, PEERS, latest, same_bits
 from benchmarks.peers.settings import EAGER, OURS, named
@@ -96,7 +96,7 @@ def one(asked: Row) -> Row:
 
 def main() -> None:
     """Measure what the last rows of some networks have, and append to the file."""
-    parser = argparse.ArgumentParser(description="What each way takes of the machine.")
+    parser = documented(__doc__)
     parser.add_argument("names", nargs="*", metavar="NETWORK")
     parser.add_argument("--rows", type=Path, default=RESULTS.with_name("peers.jsonl"))
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import checkmate
-from benchmarks.common.rows import Row, append, origin
+from benchmarks.common.rows import Row, append, documented, origin
 from benchmarks.networks.dags import unit_chain
 from benchmarks.solve.report import render
 from checkmate.core.problem import Problem
@@ -162,7 +162,7 @@ def solve_apart(graph: str, share: float | None, method: str, time_limit: float,
 
 def main() -> None:
     """Solve what was asked for and append the rows to the file, or make the report of the rows."""
-    parser = argparse.ArgumentParser(description="Solvers on graphs of real training steps.")
+    parser = documented(__doc__)
     parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=GRAPHS, metavar="NAME")
     parser.add_argument("--budgets", nargs="+", type=float, help="shares of the peak of keeping everything")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
