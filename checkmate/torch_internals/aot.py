@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from checkmate.torch_internals.names import Name, Table
 
 _DESCRIPTORS = "torch._functorch._aot_autograd.descriptors"
@@ -43,7 +41,4 @@ NAMES = Table(
     Name("SubclassGetAttrAOTInput", _DESCRIPTORS, "a tensor within another"),
     Name("SubclassGetAttrAOTOutput", _DESCRIPTORS, "a tensor within another, handed out"),
 )
-
-
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get

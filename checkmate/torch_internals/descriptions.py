@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from checkmate.torch_internals.names import Name, Table
 
 NAMES = Table(
@@ -31,7 +29,4 @@ NAMES = Table(
     Name("make_contiguous_strides_for", "torch._prims_common", "strides of a contiguous tensor"),
     Name("suggest_memory_format", "torch._prims_common", "channels last, or not"),
 )
-
-
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from checkmate.torch_internals.names import Name, Table
 
 _FORMULAS = "max, min, median and prod are not captured"
@@ -43,7 +41,4 @@ NAMES = Table(
     Name("_enter_autocast", "torch.amp.autocast_mode", "the call that begins autocast in a captured graph"),
     Name("_exit_autocast", "torch.amp.autocast_mode", "the call that ends it"),
 )
-
-
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get

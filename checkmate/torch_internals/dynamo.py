@@ -204,5 +204,4 @@ def wrap_tensor_method(name: str, around: Callable[[Any], Any]) -> None:
         tensor.tp_methods[name] = NAMES.get("Method")(other)
 
 
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get

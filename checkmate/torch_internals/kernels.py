@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from checkmate.torch_internals.names import Name, Table
 
 _REFUSED = "steps with these ops are refused"
@@ -42,7 +40,4 @@ NAMES = Table(
         'verify with backend="inductor" is refused',
     ),
 )
-
-
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from checkmate.torch_internals.names import Name, Table
 
 _OPTIMIZER = "whole steps are refused"
@@ -22,7 +20,4 @@ NAMES = Table(
         "whether DistributedDataParallel calls",
     ),
 )
-
-
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get
