@@ -22,10 +22,9 @@ from weakref import WeakSet
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from checkmate.capture.dependencies import needed_by, up_to
 from checkmate.capture.patches.ours import answer_now, follow, follow_function, follow_method, only_ours
 from checkmate.capture.provenance import where
-from checkmate.capture.questions import WITHOUT_TENSORS, CannotTellError, answer, decided
+from checkmate.capture.questions import WITHOUT_TENSORS, CannotTellError, answer, decided, depends_on_inputs
 from checkmate.torch_internals.dynamo import (
     InstructionTranslator,
     InstructionTranslatorBase,
@@ -184,7 +183,7 @@ def _known_number(tx: Any, tensor: TensorVariable) -> VariableTracker | None:
         return None  # plain PyTorch has an error of its own
     if not tensor.dtype.is_floating_point:
         return VariableTracker.build(tx, decide(tx, tensor, bool if tensor.dtype is torch.bool else int))
-    if generators or any(n.op == "placeholder" for n in needed_by(node, [*up_to(node)])):
+    if generators or depends_on_inputs(node):
         return None
     return VariableTracker.build(tx, value.item())
 
