@@ -18,7 +18,8 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.meta_tensors import letting_go
-from checkmate.capture.patches.is_compiling import Answer, warn
+from checkmate.capture.patches.is_compiling import warn
+from checkmate.capture.patches.ours import Answer
 from checkmate.compiler import compile
 from checkmate.errors import Unsupported
 

@@ -26,15 +26,13 @@ from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.numbers import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
 from checkmate.capture.patches import context_variables as _context  # noqa: F401  # Dynamo follows them
 from checkmate.capture.patches import ctc_lengths as _lengths  # noqa: F401  # PyTorch's own describes the kernel
-from checkmate.capture.patches import guards as _guards  # noqa: F401  # parameters are looked at in each call
 from checkmate.capture.patches import logging_calls as speaking  # noqa: F401  # Dynamo follows what a step says
 from checkmate.capture.patches import numpy_draws as _draws  # noqa: F401  # Dynamo would draw from torch's generator
-from checkmate.capture.patches import same_tensor as _same  # noqa: F401  # Dynamo goes on with the tensor itself
+from checkmate.capture.patches import small_changes as _small  # noqa: F401  # Dynamo follows as plain PyTorch runs
 from checkmate.capture.patches.formulas import eager_formulas
-from checkmate.capture.patches.is_compiling import Answer
 from checkmate.capture.patches.kernels import eager_kernels
 from checkmate.capture.patches.leaves import refuse_lost_leaves
-from checkmate.capture.patches.results import fake_errors as _fake_errors  # noqa: F401  # it says which they are
+from checkmate.capture.patches.ours import Answer
 from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.questions import asking_first, taken_out

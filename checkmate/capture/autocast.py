@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.fx as fx
@@ -88,7 +89,11 @@ class Copies:
         self.within = within_region() if entered else None  # None: it makes no difference
         self.converted: dict[int, torch.dtype] = {}  # to what each weight is converted, by position
         if any(self.kept):
-            _begin_with_leaves(module, self.kept)
+            placeholders = module.graph.find_nodes(op="placeholder")
+            with module.graph.inserting_after(placeholders[-1]):
+                weights = [n for n, one in zip(placeholders, self.kept, strict=True) if one]
+                module.graph.call_function(_as_leaves, tuple(weights))
+            module.recompile()
 
     def find(self, graph: fx.Graph) -> None:
         """Find out, from the joint graph, which weights are converted.
@@ -118,15 +123,12 @@ def _versions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     by_position = {getattr(n.meta.get("desc"), "idx", None): n for n in found}
     output = graph.output_node()
     for made, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
-        written = by_position.get(getattr(desc.mutated_input, "idx", None)) if _is_write(desc) else None
+        is_write = isinstance(desc, InputMutationAOTOutput)
+        written = by_position.get(getattr(desc.mutated_input, "idx", None)) if is_write else None
         while written is not None and isinstance(made, fx.Node) and made.op == "call_function":
             found[written].append(made)
             made = made.args[0] if made.args else None
     return found
-
-
-def _is_write(desc: Any) -> bool:
-    return isinstance(desc, InputMutationAOTOutput)
 
 
 def _is_copy(node: fx.Node) -> bool:
@@ -134,13 +136,6 @@ def _is_copy(node: fx.Node) -> bool:
     by = (node.meta.get("source_fn_stack") or [("", "")])[-1][1]
     by_hand = (by if isinstance(by, str) else getattr(by, "__name__", "")) in _BY_HAND
     return node.target is aten._to_copy.default and node.meta["val"].dtype in _HALF and not by_hand
-
-
-def _begin_with_leaves(module: fx.GraphModule, kept: Sequence[bool]) -> None:
-    inputs = module.graph.find_nodes(op="placeholder")
-    with module.graph.inserting_after(inputs[-1]):
-        module.graph.call_function(_as_leaves, tuple(n for n, is_one in zip(inputs, kept, strict=True) if is_one))
-    module.recompile()
 
 
 def _as_leaves(*weights: torch.Tensor) -> None:
@@ -184,10 +179,5 @@ def refuse_products_within(module: fx.GraphModule) -> None:
 @contextmanager
 def keeping_copies() -> Iterator[None]:
     """Within the block autocast keeps copies where a step is traced as it does otherwise."""
-    name = "disable_autocast_cache"
-    before = getattr(proxy_tensor, name)
-    setattr(proxy_tensor, name, nullcontext)
-    try:
+    with patch.object(proxy_tensor, "disable_autocast_cache", nullcontext):
         yield
-    finally:
-        setattr(proxy_tensor, name, before)

@@ -22,15 +22,12 @@ aten = torch.ops.aten
 
 def expose_cudnn(graph: fx.Graph) -> None:
     """Call cuDNN for each batch norm that eager PyTorch would give to it, forward and backward."""
-    args: Any
-    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_functional.default):
-        args = node.args
-        if is_for_cudnn(args[:5], args[5], args[7]):
-            _call_cudnn(graph, node, args)
-    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit.no_stats):
-        args = (*node.args[:3], None, None, *node.args[3:])
-        if is_for_cudnn(args[:5], args[5], args[7]):
-            _call_cudnn(graph, node, args)
+    for op in (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats):
+        for node in graph.find_nodes(op="call_function", target=op):
+            x, weight, bias, *rest = node.args
+            args: Any = (x, weight, bias, *([] if len(rest) == 5 else [None, None]), *rest)
+            if is_for_cudnn(args[:5], args[5], args[7]):
+                _call_cudnn(graph, node, args)
     for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
         args = node.args
         if is_for_cudnn(args[:5], False, args[6]):
@@ -68,7 +65,8 @@ def _call_cudnn(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> None:
     with val[0].fake_mode:
         reserved = torch.empty(reserve_bytes(_fake(args[0])), dtype=torch.uint8, device=val[0].device)
     node.meta["val"] = (*val, reserved)
-    readers = [] if saved is None else [n for n in saved.users if _is_backward_of(n, saved)]
+    backward = aten.native_batch_norm_backward.default
+    readers = [n for n in (saved.users if saved else ()) if n.target is backward and n.args[5] is saved]
     if not readers:
         return
     with graph.inserting_after(node):
@@ -85,10 +83,6 @@ def _call_cudnn(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> None:
 
 def _fake(node: Any) -> Any:
     return node.meta["val"]
-
-
-def _is_backward_of(node: fx.Node, saved: fx.Node) -> bool:
-    return node.target is aten.native_batch_norm_backward.default and node.args[5] is saved
 
 
 def batch_norm(

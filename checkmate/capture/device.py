@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -94,11 +94,9 @@ def have_libraries_take_workspaces(device: torch.device) -> None:
             torch.addmm(x[0], x, x).sum().backward()
 
 
-@contextmanager
-def same_random_state(device: torch.device) -> Iterator[None]:
-    """Put the global random state of the CPU, and of the device, back after the block."""
-    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
-        yield
+def same_random_state(*devices: torch.device) -> AbstractContextManager[None]:
+    """Put the global random states of the CPU and of these devices back at the end of the block, however it ends."""
+    return torch.random.fork_rng([device for device in devices if device.type == "cuda"])
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:

@@ -11,8 +11,7 @@ random it comes to: dropout inside attention or a recurrent layer is found as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from checkmate.capture.autocast import ENTER, EXIT, autocast_as_found
+from checkmate.capture.device import same_random_state
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
 from checkmate.torch_internals.descriptions import FakeTensorMode
@@ -39,24 +39,14 @@ from checkmate.torch_internals.trees import tree_leaves, tree_map
 _KNOWN = "earlier_draws"  # in the meta of a node: what it draws, once it was traced
 _BODIES = {"tag_activation_checkpoint": 1, "autograd_function_apply": 1, "wrap": 1}  # that run once, in the forward
 _AS_MANY_WHATEVER_THE_VALUES = {  # without the underscore of those that draw in place
-    "bernoulli",
-    "cauchy",
-    "exponential",
-    "geometric",
-    "log_normal",
-    "multinomial",
-    "native_dropout",
-    "normal",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "random",
-    "randperm",
-    "uniform",
+    *("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "native_dropout", "normal"),
+    *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "randperm", "uniform"),
 }
+_NUMBERS = {
+    torch.SymInt: 1,
+    torch.SymFloat: 0.5,
+    torch.SymBool: True,
+}  # any: what draws and takes one is refused
 
 
 class CannotTellError(Exception):
@@ -122,11 +112,6 @@ def _made(arguments: Any) -> Any:
     return tree_map(lambda a: a.make() if isinstance(a, _Ones) else a, arguments)
 
 
-def keeping_generators(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Put back the generators of the CPU and of these devices at the end of the block, however it ends."""
-    return torch.random.fork_rng([device for device in devices if device.type == "cuda"])
-
-
 def draws_of(nodes: Iterable[fx.Node], attributes: Mapping[str, Any]) -> dict[fx.Node, tuple[Draw, ...]]:
     """What each node draws, of nodes from the beginning of a graph of Dynamo's on, in order.
 
@@ -139,7 +124,7 @@ def draws_of(nodes: Iterable[fx.Node], attributes: Mapping[str, Any]) -> dict[fx
     """
     found, fakes = {}, FakeTensorMode(shape_env=ShapeEnv())
     regions: list[Any] = []
-    with keeping_generators(()), autocast_as_found():
+    with same_random_state(), autocast_as_found():
         for node in nodes:
             if node.target is ENTER:
                 regions.append(_enter_autocast(*node.args))
@@ -171,19 +156,17 @@ def _draws(node: fx.Node, attributes: Mapping[str, Any], fakes: FakeTensorMode) 
     try:
         with fakes, torch.no_grad():
             args, kwargs = _stand_ins(node)
+            run: Any = node.target if node.op == "call_function" else getattr(type(args[0]), str(node.target))
             with seen:
-                _callable(node, args)(*args, **kwargs)
+                run(*args, **kwargs)
     except CannotTellError:
         raise
     except Exception as error:  # of whatever the node calls
         raise _untold(node) from error
-    numbers = [a for a in node.all_input_nodes if isinstance(a.meta.get("example_value"), _NUMBERS)]
-    if (seen.draws and numbers) or not _same_state(before, torch.get_rng_state()):
+    numbers = [a for a in node.all_input_nodes if type(a.meta.get("example_value")) in _NUMBERS]
+    if (seen.draws and numbers) or bool((before != torch.get_rng_state()).any()):
         raise _untold(node)
     return tuple(seen.draws)
-
-
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _draws_of_bodies(node: fx.Node, attributes: Mapping[str, Any]) -> tuple[Draw, ...]:
@@ -216,13 +199,11 @@ def _makes_tensors(node: fx.Node) -> bool:
 
 def _stand_ins(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a node, described by tensors of their own: what it writes to is not what Dynamo describes."""
-    if any(map(_is_wrapped, tree_leaves(node.meta.get("example_value")))):
+    given = node.all_input_nodes
+    known = [a.meta.get("example_value") for a in (node, *given)]
+    if any(map(_is_wrapped, tree_leaves(known))) or not all("example_value" in a.meta for a in given):
         raise _untold(node)
-    made: dict[fx.Node, Any] = {}
-    for a in node.all_input_nodes:
-        if "example_value" not in a.meta:
-            raise _untold(node)
-        made[a] = tree_map(_stand_in, a.meta["example_value"])
+    made = {a: tree_map(_stand_in, a.meta["example_value"]) for a in given}
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
     return args, kwargs
 
@@ -236,28 +217,9 @@ def _is_wrapped(value: Any) -> bool:
 
 def _stand_in(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        if _is_wrapped(value):
-            raise CannotTellError("it depends on random numbers, and what is drawn before cannot be told")
         shape, strides = [int(n) for n in value.shape], [int(n) for n in value.stride()]
         return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
-    if isinstance(value, _NUMBERS):  # any will do: what draws and takes such a number is refused
-        return {torch.SymInt: 1, torch.SymFloat: 0.5, torch.SymBool: True}[type(value)]
-    return value
-
-
-def _callable(node: fx.Node, args: tuple[Any, ...]) -> Callable[..., Any]:
-    if node.op == "call_function":
-        return node.target  # type: ignore[return-value]
-    method = getattr(type(args[0]), str(node.target))
-
-    def called(*given: Any, **kwargs: Any) -> Any:
-        return method(*given, **kwargs)
-
-    return called
-
-
-def _same_state(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool((a == b).all())  # of bytes
+    return _NUMBERS.get(type(value), value)
 
 
 class _Seeing(TorchDispatchMode):

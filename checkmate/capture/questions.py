@@ -30,15 +30,15 @@ from torch.utils.flop_counter import flop_registry
 
 from checkmate.capture.autocast import ENTER, EXIT, autocast_as_found
 from checkmate.capture.dependencies import is_write, memory_of, needed_by, up_to, written_by
+from checkmate.capture.device import same_random_state
 from checkmate.capture.earlier_draws import (
     CannotTellError,
     Draws,
     draws_of,
     forget_draws,
-    keeping_generators,
 )
 from checkmate.capture.meta_tensors import is_fake
-from checkmate.capture.patches.results.strides import lay_out
+from checkmate.capture.patches.results.strides import lay_out, written
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
 from checkmate.errors import Unsupported
@@ -108,7 +108,7 @@ def program(
     """
     earlier = [*up_to(ends[-1])]
     needed = set[fx.Node]().union(*(needed_by(end, [*up_to(end)]) for end in ends))
-    written = {place for n in needed if is_write(n) for a in written_by(n) for place in memory_of(a)}
+    overwritten = {place for n in needed if is_write(n) for a in written_by(n) for place in memory_of(a)}
     unread = _unread_draws(earlier, needed, attributes, last)
     graph, copies, held = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any](unread)
     for n in earlier:
@@ -125,7 +125,7 @@ def program(
             copies[n] = graph.node_copy(n, copies.__getitem__)
             if n.op == "get_attr" and isinstance(n.target, str):
                 held[n.target] = attributes[n.target]
-            if n.op in ("placeholder", "get_attr") and memory_of(n) & written:
+            if n.op in ("placeholder", "get_attr") and memory_of(n) & overwritten:
                 copies[n] = graph.call_function(copied, (copies[n],))
         elif f"{n.name}_draws" in unread:
             graph.call_module(f"{n.name}_draws")
@@ -173,7 +173,7 @@ def answer(
         earlier = [*up_to(node)]
         found, needed = draws_of(earlier, attributes), needed_by(node, earlier)
         generators = tuple(dict.fromkeys(draw.device for n in earlier if n in needed for draw in found.get(n, ())))
-        with keeping_generators(generators):
+        with same_random_state(*generators):
             return _run(node, given, attributes, writes, generators), generators
 
 
@@ -204,17 +204,12 @@ def _run(
     if any(run.env[copies[n]]._version - 1 != writes[n] for n in replayed):  # the first write makes the copy
         raise CannotTellError(_OVERWRITTEN)
     of_inputs = {place for n in inputs for place in memory_of(n)}
-    if any(_versions_differ(n, run.env.get(copied)) for n, copied in copies.items() if not memory_of(n) & of_inputs):
-        raise CannotTellError("it depends on a tensor that the step writes to, in a way that is not followed")
+    for n, copy in copies.items():
+        both: list[Any] = [run.env.get(copy), n.meta.get("example_value")]
+        versions = [t._version for t in both if isinstance(t, torch.Tensor)]
+        if len({*versions}) == 2 and not memory_of(n) & of_inputs:
+            raise CannotTellError("it depends on a tensor that the step writes to, in a way that is not followed")
     return found
-
-
-def _versions_differ(node: fx.Node, value: Any) -> bool:
-    """Whether a node's value was written to more or less often than the step has written to what it describes."""
-    described = node.meta.get("example_value")
-    if not isinstance(value, torch.Tensor) or not isinstance(described, torch.Tensor):
-        return False
-    return value._version != described._version
 
 
 def _statistics(node: fx.Node, needed: Mapping[fx.Node, Any]) -> Iterable[int]:
@@ -246,21 +241,13 @@ class _Watch(TorchDispatchMode):
             raise _DrawsError("it depends on random numbers that the step draws")
         if func._overloadpacket in flop_registry or any(word in name for word in _COSTLY):
             raise CannotTellError(f"it depends on {name}, which costs too much to run once more before the step")
-        if func._schema.is_mutable:
-            self._check_writes(func, args, kwargs or {})
+        for t in written(func, args, kwargs or {}):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() in self.memory:
+                raise CannotTellError("it depends on a tensor that the step overwrites")
         result = func(*args, **kwargs or {})
         if drawing and any(t.device not in self.generators for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
             raise CannotTellError("it depends on random numbers that the step draws, in a way that is not followed")
         return result
-
-    def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            written = args[i] if i < len(args) else kwargs.get(argument.name)
-            for t in tree_leaves(written):
-                if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() in self.memory:
-                    raise CannotTellError("it depends on a tensor that the step overwrites")
 
 
 @dataclass(frozen=True)
@@ -279,7 +266,7 @@ class Questions:
         Raises:
             AnotherAnswer: for the first that was answered otherwise when the step was captured.
         """
-        drawing = keeping_generators(self.generators) if self.generators else nullcontext()
+        drawing = same_random_state(*self.generators) if self.generators else nullcontext()
         with torch.no_grad(), autocast_as_found(), drawing:
             self.module(*[inputs[i] for i in self.inputs])
 
@@ -294,7 +281,7 @@ def taken_out(module: fx.GraphModule) -> Questions:
 
 def _take(module: fx.GraphModule) -> Questions:
     markers = module.graph.find_nodes(op="call_function", target=decided)
-    asked = _asked(module, [marker for marker in markers if _may_change(marker)])
+    asked = _asked(module, [marker for marker in markers if marker.args[2] or depends_on_inputs(marker)])
     for marker in markers:
         module.graph.erase_node(marker)
     forget_draws(module.graph)
@@ -305,16 +292,17 @@ def _take(module: fx.GraphModule) -> Questions:
     return asked
 
 
-def _may_change(marker: fx.Node) -> bool:
-    """Whether the answer is not always the same: it depends on inputs, or on random numbers."""
-    return bool(marker.args[2]) or any(n.op == "placeholder" for n in needed_by(marker, [*up_to(marker)]))
+def depends_on_inputs(node: fx.Node) -> bool:
+    """Whether a node of a graph is computed from its inputs."""
+    return any(n.op == "placeholder" for n in needed_by(node, [*up_to(node)]))
 
 
 def _asked(module: fx.GraphModule, markers: Sequence[fx.Node]) -> Questions:
     if not markers:
         return Questions(fx.GraphModule({}, fx.Graph()))
     position = {n: i for i, n in enumerate(module.graph.find_nodes(op="placeholder"))}
-    attributes = {n.target: _attribute(module, n.target) for n in module.graph.find_nodes(op="get_attr")}
+    held: list[Any] = [n.target for n in module.graph.find_nodes(op="get_attr")]
+    attributes = {target: operator.attrgetter(target)(module) for target in held}
     given: Any = [marker.args for marker in markers]
     last = {device: marker for marker, (_, _, generators) in zip(markers, given, strict=True) for device in generators}
     run, copies = program(markers, attributes, last)
@@ -325,10 +313,6 @@ def _asked(module: fx.GraphModule, markers: Sequence[fx.Node]) -> Questions:
         places=tuple(map(where, markers)),
         generators=tuple(last),
     )
-
-
-def _attribute(module: fx.GraphModule, target: Any) -> Any:
-    return operator.attrgetter(target)(module)
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -38,11 +38,11 @@ def prepare(
     expose_dropout(graph)
     draw_as_in_place(graph)
     expose_cudnn(graph)
-    correct_saved_statistics(graph)
     forget_running_statistics(graph)
     skip_idle_views(graph)
     lay_out_at_once(graph)
-    leave_workspaces(graph)
+    for node in graph.find_nodes(op="call_function", target=LAYER):
+        node.target = lstm_layer  # which leaves the workspace for its backward where gradients are not enabled, too
     gather_copies(graph)
     sum_what_masks_select(graph)
     graph.eliminate_dead_code(lambda n: n.target in DRAWS or n.is_impure() or bool(done_with_gradients(n)))
@@ -68,31 +68,16 @@ def expose_dropout(graph: fx.Graph) -> None:
         if train is False or x.meta["val"].device.type != "cpu" or not 0.0 < p < 1.0:
             continue
         outputs = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        with graph.inserting_before(node):
-            mask = _call(graph, node, draw_mask, (x, 1.0 - p), name=f"{node.name}_mask", stands_for=outputs.get(1))
-            noise = _call(graph, node, scale_mask, (mask, 1.0 - p, x.meta["val"].dtype), name=f"{node.name}_noise")
-            product = _call(
-                graph, node, aten.mul.Tensor, (x, noise), name=f"{node.name}_product", stands_for=outputs.get(0)
-            )
-        if 0 in outputs:
-            outputs[0].replace_all_uses_with(product)
+        mask = _call(node, draw_mask, (x, 1.0 - p), f"{node.name}_mask", _val(outputs.get(1)))
+        noise = _call(node, scale_mask, (mask, 1.0 - p, x.meta["val"].dtype), f"{node.name}_noise")
+        product = _call(node, aten.mul.Tensor, (x, noise), f"{node.name}_product", _val(outputs.get(0)))
         for backward in list(outputs[1].users) if 1 in outputs else []:
             if backward.target is aten.native_dropout_backward.default and backward.args[1] is outputs[1]:
-                with graph.inserting_before(backward):
-                    grad = _call(
-                        graph,
-                        backward,
-                        aten.mul.Tensor,
-                        (backward.args[0], noise),
-                        name=f"{node.name}_grad",
-                        stands_for=backward,
-                    )
-                backward.replace_all_uses_with(grad)
-                graph.erase_node(backward)
-        if 1 in outputs:
-            outputs[1].replace_all_uses_with(mask)
-        for user in outputs.values():
-            graph.erase_node(user)
+                _replace(backward, aten.mul.Tensor, (backward.args[0], noise), f"{node.name}_grad")
+        for place, made in enumerate((product, mask)):
+            if place in outputs:
+                outputs[place].replace_all_uses_with(made)
+                graph.erase_node(outputs[place])
         graph.erase_node(node)
 
 
@@ -103,12 +88,10 @@ def save_states(graph: fx.Graph) -> None:
         shape = tuple(node.meta["val"].shape)
         if not node.users or "backward" in node.meta.get("partitioner_tag", "") or math.prod(shape) < WORTH_BYTES:
             continue
-        with graph.inserting_before(node), node.meta["val"].fake_mode:
+        with node.meta["val"].fake_mode:
             like = torch.empty(STATE_BYTES + 8 * len(shape), dtype=torch.uint8)
-            saved = _call(graph, node, save_state, (x,), name=f"{node.name}_state", val=like)
-            drawn = _call(graph, node, draw_saved, (saved, shape, p), name=f"{node.name}_drawn", val=node.meta["val"])
-        node.replace_all_uses_with(drawn)
-        graph.erase_node(node)
+        saved = _call(node, save_state, (x,), f"{node.name}_state", like)
+        _replace(node, draw_saved, (saved, shape, p), f"{node.name}_drawn")
 
 
 def draw_as_in_place(graph: fx.Graph) -> None:
@@ -122,11 +105,7 @@ def draw_as_in_place(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=draw_copy):
         op, x, *p = node.args
         if op is aten.bernoulli_.float and not node.kwargs and aten.is_non_overlapping_and_dense(x.meta["val"]):
-            with graph.inserting_before(node):
-                args = x, *(p or (0.5,))
-                drawn = _call(graph, node, draw_numbers, args, name=f"{node.name}_drawn", stands_for=node)
-            node.replace_all_uses_with(drawn)
-            graph.erase_node(node)
+            _replace(node, draw_numbers, (x, *(p or (0.5,))), f"{node.name}_drawn")
     for node in graph.find_nodes(op="call_function", target=aten.rrelu_with_noise_functional.default):
         if not node.args[0].meta["val"].is_contiguous():
             raise Unsupported(
@@ -138,26 +117,6 @@ def draw_as_in_place(graph: fx.Graph) -> None:
 def scale_mask(mask: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
     """The mask as numbers of a type, divided by p. From bytes, since converting bools takes six times as long."""
     return mask.view(torch.uint8).to(dtype).div_(p)
-
-
-def correct_saved_statistics(graph: fx.Graph) -> None:
-    """On the CPU batch norm saves mean and deviation in the type of its weight; tracing says: in that of its input.
-
-    In bfloat16 by autocast, with a weight in float32, these are twice the bytes, and the backward takes no others.
-    """
-    batch_norm = aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats
-    for target, tensors in zip(batch_norm, (slice(1, 5), slice(1, 3)), strict=True):
-        for node in graph.find_nodes(op="call_function", target=target):
-            val = list(node.meta["val"])
-            like = next((n for n in node.args[tensors] if n is not None), None)
-            if like is None or val[0].device.type != "cpu" or like.meta["val"].dtype == val[1].dtype:
-                continue
-            with val[0].fake_mode:
-                val[1:3] = (torch.empty_like(old, dtype=like.meta["val"].dtype) for old in val[1:3])
-            node.meta["val"] = tuple(val)
-            for user in node.users:
-                if user.target is operator.getitem and user.args[1] in (1, 2):
-                    user.meta["val"] = val[user.args[1]]
 
 
 def forget_running_statistics(graph: fx.Graph) -> None:
@@ -190,9 +149,8 @@ def split_convolutions(graph: fx.Graph, in_two: Callable[[fx.Node], bool] | None
             "input": ([True, False, False], (val[0], None, None), val[0].nbytes),
         }
         made = {}
-        with graph.inserting_before(node):
-            for name, (mask, results, _) in sorted(parts.items(), key=lambda part: part[1][2]):
-                made[name] = _call(graph, node, op, (*args, mask), name=f"{node.name}_{name}", val=results)
+        for name, (mask, results, _) in sorted(parts.items(), key=lambda part: part[1][2]):
+            made[name] = _call(node, op, (*args, mask), f"{node.name}_{name}", results)
         for getitem in list(node.users):
             getitem.update_arg(0, made["weight" if getitem.args[1] else "input"])
         graph.erase_node(node)
@@ -224,16 +182,7 @@ def lay_out_at_once(graph: fx.Graph) -> None:
         val = node.meta["val"]
         if empty.target is aten.new_empty_strided.default and source.meta["val"].device == val.device:
             args = source, tuple(val.shape), tuple(val.stride()), val.dtype
-            with graph.inserting_before(node):
-                copy = _call(graph, node, lay_out, args, name=f"{node.name}_laid_out", stands_for=node)
-            node.replace_all_uses_with(copy)
-            graph.erase_node(node)
-
-
-def leave_workspaces(graph: fx.Graph) -> None:
-    """Have layers of an LSTM leave the workspace that their backward reads, where gradients are not enabled too."""
-    for node in graph.find_nodes(op="call_function", target=LAYER):
-        node.target = lstm_layer
+            _replace(node, lay_out, args, f"{node.name}_laid_out")
 
 
 def sum_what_masks_select(graph: fx.Graph) -> None:
@@ -251,11 +200,7 @@ def sum_what_masks_select(graph: fx.Graph) -> None:
             continue
         if free_unbacked_symbols(total.meta["val"]):
             continue
-        with graph.inserting_before(total):
-            args = x, masks[0], len(indices) - 1, *total.args[1:]
-            summed = _call(graph, total, sum_of_selected, args, name=f"{total.name}_selected", stands_for=total)
-        total.replace_all_uses_with(summed)
-        graph.erase_node(total)
+        _replace(total, sum_of_selected, (x, masks[0], len(indices) - 1, *total.args[1:]), f"{total.name}_selected")
         graph.erase_node(node)
 
 
@@ -298,31 +243,27 @@ def _is_plain_copy(node: fx.Node) -> bool:
     return not node.users and target.op == "placeholder" and target.meta["val"].dtype == source.meta["val"].dtype
 
 
-def _call(
-    graph: fx.Graph,
-    origin: fx.Node,
-    target: Callable[..., torch.Tensor],
-    args: tuple[Any, ...],
-    *,
-    name: str,
-    stands_for: fx.Node | None = None,
-    val: torch.Tensor | tuple[torch.Tensor | None, ...] | None = None,
-) -> fx.Node:
-    """A node with the provenance of another, and the fake result of the one it stands for: views of that share it.
+def _val(node: fx.Node | None) -> Any:
+    return None if node is None else node.meta["val"]
 
-    ``val``: the fake result, where it is known.
-    """
-    node = graph.create_node("call_function", target, args, name=name)
+
+def _call(origin: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], name: str, val: Any = None) -> fx.Node:
+    """A node before another, with its provenance; ``val``: its fake result, where that is known."""
+    with origin.graph.inserting_before(origin):
+        node = origin.graph.create_node("call_function", target, args, name=name)
     node.meta = {key: what for key, what in origin.meta.items() if key not in ("val", "tensor_meta")}
-    if stands_for is not None:
-        val = stands_for.meta["val"]
-    if val is not None:
-        node.meta["val"] = val
-        return node
-    fake_args = fx.node.map_arg(args, lambda n: n.meta["val"])
-    with fake_args[0].fake_mode, torch.no_grad():
-        node.meta["val"] = target(*fake_args)
+    if val is None:
+        fake_args = fx.node.map_arg(args, lambda n: n.meta["val"])
+        with fake_args[0].fake_mode, torch.no_grad():
+            val = target(*fake_args)
+    node.meta["val"] = val
     return node
+
+
+def _replace(node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> None:
+    """A call in place of a node, with its fake result: views of that share it."""
+    node.replace_all_uses_with(_call(node, target, args, name, node.meta["val"]))
+    node.graph.erase_node(node)
 
 
 def without_dead_code(module: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:

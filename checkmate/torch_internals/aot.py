@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from checkmate.torch_internals.names import Name, Table
 
 _DESCRIPTORS = "torch._functorch._aot_autograd.descriptors"
+_PASSES = "torch._functorch._aot_autograd.graph_compile:"
+_EACH_NUMBER = "numbers that change are no inputs: each is captured"
 _PARTITIONERS = "torch._functorch.partitioners"
 
 NAMES = Table(
@@ -14,12 +14,7 @@ NAMES = Table(
     Name("TracingContext", "torch._guards", "what is known of the capture at hand"),
     Name("detect_fake_mode", "torch._guards", "the mode that described the inputs", "Inductor is not used"),
     Name("functorch_config", "torch._functorch:config", "where autocast stands while a backward is traced"),
-    Name(
-        "graph_compile",
-        "torch._functorch._aot_autograd.graph_compile:",
-        "its passes; `tensorify_python_scalars` would make tensors of floats",
-        "numbers that change are no inputs: each is captured",
-    ),
+    Name("graph_compile", _PASSES, "its `tensorify_python_scalars` would make tensors of floats", _EACH_NUMBER),
     Name("is_with_effects", "torch._functorch._aot_autograd.utils", "ops in an order that is kept by tokens"),
     Name("_extract_fwd_bwd_outputs", _PARTITIONERS, "results and gradients, among the outputs"),
     Name("_has_tag_is_backward", _PARTITIONERS, "ops that were traced for the backward"),
@@ -43,7 +38,4 @@ NAMES = Table(
     Name("SubclassGetAttrAOTInput", _DESCRIPTORS, "a tensor within another"),
     Name("SubclassGetAttrAOTOutput", _DESCRIPTORS, "a tensor within another, handed out"),
 )
-
-
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get

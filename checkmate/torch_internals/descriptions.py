@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from checkmate.torch_internals.names import Name, Table
 
+_RULES = "torch._subclasses.fake_impls"
 NAMES = Table(
     Name("FakeTensor", "torch._subclasses.fake_tensor", "a tensor without data"),
     Name("FakeTensorMode", "torch._subclasses.fake_tensor", "what makes these; its `_dispatch_impl` describes an op"),
@@ -13,25 +12,13 @@ NAMES = Table(
     Name("FunctionalTensorMode", "torch._subclasses.functional_tensor", "what makes these, op by op"),
     Name("MetaTensorDesc", "torch._subclasses.meta_utils", "a description of a tensor on the meta device"),
     Name("MetaTensorDescriber", "torch._subclasses.meta_utils", "what makes it"),
-    Name(
-        "op_implementations_checks",
-        "torch._subclasses.fake_impls",
-        "rules by which ops are described",
-        "CTC's loss is not captured",
-    ),
-    Name("register_op_impl", "torch._subclasses.fake_impls", "sets the rule of one op", "LSTMs are not captured"),
+    Name("op_implementations_checks", _RULES, "rules by which ops are described", "CTC's loss is not captured"),
+    Name("register_op_impl", _RULES, "sets the rule of one op", "LSTMs are not captured"),
     Name("mkldnn_rnn_layer", "torch._meta_registrations", "PyTorch's rule of an LSTM", "LSTMs are not captured"),
     Name("mkldnn_rnn_layer_backward", "torch._meta_registrations", "and of its backward", "LSTMs are not captured"),
-    Name(
-        "decompositions",
-        "torch._decomp",
-        "what tracing puts in place of ops: `should_fold`, `dropout`, `native_batch_norm_helper`",
-    ),
+    Name("decompositions", "torch._decomp", "in place of ops: `should_fold`, `dropout`, `native_batch_norm_helper`"),
     Name("compute_elementwise_output_strides", "torch._prims_common", "strides of pointwise results"),
     Name("make_contiguous_strides_for", "torch._prims_common", "strides of a contiguous tensor"),
     Name("suggest_memory_format", "torch._prims_common", "channels last, or not"),
 )
-
-
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get

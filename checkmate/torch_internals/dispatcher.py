@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from checkmate.torch_internals.names import Name, Table
 
 _FORMULAS = "max, min, median and prod are not captured"
+_TWICE = "weights that are used twice under autocast are not captured"
 _BATCHES = "products of batches, LSTMs, max, min, median and prod are not captured"
 
 NAMES = Table(
@@ -30,12 +29,7 @@ NAMES = Table(
     Name("_disable_current_modes", "torch.utils._python_dispatch", "runs ops on tensors while a step is traced"),
     Name("TorchDispatchMode", "torch.utils._python_dispatch", "sees each op that runs"),
     Name("is_traceable_wrapper_subclass", "torch.utils._python_dispatch", "tensors that hold tensors"),
-    Name(
-        "_make_wrapper_subclass",
-        "torch:Tensor._make_wrapper_subclass",
-        "a tensor that stands for its copy in half precision",
-        "weights that are used twice under autocast are not captured",
-    ),
+    Name("_make_wrapper_subclass", "torch:Tensor._make_wrapper_subclass", "a tensor that stands for its copy", _TWICE),
     Name("_from_functional_tensor", "torch", "the tensor within one that is traced"),
     Name("_is_functional_tensor", "torch", "whether there is one"),
     Name("functorch", "torch:_C._functorch", "what vmap, grad and their like have made of a tensor"),
@@ -43,7 +37,4 @@ NAMES = Table(
     Name("_enter_autocast", "torch.amp.autocast_mode", "the call that begins autocast in a captured graph"),
     Name("_exit_autocast", "torch.amp.autocast_mode", "the call that ends it"),
 )
-
-
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get

@@ -11,7 +11,13 @@ from typing import Any
 from checkmate.torch_internals.names import Name, Table
 
 _EXC, _SOURCE, _FRAMES = "torch._dynamo.exc", "torch._dynamo.source", "torch._dynamo.symbolic_convert"
-_VARIABLES = "torch._dynamo.variables"
+_VARIABLES, _GRAPH = "torch._dynamo.variables", "torch._dynamo.output_graph"
+_BUILTIN, _FUNCTIONS, _MISC = f"{_VARIABLES}.builtin", f"{_VARIABLES}.functions", f"{_VARIABLES}.misc"
+_TENSOR, _USER_DEFINED, _HIGHER = (f"{_VARIABLES}.{part}" for part in ("tensor", "user_defined", "higher_order_ops"))
+_STACK = f"{_FRAMES}:ExceptionStack"
+_RAISED_FORMERLY = (f"{_STACK}.get_current_exception",)
+_LEAVES_CHECK, _SETS_FORMERLY = "OutputGraph._check_requires_grad_intermediate_outputs", "BuiltinVariable.call_setattr"
+_CALL_FORMERLY = f"{_USER_DEFINED}:UserDefinedObjectVariable.call_method"
 _ASKING = "questions on tensors are refused, as Dynamo refuses them"
 _DRAWING = "draws of NumPy within a step are refused"
 _SAYING = "logging, print, warnings and errors of a step are refused, as Dynamo refuses them"
@@ -20,6 +26,9 @@ _SELECTING = "what a mask selects is refused, where its size must be known"
 _LEAVES = "what Dynamo refuses of leaves stays refused"
 _SETTING_UP = "models that set themselves up in their first call are refused"
 _TOLD_YES = "libraries that ask whether they are compiled compute other bits"
+_RANKS, _FLAGS = "steps on several ranks are refused", "torch.backends.cudnn.flags is refused"
+_WHERE_USED = "it is asked where it is used"
+_NONE_REFUSED = "there is nothing to allow"
 
 NAMES = Table(
     Name("dynamo_config", "torch._dynamo:config", "its settings"),
@@ -28,15 +37,8 @@ NAMES = Table(
     Name("run", "torch._dynamo", "calls what is captured, capturing nothing"),
     Name("reset_code", "torch._C:_dynamo.eval_frame.reset_code", "forgets what was captured"),
     Name("_debug_get_cache_entry_list", "torch._dynamo.eval_frame", "what is captured, with its guards"),
-    Name(
-        "mark_static_address", "torch._dynamo.decorators", "a call that stands between the user's code and a question"
-    ),
-    Name(
-        "get_optimize_ddp_mode",
-        "torch._dynamo.utils",
-        "whether DistributedDataParallel cuts graphs",
-        "steps on several ranks are refused",
-    ),
+    Name("mark_static_address", "torch._dynamo.decorators", "a call between the user's code and a question"),
+    Name("get_optimize_ddp_mode", "torch._dynamo.utils", "whether DistributedDataParallel cuts graphs", _RANKS),
     Name("auto_dynamic", "torch._dynamo.pgo", "guesses which sizes change, which is turned off"),
     Name("builder", _VARIABLES, "makes inputs of what a step reads; `get_fake_value` describes a node's results"),
     # Its errors
@@ -54,25 +56,16 @@ NAMES = Table(
     Name("CallFunctionNoArgsSource", _SOURCE, "what a call returns", _CONTEXT),
     Name("RandomValueSource", _SOURCE, "a call before the step", _DRAWING),
     # Frames
-    Name(
-        "get_raised_exception",
-        f"{_FRAMES}:ExceptionStack.get_raised_exception",
-        "what the step has raised last",
-        _SAYING,
-        formerly=(f"{_FRAMES}:ExceptionStack.get_current_exception",),
-    ),
+    Name("get_raised_exception", f"{_STACK}.get_raised_exception", "what is raised", _SAYING, "", _RAISED_FORMERLY),
     Name("InstructionTranslator", _FRAMES, "the frame of the step; `current_tx` is the one at hand"),
     Name("InstructionTranslatorBase", _FRAMES, "a frame; its `dispatch_table` has what follows an instruction"),
     # Graphs
     Name("get_torch_obj_rule_map", "torch._dynamo.trace_rules", "which functions are followed", _TOLD_YES),
     Name("manual_torch_name_rule_map", "torch._dynamo.trace_rules", "those set by hand", _TOLD_YES),
     Name(
-        "external_is_compiling",
-        "torch._dynamo:external_utils.is_compiling",
-        "the question, under another name",
-        _TOLD_YES,
+        "external_is_compiling", "torch._dynamo:external_utils.is_compiling", "the question, otherwise named", _TOLD_YES
     ),
-    Name("utils_is_compiling", "torch:_utils.is_compiling", "the question, under another name", _TOLD_YES),
+    Name("utils_is_compiling", "torch:_utils.is_compiling", "the question, otherwise named", _TOLD_YES),
     Name("proxy_args_kwargs", "torch._dynamo.utils", "arguments of a node, from variables", _ASKING),
     # What it takes a value for
     Name("VariableTracker", f"{_VARIABLES}.base", "any value; `build` makes one of a Python object"),
@@ -82,50 +75,32 @@ NAMES = Table(
     Name("GraphArg", f"{_VARIABLES}.builder", "an input of the graph", _DRAWING),
     Name("wrap_fx_proxy", f"{_VARIABLES}.builder", "a tensor that a node makes", _SELECTING),
     Name("wrap_fx_proxy_cls", f"{_VARIABLES}.builder", "the same, of a class that is given", _DRAWING),
-    Name("BuiltinVariable", f"{_VARIABLES}.builtin", "a function that Python builds in"),
+    Name("BuiltinVariable", _BUILTIN, "a function that Python builds in"),
     Name("ConstantVariable", f"{_VARIABLES}.constant", "a constant", _SETTING_UP),
-    Name(
-        "NullContextVariable",
-        f"{_VARIABLES}.ctx_manager",
-        "a context that does nothing",
-        "torch.backends.cudnn.flags is refused",
-    ),
-    Name(
-        "ExceptionVariable",
-        f"{_VARIABLES}.exception",
-        "an exception",
-        _SAYING,
-        formerly=(f"{_VARIABLES}.misc:ExceptionVariable",),
-    ),
-    Name("UserFunctionVariable", f"{_VARIABLES}.functions", "a function of the user's", _DRAWING),
-    Name("UserMethodVariable", f"{_VARIABLES}.functions", "a method of the user's", _DRAWING),
+    Name("NullContextVariable", f"{_VARIABLES}.ctx_manager", "a context that does nothing", _FLAGS),
+    Name("ExceptionVariable", f"{_VARIABLES}.exception", "an exception", _SAYING, "", (f"{_MISC}:ExceptionVariable",)),
+    Name("UserFunctionVariable", _FUNCTIONS, "a function of the user's", _DRAWING),
+    Name("UserMethodVariable", _FUNCTIONS, "a method of the user's", _DRAWING),
     Name("LazyVariableTracker", f"{_VARIABLES}.lazy", "a value that was not looked at yet", _SAYING),
     Name("ListVariable", f"{_VARIABLES}.lists", "a list", _ASKING),
     Name("TupleVariable", f"{_VARIABLES}.lists", "a tuple", _SELECTING),
-    Name("LoggingLoggerVariable", f"{_VARIABLES}.misc", "a logger", _SAYING),
-    Name("StringFormatVariable", f"{_VARIABLES}.misc", "a text that is made of values", _SAYING),
+    Name("LoggingLoggerVariable", _MISC, "a logger", _SAYING),
+    Name("StringFormatVariable", _MISC, "a text that is made of values", _SAYING),
     Name("UnspecializedNNModuleVariable", f"{_VARIABLES}.nn_module", "a module", _SETTING_UP),
-    Name("NumpyNdarrayVariable", f"{_VARIABLES}.tensor", "an array", _DRAWING),
-    Name("SymNodeVariable", f"{_VARIABLES}.tensor", "a number that a tensor gave", _ASKING),
-    Name("TensorVariable", f"{_VARIABLES}.tensor", "a tensor; `tp_methods` and `method_…` are its methods"),
-    Name("UnspecializedPythonVariable", f"{_VARIABLES}.tensor", "a draw of Python's generator", _ASKING),
-    Name(
-        "TorchInGraphFunctionVariable",
-        f"{_VARIABLES}.torch",
-        "a function of PyTorch's; `_get_handlers` has those that are followed in a way of their own",
-    ),
-    Name("UserDefinedExceptionObjectVariable", f"{_VARIABLES}.user_defined", "an exception of the user's", _SAYING),
+    Name("NumpyNdarrayVariable", _TENSOR, "an array", _DRAWING),
+    Name("SymNodeVariable", _TENSOR, "a number that a tensor gave", _ASKING),
+    Name("TensorVariable", _TENSOR, "a tensor; `tp_methods` and `method_…` are its methods"),
+    Name("UnspecializedPythonVariable", _TENSOR, "a draw of Python's generator", _ASKING),
+    Name("TorchInGraphFunctionVariable", f"{_VARIABLES}.torch", "a function of PyTorch's; `_get_handlers` follow some"),
+    Name("UserDefinedExceptionObjectVariable", _USER_DEFINED, "an exception of the user's", _SAYING),
 )
 
 
 def _method(name: str, module: str, what: str, without: str, since: str = "", formerly: str = "") -> Name:
-    """A method that is wrapped, by the name of its class and its own."""
-    before = (f"{module}:{formerly}",) if formerly else ()
-    return Name(name, f"{module}:{name}", what, without, since, before)
+    """A method that is wrapped, by the name of its class and its own; ``formerly``: its former place, or name there."""
+    before = formerly if ":" in formerly else f"{module}:{formerly}"
+    return Name(name, f"{module}:{name}", what, without, since, (before,) if formerly else ())
 
-
-_BUILTIN, _FUNCTIONS, _MISC = f"{_VARIABLES}.builtin", f"{_VARIABLES}.functions", f"{_VARIABLES}.misc"
-_TENSOR, _USER_DEFINED, _GRAPH = f"{_VARIABLES}.tensor", f"{_VARIABLES}.user_defined", "torch._dynamo.output_graph"
 
 METHODS = Table(
     _method("InstructionTranslatorBase.call_function", _FRAMES, "a call", _TOLD_YES),
@@ -134,59 +109,24 @@ METHODS = Table(
     _method("InliningInstructionTranslator.inline_call", _FRAMES, "begins to follow a call", _SETTING_UP),
     _method("_detect_and_normalize_assert_statement", _FRAMES, "makes an op of an assert", _ASKING),
     _method("OutputGraph.compile_subgraph", _GRAPH, "ends a capture", _CONTEXT),
-    _method(
-        "OutputGraph._check_requires_grad_intermediate_outputs",
-        _GRAPH,
-        "refuses leaves that are made on the way",
-        "there is nothing to allow",
-        since="2.12",
-    ),
+    _method(_LEAVES_CHECK, _GRAPH, "refuses leaves that are made on the way", _NONE_REFUSED, since="2.12"),
     _method("get_fake_value", f"{_VARIABLES}.builder", "describes what a node makes", "some refusals say less"),
     _method("BuiltinVariable.call_function", _BUILTIN, "a call of print, and its like", _SAYING),
     _method("BuiltinVariable._handle_insert_op_in_graph", _BUILTIN, "a call of an operator, x[mask] too", _SELECTING),
-    _method(
-        "SetAttrBuiltinVariable._call_setattr",
-        _BUILTIN,
-        "sets an attribute",
-        _LEAVES,
-        formerly="BuiltinVariable.call_setattr",
-    ),
+    _method("SetAttrBuiltinVariable._call_setattr", _BUILTIN, "sets an attribute", _LEAVES, "", _SETS_FORMERLY),
     _method("SkipFunctionVariable.call_function", _FUNCTIONS, "a call of what is not followed", _SAYING),
     _method("UserFunctionVariable.call_function", _FUNCTIONS, "a call of a function of the user's", _DRAWING),
-    _method(
-        "AutogradFunctionApplyVariable.call_function",
-        f"{_VARIABLES}.higher_order_ops",
-        "a call of an autograd.Function",
-        _LEAVES,
-    ),
+    _method("AutogradFunctionApplyVariable.call_function", _HIGHER, "a call of an autograd.Function", _LEAVES),
     _method("LoggingLoggerVariable.call_method", _MISC, "a call of a logger", _SAYING),
     _method("NumpyVariable.call_function", _MISC, "a call of a function of NumPy's", _DRAWING),
+    _method("TensorVariable.nb_bool_impl", _TENSOR, "bool(x)", _WHERE_USED, "2.12", "TensorVariable.bool_impl"),
     _method(
-        "TensorVariable.nb_bool_impl",
-        _TENSOR,
-        "bool(tensor)",
-        "it is asked where it is used",
-        since="2.12",
-        formerly="TensorVariable.bool_impl",
-    ),
-    _method(
-        "SymNodeVariable.nb_bool_impl",
-        _TENSOR,
-        "bool() of a number from a tensor",
-        "it is asked where it is used",
-        since="2.12",
-        formerly="SymNodeVariable.bool_impl",
+        "SymNodeVariable.nb_bool_impl", _TENSOR, "and of numbers", _WHERE_USED, "2.12", "SymNodeVariable.bool_impl"
     ),
     _method("SymNodeVariable.evaluate_expr", _TENSOR, "makes a Python number of one from a tensor", _ASKING),
     _method("TensorVariable.call_method", _TENSOR, "a call of a tensor's method", "x.to() makes another tensor of x"),
     _method("UserDefinedClassVariable.call_function", _USER_DEFINED, "a call of a class", _SAYING),
-    Name(
-        "ContextVarVariable.call_method",
-        f"{_MISC}:ContextVarVariable.call_method",
-        "a call of a context variable's method",
-        _CONTEXT,
-        formerly=(f"{_USER_DEFINED}:UserDefinedObjectVariable.call_method",),
-    ),
+    _method("ContextVarVariable.call_method", _MISC, "a call of one's method", _CONTEXT, "", _CALL_FORMERLY),
     _method("BaseListVariable.getitem_const", f"{_VARIABLES}.lists", "an element of a list or a tuple", _ASKING),
 )
 wrap = METHODS.wrap
@@ -204,5 +144,4 @@ def wrap_tensor_method(name: str, around: Callable[[Any], Any]) -> None:
         tensor.tp_methods[name] = NAMES.get("Method")(other)
 
 
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from checkmate.torch_internals.names import Name, Table
 
 _METER = "steps are not measured"
@@ -20,7 +18,4 @@ NAMES = Table(
     Name("autograd_profiler", "torch.autograd:profiler", "whether the user's profiler runs: `_is_profiler_enabled`"),
     Name("_GLIBCXX_USE_CXX11_ABI", "torch._C", "how PyTorch was compiled", "steps have no arena"),
 )
-
-
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get

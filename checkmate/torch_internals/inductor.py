@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from checkmate.torch_internals.names import Name, Table
 
 _NONE = 'backend="inductor" is refused'
@@ -15,7 +13,4 @@ NAMES = Table(
     Name("get_cpp_compiler", "torch._inductor.cpp_builder", "its compiler", _NONE),
     Name("select_decomp_table", "torch._inductor.decomposition", "ops that it has taken apart before", _NONE),
 )
-
-
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get

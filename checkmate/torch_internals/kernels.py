@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from checkmate.torch_internals.names import Name, Table
 
 _REFUSED = "steps with these ops are refused"
@@ -11,6 +9,7 @@ _WHOLE = "Dynamo takes it apart"
 _CHECK = "a check on a tensor is refused, as Dynamo refuses it"
 _SCALED = "whole steps with a GradScaler are refused"
 _CUDA = "steps with a batch norm are refused on GPUs"
+_VERIFIED = 'verify with backend="inductor" is refused'
 _CLIPPED = "whole steps with clipped gradients are refused"
 
 NAMES = Table(
@@ -35,14 +34,6 @@ NAMES = Table(
     Name("_BatchNormBackend", "torch._C", "which one that is", _CUDA),
     Name("_get_cudnn_batch_norm_reserve_space_size", "torch._C", "what it keeps for its backward", _CUDA),
     Name("get_enum", "torch.nn._reduction", "the number of a loss's reduction", "CTC's loss is not captured"),
-    Name(
-        "default_tolerances",
-        "torch.testing._comparison",
-        "how far results of Inductor may be off",
-        'verify with backend="inductor" is refused',
-    ),
+    Name("default_tolerances", "torch.testing._comparison", "how far results of Inductor may be off", _VERIFIED),
 )
-
-
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get

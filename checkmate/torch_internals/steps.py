@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from checkmate.torch_internals.names import Name, Table
 
-_OPTIMIZER = "whole steps are refused"
+_OPTIMIZER, _RANKS = "whole steps are refused", "steps on several ranks are refused"
+_DDP = "torch.nn.parallel:DistributedDataParallel"
 NAMES = Table(
     Name("_global_optimizer_pre_hooks", "torch.optim.optimizer", "hooks that see each optimizer's step", _OPTIMIZER),
     Name("_global_optimizer_post_hooks", "torch.optim.optimizer", "hooks that see each optimizer's step", _OPTIMIZER),
-    Name(
-        "_get_default_store",
-        "torch.distributed.distributed_c10d",
-        "where ranks agree on a plan",
-        "steps on several ranks are refused",
-    ),
-    Name(
-        "_get_active_ddp_module",
-        "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
-        "whether DistributedDataParallel calls",
-    ),
+    Name("_get_default_store", "torch.distributed.distributed_c10d", "where ranks agree on a plan", _RANKS),
+    Name("_get_active_ddp_module", f"{_DDP}._get_active_ddp_module", "whether DistributedDataParallel calls"),
 )
-
-
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get

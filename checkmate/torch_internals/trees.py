@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from checkmate.torch_internals.names import Name, Table
 
 _PLACE = "torch.utils._pytree"
@@ -16,7 +14,4 @@ NAMES = Table(
     Name("tree_map_only", _PLACE, "the same structure, with the tensors replaced"),
     Name("tree_unflatten", _PLACE, "the structure with other leaves", "LSTMs are not captured"),
 )
-
-
-def __getattr__(name: str) -> Any:
-    return NAMES.get(name)
+__getattr__ = NAMES.get

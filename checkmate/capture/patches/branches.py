@@ -11,22 +11,20 @@ what it says.
 from __future__ import annotations
 
 import dis
-import logging
 import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from checkmate.capture.dependencies import needed_by, up_to
-from checkmate.capture.patches.is_compiling import answer_of
+from checkmate.capture.patches.ours import answer_now, follow, follow_function, follow_method, only_ours
 from checkmate.capture.provenance import where
-from checkmate.capture.questions import WITHOUT_TENSORS, CannotTellError, answer, decided
+from checkmate.capture.questions import WITHOUT_TENSORS, CannotTellError, answer, decided, depends_on_inputs
 from checkmate.torch_internals.dynamo import (
     InstructionTranslator,
     InstructionTranslatorBase,
@@ -35,7 +33,6 @@ from checkmate.torch_internals.dynamo import (
     ObservedException,
     SymNodeVariable,
     TensorVariable,
-    TorchInGraphFunctionVariable,
     UnspecializedPythonVariable,
     Unsupported,
     ValueMutationNew,
@@ -44,24 +41,15 @@ from checkmate.torch_internals.dynamo import (
     proxy_args_kwargs,
     raise_observed_exception,
     unimplemented,
-    wrap,
     wrap_fx_proxy,
-    wrap_tensor_method,
 )
 from checkmate.torch_internals.kernels import _assert, _check, _check_tensor_all, _check_tensor_all_with, _check_with
 from checkmate.torch_internals.names import put_in_place
 
-log = logging.getLogger("checkmate.capture.patches.branches")
 ASKS = "The step asks for the value of a tensor"
 RAISED: WeakSet[Any] = WeakSet()  # exceptions that the captured code raises as plain PyTorch does
-_CHECKS = {_check, _check_with, _check_tensor_all, _check_tensor_all_with, _assert}
 _COMPARE = {operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne}
 _JUMP = re.compile(r"JUMP.*_IF_(TRUE|FALSE)")
-
-
-def is_ours(tx: Any) -> bool:
-    """Whether what is captured is for one of our backends."""
-    return answer_of(tx.output.compiler_fn) is not None
 
 
 def value_now(tx: Any, node: torch.fx.Node) -> tuple[Any, tuple[torch.device, ...]]:
@@ -141,75 +129,50 @@ def is_question(value: VariableTracker | None) -> bool:
     return isinstance(value, TensorVariable) and not isinstance(value, NumpyNdarrayVariable)
 
 
-def _jumping(jump: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's handler of a jump, with the answer on the stack in place of the question."""
-
-    @wraps(jump)
-    def jumped(self: Any, inst: Any) -> None:
-        value: Any = self.stack[-1].realize() if is_ours(self) else None
-        if not is_question(value):
-            jump(self, inst)
-            return
-        try:
-            self.stack[-1] = VariableTracker.build(self, decide(self, value))
-        except Unsupported:
-            if self.one_graph:
-                raise
-            jump(self, inst)  # Dynamo breaks the graph here and goes on after it
-            return
-        depth = len(self.stack)
-        jump(self, inst)
-        if len(self.stack) == depth:  # ``a or b``: what was asked is the value
-            self.stack[-1] = value
-
-    return jumped
+def _jump(plain: Callable[..., Any], self: Any, inst: Any) -> None:
+    """A jump, with the answer on the stack in place of the question."""
+    value: Any = self.stack[-1].realize()
+    if not is_question(value):
+        plain(self, inst)
+        return
+    try:
+        self.stack[-1] = VariableTracker.build(self, decide(self, value))
+    except Unsupported:
+        if self.one_graph:
+            raise
+        plain(self, inst)  # Dynamo breaks the graph here and goes on after it
+        return
+    depth = len(self.stack)
+    plain(self, inst)
+    if len(self.stack) == depth:  # ``a or b``: what was asked is the value
+        self.stack[-1] = value
 
 
-def _truth(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's ``bool(tensor)``, and that of a number from a tensor."""
-
-    @wraps(plain)
-    def truth(self: Any, tx: Any) -> Any:
-        if not is_ours(tx) or not is_question(self):
-            return plain(self, tx)
-        return VariableTracker.build(tx, decide(tx, self))
-
-    return truth
+def _truth(plain: Callable[..., Any], self: Any, tx: Any) -> Any:
+    """``bool(tensor)``, and that of a number from a tensor."""
+    return VariableTracker.build(tx, decide(tx, self)) if is_question(self) else plain(self, tx)
 
 
-def _number(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's way to make a Python number of one that a tensor gave."""
-
-    @wraps(plain)
-    def number(self: Any, *args: Any) -> Any:
-        tx = InstructionTranslator.current_tx()
-        if not is_ours(tx) or not is_question(self) or isinstance(self.sym_num, torch.SymFloat):
-            return plain(self, *args)
-        return decide(tx, self, bool if isinstance(self.sym_num, torch.SymBool) else int)
-
-    return number
+def _number(plain: Callable[..., Any], self: Any, *args: Any) -> Any:
+    """A Python number of one that a tensor gave."""
+    if not is_question(self) or isinstance(self.sym_num, torch.SymFloat):
+        return plain(self, *args)
+    kind = bool if isinstance(self.sym_num, torch.SymBool) else int
+    return decide(InstructionTranslator.current_tx(), self, kind)
 
 
-def _item(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's ``tensor.item()``: a number that is followed, and a question once Python needs it, or a size does."""
-
-    @wraps(plain)
-    def item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_ours(tx):
-            return plain(self, tx, *args, **kwargs)
-        known = tx.output.shape_env  # of this capture: torch.compile allows it with fullgraph=True only
-        known.settings = replace(known.settings, allow_scalar_outputs=True)
-        return _known_number(tx, self)
-
-    return item
+def _item(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """``tensor.item()``: a number that is followed, and a question once Python needs it, or a size does."""
+    known = tx.output.shape_env  # of this capture: torch.compile allows it with fullgraph=True only
+    known.settings = replace(known.settings, allow_scalar_outputs=True)
+    return _known_number(tx, self)
 
 
 def _known_number(tx: Any, tensor: TensorVariable) -> VariableTracker | None:
     """What a tensor of one element holds, where sizes are asked: a float only if it is always the same; else None."""
-    told = answer_of(tx.output.compiler_fn)
-    if told is not None:
-        told.may_ask_sizes = True
-    if told is None or not told.asks_sizes or tensor.dtype.is_complex:
+    answer: Any = answer_now()
+    answer.may_ask_sizes = True
+    if not answer.asks_sizes or tensor.dtype.is_complex:
         return None
     node = tensor.as_proxy().node
     try:
@@ -220,42 +183,30 @@ def _known_number(tx: Any, tensor: TensorVariable) -> VariableTracker | None:
         return None  # plain PyTorch has an error of its own
     if not tensor.dtype.is_floating_point:
         return VariableTracker.build(tx, decide(tx, tensor, bool if tensor.dtype is torch.bool else int))
-    if generators or any(n.op == "placeholder" for n in needed_by(node, [*up_to(node)])):
+    if generators or depends_on_inputs(node):
         return None
     return VariableTracker.build(tx, value.item())
 
 
-def _numbers(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's ``tensor.tolist()``, of what `_known_number` tells."""
-
-    @wraps(plain)
-    def numbers(self: Any, tx: Any) -> Any:
-        if not is_ours(tx) or self.ndim != 1 or not isinstance(self.size[0], int):
+def _numbers(plain: Callable[..., Any], self: Any, tx: Any) -> Any:
+    """``tensor.tolist()``, of what `_known_number` tells."""
+    if self.ndim != 1 or not isinstance(self.size[0], int):
+        return plain(self, tx)
+    known = []
+    for i in range(self.size[0]):
+        element = self.call_method(tx, "__getitem__", [VariableTracker.build(tx, i)], {})
+        if (number := _known_number(tx, element)) is None:
             return plain(self, tx)
-        elements = (
-            self.call_method(tx, "__getitem__", [VariableTracker.build(tx, i)], {}) for i in range(self.size[0])
-        )
-        known = []
-        for element in elements:
-            if (number := _known_number(tx, element)) is None:
-                return plain(self, tx)
-            known.append(number)
-        return ListVariable(known, mutation_type=ValueMutationNew())
-
-    return numbers
+        known.append(number)
+    return ListVariable(known, mutation_type=ValueMutationNew())
 
 
-def _element(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's element of a list or a tuple, whose place must be a number that is known."""
-
-    @wraps(plain)
-    def element(self: Any, tx: Any, place: Any) -> Any:
-        place = place.realize()
-        if is_ours(tx) and is_question(place) and _is_index(place):
-            place = VariableTracker.build(tx, decide(tx, place, int))
-        return plain(self, tx, place)
-
-    return element
+def _element(plain: Callable[..., Any], self: Any, tx: Any, place: Any) -> Any:
+    """An element of a list or a tuple, whose place must be a number that is known."""
+    place = place.realize()
+    if is_question(place) and _is_index(place):
+        place = VariableTracker.build(tx, decide(tx, place, int))
+    return plain(self, tx, place)
 
 
 def _is_index(value: VariableTracker) -> bool:
@@ -265,77 +216,44 @@ def _is_index(value: VariableTracker) -> bool:
     return not (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool)
 
 
-def _comparing(function: Any, plain: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A handler of a function of tensors that gives a Python bool."""
-
-    def compared(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_ours(tx):
-            return None if plain is None else plain(self, tx, *args, **kwargs)
-        proxy = tx.output.create_proxy("call_function", function, *proxy_args_kwargs(args, kwargs))
-        return VariableTracker.build(tx, decide(tx, SymNodeVariable(proxy, None)))
-
-    return compared
+def _compare(function: Any, plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function of tensors that gives a Python bool; ``self`` is a tensor where it is called as its method."""
+    given = (self, *args) if isinstance(self, TensorVariable) else args
+    proxy = tx.output.create_proxy("call_function", function, *proxy_args_kwargs(given, kwargs))
+    return VariableTracker.build(tx, decide(tx, SymNodeVariable(proxy, None)))
 
 
-def _comparing_method(function: Any, plain: Callable[..., Any] | None) -> Callable[..., Any]:
-    compared = _comparing(function, plain)
-
-    def method(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        return compared(None, tx, self, *args, **kwargs)
-
-    return method
+def _compare_draws(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """An operator: draws of Python's generator can be compared, as PyTorch 2.13 does of itself."""
+    if self.fn not in _COMPARE or not any(isinstance(a, UnspecializedPythonVariable) for a in args):
+        return plain(self, tx, args, kwargs)
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", self.fn, *proxy_args_kwargs(args, kwargs)))
 
 
-def _comparing_draws(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's call of an operator: draws of Python's generator can be compared, as PyTorch 2.13 does of itself."""
-
-    @wraps(plain)
-    def compared(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        draws = [a for a in args if isinstance(a, UnspecializedPythonVariable)]
-        if self.fn not in _COMPARE or not draws or not is_ours(tx):
-            return plain(self, tx, args, kwargs)
-        return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", self.fn, *proxy_args_kwargs(args, kwargs)))
-
-    return compared
-
-
-def _checking(function: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler of one of PyTorch's checks, whose condition may be a tensor, or a number from one."""
+def _check_tensor(function: Any, plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """One of PyTorch's checks, whose condition may be a tensor, or a number from one."""
     names = ("error_type", "cond", "message") if function.__name__.endswith("_with") else ("cond", "message")
-
-    def checked(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        condition = given.get("cond", given.get("condition"))
-        if condition is None or not is_ours(tx) or not is_question(condition := condition.realize()):
-            return plain(self, tx, *args, **kwargs)
-        if condition.is_tensor() and "tensor_all" in function.__name__:
-            condition = condition.call_method(tx, "all", [], {})
-        elif condition.is_tensor() and function is not _assert:
-            return plain(self, tx, *args, **kwargs)  # no bool: an error of its own
-        if decide(tx, condition):
-            return VariableTracker.build(tx, None)
-        error = given["error_type"].as_python_constant() if "error_type" in given else RuntimeError
-        message = given.get("message", VariableTracker.build(tx, "Expected cond to be True, but got False"))
-        if function is _assert:
-            return raise_as_users(tx, AssertionError, [message])
-        said = message if message.python_type() is str else message.call_function(tx, [], {})
-        return raise_as_users(tx, error, [said])
-
-    return checked
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    condition = given.get("cond", given.get("condition"))
+    if condition is None or not is_question(condition := condition.realize()):
+        return plain(self, tx, *args, **kwargs)
+    if condition.is_tensor() and "tensor_all" in function.__name__:
+        condition = condition.call_method(tx, "all", [], {})
+    elif condition.is_tensor() and function is not _assert:
+        return plain(self, tx, *args, **kwargs)  # no bool: an error of its own
+    if decide(tx, condition):
+        return VariableTracker.build(tx, None)
+    error = given["error_type"].as_python_constant() if "error_type" in given else RuntimeError
+    message = given.get("message", VariableTracker.build(tx, "Expected cond to be True, but got False"))
+    if function is _assert:
+        return raise_as_users(tx, AssertionError, [message])
+    said = message if message.python_type() is str else message.call_function(tx, [], {})
+    return raise_as_users(tx, error, [said])
 
 
-def _as_any(*args: Any, **kwargs: Any) -> None:
-    """What Dynamo does with a function that it has no handler of: it becomes a node."""
-
-
-def _not_rewritten(detect: Callable[..., bool]) -> Callable[..., bool]:
-    """Dynamo's search for an ``assert``, which it would make an op of the graph."""
-
-    @wraps(detect)
-    def found(self: Any, *args: Any) -> bool:
-        return not is_ours(self) and detect(self, *args)
-
-    return found
+def _not_rewritten(plain: Callable[..., Any], *args: Any) -> bool:
+    """Whether there is an ``assert`` that Dynamo makes an op of the graph: it is a jump as any other."""
+    return False
 
 
 def _translators(kind: Any = InstructionTranslatorBase) -> Iterator[Any]:
@@ -349,21 +267,20 @@ def _install() -> None:
         table = translator.dispatch_table
         for code, (name, handler) in enumerate(zip(dis.opname, table, strict=False)):  # past it are the compiler's own
             if _JUMP.search(name):
-                table[code] = _jumping(handler)
-    wrap("_detect_and_normalize_assert_statement", _not_rewritten)
-    wrap("TensorVariable.nb_bool_impl", _truth)
-    wrap("SymNodeVariable.nb_bool_impl", _truth)
-    wrap("SymNodeVariable.evaluate_expr", _number)
-    wrap("BuiltinVariable._handle_insert_op_in_graph", _comparing_draws)
-    wrap("BaseListVariable.getitem_const", _element)
-    wrap_tensor_method("item", _item)
-    wrap_tensor_method("tolist", _numbers)
-    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
-    for function in WITHOUT_TENSORS:
-        handlers[function] = _comparing(function, handlers.get(function))
-        wrap_tensor_method(function.__name__, partial(_comparing_method, function))
-    for check in _CHECKS:
-        handlers[check] = _checking(check, handlers.get(check, _as_any))
+                table[code] = only_ours(_jump, handler)
 
 
 put_in_place("questions on tensors", _install)
+follow("_detect_and_normalize_assert_statement", _not_rewritten)
+follow("TensorVariable.nb_bool_impl", _truth)
+follow("SymNodeVariable.nb_bool_impl", _truth)
+follow("SymNodeVariable.evaluate_expr", _number)
+follow("BuiltinVariable._handle_insert_op_in_graph", _compare_draws)
+follow("BaseListVariable.getitem_const", _element)
+follow_method("item", _item)
+follow_method("tolist", _numbers)
+for function in WITHOUT_TENSORS:
+    follow_function(function, partial(_compare, function))
+    follow_method(function.__name__, partial(_compare, function))
+for check in (_check, _check_with, _check_tensor_all, _check_tensor_all_with, _assert):
+    follow_function(check, partial(_check_tensor, check))

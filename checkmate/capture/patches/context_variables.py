@@ -12,18 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from functools import wraps
 from typing import Any
 
-from checkmate.capture.patches.branches import is_ours
-from checkmate.capture.patches.is_compiling import answer_of
-from checkmate.torch_internals.dynamo import (
-    AttrSource,
-    CallFunctionNoArgsSource,
-    VariableTracker,
-    unimplemented,
-    wrap,
-)
+from checkmate.capture.patches.ours import follow
+from checkmate.torch_internals.dynamo import AttrSource, CallFunctionNoArgsSource, VariableTracker, unimplemented
 
 _VALUES = "_checkmate_context_variables"  # on Dynamo's graph: those that the step has set, with their values
 
@@ -40,41 +32,31 @@ class TokenVariable(VariableTracker):
         return Token
 
 
-def _following(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's call of a method of an object, which may be a context variable."""
-
-    @wraps(plain)
-    def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        var = self.cv_obj if hasattr(self, "cv_obj") else self.value  # of a class for them, or of any object
-        if not isinstance(var, ContextVar) or kwargs or not is_ours(tx):
-            return plain(self, tx, name, args, kwargs)
-        known: dict[ContextVar[Any], Any] = vars(tx.output).setdefault(_VALUES, {})
-        if name == "set" and len(args) == 1:
-            before = known.get(var)
-            known[var] = args[0]
-            return TokenVariable(var, before)
-        token = args[0].realize() if name == "reset" and len(args) == 1 else None
-        if isinstance(token, TokenVariable) and token.var is var:
-            _put_back(known, token)
-            return VariableTracker.build(tx, None)
-        if name == "get" and var in known:
-            return known[var]
-        if name == "get" and self.source is not None and _is_set(var):
-            source = CallFunctionNoArgsSource(AttrSource(self.source, "get"))
-            return VariableTracker.build(tx, var.get(), source)
+def _call_method(plain: Callable[..., Any], self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A method of an object, which may be a context variable."""
+    var = self.cv_obj if hasattr(self, "cv_obj") else self.value  # of a class for them, or of any object
+    if not isinstance(var, ContextVar) or kwargs:
         return plain(self, tx, name, args, kwargs)
+    known: dict[ContextVar[Any], Any] = vars(tx.output).setdefault(_VALUES, {})
+    if name == "set" and len(args) == 1:
+        before = known.get(var)
+        known[var] = args[0]
+        return TokenVariable(var, before)
+    token = args[0].realize() if name == "reset" and len(args) == 1 else None
+    if isinstance(token, TokenVariable) and token.var is var:
+        known[var] = token.before
+        if token.before is None:
+            del known[var]
+        return VariableTracker.build(tx, None)
+    if name == "get" and var in known:
+        return known[var]
+    if name == "get" and self.source is not None and _has_value(var):
+        source = CallFunctionNoArgsSource(AttrSource(self.source, "get"))
+        return VariableTracker.build(tx, var.get(), source)
+    return plain(self, tx, name, args, kwargs)
 
-    return called
 
-
-def _put_back(known: dict[ContextVar[Any], Any], token: TokenVariable) -> None:
-    if token.before is None:
-        known.pop(token.var, None)
-    else:
-        known[token.var] = token.before
-
-
-def _is_set(var: ContextVar[Any]) -> bool:
+def _has_value(var: ContextVar[Any]) -> bool:
     try:
         var.get()
     except LookupError:
@@ -82,24 +64,19 @@ def _is_set(var: ContextVar[Any]) -> bool:
     return True
 
 
-def _all_reset(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's end of a capture, at which no context variable is left set."""
-
-    @wraps(compile_graph)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (left := vars(self).get(_VALUES)) and answer_of(self.compiler_fn) is not None:
-            names = ", ".join(var.name for var in left)
-            unimplemented(
-                gb_type="A context variable is left set",
-                context=names,
-                explanation=f"The step sets {names} (contextvars.ContextVar) and does not reset it, which a compiled "
-                "step would not do. Reset it within the step, or set it outside.",
-                hints=[],
-            )
-        return compile_graph(self, *args, **kwargs)
-
-    return checked
+def _end(plain: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The end of a capture, at which no context variable is left set."""
+    if left := vars(self).get(_VALUES):
+        names = ", ".join(var.name for var in left)
+        unimplemented(
+            gb_type="A context variable is left set",
+            context=names,
+            explanation=f"The step sets {names} (contextvars.ContextVar) and does not reset it, which a compiled "
+            "step would not do. Reset it within the step, or set it outside.",
+            hints=[],
+        )
+    return plain(self, *args, **kwargs)
 
 
-wrap("ContextVarVariable.call_method", _following)
-wrap("OutputGraph.compile_subgraph", _all_reset)
+follow("ContextVarVariable.call_method", _call_method)
+follow("OutputGraph.compile_subgraph", _end)

@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkmate.capture.patches.branches import decide, is_ours, value_now
+from checkmate.capture.patches.branches import decide, value_now
+from checkmate.capture.patches.ours import follow_function
 from checkmate.capture.questions import CannotTellError
 from checkmate.torch_internals.descriptions import FakeTensorMode, op_implementations_checks
-from checkmate.torch_internals.dynamo import TorchInGraphFunctionVariable, VariableTracker, wrap_fx_proxy
+from checkmate.torch_internals.dynamo import VariableTracker, wrap_fx_proxy
 from checkmate.torch_internals.kernels import get_enum
 from checkmate.torch_internals.names import put_in_place
 
 aten = torch.ops.aten
+_DEFAULTS = {"blank": 0, "reduction": "mean", "zero_infinity": False}
+_ARGUMENTS = ("log_probs", "targets", "input_lengths", "target_lengths", *_DEFAULTS)
 
 
 def _describe(mode: FakeTensorMode, op: Any, log_probs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -43,28 +46,20 @@ def _describe_backward(
         return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
-def _loss(
-    self: Any,
-    tx: Any,
-    log_probs: Any,
-    targets: Any,
-    input_lengths: Any,
-    target_lengths: Any,
-    blank: Any = None,
-    reduction: Any = None,
-    zero_infinity: Any = None,
-) -> Any:
-    """Dynamo's call of the loss; None: as PyTorch has it."""
-    is_ours_on_cpu = is_ours(tx) and log_probs.is_tensor() and log_probs.device.type == "cpu"
-    asked = [_numbers(tx, lengths.realize()) for lengths in (input_lengths, target_lengths) if is_ours_on_cpu]
-    if not asked or None in asked:
+def _loss(plain: Any, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of the loss; None: as PyTorch has it."""
+    given = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+    log_probs, targets, input_lengths, target_lengths, *rest = [given[name] for name in _ARGUMENTS]
+    if not log_probs.is_tensor() or log_probs.device.type != "cpu":
         return None
-    given = ((blank, 0), (reduction, "mean"), (zero_infinity, False))
-    of_class, how, zeroed = [default if a is None else a.as_python_constant() for a, default in given]
-    takes_mean = how in ("mean", get_enum("mean"))
-    how = 0 if takes_mean else get_enum(how) if isinstance(how, str) else how
-    args = log_probs.as_proxy(), targets.as_proxy(), *asked, of_class, how, zeroed
-    losses = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ctc_loss, args, {}))
+    asked = [_numbers(tx, lengths.realize()) for lengths in (input_lengths, target_lengths)]
+    if None in asked:
+        return None
+    blank, reduction, zeroed = [a.as_python_constant() if isinstance(a, VariableTracker) else a for a in rest]
+    takes_mean = reduction in ("mean", get_enum("mean"))
+    how = 0 if takes_mean else get_enum(reduction) if isinstance(reduction, str) else reduction
+    called = log_probs.as_proxy(), targets.as_proxy(), *asked, blank, how, zeroed
+    losses = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ctc_loss, called, {}))
     if not takes_mean:
         return losses
     numbers = VariableTracker.build(tx, torch.tensor).call_function(tx, [VariableTracker.build(tx, asked[1])], {})
@@ -89,10 +84,10 @@ def _numbers(tx: Any, lengths: Any) -> tuple[int, ...] | None:
 
 
 def _install() -> None:
-    for function in (torch.ctc_loss, torch.nn.functional.ctc_loss):
-        TorchInGraphFunctionVariable._get_handlers()[function] = _loss
     for op, how in ((aten._ctc_loss.default, _describe), (aten._ctc_loss_backward.default, _describe_backward)):
         op_implementations_checks.insert(0, (partial(operator.is_, op), how))  # before what refuses by a tag
 
 
 put_in_place("CTC's loss", _install)
+for function in (torch.ctc_loss, torch.nn.functional.ctc_loss):
+    follow_function(function, _loss)

@@ -14,13 +14,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from checkmate.capture.patches.ours import Answer, answer_now, follow, follow_function
 from checkmate.capture.provenance import FRAME, is_users
 from checkmate.torch_internals.dynamo import (
     BackendCompilerFailed,
@@ -32,7 +32,6 @@ from checkmate.torch_internals.dynamo import (
     manual_torch_name_rule_map,
     mark_static_address,
     utils_is_compiling,
-    wrap,
 )
 from checkmate.torch_internals.names import put_in_place
 
@@ -48,17 +47,6 @@ _COMPUTE_NOTHING = {  # functions that need a yes to be captured, and have nothi
     "transformers.modeling_utils.warn_if_padding_and_no_attention_mask",
 }
 _said: set[str] = set()  # places that the user was told of
-
-
-@dataclass(eq=False)
-class Answer:
-    """An attribute ``answer`` of a backend of `torch.compile`: what the code that it captures is told, by place."""
-
-    compiled: set[str] = field(default_factory=set)  # places that are told yes
-    asked: dict[str, None] = field(default_factory=dict)  # in this capture, in order of the last time
-    said: set[Any] = field(default_factory=set)  # what captured code has logged or printed
-    asks_sizes: bool = False  # asked before a step: how much masks select, integers that are read
-    may_ask_sizes: bool = False  # in this capture there were such that are known before it
 
 
 @contextmanager
@@ -120,66 +108,45 @@ def warn(told_yes: set[str]) -> None:
         )
 
 
-def _unmarked(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's call of a function, which it refuses to be if that marks a tensor for a compiler.
+def _call(plain: Callable[..., Any], self: Any, fn: Any, args: Any, kwargs: Any) -> None:
+    """A call of a function, which Dynamo refuses to follow if it marks a tensor for a compiler.
 
     Code that is told that it is not compiled marks what it makes for later calls.
     """
-
-    @wraps(call)
-    def called(self: Any, fn: Any, args: Any, kwargs: Any) -> None:
-        function = getattr(fn, "fn", None) or getattr(fn, "value", None)
-        if function is mark_static_address and answer_of(self.output.compiler_fn) is not None:
-            self.push(VariableTracker.build(self, None))
-        else:
-            call(self, fn, args, kwargs)
-
-    return called
+    if (getattr(fn, "fn", None) or getattr(fn, "value", None)) is mark_static_address:
+        self.push(VariableTracker.build(self, None))
+    else:
+        plain(self, fn, args, kwargs)
 
 
-def _not_recorded(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+def _not_recorded(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """Libraries ask in one breath whether a stream is being recorded; Dynamo cannot capture this question."""
-    return None if answer_of(tx.output.compiler_fn) is None else VariableTracker.build(tx, False)
+    return VariableTracker.build(tx, False)
 
 
-def _answering(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's handler of one of these functions, but for what our backends capture."""
-
-    def answered(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = answer_of(tx.output.compiler_fn)
-        if answer is None or not is_users(tx.f_code.co_filename):
-            return handler(self, tx, *args, **kwargs)
-        while tx.f_code.co_name.startswith("is_") and tx.parent is not None:
-            tx = tx.parent  # a function of a library that asks for others
-        module, function = tx.f_globals.get("__name__"), tx.f_code.co_name
-        if f"{module}.{function}" in _COMPUTE_NOTHING:
-            return handler(self, tx, *args, **kwargs)
-        place = f"{tx.f_code.co_filename}:{tx.lineno} in {function}"
-        answer.asked.pop(place, None)
-        answer.asked[place] = None
-        return handler(self, tx, *args, **kwargs) if place in answer.compiled else VariableTracker.build(tx, False)
-
-    return answered
-
-
-def answer_of(compiler: Any) -> Answer | None:
-    """That of a backend, within whatever PyTorch has wrapped around it."""
-    while compiler is not None:
-        if isinstance(answer := getattr(compiler, "answer", None), Answer):
-            return answer
-        compiler = getattr(compiler, "__wrapped__", None) or getattr(compiler, "compiler_fn", None)
-    return None
+def _is_compiling(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_users(tx.f_code.co_filename):
+        return plain(self, tx, *args, **kwargs)
+    while tx.f_code.co_name.startswith("is_") and tx.parent is not None:
+        tx = tx.parent  # a function of a library that asks for others
+    module, function = tx.f_globals.get("__name__"), tx.f_code.co_name
+    if f"{module}.{function}" in _COMPUTE_NOTHING:
+        return plain(self, tx, *args, **kwargs)
+    answer: Any = answer_now()
+    place = f"{tx.f_code.co_filename}:{tx.lineno} in {function}"
+    answer.asked.pop(place, None)
+    answer.asked[place] = None
+    return plain(self, tx, *args, **kwargs) if place in answer.compiled else VariableTracker.build(tx, False)
 
 
 def _install() -> None:
-    handlers = TorchInGraphFunctionVariable._get_handlers()
-    for question in _QUESTIONS:
-        handlers[question] = _answering(handlers[question])
     for question in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
-        handlers[question] = _not_recorded
+        follow_function(question, _not_recorded)
         manual_torch_name_rule_map[f"{question.__module__}.{question.__name__}"] = TorchInGraphFunctionVariable
     get_torch_obj_rule_map.cache_clear()  # it is made of these names, and again by torch.distributed
-    wrap("InstructionTranslatorBase.call_function", _unmarked)
+    for question in _QUESTIONS:
+        follow_function(question, _is_compiling)
+    follow("InstructionTranslatorBase.call_function", _call)
 
 
 put_in_place("answers to is_compiling()", _install)

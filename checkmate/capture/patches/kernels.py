@@ -6,22 +6,16 @@ aside; PyTorch then records the op itself and its own backward. None of them is 
 of the kernels of every device. Batch norm by cuDNN is decomposed too and cannot be set aside here; see `cudnn`. Matrix
 products are decomposed as in C++, which takes no tensor that is traced as it takes others, but for the choice between a
 product of batches and one of matrices, which is made here as C++ makes it.
-
-Dynamo takes some ops apart before that, so that a number they take may be a tensor: ``addcdiv`` with a ``value``
-becomes a quotient, a product and a sum. Importing this module has it leave them whole in what our backends capture, and
-pass over ``torch.backends.cudnn.flags(...)``, which it does not know, where nothing is on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
 
-from checkmate.capture.patches.is_compiling import answer_of
 from checkmate.torch_internals.descriptions import decompositions
 from checkmate.torch_internals.dispatcher import (
     DispatchKey,
@@ -30,9 +24,6 @@ from checkmate.torch_internals.dispatcher import (
     _disable_current_modes,
     _DisablePythonDispatcher,
 )
-from checkmate.torch_internals.dynamo import NullContextVariable, TorchInGraphFunctionVariable, wrap_tensor_method
-from checkmate.torch_internals.kernels import _foreach_lerp_, _foreach_pow
-from checkmate.torch_internals.names import put_in_place
 
 _should_fold = decompositions.should_fold
 _DROPOUT = torch.ops.aten.dropout.default
@@ -104,45 +95,6 @@ def _folds(x: torch.Tensor, y: torch.Tensor, is_out: bool) -> bool:
     return seen.folded
 
 
-def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's handler of a function or method that it takes apart, but for what our backends capture."""
-
-    @wraps(handler)
-    def handled(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        is_ours = answer_of(tx.output.compiler_fn) is not None
-        return None if is_ours or handler is None else handler(self, tx, *args, **kwargs)
-
-    return handled
-
-
-def _no_flags(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Dynamo's call of ``torch.backends.cudnn.flags``; None: it is refused, as the kernels run later, without them."""
-    described = [n.meta.get("example_value") for n in tx.output.graph.nodes]
-    on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in described)
-    return None if on_gpu or answer_of(tx.output.compiler_fn) is None else NullContextVariable()
-
-
-def _dropout_of_nothing(self: Any, tx: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Dynamo's call of dropout: of no elements it is the tensor itself, of a type that has no draws, too; else None."""
-    x = kwargs.get("input", x)
-    if x is None or answer_of(tx.output.compiler_fn) is None or not x.is_tensor() or not x.realize().valid_size():
-        return None
-    return x if any(type(n) is int and n == 0 for n in x.realize().size) else None
-
-
 def _inexact() -> list[OpOverload]:
     packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if name.startswith(_PREFIXES)]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-
-
-def _install() -> None:
-    handlers = TorchInGraphFunctionVariable._get_handlers()
-    handlers |= dict.fromkeys((torch.dropout, torch.nn.functional.dropout), _dropout_of_nothing)
-    for function in handlers.keys() & {torch.addcdiv, _foreach_lerp_, _foreach_pow}:
-        handlers[function] = _whole(handlers[function])
-    handlers[torch.backends.cudnn.flags] = _no_flags
-    for method in ("add_", "addcmul_", "addcdiv_"):
-        wrap_tensor_method(method, _whole)
-
-
-put_in_place("kernels of eager PyTorch", _install)

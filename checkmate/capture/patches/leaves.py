@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from checkmate.capture.nodes import storage
-from checkmate.capture.patches.is_compiling import answer_of
+from checkmate.capture.patches.ours import follow
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.dynamo import wrap, wrap_fx_proxy
+from checkmate.torch_internals.dynamo import wrap_fx_proxy
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
@@ -107,41 +107,22 @@ def _requires_grad(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _leaves_pass(check: Callable[..., None]) -> Callable[..., None]:
-    """Dynamo's check for such intermediates, but for what our backends capture."""
-
-    @wraps(check)
-    def checked(self: Any, *args: Any) -> None:
-        if answer_of(self.compiler_fn) is None:
-            check(self, *args)
-
-    return checked
+def _leaves_pass(plain: Callable[..., None], self: Any, *args: Any) -> None:
+    """A check for such intermediates."""
 
 
-def _assigning(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's setting of an attribute, which may be whether a tensor needs a gradient."""
-
-    @wraps(plain)
-    def assigned(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
-        given = [a.as_python_constant() if a.is_python_constant() else None for a in (name, value)]
-        if given != ["requires_grad", True] or not obj.is_tensor() or answer_of(tx.output.compiler_fn) is None:
-            return plain(self, tx, obj, name, value)
-        obj.call_method(tx, "requires_grad_", [], {})
-        return value
-
-    return assigned
+def _set_attribute(plain: Callable[..., Any], self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+    """An attribute is set, which may be whether a tensor needs a gradient."""
+    given = [a.as_python_constant() if a.is_python_constant() else None for a in (name, value)]
+    if given != ["requires_grad", True] or not obj.is_tensor():
+        return plain(self, tx, obj, name, value)
+    obj.call_method(tx, "requires_grad_", [], {})
+    return value
 
 
-def _given_views(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's capture of an `autograd.Function`, given views where our backends capture one tensor given twice."""
-
-    @wraps(apply)
-    def applied(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if answer_of(tx.output.compiler_fn) is not None:
-            args = _each_once(tx, args)
-        return apply(self, tx, args, kwargs)
-
-    return applied
+def _apply(plain: Callable[..., Any], self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An `autograd.Function`, given views where it is given one tensor twice."""
+    return plain(self, tx, _each_once(tx, args), kwargs)
 
 
 def _each_once(tx: Any, args: Sequence[Any]) -> list[Any]:
@@ -160,6 +141,6 @@ def _needs_one_now(variable: Any, node: Any) -> bool:
     return not variable.requires_grad and isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
-wrap("OutputGraph._check_requires_grad_intermediate_outputs", _leaves_pass)
-wrap("SetAttrBuiltinVariable._call_setattr", _assigning)
-wrap("AutogradFunctionApplyVariable.call_function", _given_views)
+follow("OutputGraph._check_requires_grad_intermediate_outputs", _leaves_pass)
+follow("SetAttrBuiltinVariable._call_setattr", _set_attribute)
+follow("AutogradFunctionApplyVariable.call_function", _apply)

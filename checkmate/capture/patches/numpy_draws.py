@@ -15,14 +15,15 @@ import dis
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cache, wraps
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
-from checkmate.capture.patches.branches import is_ours
+from checkmate.capture.patches.ours import follow
 from checkmate.capture.questions import AnotherAnswer
 from checkmate.torch_internals.dynamo import (
     GraphArg,
@@ -35,12 +36,10 @@ from checkmate.torch_internals.dynamo import (
     UserMethodVariable,
     ValueMutationNew,
     VariableTracker,
-    wrap,
     wrap_fx_proxy_cls,
 )
 
 Described = tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]
-_DRAWS = vars(np.random).values()
 _SEEDS = (np.random.seed, np.random.set_state)  # which return nothing
 _AFTER = "_checkmate_numpy_state"  # on Dynamo's graph: NumPy's state after what was drawn for the capture
 
@@ -127,6 +126,10 @@ def _parts(code: types.CodeType) -> tuple[types.CodeType, ...]:
     return (code, *(part for c in within for part in _parts(c)))
 
 
+def _names(function: types.FunctionType) -> set[str]:
+    return {name for code in _parts(function.__code__) for name in code.co_names}
+
+
 @cache
 def _called_by(function: types.FunctionType, owner: type | None) -> tuple[types.FunctionType, ...]:
     """A function, and what it and they name of its module and of the class whose method it is, but for PyTorch's."""
@@ -139,20 +142,6 @@ def _called_by(function: types.FunctionType, owner: type | None) -> tuple[types.
             others += [] if _is_of_torch(method) else [method]
             todo += [other for other in others if isinstance(other, types.FunctionType) and other not in found]
     return tuple(found)
-
-
-def _names(function: types.FunctionType) -> set[str]:
-    return {name for code in _parts(function.__code__) for name in code.co_names}
-
-
-def _held(function: types.FunctionType) -> Iterator[Any]:
-    """What a function holds: of the functions around it, and as defaults of its arguments."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # it is filled later
-            continue
-    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
 def _is_of_torch(value: Any) -> bool:
@@ -170,12 +159,15 @@ def _draws(function: types.FunctionType) -> bool:
 
 
 def _reaches(function: types.FunctionType, module: torch.nn.Module | None) -> Iterator[Any]:
-    """What a function names of its module, holds, and names of the module whose method it is."""
-    yield from (function.__globals__.get(name) for name in _names(function))
-    yield from _held(function)
-    yield from (vars(module).get(name) for name in _names(function) if module is not None)
-    for held in () if module is None else (module._parameters, module._buffers, module._modules):
-        yield from (held.get(name) for name in _names(function))
+    """What a function names of its module and of the module whose method it is, and what it holds."""
+    places: list[dict[str, Any]] = [function.__globals__]
+    if module is not None:
+        places += vars(module), module._parameters, module._buffers, module._modules
+    yield from (place.get(name) for place in places for name in _names(function))
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it is filled later
+            yield cell.cell_contents
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
 def _outside(called: Any) -> Callable[..., Any] | None:
@@ -201,29 +193,19 @@ def _outside(called: Any) -> Callable[..., Any] | None:
     return lambda *args, **kwargs: function(alive(), *args, **kwargs)
 
 
-def _following(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's call of a function of the user's."""
-
-    @wraps(plain)
-    def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        function = _outside(self) if is_ours(tx) else None
-        result = None if function is None else _handed_in(tx, function, args, kwargs)
-        return plain(self, tx, args, kwargs) if result is None else result
-
-    return called
+def _call(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """A function of the user's."""
+    function = _outside(self)
+    result = None if function is None else _handed_in(tx, function, args, kwargs)
+    return plain(self, tx, args, kwargs) if result is None else result
 
 
-def _of_numpy(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's call of a function of NumPy's."""
-
-    @wraps(plain)
-    def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        draws = is_ours(tx) and any(self.value is function for function in _DRAWS)
-        result = _handed_in(tx, self.value, args, kwargs) if draws else None
-        return plain(self, tx, args, kwargs) if result is None else result
-
-    return called
+def _call_numpy(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """A function of NumPy's."""
+    draws = any(self.value is function for function in vars(np.random).values())
+    result = _handed_in(tx, self.value, args, kwargs) if draws else None
+    return plain(self, tx, args, kwargs) if result is None else result
 
 
-wrap("UserFunctionVariable.call_function", _following)
-wrap("NumpyVariable.call_function", _of_numpy)
+follow("UserFunctionVariable.call_function", _call)
+follow("NumpyVariable.call_function", _call_numpy)

@@ -9,10 +9,9 @@ shape. The kernel leaves no workspace where gradients are not enabled, which the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,28 +27,19 @@ from checkmate.torch_internals.dispatcher import (
     _disable_current_modes,
     _DisablePythonDispatcher,
 )
-from checkmate.torch_internals.dynamo import Unsupported, dynamo_config
+from checkmate.torch_internals.dynamo import dynamo_config
 from checkmate.torch_internals.names import put_in_place
 from checkmate.torch_internals.trees import tree_flatten, tree_unflatten
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
-_OF_ONE = re.compile("RNN, GRU, or LSTM|DelayGraphBreakVariable")  # the other says it of an attribute of one
 _NO_KERNEL = "could not create a primitive descriptor"
 
 
 def with_recurrent_modules(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `torch.compile` that captures recurrent modules too.
-
-    Told to only where a capture has met one, since a change of Dynamo's configuration costs time at each call.
-    """
+    """A function of `torch.compile`, called to capture, that captures recurrent modules too."""
 
     @wraps(run)
     def running(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return run(*args, **kwargs)
-        except Unsupported as error:
-            if not _OF_ONE.search(str(error)):
-                raise
         with dynamo_config.patch(allow_rnn=True):
             return run(*args, **kwargs)
 
@@ -66,7 +56,7 @@ def lstm_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
 def _describe(mode: FakeTensorMode, op: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The fake results of one layer: output, hidden state, cell state, workspace."""
     leaves, spec = tree_flatten((args, kwargs))
-    described = tuple(_Shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    described = tuple(_Shape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     size = _workspace_bytes(described, spec)
     with mode:
         *results, empty = mkldnn_rnn_layer(*args, **kwargs)
@@ -83,20 +73,15 @@ def _describe_backward(mode: FakeTensorMode, op: Any, *args: Any, **kwargs: Any)
         return tuple(gradient.new_empty(gradient.shape, dtype=torch.float32) for gradient in gradients)
 
 
-class _Shape(tuple[Any, ...]):
-    """The shape and type of a tensor."""
-
-    def __new__(cls, tensor: Tensor) -> _Shape:
-        return super().__new__(cls, (tuple(tensor.shape), tensor.dtype))
-
-    def zeros(self) -> Tensor:
-        return torch.zeros(self[0], dtype=self[1], device="cpu")
+class _Shape(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @cache
 def _workspace_bytes(described: tuple[Any, ...], spec: Any) -> int:
     with _disable_current_modes(), _DisablePythonDispatcher():
-        leaves = [leaf.zeros() if isinstance(leaf, _Shape) else leaf for leaf in described]
+        leaves = [torch.zeros(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, _Shape) else x for x in described]
         args, kwargs = tree_unflatten(leaves, spec)
         try:
             return int(lstm_layer(*args, **kwargs)[3].nbytes)

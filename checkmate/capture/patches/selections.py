@@ -23,16 +23,14 @@ from typing import Any
 import torch
 
 from checkmate.capture.patches.branches import decide, value_now
-from checkmate.capture.patches.is_compiling import Answer, answer_of
+from checkmate.capture.patches.ours import Answer, answer_now, follow, follow_function, follow_method
 from checkmate.capture.questions import CannotTellError
 from checkmate.torch_internals.dynamo import (
     BuiltinVariable,
-    TorchInGraphFunctionVariable,
+    TensorVariable,
     TupleVariable,
     VariableTracker,
-    wrap,
     wrap_fx_proxy,
-    wrap_tensor_method,
 )
 from checkmate.torch_internals.names import put_in_place
 
@@ -77,69 +75,51 @@ def _is_mask(value: Any) -> bool:
 
 def _places(tx: Any, mask: Any) -> Any:
     """Where a mask, or any tensor, is not zero: int64, (number of places, dimensions); None: that is not known."""
-    answer = answer_of(tx.output.compiler_fn)
-    if answer is None or not mask.ndim:
+    if not mask.ndim:
         return None
+    try:
+        value_now(tx, mask.as_proxy().node)
+    except CannotTellError:
+        return None
+    answer: Any = answer_now()
+    answer.may_ask_sizes = True
     if not answer.asks_sizes:
-        answer.may_ask_sizes = answer.may_ask_sizes or _is_known(tx, mask)
         return None
-    if not _is_known(tx, mask):
-        return None
-    count = mask.call_method(tx, "count_nonzero", [], {})
-    size = decide(tx, count, int)
+    size = decide(tx, mask.call_method(tx, "count_nonzero", [], {}), int)
     return wrap_fx_proxy(
         tx, tx.output.create_proxy("call_function", torch.nonzero_static, (mask.as_proxy(),), {"size": size})
     )
 
 
-def _is_known(tx: Any, mask: Any) -> bool:
-    try:
-        value_now(tx, mask.as_proxy().node)
-    except CannotTellError:
-        return False
-    return True
-
-
 def _by_place(tx: Any, key: Any) -> Any:
     """An index with places where it has masks; None: it has none that is known."""
+    key = key.realize()
     indices: list[Any] = []
     found = False
-    for index in _indices(key):
-        places = _places(tx, index) if _is_mask(index) else None
-        found = found or places is not None
-        columns = places and places.call_method(tx, "unbind", [VariableTracker.build(tx, 1)], {})
+    for index in [item.realize() for item in (key.items if isinstance(key, TupleVariable) else [key])]:
+        columns = _columns(tx, _places(tx, index)) if _is_mask(index) else None
+        found = found or columns is not None
         indices += [index] if columns is None else columns.items
     return TupleVariable(indices) if found else None
 
 
-def _indices(key: Any) -> list[Any]:
-    key = key.realize()
-    return [item.realize() for item in (key.items if isinstance(key, TupleVariable) else [key])]
+def _columns(tx: Any, places: Any) -> Any:
+    return None if places is None else places.call_method(tx, "unbind", [VariableTracker.build(tx, 1)], {})
 
 
-def _getting(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's call of what Python builds in, which may be ``x[index]``."""
-
-    @wraps(plain)
-    def got(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn is operator.getitem and args[0].is_tensor():
-            args = [args[0], _by_place(tx, args[1]) or args[1]]
-        return plain(self, tx, args, kwargs)
-
-    return got
+def _call_operator(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """An operator, which may be ``x[index]``."""
+    if self.fn is operator.getitem and args[0].is_tensor():
+        args = [args[0], _by_place(tx, args[1]) or args[1]]
+    return plain(self, tx, args, kwargs)
 
 
-def _setting(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's ``x[mask] = y``, where there may be a y for each element that is true."""
-
-    @wraps(plain)
-    def set_(self: Any, tx: Any, key: Any, value: Any) -> Any:
-        value = value.realize()
-        if value.is_tensor() and value.ndim:
-            key = _by_place(tx, key) or key
-        return plain(self, tx, key, value)
-
-    return set_
+def _set(plain: Callable[..., Any], self: Any, tx: Any, key: Any, value: Any) -> Any:
+    """``x[mask] = y``, where there may be a y for each element that is true."""
+    value = value.realize()
+    if value.is_tensor() and value.ndim:
+        key = _by_place(tx, key) or key
+    return plain(self, tx, key, value)
 
 
 def _select(tx: Any, x: Any, mask: Any) -> Any:
@@ -153,43 +133,27 @@ def _select(tx: Any, x: Any, mask: Any) -> Any:
 def _place(tx: Any, mask: Any, as_tuple: Any = None) -> Any:
     """``mask.nonzero()``."""
     places = _places(tx, mask.realize())
-    if places is None or as_tuple is None or not as_tuple.as_python_constant():
-        return places
-    return places.call_method(tx, "unbind", [VariableTracker.build(tx, 1)], {})
+    return _columns(tx, places) if as_tuple is not None and as_tuple.as_python_constant() else places
 
 
 def _place_of_true(tx: Any, mask: Any, *others: Any) -> Any:
     """``torch.where(mask)``."""
-    return None if others else _place(tx, mask, VariableTracker.build(tx, True))
+    return None if others else _columns(tx, _places(tx, mask))
 
 
-def _method(call: Callable[..., Any], plain: Callable[..., Any] | None) -> Callable[..., Any]:
-    def called(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        result = call(tx, self, *args, **kwargs)
-        return plain(self, tx, *args, **kwargs) if result is None and plain is not None else result
-
-    return called
-
-
-def _function(call: Callable[..., Any], plain: Callable[..., Any] | None) -> Callable[..., Any]:
-    def called(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        is_known = len(args) > 0 and "out" not in kwargs and args[0].realize().is_tensor()
-        result = call(tx, args[0].realize(), *args[1:], **kwargs) if is_known else None
-        return plain(self, tx, *args, **kwargs) if result is None and plain is not None else result
-
-    return called
+def _called(how: Callable[..., Any], plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """One of these functions; ``self`` is a tensor where it is called as its method."""
+    given = [self, *args] if isinstance(self, TensorVariable) else [args[0].realize(), *args[1:]] if args else []
+    is_known = given and "out" not in kwargs and given[0].is_tensor()
+    result = how(tx, *given, **kwargs) if is_known else None
+    return plain(self, tx, *args, **kwargs) if result is None else result
 
 
-def _install() -> None:
-    wrap("BuiltinVariable._handle_insert_op_in_graph", _getting)
-    BuiltinVariable.call_function_handler_cache.clear()  # of methods as they were
-    wrap_tensor_method("__setitem__", _setting)
-    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
-    functions: dict[Any, Callable[..., Any]] = {torch.masked_select: _select, torch.nonzero: _place}
-    for function, call in functions.items():
-        wrap_tensor_method(function.__name__, partial(_method, call))
-    for function, call in {**functions, torch.where: _place_of_true}.items():
-        handlers[function] = _function(call, handlers.get(function))
-
-
-put_in_place("selections by masks", _install)
+follow("BuiltinVariable._handle_insert_op_in_graph", _call_operator)
+put_in_place("x[mask]", BuiltinVariable.call_function_handler_cache.clear)  # of methods as they were
+follow_method("__setitem__", _set)
+_FUNCTIONS: dict[Any, Any] = {torch.masked_select: _select, torch.nonzero: _place, torch.where: _place_of_true}
+for function, how in _FUNCTIONS.items():
+    follow_function(function, partial(_called, how))
+    if function is not torch.where:
+        follow_method(function.__name__, partial(_called, how))

@@ -27,7 +27,7 @@ from torch import fx, nn
 from checkmate.capture.dependencies import is_write, written_by
 from checkmate.capture.device import main_device, random_states
 from checkmate.capture.earlier_draws import CannotTellError, draws_of
-from checkmate.capture.patches.branches import is_ours
+from checkmate.capture.patches.ours import follow
 from checkmate.torch_internals.dynamo import (
     AttributeMutationNew,
     ConstantVariable,
@@ -35,7 +35,6 @@ from checkmate.torch_internals.dynamo import (
     UnspecializedNNModuleVariable,
     Unsupported,
     ValueMutationNew,
-    wrap,
 )
 
 _ENDS = re.compile(r"`R?lock` context manager|Parameter\(\)` constructor")
@@ -88,23 +87,16 @@ def _put_back_on_failure(modules: list[nn.Module]) -> Iterator[None]:
         raise
 
 
-def _noting(inline: Any) -> Any:
-    """Dynamo's capture of a function that is called: what sets up is noted in the error that ends the capture there."""
-
-    @wraps(inline)
-    def noted(parent: Any, func: Any, args: Any, kwargs: Any, *others: Any, **options: Any) -> Any:
-        call = _as_called(func, args) if is_ours(parent) and not kwargs else None
-        if call is None or not _changes_nothing(parent):
-            return inline(parent, func, args, kwargs, *others, **options)
-        before = [*parent.output.current_tracer.graph.nodes]
-        try:
-            return inline(parent, func, args, kwargs, *others, **options)
-        except Unsupported as error:
-            if _ENDS.search(str(error)) and _may_wait(before, parent.output.nn_modules):
-                error.sets_up = call  # that of the outermost is the last
-            raise
-
-    return noted
+def _inline(plain: Any, parent: Any, func: Any, args: Any, kwargs: Any, *others: Any, **options: Any) -> Any:
+    """A function is called: what sets up is noted in the error that ends the capture there."""
+    call = None if kwargs else _as_called(func, args)
+    before = [*parent.output.current_tracer.graph.nodes] if call and _changes_nothing(parent) else None
+    try:
+        return plain(parent, func, args, kwargs, *others, **options)
+    except Unsupported as error:
+        if before is not None and _ENDS.search(str(error)) and _may_wait(before, parent.output.nn_modules):
+            error.sets_up = call  # that of the outermost is the last
+        raise
 
 
 def _as_called(func: Any, args: Any) -> _Call | None:
@@ -163,4 +155,4 @@ def _may_wait(nodes: list[fx.Node], attributes: Any) -> bool:
         return False
 
 
-wrap("InliningInstructionTranslator.inline_call", _noting)
+follow("InliningInstructionTranslator.inline_call", _inline)

@@ -14,7 +14,9 @@ from checkmate.capture.patches import OURS, PATCHES, PROCESS, WITHIN
 from tests.support.processes import run_python
 
 FOLDER = Path(room.__file__).parent
-FILES = [file.relative_to(FOLDER).with_suffix("") for file in FOLDER.rglob("*.py") if file.stem != "__init__"]
+FILES = [
+    file.relative_to(FOLDER).with_suffix("") for file in FOLDER.rglob("*.py") if file.stem not in ("__init__", "ours")
+]
 MODULES = {".".join(file.parts) for file in FILES}
 
 

@@ -32,7 +32,7 @@ def _group_norm_backward(given: Mapping[str, Any]) -> Types:
 
 
 def _batch_norm(given: Mapping[str, Any]) -> Types:
-    running = given["running_mean"], given["running_var"]
+    running = [given[name] for name in ("running_mean", "running_var") if name in given]
     made = _statistics(given["input"], given["weight"], given["bias"], *running)
     return [None, made, made, *(t.dtype for t in running)]
 
@@ -42,6 +42,7 @@ _TYPES: dict[Any, Callable[[Mapping[str, Any]], Types]] = {
     aten.native_group_norm.default: _layer_or_group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm,
 }
 MAKES_STATISTICS = _TYPES.keys()
 

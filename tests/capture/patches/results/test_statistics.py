@@ -47,6 +47,9 @@ CALLS: dict[str, Callable[[torch.dtype, torch.dtype], tuple[Tensor | None, ...]]
     "batch without parameters": lambda x, w: aten._native_batch_norm_legit_functional(
         _ones(x, *GROUPS), None, None, _ones(w, 8), _ones(w, 8), True, 0.1, 1e-5
     ),
+    "batch without statistics": lambda x, w: aten._native_batch_norm_legit.no_stats(
+        _ones(x, *GROUPS), _ones(w, 8), _ones(w, 8), True, 0.1, 1e-5
+    ),
 }
 
 

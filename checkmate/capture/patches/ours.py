@@ -1,0 +1,80 @@
+"""Have Dynamo follow code in a way of ours where one of our backends captures, and in its own way everywhere else.
+
+A handler of ours is called as Dynamo's, with that one in front of its arguments: ``ours(plain, self, tx, ...)``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+from checkmate.torch_internals.dynamo import (
+    InstructionTranslator,
+    TorchInGraphFunctionVariable,
+    wrap,
+    wrap_tensor_method,
+)
+from checkmate.torch_internals.names import put_in_place
+
+Handler = Callable[..., Any]
+
+
+@dataclass(eq=False)
+class Answer:
+    """An attribute ``answer`` of a backend of `torch.compile`, by which it is ours: what its captures remember."""
+
+    compiled: set[str] = field(default_factory=set)  # places that are told that they are compiled
+    asked: dict[str, None] = field(default_factory=dict)  # in this capture, in order of the last time
+    said: set[Any] = field(default_factory=set)  # what captured code has logged or printed
+    asks_sizes: bool = False  # asked before a step: how much masks select, integers that are read
+    may_ask_sizes: bool = False  # in this capture there were such that are known before it
+
+
+def answer_now() -> Answer | None:
+    """That of the backend that captures, within whatever PyTorch has wrapped around it; None: it is not ours."""
+    compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
+    while compiler is not None:
+        if isinstance(answer := getattr(compiler, "answer", None), Answer):
+            return answer
+        compiler = getattr(compiler, "__wrapped__", None) or getattr(compiler, "compiler_fn", None)
+    return None
+
+
+def only_ours(ours: Handler, plain: Handler | None) -> Handler:
+    """A handler that is ours in what our backends capture, and else Dynamo's; of some functions it has none."""
+    theirs = plain or _as_any
+
+    @wraps(theirs)
+    def handled(*args: Any, **kwargs: Any) -> Any:
+        return theirs(*args, **kwargs) if answer_now() is None else ours(theirs, *args, **kwargs)
+
+    _, *taken = inspect.signature(ours).parameters.values()
+    handled.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+    return handled
+
+
+def _as_any(*args: Any, **kwargs: Any) -> None:
+    """What Dynamo does with a function that it has no handler of: it becomes a node."""
+
+
+def follow(name: str, ours: Handler) -> None:
+    """Follow what a function or method of Dynamo's follows, by its name in `checkmate.torch_internals.dynamo`."""
+    wrap(name, lambda plain: only_ours(ours, plain))
+
+
+def follow_method(name: str, ours: Handler) -> None:
+    """Follow a method of tensors."""
+    put_in_place(f"Tensor.{name}", lambda: wrap_tensor_method(name, lambda plain: only_ours(ours, plain)))
+
+
+def follow_function(function: Handler, ours: Handler) -> None:
+    """Follow a function of PyTorch's."""
+
+    def install() -> None:
+        handlers: dict[Any, Handler] = TorchInGraphFunctionVariable._get_handlers()
+        handlers[function] = only_ours(ours, handlers.get(function))
+
+    put_in_place(f"torch's {function.__name__}", install)

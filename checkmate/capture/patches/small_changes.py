@@ -1,0 +1,124 @@
+"""Changes to Dynamo of a few lines each, in what our backends capture; but for guards, which are the process's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from checkmate.capture.patches.ours import follow, follow_function, follow_method
+from checkmate.torch_internals.dynamo import (
+    FakeTensorObservedException,
+    NullContextVariable,
+    TorchRuntimeError,
+    dynamo_config,
+    unimplemented,
+)
+from checkmate.torch_internals.kernels import _foreach_lerp_, _foreach_pow
+from checkmate.torch_internals.names import put_in_place
+
+Plain = Callable[..., Any]
+_CONVERT = {
+    *("to", "type", "type_as", "contiguous", "cpu", "cuda", "bool", "byte", "char", "short", "int", "long"),
+    *("half", "bfloat16", "float", "double"),
+}
+_CHANGE_SHAPES = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"}  # methods
+
+
+def _guard_each_parameter() -> None:
+    """PyTorch 2.11 takes a tensor for what it was where nobody has written to the dictionary that holds it.
+
+    It would run what was captured before a parameter was frozen or thawed in place. Later versions look, and leave out
+    the shortcut past whole modules that goes with it, by which the versions are told apart here.
+    """
+    if dynamo_config.use_recursive_dict_tags_for_guards:
+        dynamo_config.use_recursive_dict_tags_for_guards = False
+        dynamo_config.skip_tensor_guards_with_matching_dict_tags = False
+
+
+def _convert(plain: Plain, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Where there is nothing to convert, ``x.to(x.dtype)`` is ``x``, as in plain PyTorch.
+
+    Dynamo makes another object of it, which has lost what Python keeps with the tensor: assigned again to the name of
+    an `torch.nn.Buffer`, as models do that move it to where their input is, it no longer says whether it is persistent,
+    and the assignment is refused.
+    """
+    result = plain(self, tx, name, args, kwargs)
+    if name in _CONVERT and type(result) is type(self) and _example(result) is _example(self):
+        return self
+    return result
+
+
+def _example(variable: Any) -> Any:
+    return variable.as_proxy().node.meta["example_value"]
+
+
+def _leave_whole(plain: Plain, self: Any, tx: Any, *args: Any, **kwargs: Any) -> None:
+    """Dynamo takes some ops apart, so that a number they take may be a tensor: the parts round otherwise.
+
+    ``addcdiv`` with a ``value`` becomes a quotient, a product and a sum.
+    """
+
+
+def _pass_over_flags(plain: Plain, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.backends.cudnn.flags``; None: it is refused, as the kernels run later, without them."""
+    described = [n.meta.get("example_value") for n in tx.output.graph.nodes]
+    on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in described)
+    return None if on_gpu else NullContextVariable()
+
+
+def _drop_of_nothing(plain: Plain, self: Any, tx: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Dropout of no elements is the tensor itself, of a type that has no draws, too; None: there are some."""
+    x = kwargs.get("input", x)
+    if x is None or not x.is_tensor() or not x.realize().valid_size():
+        return None
+    return x if any(type(n) is int and n == 0 for n in x.realize().size) else None
+
+
+def _describe(plain: Plain, node: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """Errors that PyTorch's fake tensors have and its kernels may not have are refusals, which say so.
+
+    A fake tensor is made again from its base by the views that led to it, and a change of shape in place, as by
+    ``unsqueeze_``, is left out: a later write to such a view fails. And of tensors without elements, which many kernels
+    return at once, the description of an op may check more than the kernel.
+    """
+    given = node.all_input_nodes
+    try:
+        return plain(node, tx, *args, **kwargs)
+    except (IndexError, TorchRuntimeError, FakeTensorObservedException) as error:
+        reason = _reason(given, tx, error)
+        if reason is None:
+            raise
+        why = f"PyTorch says: {_said(error)}. {reason}"
+        unimplemented(gb_type="What an op makes cannot be told", context=str(error), explanation=why, hints=[])
+
+
+def _reason(given: list[Any], tx: Any, error: Exception) -> str | None:
+    """Why a kernel may not have this error; None: nothing says that it has not."""
+    nodes = [n for graph in (tx.output.current_tracer.graph, tx.output.root_tracer.graph) for n in graph.nodes]
+    changes = [n.target for n in nodes if n.target in _CHANGE_SHAPES]
+    if changes and (isinstance(error, IndexError) or tx.output.current_tracer.parent is not None):  # within a function
+        return f"Before, {changes[0]} changed the shape of a tensor in place."
+    described = [n.meta.get("example_value") for n in given]
+    is_empty = any(isinstance(x, torch.Tensor) and any(type(n) is int and n == 0 for n in x.shape) for x in described)
+    return "It is given a tensor of no elements." if is_empty else None
+
+
+def _said(error: Exception) -> str:
+    """PyTorch's own sentence."""
+    text = str(error)
+    _, found, quoted = text.partition("got RuntimeError(")
+    return (quoted.split("\n")[0].strip(")'\"") if found else text.split("\n")[0]).rstrip(".')\"")
+
+
+put_in_place("guards of parameters", _guard_each_parameter)
+follow("TensorVariable.call_method", _convert)
+follow("get_fake_value", _describe)
+follow_function(torch.backends.cudnn.flags, _pass_over_flags)
+for dropout in (torch.dropout, torch.nn.functional.dropout):
+    follow_function(dropout, _drop_of_nothing)
+for whole in (torch.addcdiv, _foreach_lerp_, _foreach_pow):
+    follow_function(whole, _leave_whole)
+for method in ("add_", "addcmul_", "addcdiv_"):
+    follow_method(method, _leave_whole)
