@@ -11,22 +11,22 @@ import functools
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
+from typing_extensions import Unpack
 
 from checkmate.backends import ranks
 from checkmate.backends.plan_on import Planning
-from checkmate.backends.planner import MOST_PLANS, Memory, Numerics, Options, Wait
+from checkmate.backends.planner import Bytes, Options, StepOptions
 from checkmate.backends.state import modules_within
 from checkmate.compiler import CompiledStep, new_backend, refuse_what_is_no_step
-from checkmate.core.rules import Rules
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory.report import ArenaReport
-from checkmate.profiling.profilers import Choice
 from checkmate.torch_internals.trees import tree_map_only
 from checkmate.torch_internals.versions import is_tried
 from checkmate.updates import averaging, scaling
@@ -42,7 +42,7 @@ from checkmate.verification.whole_steps import compare_whole
 def training_step(
     loss_fn: Callable[..., Any],
     optimizer: optim.Optimizer | Iterable[optim.Optimizer],
-    budget: int | float | str,
+    budget: Bytes,
     *,
     clip_norm: float | None = None,
     norm_type: float = 2.0,
@@ -53,19 +53,7 @@ def training_step(
     ema: tuple[AveragedModel, nn.Module] | None = None,
     process_group: Any = False,
     gradients: bool = False,
-    verify: bool | None = None,
-    method: str = "auto",
-    time_limit: float = 60.0,
-    reserve: int | float | str = 0,
-    profile: Choice = "measure",
-    cache: bool = True,
-    max_plans: int = MOST_PLANS,
-    memory: Memory | None = None,
-    wait: Wait = "first",
-    rules: Rules | None = None,
-    host_budget: int | float | str | None = None,
-    host: str | None = None,
-    numerics: Numerics = "exact",
+    **options: Unpack[StepOptions],
 ) -> TrainingStep:
     """Make a whole training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -166,15 +154,12 @@ def training_step(
         average=None if ema is None else averaging.checked(ema),
         exchange=exchange_of(modules, process_group, optimizers),
     )
-    about: dict[str, Any] = {"profile": profile, "cache": cache, "max_plans": max_plans, "memory": memory}
-    about |= {"host_budget": host_budget, "host": host, "numerics": numerics}
-    options = Options(budget, method, time_limit, reserve, wait=wait, rules=rules, **about)
+    asked = Options.of("checkmate.training_step", StepOptions.__optional_keys__, options, budget)
     is_one_call = accumulate == 1 and updates.scaling is None and updates.average is None
-    if verify and not is_one_call:
+    if asked.verify and not is_one_call:
         raise ValueError("verify=True compares one call and its update, without accumulate, scaler or ema.")
-    if verify is None:
-        verify = not is_tried() and is_one_call
-    return TrainingStep(loss_fn, updates, accumulate, options, verify=verify)
+    verify = not is_tried() and is_one_call if asked.verify is None else asked.verify
+    return TrainingStep(loss_fn, updates, accumulate, replace(asked, verify=False), verify=verify)
 
 
 class TrainingStep:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from checkmate.backends.planner import Numerics, may_round, second_memories
+from checkmate.backends.planner import Bytes, Numerics, Options
 from checkmate.batch import LARGEST, TIME_LIMIT
 from checkmate.batch.bracket import AUTO, KEEP_ALL, Attempt, Hunt, spread_sizes
 from checkmate.batch.interpolation import (
@@ -55,7 +55,7 @@ ROUNDS = 4  # of measuring and making room for what was above the prediction
 def max_batch_size(
     make_step: Callable[..., Any] | nn.Module,
     make_batch: Callable[[int], Any],
-    budget: int | float | str,
+    budget: Bytes,
     *,
     max_overhead: Overhead = ONE_FORWARD,
     baselines: bool | Sequence[str] = False,
@@ -65,7 +65,7 @@ def max_batch_size(
     smallest: int = 1,
     largest: int = LARGEST,
     time_limit: float = TIME_LIMIT,
-    host_budget: int | float | str | None = None,
+    host_budget: Bytes | None = None,
     host: Host | str | None = None,
     numerics: Numerics = "exact",
 ) -> LargestBatch:
@@ -112,9 +112,14 @@ def max_batch_size(
     names = _checked(baselines, smallest, largest, time_limit)
     check_overhead(max_overhead)
     total = parse_bytes(budget)
-    _check_host(host, host_budget, measure)
-    may_round(numerics)
-    steps = SizedSteps(maker_of(make_step), make_batch, profile, cache, host, host_budget, numerics)
+    known, asked = (host, None) if isinstance(host, Host) else (None, host)
+    if known is not None and host_budget is not None:
+        raise ValueError(f"A checkmate.Host has a budget, here {format_bytes(known.budget)}: leave host_budget out.")
+    costs: dict[str, Any] = {"profile": profile, "cache": cache, "numerics": numerics}
+    options = Options(**costs, host=asked, host_budget=host_budget)
+    if measure and (host is not None or host_budget is not None):
+        raise ValueError("measure=True runs plans without a second memory: compile the step of the answer to run it.")
+    steps = SizedSteps(maker_of(make_step), make_batch, options, known)
     search = _Search(Family(steps.problem), total, max_overhead, smallest, largest, time_limit)
     if measure:
         real_tensors(*steps.make(smallest))
@@ -156,17 +161,6 @@ def _checked(baselines: bool | Sequence[str], smallest: int, largest: int, time_
     for name in names:
         check_method(name, {})
     return names
-
-
-def _check_host(host: Host | str | None, host_budget: int | float | str | None, measure: bool) -> None:
-    """What is wrong with a second memory is no fault of a size."""
-    if isinstance(host, Host):
-        if host_budget is not None:
-            raise ValueError(f"A checkmate.Host has a budget, here {format_bytes(host.budget)}: leave host_budget out.")
-    else:
-        second_memories(host, host_budget, cache=False)
-    if measure and (host is not None or host_budget is not None):
-        raise ValueError("measure=True runs plans without a second memory: compile the step of the answer to run it.")
 
 
 class _Search:
