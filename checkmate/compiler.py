@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from typing import Any, Generic, TypeVar, overload
 
@@ -18,9 +18,9 @@ from checkmate.backends.captures import Captures, capture
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, refuse_lazy
 from checkmate.backends.inductor import Inductor, lower, require_compiler
-from checkmate.backends.plan_on import Planning
 from checkmate.backends.planner import OF_VERIFY, Bytes, CompileOptions, Options, Planner
 from checkmate.backends.static_memory import arenas
+from checkmate.backends.taking_over import Planning
 from checkmate.codegen.result_hooks import watch_backward
 from checkmate.codegen.second_memory import SecondMemories
 from checkmate.core.solution import Solution
@@ -212,29 +212,23 @@ def new_backend(options: Options, updates: Insert | None = None, elsewhere: Seco
     return Inductor(planner.plan, lower, profile=find_costs, block_bytes=block_bytes, budget=limit)
 
 
-class CompiledStep(Generic[P, R]):
-    """A function with a plan for each graph that was captured of it. Made by `compile`."""
+class Planned:
+    """What is known of the plans of a step, whose code one backend or several have made."""
 
-    def __init__(self, fn: Callable[P, R], options: Options, backend: Backend | None = None) -> None:
-        self._fn, self._options = fn, options
-        self._backend = new_backend(options) if backend is None else backend
-        self._verify = options.verify
-        self._run = Captures(fn, self._backend, options.max_plans)
-        if self._verify is None and not is_tried():
-            self._run.before = self._compare_if_it_fits
-        self._ready = False
-        functools.update_wrapper(self, fn, updated=())
+    _backends: Sequence[Backend]
 
     @property
     def plans(self) -> list[Solution]:
-        """The `Solution` of each captured graph that is kept, in the order of capture."""
-        return self._backend.plans
+        """The `Solution` of each captured graph that is kept, in the order of capture.
+
+        With ``accumulate`` those of all calls but the last of an update come first.
+        """
+        return [plan for backend in self._backends for plan in backend.plans]
 
     @property
     def planning(self) -> list[Planning]:
         """What is known of each plan in ``plans``: its cost and bound, and whether a better one may still come."""
-        going = {id(one.plan): one.known for one in self._backend.open}
-        return [going.get(id(plan)) or Planning.of(plan) for plan in self.plans]
+        return [one.known for backend in self._backends for one in backend.running]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until planning has ended, so many seconds at most, and tell whether it has.
@@ -242,15 +236,30 @@ class CompiledStep(Generic[P, R]):
         What it has found takes over at the next call. Ctrl-C ends the waiting, not the planning.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        for going in [*self._backend.open]:
-            if not going.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+        for one in [one for backend in self._backends for one in backend.running]:
+            if not one.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 return False
         return True
 
     def memory(self) -> ArenaReport:
         """What the arenas of this step did when it last ran, and what waited elsewhere; it prints as a table."""
-        elsewhere = self._backend.elsewhere
-        return report(self._backend.arenas, () if elsewhere is None else elsewhere.uses())
+        elsewhere = self._backends[0].elsewhere  # all of a step have one
+        arenas = (arena for backend in self._backends for arena in backend.arenas)
+        return report(arenas, () if elsewhere is None else elsewhere.uses())
+
+
+class CompiledStep(Planned, Generic[P, R]):
+    """A function with a plan for each graph that was captured of it. Made by `compile`."""
+
+    def __init__(self, fn: Callable[P, R], options: Options, backend: Backend | None = None) -> None:
+        self._fn, self._options = fn, options
+        self._backend = new_backend(options) if backend is None else backend
+        self._backends, self._verify = [self._backend], options.verify
+        self._run = Captures(fn, self._backend, options.max_plans)
+        if self._verify is None and not is_tried():
+            self._run.before = self._compare_if_it_fits
+        self._ready = False
+        functools.update_wrapper(self, fn, updated=())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _compile, (self._fn, self._options)

@@ -1,4 +1,4 @@
-"""A captured step as a problem, and the same step with ops in parts, for budgets that no plan of the whole fits.
+"""A captured step with ops in parts, for budgets that no plan of the whole fits.
 
 That is found out only when it is asked for: each further split is captured, tried and measured when a solver has no
 plan for the one before, so that a step whose budget needs none pays nothing.
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.backends.step_problem import joint_of
 from checkmate.capture.joint import Joint
 from checkmate.capture.provenance import where
 from checkmate.capture.splits import equal_bits
@@ -27,10 +28,6 @@ from checkmate.capture.splits.parts import InParts
 from checkmate.capture.splits.trial import inputs_of, same_bits_in_parts
 from checkmate.capture.splits.write_loss import Split, in_parts, splits_of
 from checkmate.capture.ways.batch_norm import gradient_of_input
-from checkmate.codegen.emit import Begin, emit
-from checkmate.codegen.transfers import no_second_memory
-from checkmate.codegen.writing_over import Positions
-from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.errors import Unsupported
 
@@ -39,25 +36,6 @@ log = logging.getLogger("checkmate.backends.in_parts")
 MOST_TIMES = 8  # that regions are split until that gains
 IN_VAIN = 2  # times that a region is split without gain: then there is to be another one in its place
 GAIN = 0.01  # of the bytes that no plan goes below: a split that saves less is none
-
-
-@dataclass(frozen=True, eq=False)
-class Write:
-    """Writes the modules of a plan of a captured step."""
-
-    joint: Joint
-    over: Positions  # which argument an op writes over that writes over a value
-    begin: Begin = no_second_memory  # what a forward calls that sends values
-
-    def __call__(self, plan: Plan) -> Any:
-        """The two modules."""
-        return emit(self.joint, plan, self.over, begin=self.begin)
-
-
-def joint_of(problem: Problem) -> Joint:
-    """The captured step that a problem is of."""
-    assert isinstance(problem.emit, Write)
-    return problem.emit.joint
 
 
 @dataclass(frozen=True, eq=False)
