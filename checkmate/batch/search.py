@@ -123,7 +123,7 @@ def max_batch_size(
     search = _Search(Family(steps.problem), total, max_overhead, smallest, largest, time_limit)
     if measure:
         real_tensors(*steps.make(smallest))
-    with showing(search.text, share=search.share):
+    with showing(search.text, share=lambda: search.seconds / time_limit):
         measured = _found(search, steps if measure else None)
         search.compare(names)
         search.draw()
@@ -177,19 +177,20 @@ class _Search:
         self.kept_in_time = True  # its search came to its end
         self.best: Attempt | None = None
         self.beyond: Attempt | None = None
-        self.baselines: dict[str, SizePoint | None] = {}
+        self.baselines: dict[str, Attempt | None] = {}
         self.cut_short: list[str] = []  # of the baselines
-        self.points: dict[int, SizePoint] = {}
+        self.points: dict[int, Attempt] = {}  # of the curve
         self.interrupted = False
         self.last = "looking for the largest size"  # what was learnt last, in words
 
+    @property
+    def seconds(self) -> float:
+        """How long it has looked."""
+        return time.perf_counter() - self.began
+
     def text(self) -> str:
         """What the status line shows."""
-        return f"{self.last}, {time.perf_counter() - self.began:.0f} of {self.time_limit:g} s"
-
-    def share(self) -> float:
-        """The part of the time that is over."""
-        return (time.perf_counter() - self.began) / self.time_limit
+        return f"{self.last}, {self.seconds:.0f} of {self.time_limit:g} s"
 
     def note(self, attempt: Attempt) -> None:
         """Log what came of a size."""
@@ -299,10 +300,10 @@ class _Search:
                 return
             share = SHARES["plan"] + (SHARES["baselines"] - SHARES["plan"]) * (i + 1) / len(names)
             if name == KEEP_ALL:
-                self.baselines[name] = None if self.kept is None else _point(self.kept)
+                self.baselines[name] = self.kept
                 continue
             hunt = self._hunt(name, share, sure=False)
-            self.baselines[name] = None if hunt.low is None else _point(hunt.low)
+            self.baselines[name] = hunt.low
             if hunt.low is not None and hunt.low.size > self.answer.size:  # it had time that ours had not
                 self.best = hunt.low
                 if self.beyond is not None and self.beyond.size <= hunt.low.size:
@@ -312,9 +313,7 @@ class _Search:
 
     def draw(self) -> None:
         """Plan sizes up to the answer, and trace the fastest of them."""
-        self.points = {self.answer.size: _point(self.answer)}
-        if self.kept is not None:
-            self.points[self.kept.size] = _point(self.kept)
+        self.points = {one.size: one for one in (self.answer, self.kept) if one is not None}
         kept = 0 if self.kept is None else self.kept.size
         try:
             for size in reversed(spread_sizes(self.smallest, kept, self.answer.size, POINTS)):
@@ -334,8 +333,8 @@ class _Search:
     def _in_time(self) -> bool:
         return not self.interrupted and time.perf_counter() < self._until(1.0)
 
-    def _fastest(self) -> SizePoint:
-        return max(self.points.values(), key=lambda point: point.throughput)
+    def _fastest(self) -> Attempt:
+        return max(self.points.values(), key=lambda one: _point(one).throughput)
 
     def _add(self, size: int, problem: Problem | None, start: Solution | None = None) -> None:
         """Plan a size for the curve, beginning with the plan of the next larger one; no point where none fits."""
@@ -347,15 +346,15 @@ class _Search:
         attempt = Attempt(size, found, most_seconds(problem, self.max_overhead), size in self.family.traced)
         self.note(attempt)
         if attempt.fits:
-            self.points[size] = _point(attempt)
+            self.points[size] = attempt
 
     def result(self, measured: int | None) -> LargestBatch:
         """The answer."""
         self._recall_kept()
         if self.kept is not None:
-            self.points[self.kept.size] = _point(self.kept)
+            self.points[self.kept.size] = self.kept
             if KEEP_ALL in self.baselines:
-                self.baselines[KEEP_ALL] = self.points[self.kept.size]
+                self.baselines[KEEP_ALL] = self.kept
         answer, beyond = self.answer, self.beyond
         if answer.size == self.largest:
             next_size = "asked for no more"
@@ -369,14 +368,14 @@ class _Search:
             solution=answer.solution,
             budget=self.total,
             max_overhead=self.max_overhead,
-            points=tuple(self.points[size] for size in sorted(self.points)),
+            points=tuple(_point(self.points[size]) for size in sorted(self.points)),
             keep_all=None if self.kept is None else self.kept.size,
-            fastest=self._fastest(),
+            fastest=_point(self._fastest()),
             next_size=next_size,
-            baselines=self.baselines,
+            baselines={name: None if one is None else _point(one) for name, one in self.baselines.items()},
             cut_short=(*self.cut_short, *([] if self.kept_in_time else [KEEP_ALL])),
             measured_peak=measured,
-            seconds=time.perf_counter() - self.began,
+            seconds=self.seconds,
             ended="interrupted" if self.interrupted else "time limit" if late else "",
         )
 
