@@ -36,7 +36,7 @@ from benchmarks.networks.resnet import resnet18, resnet50
 from benchmarks.networks.unet import UNet
 from benchmarks.networks.vgg import VGG16
 from benchmarks.networks.vit import ViT
-from checkmate.backends import posed
+from checkmate.backends import step_problem
 from checkmate.capture import rewrite
 from checkmate.core.table import Table
 from checkmate.profiling.roofline import DEVICES
@@ -129,7 +129,7 @@ def plain_problem_of(name: str, device: str = DEVICE) -> checkmate.Problem:
     with (
         patch.object(rewrite, "split_convolutions", lambda *_: None),
         patch.object(rewrite, "forget_inputs", lambda _: None),
-        patch.object(posed, "late_results", lambda graph, **options: None),
+        patch.object(step_problem, "late_results", lambda graph, **options: None),
     ):
         problem = problem_of(name, device)
     return replace(problem, profile=replace(problem.profile, ways=()), smaller=None)

@@ -8,125 +8,83 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from checkmate.core.graph import Graph, Op, Value
-from checkmate.core.host import Host
-from checkmate.core.plan import Plan
-from checkmate.core.problem import Problem, Profile
-from checkmate.core.schedule import Schedule
-from checkmate.core.solution import Solution, Status
-from checkmate.errors import (
-    BudgetError,
-    CheckmateError,
-    HostError,
-    InfeasibleBudget,
-    InvalidProblem,
-    RuleError,
-    SolverError,
-    Unsupported,
-    VerificationError,
-)
-from checkmate.units import parse_bytes
+from checkmate.core.graph import Graph as Graph
+from checkmate.core.graph import Op as Op
+from checkmate.core.graph import Value as Value
+from checkmate.core.host import Host as Host
+from checkmate.core.plan import Plan as Plan
+from checkmate.core.problem import Problem as Problem
+from checkmate.core.problem import Profile as Profile
+from checkmate.core.schedule import Schedule as Schedule
+from checkmate.core.solution import Solution as Solution
+from checkmate.core.solution import Status as Status
+from checkmate.errors import BudgetError as BudgetError
+from checkmate.errors import CheckmateError as CheckmateError
+from checkmate.errors import HostError as HostError
+from checkmate.errors import InfeasibleBudget as InfeasibleBudget
+from checkmate.errors import InvalidProblem as InvalidProblem
+from checkmate.errors import RuleError as RuleError
+from checkmate.errors import SolverError as SolverError
+from checkmate.errors import Unsupported as Unsupported
+from checkmate.errors import VerificationError as VerificationError
+from checkmate.units import parse_bytes as parse_bytes
 from checkmate.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from checkmate import memory as memory
     from checkmate import plot as plot
-    from checkmate.batch.result import LargestBatch
-    from checkmate.batch.search import max_batch_size
-    from checkmate.compiler import compile, verify
-    from checkmate.costs import profile
-    from checkmate.inspection.addresses import Addresses, addresses
-    from checkmate.inspection.difference import Difference, diff
-    from checkmate.inspection.explanation import Explanation
-    from checkmate.inspection.op_costs import Costs
-    from checkmate.inspection.peak import PeakExplanation, explain_peak
-    from checkmate.solvers.catalogue import methods
-    from checkmate.solvers.frontier import Frontier, frontier
-    from checkmate.solvers.search.min_budget import MinBudget, min_budget
-    from checkmate.solvers.solve import solve
-    from checkmate.tags import tag
-    from checkmate.tracing import explain, trace
-    from checkmate.training import TrainingStep, training_step
-    from checkmate.verification.compare import Certificate
-    from checkmate.webpage.page import report
+    from checkmate.batch.result import LargestBatch as LargestBatch
+    from checkmate.batch.search import max_batch_size as max_batch_size
+    from checkmate.compiler import compile as compile
+    from checkmate.compiler import verify as verify
+    from checkmate.costs import profile as profile
+    from checkmate.inspection.addresses import Addresses as Addresses
+    from checkmate.inspection.addresses import addresses as addresses
+    from checkmate.inspection.difference import Difference as Difference
+    from checkmate.inspection.difference import diff as diff
+    from checkmate.inspection.explanation import Explanation as Explanation
+    from checkmate.inspection.op_costs import Costs as Costs
+    from checkmate.inspection.peak import PeakExplanation as PeakExplanation
+    from checkmate.inspection.peak import explain_peak as explain_peak
+    from checkmate.solvers.catalogue import methods as methods
+    from checkmate.solvers.frontier import Frontier as Frontier
+    from checkmate.solvers.frontier import frontier as frontier
+    from checkmate.solvers.search.min_budget import MinBudget as MinBudget
+    from checkmate.solvers.search.min_budget import min_budget as min_budget
+    from checkmate.solvers.solve import solve as solve
+    from checkmate.tags import tag as tag
+    from checkmate.tracing import explain as explain
+    from checkmate.tracing import trace as trace
+    from checkmate.training import TrainingStep as TrainingStep
+    from checkmate.training import training_step as training_step
+    from checkmate.verification.compare import Certificate as Certificate
+    from checkmate.webpage.page import report as report
 
-__all__ = [
-    "Addresses",
-    "BudgetError",
-    "Certificate",
-    "CheckmateError",
-    "Costs",
-    "Difference",
-    "Explanation",
-    "Frontier",
-    "Graph",
-    "Host",
-    "HostError",
-    "InfeasibleBudget",
-    "InvalidProblem",
-    "LargestBatch",
-    "MinBudget",
-    "Op",
-    "PeakExplanation",
-    "Plan",
-    "Problem",
-    "Profile",
-    "RuleError",
-    "Schedule",
-    "Solution",
-    "SolverError",
-    "Status",
-    "TrainingStep",
-    "Unsupported",
-    "Value",
-    "VerificationError",
-    "addresses",
-    "compile",
-    "diff",
-    "explain",
-    "explain_peak",
-    "frontier",
-    "max_batch_size",
-    "methods",
-    "min_budget",
-    "parse_bytes",
-    "profile",
-    "report",
-    "solve",
-    "tag",
-    "trace",
-    "training_step",
-    "verify",
-]
-
-_LAZY = {
-    "Addresses": "checkmate.inspection.addresses",
-    "Certificate": "checkmate.verification.compare",
-    "Costs": "checkmate.inspection.op_costs",
-    "Difference": "checkmate.inspection.difference",
-    "Explanation": "checkmate.inspection.explanation",
-    "Frontier": "checkmate.solvers.frontier",
-    "LargestBatch": "checkmate.batch.result",
-    "MinBudget": "checkmate.solvers.search.min_budget",
-    "PeakExplanation": "checkmate.inspection.peak",
-    "TrainingStep": "checkmate.training",
-    "addresses": "checkmate.inspection.addresses",
-    "compile": "checkmate.compiler",
-    "diff": "checkmate.inspection.difference",
-    "explain": "checkmate.tracing",
-    "explain_peak": "checkmate.inspection.peak",
-    "frontier": "checkmate.solvers.frontier",
-    "max_batch_size": "checkmate.batch.search",
-    "methods": "checkmate.solvers.catalogue",
-    "min_budget": "checkmate.solvers.search.min_budget",
-    "profile": "checkmate.costs",
-    "report": "checkmate.webpage.page",
-    "solve": "checkmate.solvers.solve",
-    "tag": "checkmate.tags",
-    "trace": "checkmate.tracing",
-    "training_step": "checkmate.training",
-    "verify": "checkmate.compiler",
+_LAZY = {  # what needs PyTorch or a solver, and where it is
+    name: f"checkmate.{module}"
+    for module, names in {
+        "batch.result": "LargestBatch",
+        "batch.search": "max_batch_size",
+        "compiler": "compile verify",
+        "costs": "profile",
+        "inspection.addresses": "Addresses addresses",
+        "inspection.difference": "Difference diff",
+        "inspection.explanation": "Explanation",
+        "inspection.op_costs": "Costs",
+        "inspection.peak": "PeakExplanation explain_peak",
+        "solvers.catalogue": "methods",
+        "solvers.frontier": "Frontier frontier",
+        "solvers.search.min_budget": "MinBudget min_budget",
+        "solvers.solve": "solve",
+        "tags": "tag",
+        "tracing": "explain trace",
+        "training": "TrainingStep training_step",
+        "verification.compare": "Certificate",
+        "webpage.page": "report",
+    }.items()
+    for name in names.split()
 }
+__all__ = sorted({*_LAZY, *(name for name, it in vars().items() if getattr(it, "__module__", "").startswith(__name__))})
 
 
 def __getattr__(name: str) -> Any:

@@ -5,29 +5,27 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import nn
-from typing_extensions import ParamSpec
+from typing_extensions import ParamSpec, Unpack
 
 from checkmate.backends import ranks
 from checkmate.backends.captures import Captures, capture
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, refuse_lazy
 from checkmate.backends.inductor import Inductor, lower, require_compiler
-from checkmate.backends.plan_on import Planning
-from checkmate.backends.planner import MOST_PLANS, Code, Memory, Numerics, Options, Planner, Wait, may_round
+from checkmate.backends.planner import OF_VERIFY, Bytes, CompileOptions, Options, Planner
 from checkmate.backends.static_memory import arenas
+from checkmate.backends.taking_over import Planning
 from checkmate.codegen.result_hooks import watch_backward
 from checkmate.codegen.second_memory import SecondMemories
-from checkmate.core.rules import Rules
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory.report import ArenaReport, report
-from checkmate.profiling.profilers import Choice, profiler
 from checkmate.torch_internals.versions import is_tried
 from checkmate.updates.insert import Insert
 from checkmate.verification.compare import Certificate, compare_with_plain
@@ -40,73 +38,25 @@ log = logging.getLogger("checkmate.verification.compare")
 
 @overload
 def compile(  # type: ignore[overload-overlap]  # a module is callable too, and stays what it is
-    fn: M,
-    budget: int | float | str,
-    *,
-    method: str = ...,
-    time_limit: float = ...,
-    reserve: int | float | str = ...,
-    verify: bool | None = ...,
-    profile: Choice = ...,
-    cache: bool = ...,
-    backend: Code = ...,
-    max_plans: int = ...,
-    memory: Memory | None = ...,
-    wait: Wait = ...,
-    rules: Rules | None = ...,
-    host_budget: int | float | str | None = ...,
-    host: str | None = ...,
-    numerics: Numerics = ...,
+    fn: M, budget: Bytes, **options: Unpack[CompileOptions]
 ) -> M: ...
 
 
 @overload
-def compile(
-    fn: Callable[P, R],
-    budget: int | float | str,
-    *,
-    method: str = ...,
-    time_limit: float = ...,
-    reserve: int | float | str = ...,
-    verify: bool | None = ...,
-    profile: Choice = ...,
-    cache: bool = ...,
-    backend: Code = ...,
-    max_plans: int = ...,
-    memory: Memory | None = ...,
-    wait: Wait = ...,
-    rules: Rules | None = ...,
-    host_budget: int | float | str | None = ...,
-    host: str | None = ...,
-    numerics: Numerics = ...,
-) -> CompiledStep[P, R]: ...
+def compile(fn: Callable[P, R], budget: Bytes, **options: Unpack[CompileOptions]) -> CompiledStep[P, R]: ...
 
 
-def compile(
-    fn: Any,
-    budget: int | float | str,
-    *,
-    method: str = "auto",
-    time_limit: float = 60.0,
-    reserve: int | float | str = 0,
-    verify: bool | None = None,
-    profile: Choice = "measure",
-    cache: bool = True,
-    backend: Code = "eager",
-    max_plans: int = MOST_PLANS,
-    memory: Memory | None = None,
-    wait: Wait = "first",
-    rules: Rules | None = None,
-    host_budget: int | float | str | None = None,
-    host: str | None = None,
-    numerics: Numerics = "exact",
-) -> Any:
+def compile(fn: Any, budget: Bytes, **options: Unpack[CompileOptions]) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
     Nothing happens until the first call, which captures the step, measures its ops, plans and generates code. Another
     shape, or a change between training and evaluation, gets a plan of its own; that of a smaller batch is made from the
     one before, in a few seconds at most. Plans are kept on disk: a script that is started again takes them from there.
     Without gradients, under `torch.no_grad` or where nothing needs one, plain PyTorch runs.
+
+    Where nothing is said: ``method="auto", time_limit=60.0, reserve=0, verify=None, profile="measure", cache=True,
+    backend="eager", max_plans=64, memory=None, wait="first", rules=None, host_budget=None, host=None,
+    numerics="exact"``.
 
     Args:
         fn: a module, or any function of tensors; with the loss computed inside it the loss is within the plan too.
@@ -174,6 +124,7 @@ def compile(
         Unsupported: at the first call, if the step cannot be captured as one graph, or runs on several devices; at
             once, if Inductor finds no C++ compiler that works; at a later call, if a number that changes from call to
             call has used up ``max_plans``.
+        TypeError: at once, for another option; it names the nearest.
         VerificationError: at the first call, with ``verify``, if anything differs; at any that captures, without a
             choice, on a version of PyTorch that has not been tried.
         HostError: at a call, if there is no such second memory or no room in it, or it fails; the step has changed
@@ -188,29 +139,10 @@ def compile(
     """
     refuse_what_is_no_step(fn)
     ranks.refuse_wrapped(fn)
-    asked = (budget, method, time_limit, reserve, verify, profile, cache, backend, max_plans, memory, wait, rules)
-    options = Options(*asked, host_budget, host, numerics)
-    return _compile(fn, options)
+    return _compile(fn, Options.of("checkmate.compile", CompileOptions.__optional_keys__, options, budget))
 
 
-def verify(
-    fn: Callable[..., Any],
-    *args: Any,
-    budget: int | float | str,
-    method: str = "auto",
-    time_limit: float = 60.0,
-    reserve: int | float | str = 0,
-    profile: Choice = "measure",
-    cache: bool = True,
-    backend: Code = "eager",
-    memory: Memory | None = None,
-    calls: int = 1,
-    rules: Rules | None = None,
-    host_budget: int | float | str | None = None,
-    host: str | None = None,
-    numerics: Numerics = "exact",
-    **kwargs: Any,
-) -> Certificate:
+def verify(fn: Callable[..., Any], *args: Any, budget: Bytes, calls: int = 1, **kwargs: Any) -> Certificate:
     """Run a step plainly and compiled on your own batch, and certify that nothing differs.
 
     Compared bit by bit are what the step returns, the gradients of all it depends on, its parameters, buffers and
@@ -221,11 +153,11 @@ def verify(
 
     Args:
         fn: a module or function; args, kwargs: a batch for it.
-        budget, method, time_limit, reserve, profile, cache, backend, memory, rules, host_budget, host, numerics: as for
-            `compile`. Compiled by Inductor, a tensor may be as far off as `torch.testing.assert_close` allows of its
-            largest element. Where sums over parts were taken, a gradient may be 16 times as far off as they were when
-            they were tried, of its own or any gradient's largest element, and the certificate says how far it is; all
-            else has the bits of plain PyTorch.
+        budget: as for `compile`; so are method, time_limit, reserve, profile, cache, backend, memory, rules,
+            host_budget, host and numerics, which may be given too. Compiled by Inductor, a tensor may be as far off
+            as `torch.testing.assert_close` allows of its largest element. Where sums over parts were taken, a gradient
+            may be 16 times as far off as they were when they were tried, of its own or any gradient's largest element,
+            and the certificate says how far it is; all else has the bits of plain PyTorch.
         calls: call the step so often before one backward through all its results, as a loss of two batches does. A plan
             is for one call: with more of them the peak is not compared.
 
@@ -242,9 +174,7 @@ def verify(
     """
     refuse_what_is_no_step(fn)
     ranks.refuse_wrapped(fn)
-    about: dict[str, Any] = {"profile": profile, "cache": cache, "backend": backend, "memory": memory, "rules": rules}
-    about |= {"host_budget": host_budget, "host": host, "numerics": numerics}
-    options = Options(budget, method, time_limit, reserve, **about)
+    options = Options.among(OF_VERIFY, kwargs, budget=budget, verify=False, wait="best")
     return CompiledStep(fn, options)._compare(args, kwargs, calls)
 
 
@@ -264,42 +194,41 @@ def new_backend(options: Options, updates: Insert | None = None, elsewhere: Seco
 
     ``elsewhere``: where values may wait; None: in a second memory of its own, if one is asked for.
     """
-    elsewhere = elsewhere or options.elsewhere
-    planner, (find_costs, block_bytes) = Planner(options), profiler(options.profile, cache=options.cache)
+    planner, (find_costs, block_bytes) = Planner(options), options.costs
     if options.backend == "eager":
-        costs: Any = {"profile": find_costs, "block_bytes": block_bytes}
-        new_arena = arenas(options.memory, cache=options.cache)
-        serving: Any = {"new_arena": new_arena, "pools": options.memory == "arena"}
-        serving["rounding"] = may_round(options.numerics)
-        return Backend(planner.plan, **costs, **serving, begin=planner.begin, updates=updates, elsewhere=elsewhere)
+        return Backend(
+            planner.plan,
+            profile=find_costs,
+            block_bytes=block_bytes,
+            new_arena=arenas(options.memory, cache=options.cache),
+            pools=options.memory == "arena",
+            begin=planner.begin,
+            updates=updates,
+            elsewhere=elsewhere or options.elsewhere,
+            rounding=options.rounding,
+        )
     require_compiler()
     limit = options.total - options.set_aside
     return Inductor(planner.plan, lower, profile=find_costs, block_bytes=block_bytes, budget=limit)
 
 
-class CompiledStep(Generic[P, R]):
-    """A function with a plan for each graph that was captured of it. Made by `compile`."""
+class Planned:
+    """What is known of the plans of a step, whose code one backend or several have made."""
 
-    def __init__(self, fn: Callable[P, R], options: Options, backend: Backend | None = None) -> None:
-        self._fn, self._options = fn, options
-        self._backend = new_backend(options) if backend is None else backend
-        self._verify = options.verify
-        self._run = Captures(fn, self._backend, options.max_plans)
-        if self._verify is None and not is_tried():
-            self._run.before = self._compare_if_it_fits
-        self._ready = False
-        functools.update_wrapper(self, fn, updated=())
+    _backends: Sequence[Backend]
 
     @property
     def plans(self) -> list[Solution]:
-        """The `Solution` of each captured graph that is kept, in the order of capture."""
-        return self._backend.plans
+        """The `Solution` of each captured graph that is kept, in the order of capture.
+
+        With ``accumulate`` those of all calls but the last of an update come first.
+        """
+        return [plan for backend in self._backends for plan in backend.plans]
 
     @property
     def planning(self) -> list[Planning]:
         """What is known of each plan in ``plans``: its cost and bound, and whether a better one may still come."""
-        going = {id(one.plan): one.known for one in self._backend.open}
-        return [going.get(id(plan)) or Planning.of(plan) for plan in self.plans]
+        return [one.known for backend in self._backends for one in backend.running]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until planning has ended, so many seconds at most, and tell whether it has.
@@ -307,15 +236,30 @@ class CompiledStep(Generic[P, R]):
         What it has found takes over at the next call. Ctrl-C ends the waiting, not the planning.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        for going in [*self._backend.open]:
-            if not going.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+        for one in [one for backend in self._backends for one in backend.running]:
+            if not one.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 return False
         return True
 
     def memory(self) -> ArenaReport:
         """What the arenas of this step did when it last ran, and what waited elsewhere; it prints as a table."""
-        elsewhere = self._backend.elsewhere
-        return report(self._backend.arenas, () if elsewhere is None else elsewhere.uses())
+        elsewhere = self._backends[0].elsewhere  # all of a step have one
+        arenas = (arena for backend in self._backends for arena in backend.arenas)
+        return report(arenas, () if elsewhere is None else elsewhere.uses())
+
+
+class CompiledStep(Planned, Generic[P, R]):
+    """A function with a plan for each graph that was captured of it. Made by `compile`."""
+
+    def __init__(self, fn: Callable[P, R], options: Options, backend: Backend | None = None) -> None:
+        self._fn, self._options = fn, options
+        self._backend = new_backend(options) if backend is None else backend
+        self._backends, self._verify = [self._backend], options.verify
+        self._run = Captures(fn, self._backend, options.max_plans)
+        if self._verify is None and not is_tried():
+            self._run.before = self._compare_if_it_fits
+        self._ready = False
+        functools.update_wrapper(self, fn, updated=())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _compile, (self._fn, self._options)

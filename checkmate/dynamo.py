@@ -8,15 +8,15 @@ here.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from checkmate.backends.planner import Options, no_option
 from checkmate.capture.meta_tensors import letting_go
 from checkmate.capture.patches.is_compiling import warn
 from checkmate.capture.patches.ours import Answer
@@ -24,7 +24,7 @@ from checkmate.compiler import compile
 from checkmate.errors import Unsupported
 
 log = logging.getLogger("checkmate.dynamo")
-_OPTIONS = [name for name in inspect.signature(compile).parameters if name not in ("fn", "verify", "max_plans")]
+_OPTIONS = [field.name for field in fields(Options) if field.name not in ("verify", "max_plans")]
 
 
 def backend(
@@ -61,9 +61,7 @@ def backend(
         raise ValueError("PyTorch counts here: torch._dynamo.config.recompile_limit is the most kinds of input.")
     for name in options:
         if name not in _OPTIONS:
-            near = difflib.get_close_matches(str(name), _OPTIONS, 1)
-            meant = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(_OPTIONS)}."
-            raise ValueError(f"The backend checkmate has no option {name!r}. {meant}")
+            raise ValueError(no_option("The backend checkmate", name, _OPTIONS))
     if "budget" not in options:
         raise ValueError('The backend checkmate needs a budget: options={"budget": "8 GB"}.')
     _refuse_parts(module, inputs, asked)

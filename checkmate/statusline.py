@@ -13,18 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
-from typing import TypeVar
-
-from typing_extensions import ParamSpec
 
 QUIET_SECONDS = 2.0
 REFRESH_SECONDS = 0.2
 WIDTH, BAR = 60, 8  # columns of all and of the bar
 NAME = "checkmate"
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _allowed: ContextVar[bool] = ContextVar("checkmate_line", default=True)
 _lock = threading.Lock()  # of the line that there is
 _line: _Line | None = None
@@ -49,28 +43,21 @@ def showing(
     if shown is False or (shown is None and not (_allowed.get() and sys.stderr is not None and sys.stderr.isatty())):
         yield
         return
+    global _line  # a terminal has one last line
     part = _Part((lambda: text) if isinstance(text, str) else text, share, name)
-    _enter(part, at_once=shown is True)
+    with _lock:
+        _line = _line or _Line()
+        _line.parts.append(part)
+        if shown:
+            _line.due = 0.0
     try:
         yield
     finally:
-        _leave(part)
-
-
-def at_first(run: Callable[P, R], text: Callable[[], str]) -> Callable[P, R]:
-    """The function, with a status line during its first call."""
-    begun = False
-
-    @wraps(run)
-    def watched(*args: P.args, **kwargs: P.kwargs) -> R:
-        nonlocal begun
-        if begun:
-            return run(*args, **kwargs)
-        begun = True
-        with showing(text):
-            return run(*args, **kwargs)
-
-    return watched
+        with _lock:
+            _line.parts.remove(part)
+            if not _line.parts:
+                _line.close()
+                _line = None
 
 
 @contextmanager
@@ -90,26 +77,6 @@ class _Part:
     text: Callable[[], str]
     share: Callable[[], float] | None
     name: str
-
-
-def _enter(part: _Part, at_once: bool) -> None:
-    global _line  # a terminal has one last line
-    with _lock:
-        if _line is None:
-            _line = _Line()
-        _line.parts.append(part)
-        if at_once:
-            _line.due = 0.0
-
-
-def _leave(part: _Part) -> None:
-    global _line
-    with _lock:
-        assert _line is not None
-        _line.parts.remove(part)
-        if not _line.parts:
-            _line.close()
-            _line = None
 
 
 class _Line:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,46 +12,37 @@ import torch.fx as fx
 from checkmate.backends.captures import capture, drawing_nothing
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, quietly
-from checkmate.backends.planner import Numerics, may_round, second_memories
+from checkmate.backends.planner import OF_EXPLAIN, OF_TRACE, Options
 from checkmate.backends.state import tensors_within, unchanged
 from checkmate.capture.meta_tensors import is_fake, meta_as_cpu
 from checkmate.capture.patches.ours import Answer
 from checkmate.capture.provenance import is_users
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.core.problem import Problem
-from checkmate.core.rules import Rules, check, with_rules
+from checkmate.core.rules import with_rules
 from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError, Unsupported
 from checkmate.inspection.explanation import Break, Explanation, pinned_ops
 from checkmate.profiling.measure import Measure
-from checkmate.profiling.profilers import Choice, profiler
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import solve
 from checkmate.training import TrainingStep
 
 
-def trace(
-    fn: Callable[..., Any],
-    *args: Any,
-    profile: Choice = "measure",
-    cache: bool = True,
-    host_budget: int | float | str | None = None,
-    host: str | None = None,
-    numerics: Numerics = "exact",
-    **kwargs: Any,
-) -> Problem:
+def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
     """Capture a step and find the costs of its ops, without running it: no parameter, buffer or random state changes.
 
     Args:
         fn: a module or function, or a `checkmate.training_step`, whose updates are part of the problem then; args,
-            kwargs: an example batch for it.
-        profile: ``"measure"`` runs each distinct op on its own, on this machine. ``"roofline:NAME"`` runs nothing and
-            estimates for a device of `checkmate.profiling.roofline.DEVICES`, for example ``"roofline:h100"``. The model
-            and the batch may then be on the meta device, or fake tensors, so that a model which fits no memory here can
-            be planned; what is on the meta device is taken to be on the CPU, and its ops are those that run there. A
-            path that ends in ``.json`` is a file of ops measured on another machine, written there by
-            `checkmate.profiling.measure.export`; here, too, nothing runs. An op that can be measured and is not
-            in the file is refused by name. A `Profile` is taken as it is; it must be of this very step.
+            kwargs: an example batch for it, and the options that follow.
+        profile: ``"measure"``, which is taken without a choice, runs each distinct op on its own, on this machine.
+            ``"roofline:NAME"`` runs nothing and estimates for a device of `checkmate.profiling.roofline.DEVICES`, for
+            example ``"roofline:h100"``. The model and the batch may then be on the meta device, or fake tensors, so
+            that a model which fits no memory here can be planned; what is on the meta device is taken to be on the
+            CPU, and its ops are those that run there. A path that ends in ``.json`` is a file of ops measured on
+            another machine, written there by `checkmate.profiling.measure.export`; here, too, nothing runs. An op that
+            can be measured and is not in the file is refused by name. A `Profile` is taken as it is; it must be of
+            this very step.
         cache: take costs that were measured on this machine before, as `compile` does, and keep new ones.
         host_budget, host: a second memory, as for `checkmate.compile`; how fast it is, is measured here.
             `Problem.with_host` takes one of another machine.
@@ -73,8 +64,13 @@ def trace(
     >>> trace(huge, batch, profile="roofline:h100").resident  # bytes, none of them allocated
     10000600576
     """
-    find_costs, block_bytes = profiler(profile, cache=cache)
-    elsewhere, rounding = second_memories(host, host_budget, cache=cache), may_round(numerics)
+    options = Options.among(OF_TRACE, kwargs)
+    return traced(fn, args, kwargs, options)
+
+
+def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Problem:
+    """What `trace` gives for a batch."""
+    find_costs, block_bytes = options.costs
     problems: list[Problem] = []
     as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
     fn, updates = (fn.loss_fn, fn.inserts) if isinstance(fn, TrainingStep) else (fn, None)
@@ -90,8 +86,8 @@ def trace(
             as_captured(),
             nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu(),
         ):
-            about: dict[str, Any] = {"updates": updates, "elsewhere": elsewhere, "rounding": rounding}
-            backend = Backend(keep_all, _stop, find_costs, block_bytes, **about)
+            backend = Backend(keep_all, _stop, find_costs, block_bytes)
+            backend.updates, backend.elsewhere, backend.rounding = updates, options.elsewhere, options.rounding
             capture(fn, backend)(*args, **kwargs)
     except _Captured:
         pass
@@ -109,25 +105,15 @@ def trace(
     return problems[0]
 
 
-def explain(
-    fn: Callable[..., Any],
-    *args: Any,
-    profile: Choice = "measure",
-    cache: bool = True,
-    top: int = 10,
-    rules: Rules | None = None,
-    host_budget: int | float | str | None = None,
-    host: str | None = None,
-    numerics: Numerics = "exact",
-    **kwargs: Any,
-) -> Explanation:
+def explain(fn: Callable[..., Any], *args: Any, top: int = 10, **kwargs: Any) -> Explanation:
     """Say of a step, before any training, what a plan can and cannot do with it. Nothing of the model's state changes.
 
     A step that cannot be captured as one graph raises nothing: the explanation says why. To find all the places where
     it breaks, and not only the first, its forward then runs once, in pieces.
 
     Args:
-        fn: a module, a function or a `checkmate.training_step`; args, kwargs: an example batch for it.
+        fn: a module, a function or a `checkmate.training_step`; args, kwargs: an example batch for it,
+            and the options that follow.
         profile, cache: where costs come from, as for `checkmate.trace`.
         top: how many of the pinned ops are printed.
         rules: as for `checkmate.compile`: it says which ops each is for, and which of these cannot obey it.
@@ -141,18 +127,15 @@ def explain(
     >>> explain(lambda x: model(x).sum().backward(), torch.ones(2, 8)).can_be_planned
     False
     """
-    check({} if rules is None else rules)
-    profiler(profile, cache=cache)  # a profile that there is none of is no fault of the step
-    second_memories(host, host_budget, cache=cache)
-    may_round(numerics)
-    about: dict[str, Any] = {"host_budget": host_budget, "host": host, "numerics": numerics}
+    options = Options.among(OF_EXPLAIN, kwargs)
+    _ = options.costs  # a profile that there is none of is no fault of the step
     try:
-        problem = trace(fn, *args, profile=profile, cache=cache, **about, **kwargs)
+        problem = traced(fn, args, kwargs, options)
     except CheckmateError as error:
         return Explanation((), tuple(_breaks(fn, args, kwargs)), str(error), None, None, top)
     except Exception as error:  # noqa: BLE001  # plain PyTorch fails on this batch as well
         return Explanation((), (), f"{type(error).__name__}: {error}", None, None, top)
-    problem = problem if rules is None else with_rules(problem, rules)
+    problem = problem if options.rules is None else with_rules(problem, options.rules)
     return Explanation(pinned_ops(problem), (), "", problem, min_budget(problem), top)
 
 

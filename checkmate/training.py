@@ -8,25 +8,22 @@ is one graph here and one plan. A gradient is free once its parameter is updated
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
+from typing_extensions import Unpack
 
 from checkmate.backends import ranks
-from checkmate.backends.plan_on import Planning
-from checkmate.backends.planner import MOST_PLANS, Memory, Numerics, Options, Wait
+from checkmate.backends.planner import Bytes, Options, StepOptions
 from checkmate.backends.state import modules_within
-from checkmate.compiler import CompiledStep, new_backend, refuse_what_is_no_step
-from checkmate.core.rules import Rules
+from checkmate.compiler import CompiledStep, Planned, new_backend, refuse_what_is_no_step
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
-from checkmate.memory.report import ArenaReport
-from checkmate.profiling.profilers import Choice
 from checkmate.torch_internals.trees import tree_map_only
 from checkmate.torch_internals.versions import is_tried
 from checkmate.updates import averaging, scaling
@@ -42,7 +39,7 @@ from checkmate.verification.whole_steps import compare_whole
 def training_step(
     loss_fn: Callable[..., Any],
     optimizer: optim.Optimizer | Iterable[optim.Optimizer],
-    budget: int | float | str,
+    budget: Bytes,
     *,
     clip_norm: float | None = None,
     norm_type: float = 2.0,
@@ -53,19 +50,7 @@ def training_step(
     ema: tuple[AveragedModel, nn.Module] | None = None,
     process_group: Any = False,
     gradients: bool = False,
-    verify: bool | None = None,
-    method: str = "auto",
-    time_limit: float = 60.0,
-    reserve: int | float | str = 0,
-    profile: Choice = "measure",
-    cache: bool = True,
-    max_plans: int = MOST_PLANS,
-    memory: Memory | None = None,
-    wait: Wait = "first",
-    rules: Rules | None = None,
-    host_budget: int | float | str | None = None,
-    host: str | None = None,
-    numerics: Numerics = "exact",
+    **options: Unpack[StepOptions],
 ) -> TrainingStep:
     """Make a whole training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
@@ -166,18 +151,15 @@ def training_step(
         average=None if ema is None else averaging.checked(ema),
         exchange=exchange_of(modules, process_group, optimizers),
     )
-    about: dict[str, Any] = {"profile": profile, "cache": cache, "max_plans": max_plans, "memory": memory}
-    about |= {"host_budget": host_budget, "host": host, "numerics": numerics}
-    options = Options(budget, method, time_limit, reserve, wait=wait, rules=rules, **about)
+    asked = Options.of("checkmate.training_step", StepOptions.__optional_keys__, options, budget)
     is_one_call = accumulate == 1 and updates.scaling is None and updates.average is None
-    if verify and not is_one_call:
+    if asked.verify and not is_one_call:
         raise ValueError("verify=True compares one call and its update, without accumulate, scaler or ema.")
-    if verify is None:
-        verify = not is_tried() and is_one_call
-    return TrainingStep(loss_fn, updates, accumulate, options, verify=verify)
+    verify = not is_tried() and is_one_call if asked.verify is None else asked.verify
+    return TrainingStep(loss_fn, updates, accumulate, replace(asked, verify=False), verify=verify)
 
 
-class TrainingStep:
+class TrainingStep(Planned):
     """Forward, backward and update for a batch. Made by `training_step`."""
 
     def __init__(
@@ -199,12 +181,11 @@ class TrainingStep:
     def _plan_anew(self) -> None:
         """Nothing that was planned holds any more."""
         self._planned_for = self._updates.signature
-        self._last = self._new_step(self.inserts)
+        inserts = [self.inserts]
         if self._accumulate > 1:
-            self._adding = self._new_step(Insert(self._updates, last=False))  # all calls of an update but the last
-
-    def _new_step(self, insert: Insert) -> CompiledStep[..., Any]:
-        return CompiledStep(self.loss_fn, self._options, new_backend(self._options, insert, self._elsewhere))
+            inserts.insert(0, Insert(self._updates, last=False))  # of all calls of an update but the last
+        self._backends = [new_backend(self._options, insert, self._elsewhere) for insert in inserts]
+        self._steps = [CompiledStep(self.loss_fn, self._options, backend) for backend in self._backends]
 
     @property
     def inserts(self) -> Insert:
@@ -216,36 +197,9 @@ class TrainingStep:
         return as_their_modules(self._wrapped)
 
     @property
-    def _steps(self) -> list[CompiledStep[..., Any]]:
-        return [self._last] if self._accumulate == 1 else [self._adding, self._last]
-
-    @property
     def norm(self) -> torch.Tensor | None:
         """The norm of all gradients of the last update before they were clipped; None: none were."""
         return self._updates.clipping.norm
-
-    @property
-    def plans(self) -> list[Solution]:
-        """The `Solution` of each captured graph that is kept, in the order of capture.
-
-        With ``accumulate`` those of all calls but the last of an update come first.
-        """
-        return [plan for step in self._steps for plan in step.plans]
-
-    @property
-    def planning(self) -> list[Planning]:
-        """What is known of each plan in ``plans``: its cost and bound, and whether a better one may still come."""
-        return [known for step in self._steps for known in step.planning]
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until planning has ended, so many seconds at most, and tell whether it has."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        return all(step.wait(None if deadline is None else deadline - time.monotonic()) for step in self._steps)
-
-    def memory(self) -> ArenaReport:
-        """What the arenas of this step did when it last ran, and what waited elsewhere; it prints as a table."""
-        elsewhere = () if self._elsewhere is None else self._elsewhere.uses()
-        return ArenaReport(tuple(row for step in self._steps for row in step.memory().rows), elsewhere)
 
     def update(self) -> None:
         """Update by the gradients that were added since the last update, as the last call of an accumulation does.
@@ -279,7 +233,7 @@ class TrainingStep:
                 updates.exchange.share(updates.exchange.buffers())
         last = self._added == self._accumulate - 1
         with self.as_captured():
-            result = (self._last if last else self._adding)(*args, **kwargs)
+            result = self._steps[-1 if last else 0](*args, **kwargs)
         loss, *others = result if isinstance(result, tuple) else (result,)
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise Unsupported(

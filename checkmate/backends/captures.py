@@ -25,9 +25,10 @@ import torch
 import torch.fx as fx
 
 from checkmate.backends import ranks
-from checkmate.backends.eager import Backend
+from checkmate.backends.eager import Backend, Call
 from checkmate.backends.error_messages import quietly
 from checkmate.backends.recapture_reasons import Reason, asked, constants, spelled, too_many, value_now, why_not
+from checkmate.backends.taking_over import Running
 from checkmate.capture.autocast import within_region
 from checkmate.capture.joint import Joint
 from checkmate.capture.meta_tensors import letting_go
@@ -37,9 +38,8 @@ from checkmate.capture.patches.recurrent import with_recurrent_modules
 from checkmate.capture.patches.selections import knowing_selections
 from checkmate.capture.patches.setting_up import set_up_first
 from checkmate.capture.questions import AnotherAnswer
-from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
-from checkmate.statusline import at_first, showing
+from checkmate.statusline import showing
 from checkmate.torch_internals.aot import _is_primal
 from checkmate.torch_internals.dynamo import reset_code, run
 
@@ -57,10 +57,10 @@ def capture(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
     run = _compiled(_copy_of(fn), backend)
 
     def capturing(*args: Any, **kwargs: Any) -> Any:
-        with backend.reaching(fn, args, kwargs), collecting_seldom():
+        with showing("capturing"), backend.capturing(Call((fn, args, kwargs))), collecting_seldom():
             return run(*args, **kwargs)
 
-    return at_first(capturing, lambda: "capturing")
+    return capturing
 
 
 @contextmanager
@@ -113,7 +113,7 @@ class _Capture:
     kind: Any  # of the calls that it may be for
     own: types.FunctionType
     replay: Callable[..., Any]  # runs what was captured, or gives `MISS`
-    plans: list[Solution]
+    running: list[Running]
     because: Reason | None  # the value for which an earlier capture was not for its call
     numbers: frozenset[str] = frozenset()  # that are inputs, by Dynamo's names
     joint: Joint | None = None
@@ -141,9 +141,9 @@ class Captures:
         self.before: Callable[[Any, Any], None] | None = None  # calls this function, before a call is captured for it
 
         def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
-            planned = len(backend.plans)
+            planned = len(backend.running)
             run = backend(module, inputs, **options)
-            return letting_go(run if len(backend.plans) > planned else _hand_back, module)
+            return letting_go(run if len(backend.running) > planned else _hand_back, module)
 
         compile_graph.answer = backend.answer  # type: ignore[attr-defined]
         self._compile_graph = compile_graph
@@ -244,33 +244,31 @@ class Captures:
         if not numbers:
             self._make_room(because)
         backend = self._backend
-        own, planned, state = _copy_of(self._fn), len(backend.plans), _random_states()
+        own, planned, state = _copy_of(self._fn), len(backend.running), _random_states()
         made = _Capture(kind, own, run(own), [], because, frozenset(numbers))
-        backend.numbers, backend.check = numbers, check
+        call = Call((self._fn, args, kwargs), numbers, check)
 
         def doing() -> str:
-            if len(backend.plans) == planned:
+            if len(backend.running) == planned:
                 return "capturing"
-            still_open = backend.still_open()
-            return f"training; {still_open}" if still_open else "first run"
+            known = backend.running[-1].known
+            return f"training; planning goes on, gap {known.gap:.2%}" if known.goes_on else "first run"
 
         try:
-            reaching = backend.reaching(self._fn, args, kwargs)
-            with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), reaching, collecting_seldom():
+            ours = backend.capturing(call)
+            with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), ours, collecting_seldom():
                 result = _compiled(own, self._compile_graph)(*args, **kwargs)
         except _NothingToPlan:
             made.draws = _have_drawn(state)
             _draw_again_from(state)
             result = self._fn(*args, **kwargs)
         except BaseException:
-            backend.forget(backend.plans[planned:])
+            backend.forget(backend.running[planned:])
             raise
-        finally:
-            made.joint, made.answers, backend.last, backend.answers = backend.last, backend.answers, None, ()
+        made.joint, made.answers = call.joint, call.answers
         if result is MISS:  # torch.compile is turned off
             return self._fn(*args, **kwargs)
-        made.plans += backend.plans[planned:]
-        backend.follow(made.plans)
+        made.running += backend.running[planned:]
         made.draws = made.draws or _have_drawn(state)
         self._fixed.update(numbers & constants(own).keys())
         self._kept.setdefault(kind, []).insert(0, made)
@@ -303,7 +301,7 @@ class Captures:
         self._kept[one.kind].remove(one)
         if not self._kept[one.kind]:
             del self._kept[one.kind]
-        self._backend.forget(one.plans)
+        self._backend.forget(one.running)
         reset_code(one.own.__code__)  # at once, and not when garbage is collected
 
     def _warn_at_half(self, because: Reason | None) -> None:

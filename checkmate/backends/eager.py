@@ -13,22 +13,25 @@ from weakref import WeakSet
 import torch
 import torch.fx as fx
 
-from checkmate.backends.asked import asked_bytes, with_asked
-from checkmate.backends.in_parts import joint_of, with_parts
+from checkmate.backends.in_parts import with_parts
 from checkmate.backends.overwritten import Needs, explain_writes, needs_of
-from checkmate.backends.plan_on import PlanOn
-from checkmate.backends.posed import problem_of, unread_bytes, with_second_memory, with_what_is_held
 from checkmate.backends.static_memory import Static, serving, within
+from checkmate.backends.step_problem import (
+    asked_bytes,
+    joint_of,
+    problem_of,
+    unread_bytes,
+    with_asked,
+    with_second_memory,
+    with_what_is_held,
+)
+from checkmate.backends.taking_over import Running
 from checkmate.capture.autocast import Copies, keeping_copies, refuse_products_within
 from checkmate.capture.device import BLOCK_BYTES, allocated_on, device_of
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.numbers import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
-from checkmate.capture.patches import context_variables as _context  # noqa: F401  # Dynamo follows them
-from checkmate.capture.patches import ctc_lengths as _lengths  # noqa: F401  # PyTorch's own describes the kernel
-from checkmate.capture.patches import logging_calls as speaking  # noqa: F401  # Dynamo follows what a step says
-from checkmate.capture.patches import numpy_draws as _draws  # noqa: F401  # Dynamo would draw from torch's generator
-from checkmate.capture.patches import small_changes as _small  # noqa: F401  # Dynamo follows as plain PyTorch runs
+from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes
 from checkmate.capture.patches.formulas import eager_formulas
 from checkmate.capture.patches.kernels import eager_kernels
 from checkmate.capture.patches.leaves import refuse_lost_leaves
@@ -67,6 +70,7 @@ from checkmate.updates.insert import Insert
 
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
+IN_PLACE = context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes  # once imported
 _BY_CUDNN = (torch.lstm, torch.gru)
 
 
@@ -83,73 +87,71 @@ def forbid_donation() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
+@dataclass(eq=False)
+class Call:
+    """The call for which a step is captured, and what came of it."""
+
+    reach: Any = ()  # what is called, with its arguments: the budget counts all tensors in these
+    numbers: Collection[str] = ()  # Dynamo's names of inputs that are no tensors
+    check: Callable[[Joint], None] = lambda joint: None  # what was captured with such inputs
+    joint: Joint | None = None  # what was planned
+    answers: tuple[bool | int, ...] = ()  # to what the step asks of its tensors, in order
+
+
 @dataclass
 class _Facts:
-    """What is known of one captured graph beside its ops; the last five are found when it is traced."""
+    """What is known of one captured graph beside its ops; all but the first four is found when it is traced."""
 
     names: list[str]  # of the inputs, as the user knows them
     known: list[Any]  # tensors that it is given, or holds as constants
     copies: Copies  # of weights, that autocast keeps
-    numbers: dict[int, str]  # inputs that are no tensors, by position, as Dynamo calls them
-    draws: list[int]  # inputs that Python's generator draws
-    counts: list[list[int]] = field(default_factory=list)  # contributions to gradients
+    memory: Static | None  # what serves the step; None: PyTorch's allocator
+    counts: list[list[int]] = field(default_factory=list)  # contributions to gradients, of each graph that is traced
     noted: Noted = field(default_factory=list)  # what the step has tagged
     users: dict[int, tuple[int, ...]] = field(default_factory=dict)  # results that others are computed from
     within: dict[int, list[set[int]]] = field(default_factory=dict)  # what it adds to gradients of results from outside
-    memory: Static | None = None  # what serves the step; None: PyTorch's allocator
     sharing: Sharing = field(default_factory=Sharing)
     needs: Needs = field(default_factory=Needs)
     unreached: list[int] = field(default_factory=list)  # inputs that are never differentiated
-    open: _Open | None = None  # if planning goes on
-
-
-@dataclass(frozen=True)
-class _Open:
-    """What is needed of a captured graph for another plan to take over."""
-
-    rest: Rest
-    code: Changing
-    joint: Joint
-    counts: list[int]  # contributions to its gradients
-    results: int  # of its forward's outputs those that are no saved tensors
-    device: torch.device
+    running: Running | None = None  # by which plan, until it is lowered; None: nothing was planned
+    code: Changing | None = None  # that another plan may take over
+    go_on: Callable[..., None] | None = None  # begins to look for that plan
 
 
 @dataclass(eq=False)
 class Backend:
     """Plans each training graph with ``planner`` and lowers it; graphs without gradients run as they are.
 
-    ``plans`` holds the `Solution` of each captured training graph, in the order of capture: the one that runs now. With
-    ``begin`` a graph may run by the first plan that fits, and change to better ones. ``lower`` makes of a module
+    With ``begin`` a graph may run by the first plan that fits, and change to better ones. ``lower`` makes of a module
     and its inputs the function that runs. ``profile`` finds the costs of the ops; sizes are rounded up to a multiple of
     ``block_bytes``, or of what the allocator of the step's device takes if that is more. ``answer``: what captured code
     is told that asks whether it is compiled. ``takes_none``: backwards that ``lower`` makes know what to do where a
-    result has no gradient. ``reach``: what is called, with its arguments: the budget counts all tensors in these.
+    result has no gradient.
     """
 
     planner: Callable[..., Solution]  # of a problem
     lower: Lower = run_generated_code
     profile: Profiler = MEASURE
     block_bytes: int = 1
-    plans: list[Solution] = field(default_factory=list)
-    answer: Answer = field(default_factory=Answer)
     takes_none: bool = True
-    numbers: Collection[str] = ()  # Dynamo's names of inputs that are no tensors
-    check: Callable[[Joint], None] = lambda joint: None  # what was captured with such inputs
-    last: Joint | None = None  # what was planned last
-    answers: tuple[bool | int, ...] = ()  # to what the step asks that was planned last, in order
-    reach: Any = ()  # the function that is captured and its arguments, while it is called
     new_arena: Callable[[], Arena | None] = lambda: None  # for a graph that is captured; None: PyTorch's allocator
     pools: bool = False  # on CUDA each has a pool of its own
-    arenas: WeakSet[Arena] = field(default_factory=WeakSet)  # of the graphs whose code is kept
     begin: Callable[[Problem], tuple[Solution, Rest | None]] | None = None  # a plan, and what is open of it
     updates: Insert | None = None  # of parameters, that are part of the step
     elsewhere: SecondMemories | None = None  # where values may wait
     rounding: bool = False  # sums over parts may be taken, with numbers that are plain PyTorch's but for rounding
-    open: list[PlanOn] = field(default_factory=list)  # graphs whose plan may have changed since they were captured
 
     exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
     rounds_in: set[torch.dtype] = field(default_factory=set)  # types of what is rounded, if it is not exact
+    running: list[Running] = field(default_factory=list)  # the training graphs, in the order of capture
+    arenas: WeakSet[Arena] = field(default_factory=WeakSet)  # of the graphs whose code is kept
+    answer: Answer = field(default_factory=Answer)
+    call: Call = field(default_factory=Call)  # for which is captured now
+
+    @property
+    def plans(self) -> list[Solution]:
+        """The `Solution` by which each captured training graph runs now, in the order of capture."""
+        return [one.plan for one in self.running]
 
     def plan(self, problem: Problem) -> Solution:
         """What the step will follow."""
@@ -160,13 +162,13 @@ class Backend:
         return plan.budget
 
     @contextmanager
-    def reaching(self, *reach: Any) -> Iterator[None]:
-        """Within the block a function is captured, called with these arguments: what they hold is counted."""
-        before, self.reach = self.reach, reach
+    def capturing(self, call: Call) -> Iterator[None]:
+        """Within the block a function is captured for a call."""
+        before, self.call = self.call, call
         try:
             yield
         finally:
-            self.reach = before
+            self.call = before
 
     @showing("capturing")
     def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
@@ -175,32 +177,29 @@ class Backend:
         Raises:
             Unsupported: if ops are to be measured on tensors without data, or cannot be traced with their own bits.
         """
-        questions, planned = taken_out(module), len(self.plans)
-        self.answers = questions.answers
+        questions, call, names = taken_out(module), self.call, input_names(module)
+        call.answers = questions.answers
         _refuse_inexact(module)
-        refuse_nested(input_names(module), inputs)
+        refuse_nested(names, inputs)
         refuse_sizes_of_data(module)
         refuse_lost_leaves(module, inputs)
         refuse_products_within(module)
         if isinstance(self.profile, Measure):
-            _refuse_fakes(input_names(module), inputs)
-        numbers = sources_of(module, self.numbers)
+            _refuse_fakes(names, inputs)
+        numbers, draws = sources_of(module, call.numbers), draws_of_python(module)
         known = [*inputs, *module.parameters(), *module.buffers()]
-        names, draws = input_names(module), draws_of_python(module)
-        facts = _Facts(names, known, Copies(module, inputs, names), numbers, draws)
-        facts.memory = arena = self.new_arena()
-        if arena is not None:
-            self.arenas.add(arena)
+        facts = _Facts(names, known, Copies(module, inputs, names), self.new_arena())
+        if isinstance(facts.memory, Arena):
+            self.arenas.add(facts.memory)
         compile_graph = aot_autograd(
             fw_compiler=partial(self._lower, facts, "forward"),
             bw_compiler=partial(self._lower, facts, "backward"),
             inference_compiler=self.lower,
-            partition_fn=partial(self._partition, facts),
+            partition_fn=partial(self._partition, facts, numbers, draws),
             keep_inference_input_mutations=True,
         )
         keep_random_ops = inductor_config.patch(fallback_random=True)  # those that nobody reads as well
         backward_outside_of_autocast = functorch_config.patch(backward_pass_autocast="off")
-        self.last = None
         with (
             eager_kernels(),
             eager_formulas(),
@@ -212,66 +211,38 @@ class Backend:
             noting() as facts.noted,
         ):
             run = compile_graph(module, inputs)
-        asked = 0
-        if questions.answers and isinstance(self.profile, Measure) and len(self.plans) > planned:
-            given = 0 if self.last is None else self.last.number_bytes
-            asked = asked_bytes(self.plans[-1], questions, inputs, given, self.limit(self.plans[-1]))
-            self.plans[-1] = with_asked(self.plans[-1], asked)
+        asked, running, go_on = 0, facts.running, facts.go_on
+        facts.running = facts.go_on = None  # which hold these facts: a backend that is dropped is to be gone at once
+        if questions.answers and isinstance(self.profile, Measure) and running is not None:
+            given = 0 if call.joint is None else call.joint.number_bytes
+            asked = asked_bytes(running.plan, questions, inputs, given, self.limit(running.plan))
+            running.plan = with_asked(running.plan, asked)
         if self.takes_none:
             run = keep_undefined(run)
         run = leave_unreached(run, facts.unreached)
         run = refuse_views(run, facts.within) if self.exact else run
         run = refuse_watching(explain_writes(fan_out(run, facts.sharing), facts.needs), facts.users)
-        if facts.open is not None:
-            run = self._going_on(facts, facts.open, asked).around(run)
+        if running is not None and go_on is not None:
+            go_on(asked=asked)
+            run = running.around(run)
         return asking_first(sharing_copies(run, facts.copies), questions)
 
     def _lower(self, facts: _Facts, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """What AOTAutograd calls for one of the two modules of the first plan."""
         run = within(facts.memory, phase, self.lower)(module, inputs)
-        return run if facts.open is None else facts.open.code.first(phase, run)
+        return run if facts.code is None else facts.code.first(phase, run)
 
-    def _going_on(self, facts: _Facts, open: _Open, asked: int) -> PlanOn:
-        """Have planning go on, and what comes of it take over."""
-        # alone: a backend that is dropped is gone at once, and what goes on for it ends
-        lower, pools = self.lower, self.pools
-
-        def write(plan: Solution) -> tuple[Any, Any] | None:
-            modules = plan.modules
-            sharing = sharing_of(open.counts, modules.forward, modules.backward, open.results, facts.names)
-            if sharing != facts.sharing:
-                return None
-            facts.memory = serving(facts.memory, plan, open.device, pools=pools)
-            facts.needs.become(needs_of(open.joint, modules, facts.names))
-            forward, backward = (within(facts.memory, phase, lower) for phase in PHASES)
-            return forward(modules.forward, []), backward(modules.backward, [])
-
-        going = PlanOn(self.plans[-1], open.rest, open.code, write, [self.plans], asked=asked)
-        self.open.append(going)
-        return going
-
-    def follow(self, plans: list[Solution]) -> None:
-        """Have a list of some of the plans show what runs, as ``plans`` does."""
-        for going in self.open:
-            if any(plan is going.plan for plan in plans):
-                going.lists.append(plans)
-
-    def still_open(self) -> str:
-        """What may still come for the graph that was captured last, for a line that says so; empty: nothing."""
-        known = [going.known for going in self.open[-1:] if going.plan is self.plans[-1]]
-        return f"planning goes on, gap {known[0].gap:.2%}" if known and known[0].goes_on else ""
-
-    def forget(self, plans: list[Solution]) -> None:
-        """Take some plans out of ``plans``, and end what goes on for them."""
-        gone = set(map(id, plans))
-        for going in [going for going in self.open if id(going.plan) in gone]:
-            going.end()
-            self.open.remove(going)
-        self.plans[:] = [plan for plan in self.plans if id(plan) not in gone]
+    def forget(self, running: list[Running]) -> None:
+        """Let go of some graphs, and end what goes on for them."""
+        for one in running:
+            one.end()
+        self.running[:] = [one for one in self.running if one not in running]
 
     def _partition(
         self,
         facts: _Facts,
+        numbers: dict[int, str],
+        draws: list[int],
         joint_module: fx.GraphModule,
         joint_inputs: Any,
         *,
@@ -299,15 +270,15 @@ class Backend:
             on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
             as_is=self.exact,
             in_two=None if device.type == "cpu" or fakes else same_in_two,
-            numbers=facts.numbers,
-            draws=facts.draws,
+            numbers=numbers,
+            draws=draws,
             noted=facts.noted,
         )
         joint = read(joint_module)
-        if facts.numbers:
-            self.check(joint)
+        if numbers:
+            self.call.check(joint)
         updates = None if self.updates is None else self.updates.updates
-        unread = unread_bytes((self.reach, updates and updates.reach), facts.known, device, block_bytes)
+        unread = unread_bytes((self.call.reach, updates and updates.reach), facts.known, device, block_bytes)
         unread += 0 if updates is None else updates.held_bytes
         allocated = None if fakes else allocated_on(device)
         tried = not self.exact or fakes or isinstance(self.profile, Measure)  # or not to be tried
@@ -328,14 +299,32 @@ class Backend:
         else:
             solution = self.plan(problem)
         modules, joint = solution.modules, joint_of(solution.problem)
-        self.plans.append(solution)
+        facts.running, self.call.joint = Running(solution), joint
+        self.running.append(facts.running)
         facts.memory = serving(facts.memory, solution, device, pools=self.pools)
-        self.last = joint
         if self.exact:
             facts.sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)
         facts.needs = needs_of(joint, modules, facts.names)
-        if rest is not None:
-            facts.open = _Open(rest, Changing(num_fwd_outputs), joint, counts, num_fwd_outputs, device)
+        if rest is None:
+            return modules.forward, modules.backward
+        facts.code = Changing(num_fwd_outputs)
+        lower, pools = (
+            self.lower,
+            self.pools,
+        )  # alone: a backend that is dropped is gone at once, what goes on for it too
+
+        def write(plan: Solution) -> tuple[Any, Any] | None:
+            modules = plan.modules
+            sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)
+            if sharing != facts.sharing:
+                return None
+            facts.memory = serving(facts.memory, plan, device, pools=pools)
+            facts.needs.become(needs_of(joint, modules, facts.names))
+            forward, backward = (within(facts.memory, phase, lower) for phase in PHASES)
+            return forward(modules.forward, []), backward(modules.backward, [])
+
+        facts.code = Changing(num_fwd_outputs)
+        facts.go_on = partial(facts.running.go_on, rest, facts.code, write)
         return modules.forward, modules.backward
 
 

@@ -1,4 +1,4 @@
-"""A captured step as a problem, and the same step with ops in parts, for budgets that no plan of the whole fits.
+"""A captured step with ops in parts, for budgets that no plan of the whole fits.
 
 That is found out only when it is asked for: each further split is captured, tried and measured when a solver has no
 plan for the one before, so that a step whose budget needs none pays nothing.
@@ -10,14 +10,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import takewhile
+from functools import partial
+from itertools import chain, islice, takewhile
 from math import inf
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from checkmate.backends.step_problem import joint_of
 from checkmate.capture.joint import Joint
 from checkmate.capture.provenance import where
 from checkmate.capture.splits import equal_bits
@@ -27,10 +28,6 @@ from checkmate.capture.splits.parts import InParts
 from checkmate.capture.splits.trial import inputs_of, same_bits_in_parts
 from checkmate.capture.splits.write_loss import Split, in_parts, splits_of
 from checkmate.capture.ways.batch_norm import gradient_of_input
-from checkmate.codegen.emit import Begin, emit
-from checkmate.codegen.transfers import no_second_memory
-from checkmate.codegen.writing_over import Positions
-from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.errors import Unsupported
 
@@ -41,41 +38,47 @@ IN_VAIN = 2  # times that a region is split without gain: then there is to be an
 GAIN = 0.01  # of the bytes that no plan goes below: a split that saves less is none
 
 
-@dataclass(frozen=True, eq=False)
-class Write:
-    """Writes the modules of a plan of a captured step."""
+def with_parts(
+    problem: Problem,
+    module: fx.GraphModule,
+    read: Callable[[fx.GraphModule], Joint],
+    pose: Callable[[Joint], Problem],
+    *,
+    tried: bool,
+    rounding: bool = False,
+) -> Problem:
+    """The problem of a step, from which the same step with its loss, then other ops, in more parts can be had.
 
-    joint: Joint
-    over: Positions  # which argument an op writes over that writes over a value
-    begin: Begin = no_second_memory  # what a forward calls that sends values
-
-    def __call__(self, plan: Plan) -> Any:
-        """The two modules."""
-        return emit(self.joint, plan, self.over, begin=self.begin)
-
-
-def joint_of(problem: Problem) -> Joint:
-    """The captured step that a problem is of."""
-    assert isinstance(problem.emit, Write)
-    return problem.emit.joint
+    Args:
+        problem: of the step as it is.
+        module: the joint graph, prepared and whole.
+        read: makes a captured step of such a graph.
+        pose: makes a problem of a captured step.
+        tried: the bits of a split are tried before it is offered. Without data nothing can be.
+        rounding: where none with the bits of the whole gains any more, regions may sum over parts.
+    """
+    step = _Step(module, read, pose, tried, rounding)
+    return _Chain(partial(step.splits, problem, module)).linked(problem, 0)
 
 
-@dataclass(frozen=True, eq=False)
-class _Place:
-    """How far a step is split."""
+class _Chain:
+    """Problems each of which has the next: of an iterator, and where that was interrupted of a new one."""
 
-    module: fx.GraphModule  # the joint graph, prepared
-    below: int  # bytes that no plan without kept logits goes below so far
-    losses: int = 0  # how many splits of the loss, from cheap to small, are not asked for any more
-    before: fx.GraphModule | None = None  # the module before any region was split; None: none is
-    anew: bool = True  # regions may be found anew, with the loss split further; not within such a search
-    early: tuple[str, ...] = ()  # ops that could not be split any more when others were: now before these
-    sums: bool = False  # regions may sum over parts
+    def __init__(self, begin: Callable[[], Iterator[Problem]]) -> None:
+        self._begin = begin
+        self._more: Iterator[Problem] | None = None
+        self._made: list[Problem | None] = []
 
-    @property
-    def unsplit(self) -> fx.GraphModule:
-        """The module with its loss as it is, before any region was split."""
-        return self.before or self.module
+    def linked(self, problem: Problem, place: int) -> Problem:
+        return replace(problem, smaller=partial(self._after, place))
+
+    def _after(self, place: int) -> Problem | None:
+        while len(self._made) <= place:
+            more, self._more = self._more or islice(self._begin(), len(self._made), None), None
+            found = next(more, None)
+            self._more = more
+            self._made.append(None if found is None else self.linked(found, len(self._made) + 1))
+        return self._made[place]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,58 +91,54 @@ class _Step:
     tried: bool
     rounding: bool  # where no split has the bits of the whole, sums over parts are taken
 
-    def further(self, problem: Problem, place: _Place) -> Problem:
-        """A problem from which the same step split further can be had."""
+    def splits(
+        self, problem: Problem, module: fx.GraphModule, losses: int = 0, *, anew: bool = True
+    ) -> Iterator[Problem]:
+        """The step split further and further, as long as that gains: its loss, then regions, then regions that sum.
 
-        @cache
-        def smaller() -> Problem | None:
-            if place.sums:
-                return self._regions(problem, place)
-            if place.before is None:
-                found = self._loss(problem, place) or self._regions(problem, place)
-            else:
-                found = self._regions(problem, place)
-                found = found or (self._loss_and_regions(problem, place) if place.anew else None)
-            return found or (self._with_sums(problem, place) if self.rounding else None)
+        Args:
+            problem: what is to be gained on.
+            module: the joint graph of that; no region is split.
+            losses: how many splits of the loss, from cheap to small, are not asked for any more.
+            anew: where regions gain nothing any more they may be found anew, with the loss split further.
+        """
+        below = int(problem.unavoidable_bytes.max())  # bytes that no plan without kept logits goes below so far
+        while (by_loss := self._loss(problem, below, losses)) is not None:
+            problem, module, below, losses = by_loss
+            yield problem
+        early: tuple[str, ...] = ()  # ops that could not be split any more when others were: now before these
+        unsplit = problem
+        for found in self._regions(problem, problem, module, early, sums=False):
+            problem, early = found
+            yield problem
+        if anew and problem is not unsplit:
+            for after, _, other, split in self._with_loss_split(problem, losses, near=GAIN):
+                further = chain([split], self.splits(split, other, after, anew=False))
+                for one in takewhile(lambda one: not one.rounding, further):
+                    if _gains(one, problem):
+                        yield one
+                        yield from further
+                        return
+        if self.rounding and (begin := self._posed(module)) is not None:
+            for one, _ in self._regions(problem, begin, module, early, sums=True):
+                yield one
 
-        return replace(problem, smaller=smaller)
-
-    def _loss(self, problem: Problem, place: _Place) -> Problem | None:
-        """The step with its loss split further, if that gains."""
-        for after, how, module, split in self._with_loss_split(problem, place.losses):
+    def _loss(self, problem: Problem, below: int, losses: int) -> tuple[Problem, fx.GraphModule, int, int] | None:
+        """The step with its loss split further, if that gains; its module, and ``below`` and ``losses`` of that."""
+        for after, how, module, split in self._with_loss_split(problem, losses):
             least = int(split.unavoidable_bytes.max())
-            if least <= (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else place.below):
+            if least <= (1 - GAIN) * (problem.unavoidable_bytes.max() if how.kept else below):
                 # kept logits are beside other ops too: no op alone shows that
-                below = place.below if how.kept else least
-                return self.further(split, replace(place, module=module, below=below, losses=after))
+                return split, module, below if how.kept else least, after
         return None
-
-    def _loss_and_regions(self, problem: Problem, place: _Place) -> Problem | None:
-        """A step with split regions, its loss split further, if that gains: the regions are found anew."""
-        for after, _, module, split in self._with_loss_split(problem, place.losses, near=GAIN):
-            as_before = self.further(split, _Place(module, int(split.unavoidable_bytes.max()), after, anew=False))
-            exact = takewhile(lambda one: not one.rounding, as_before.and_smaller())
-            if (gained := next((one for one in exact if _gains(one, problem)), None)) is not None:
-                return gained
-        return None
-
-    def _with_sums(self, problem: Problem, place: _Place) -> Problem | None:
-        """The step with regions found anew, some of which sum over parts, if that gains."""
-        begin = self._posed(place.unsplit)
-        anew = replace(place, module=place.unsplit, before=None, anew=False, sums=True)
-        return None if begin is None else self._regions(problem, anew, begin)
 
     def _with_loss_split(
         self, problem: Problem, place: int, *, near: float = 0.0
     ) -> Iterator[tuple[int, Split, fx.GraphModule, Problem]]:
         """The step without regions, its loss split further and further, where it needs the most; none elsewhere.
 
-        Args:
-            place: how many splits are not asked for any more.
-            near: by this share of the most less is also enough.
-
-        Yields:
-            The place behind it, how the loss is split, the module, and the problem of that.
+        Of each the place behind it, how the loss is split, the module, and the problem. ``near``: by this share of the
+        most less is also enough.
         """
         found = losses(self.whole.graph)
         hows = splits_of(found)
@@ -161,11 +160,7 @@ class _Step:
         return True
 
     def _is_at_loss(self, problem: Problem, hows: Sequence[Split], place: int, *, near: float = 0.0) -> bool:
-        """Whether the op that needs the most goes, or came, as the loss is split; kept logits are beside all ops.
-
-        Args:
-            near: by this share of the most less is also enough.
-        """
+        """Whether the op that needs the most goes, or came, as the loss is split; kept logits are beside all ops."""
         if place and hows[place - 1].kept:
             return True
         split = in_parts(self.whole, hows[place - 1])  # the last is the smallest
@@ -175,47 +170,50 @@ class _Step:
         high = {problem.graph.ops[k].name for k in (bytes_at >= (1 - near) * bytes_at.max()).nonzero()[0]}
         return not high.isdisjoint(here - other)
 
-    def _regions(self, problem: Problem, place: _Place, begin: Problem | None = None) -> Problem | None:
-        """The step with the regions about the ops that need the most in more parts, if that gains.
+    def _regions(
+        self, problem: Problem, begin: Problem, unsplit: fx.GraphModule, early: tuple[str, ...], *, sums: bool
+    ) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+        """The step with the regions about the ops that need the most in more and more parts, while that gains.
 
         What an op works in is known once it is measured. Where a region turns out to need as much as before, it takes
-        more parts, and then gives way to another one.
-
-        Args:
-            problem: what is to be gained on.
-            place: how it is split.
-            begin: the problem of the module, if it is another one.
+        more parts, and then gives way to another one. ``begin`` is the problem of the module, in which no region is
+        split, ``problem`` what is to be gained on; ops in ``early`` are split before others. Yields these, too.
         """
-        goal = int((1 - GAIN) * problem.unavoidable_bytes.max())
-        begin = begin or problem
-        at, module = begin, place.module
-        known = {parts.text for _, parts, _ in regions_of(module).values()}
-        in_vain: Counter[str] = Counter()
-        for _ in range(MOST_TIMES):
-            most = int(at.unavoidable_bytes.max())
-            tried = partial(self._may_be, avoided=in_vain, sums=place.sums)
-            about: dict[str, Any] = {"least_gain": max(int(GAIN * most), most - goal), "sums": place.sums}
-            try:
-                made = split_further(module, joint_of(at), [*_needs(at)], tried=tried, before=place.early, **about)
-            except StaysWhole as whole:
-                name = str(whole)
-                if module is place.unsplit or name in place.early or (begin := self._posed(place.unsplit)) is None:
-                    return None
-                place = replace(place, module=place.unsplit, before=None, early=(*place.early, name))
-                at, module, known = begin, place.module, set()
-                continue
-            if (split := self._posed(made)) is None:
-                return None
-            if _gains(split, problem):
-                of_loss = tuple(text for text in problem.splits if text.startswith("loss in "))
-                split = replace(split, splits=(*of_loss, *self._said(made)), rounding=self._rounding_of(made))
-                below = int(split.unavoidable_bytes.max())
-                return self.further(split, replace(place, module=made, below=below, before=place.unsplit))
-            high = {op.name for op, need in zip(split.graph.ops, split.unavoidable_bytes, strict=True) if need > goal}
-            new = {n.target.text for n in made.graph.nodes if n.name in high and isinstance(n.target, InParts)} - known
-            in_vain.update(new)
-            at, module = (begin, place.module) if any(in_vain[text] == IN_VAIN for text in new) else (split, made)
-        return None
+        begin_module, gained = unsplit, True
+        while gained:
+            goal = int((1 - GAIN) * problem.unavoidable_bytes.max())
+            at, module, gained = begin, begin_module, False
+            known = {parts.text for _, parts, _ in regions_of(module).values()}
+            in_vain: Counter[str] = Counter()
+            for _ in range(MOST_TIMES):
+                most = int(at.unavoidable_bytes.max())
+                tried = partial(self._may_be, avoided=in_vain, sums=sums)
+                about: dict[str, Any] = {"least_gain": max(int(GAIN * most), most - goal), "sums": sums}
+                try:
+                    made = split_further(module, joint_of(at), [*_needs(at)], tried=tried, before=early, **about)
+                except StaysWhole as whole:
+                    again = None if module is unsplit or str(whole) in early else self._posed(unsplit)
+                    if again is None:
+                        return
+                    early = (*early, str(whole))
+                    at, module = begin, begin_module = again, unsplit
+                    known = set()
+                    continue
+                if (split := self._posed(made)) is None:
+                    return
+                if _gains(split, problem):
+                    of_loss = tuple(text for text in problem.splits if text.startswith("loss in "))
+                    split = replace(split, splits=(*of_loss, *self._said(made)), rounding=self._rounding_of(made))
+                    problem, begin, begin_module, gained = split, split, made, True
+                    yield split, early
+                    break
+                high = {
+                    op.name for op, need in zip(split.graph.ops, split.unavoidable_bytes, strict=True) if need > goal
+                }
+                new = {n.target.text for n in made.graph.nodes if n.name in high and isinstance(n.target, InParts)}
+                in_vain.update(new - known)
+                vain = any(in_vain[text] == IN_VAIN for text in new - known)
+                at, module = (begin, begin_module) if vain else (split, made)
 
     def _may_be(self, parts: InParts, *, avoided: Mapping[str, int], sums: bool) -> bool:
         """Whether a region may run in parts: with the bits of the whole, or sums that are off by rounding."""
@@ -277,29 +275,6 @@ def _needs(problem: Problem) -> Iterator[Need]:
         saved = max((saved for _, saved in problem.savings[k]), default=0)
         own = int(problem.sizes[[*op.inputs, *op.outputs]].sum() + problem.workspace[k]) - saved
         yield Need(op.name, int(problem.unavoidable_bytes[k]), own)
-
-
-def with_parts(
-    problem: Problem,
-    module: fx.GraphModule,
-    read: Callable[[fx.GraphModule], Joint],
-    pose: Callable[[Joint], Problem],
-    *,
-    tried: bool,
-    rounding: bool = False,
-) -> Problem:
-    """The problem of a step, from which the same step with its loss, then other ops, in more parts can be had.
-
-    Args:
-        problem: of the step as it is.
-        module: the joint graph, prepared and whole.
-        read: makes a captured step of such a graph.
-        pose: makes a problem of a captured step.
-        tried: the bits of a split are tried before it is offered. Without data nothing can be.
-        rounding: where none with the bits of the whole gains any more, regions may sum over parts.
-    """
-    place = _Place(module, below=int(problem.unavoidable_bytes.max()))
-    return _Step(module, read, pose, tried, rounding).further(problem, place)
 
 
 def _threads() -> str:

@@ -87,7 +87,7 @@ class Inductor(Backend):
         if (device := main_device(inputs)) != CPU:
             raise Unsupported(f'backend="inductor" is for steps on the CPU so far, not on {device}. {_INSTEAD}')
         self.rounds_in |= {t.dtype for n in module.graph.nodes for t in tensors(n.meta.get("example_value"))}
-        known, self.aside, lowest = len(self.plans), 0, False
+        known, self.aside, lowest = len(self.running), 0, False
         tried: list[tuple[Solution, int]] = []  # with the peak that was measured, in bytes
         try:
             while True:
@@ -100,14 +100,15 @@ class Inductor(Backend):
                         raise
                     self.aside, lowest = self.aside - lacking, True  # less may do for the lowest of all plans
                     continue
-                if len(self.plans) == known:
+                if len(self.running) == known:
                     return run  # nothing needs a gradient, and nothing was planned
-                plan = self.plans.pop()
+                plan = self.running[-1].plan
                 measured = plan.problem.resident + _peak(run, inputs)
                 tried.append((plan, measured))
                 if measured <= self.budget:
-                    self.plans.append(replace(plan, details={**plan.details, "measured_peak": measured}))
+                    self.running[-1].plan = replace(plan, details={**plan.details, "measured_peak": measured})
                     return run
+                self.running.pop()
                 if len(tried) == TRIES:
                     raise _refusal(self.budget, tried)
                 self.aside = measured - (plan.peak or 0)
@@ -116,10 +117,10 @@ class Inductor(Backend):
                     *map(format_bytes, (plan.peak or 0, measured, self.aside)),
                 )
         except InfeasibleBudget as error:
-            del self.plans[known:]
+            del self.running[known:]
             raise _refusal(self.budget, tried) if tried else error from None
         except BaseException:
-            del self.plans[known:]
+            del self.running[known:]
             raise
 
 

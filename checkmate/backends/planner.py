@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import partial
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from checkmate.backends import ranks
 from checkmate.codegen.second_memory import SecondMemories
@@ -15,7 +17,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, check, names_any, with_rules
 from checkmate.core.solution import Solution
 from checkmate.errors import BudgetError, InfeasibleBudget
-from checkmate.profiling.profilers import Choice
+from checkmate.profiling.profilers import Choice, Profiler, profiler
 from checkmate.solvers import recall
 from checkmate.solvers.cheapest_split import cheapest_split
 from checkmate.solvers.recall import Rest
@@ -29,14 +31,43 @@ Code = Literal["eager", "inductor"]
 Memory = Literal["arena", "allocator"]
 Wait = Literal["first", "best"] | float
 Numerics = Literal["exact", "rounding"]
+Bytes = int | float | str
 FIRST_SECONDS = 1.0  # to look for a plan before a step runs with what there is
 _HOSTS = ("pinned", "memory")  # that are no files
-MOST_PLANS = 64  # of one step, unless a user asks for another number
+
+
+class StepOptions(TypedDict, total=False):
+    """Options of `checkmate.training_step`; what each means is said at `checkmate.compile`."""
+
+    method: str
+    time_limit: float
+    reserve: Bytes
+    verify: bool | None
+    profile: Choice
+    cache: bool
+    max_plans: int
+    memory: Memory | None
+    wait: Wait
+    rules: Rules | None
+    host_budget: Bytes | None
+    host: str | None
+    numerics: Numerics
+
+
+class CompileOptions(StepOptions, total=False):
+    """Options of `checkmate.compile`."""
+
+    backend: Code
+
+
+OF_TRACE = ("profile", "cache", "host_budget", "host", "numerics")  # options of `checkmate.trace`, beside a batch
+OF_EXPLAIN = (*OF_TRACE, "rules")
+OF_VERIFY = (*OF_EXPLAIN, "method", "time_limit", "reserve", "backend", "memory")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of `checkmate.compile`; its documentation says what each means.
+    """What is asked of a way in, with what holds where nothing is said; `checkmate.compile` says what each means.
 
     Raises:
         BudgetError: if the budget or the reserve is no number of bytes.
@@ -47,21 +78,34 @@ class Options:
     100000000
     """
 
-    budget: int | float | str
+    budget: Bytes = 1  # a way in that plans nothing has none
     method: str = "auto"
     time_limit: float = 60.0
-    reserve: int | float | str = 0
-    verify: bool | None = False  # None: where PyTorch has not been tried
+    reserve: Bytes = 0
+    verify: bool | None = None  # where PyTorch has not been tried
     profile: Choice = "measure"
     cache: bool = True
     backend: Code = "eager"
-    max_plans: int = MOST_PLANS
+    max_plans: int = 64
     memory: Memory | None = None  # an arena, where one can be had
-    wait: Wait = "best"
+    wait: Wait = "first"
     rules: Rules | None = None
-    host_budget: int | float | str | None = None
+    host_budget: Bytes | None = None
     host: str | None = None  # a file on the CPU, pinned memory on CUDA
     numerics: Numerics = "exact"
+
+    @classmethod
+    def of(cls, way_in: str, known: Iterable[str], given: Mapping[str, Any], budget: Bytes) -> Options:
+        """Those that a way in was given; a TypeError names one that it does not know."""
+        for name in given:
+            if name not in known:
+                raise TypeError(no_option(way_in, name, [f.name for f in fields(cls) if f.name in known]))
+        return cls(budget, **given)
+
+    @classmethod
+    def among(cls, names: Iterable[str], given: dict[str, Any], **own: Any) -> Options:
+        """Those among the named arguments of a way in that takes those of a batch too, which are left."""
+        return cls(**own, **{name: given.pop(name) for name in names if name in given})
 
     def __post_init__(self) -> None:
         if isinstance(self.max_plans, bool) or not isinstance(self.max_plans, int) or self.max_plans < 1:
@@ -72,24 +116,32 @@ class Options:
             raise ValueError(f"Unknown backend {self.backend!r}; the backends are {', '.join(get_args(Code))}.")
         if self.memory is not None and self.memory not in get_args(Memory):
             raise ValueError(f"Unknown memory {self.memory!r}; there are {', '.join(get_args(Memory))}.")
-        if self.memory == "arena" and self.backend != "eager":
-            raise ValueError(f'memory="arena" is for backend="eager" so far, not for {self.backend!r}.')
-        _check_wait(self.wait)
+        if self.numerics not in get_args(Numerics):
+            raise ValueError(f'numerics is "exact", the bits of plain PyTorch, or "rounding", not {self.numerics!r}.')
+        is_number = isinstance(self.wait, (int, float)) and not isinstance(self.wait, bool)
+        if self.wait not in ("first", "best") and not (is_number and 0 < self.wait < inf):  # type: ignore[operator]
+            raise ValueError(f'wait is "first", "best", or a positive number of seconds, not {self.wait!r}.')
         if self.rules is not None:
             check(self.rules)
             object.__setattr__(self, "rules", {**self.rules})  # as they are now
-        if self.host_budget is not None and self.backend != "eager":
+        if self.backend != "eager":
+            self._refuse_what_is_for_eager()
+        check_host(method, has_host=self.host_budget is not None)
+        _ = self.total, self.set_aside, self.elsewhere  # numbers of bytes, or an error
+
+    def _refuse_what_is_for_eager(self) -> None:
+        if self.memory == "arena":
+            raise ValueError(f'memory="arena" is for backend="eager" so far, not for {self.backend!r}.')
+        if self.host_budget is not None:
             raise ValueError(
                 f'host_budget is for backend="eager" so far, not for {self.backend!r}: its kernels are fused across '
                 "what is sent and fetched."
             )
-        if may_round(self.numerics) and self.backend != "eager":
+        if self.rounding:
             raise ValueError(
                 f'numerics="rounding" is for backend="eager", not for {self.backend!r}, which rounds otherwise than '
                 "plain PyTorch anyway, and runs nothing in parts."
             )
-        check_host(method, has_host=self.host_budget is not None)
-        _ = self.total, self.set_aside, self.elsewhere  # numbers of bytes, or an error
 
     @property
     def total(self) -> int:
@@ -102,9 +154,32 @@ class Options:
         return self.wait if not isinstance(self.wait, str) else FIRST_SECONDS if self.wait == "first" else inf
 
     @property
+    def rounding(self) -> bool:
+        """Whether sums over parts may be taken, which are those of plain PyTorch but for rounding."""
+        return self.numerics == "rounding"
+
+    @property
+    def costs(self) -> tuple[Profiler, int]:
+        """What finds the costs of ops, and what sizes are rounded up to a multiple of, in bytes."""
+        return profiler(self.profile, cache=self.cache)
+
+    @property
     def elsewhere(self) -> SecondMemories | None:
         """Where values may wait; None: nowhere."""
-        return second_memories(self.host, self.host_budget, cache=self.cache)
+        host, budget = self.host, self.host_budget
+        if budget is None:
+            if host is not None:
+                raise ValueError(
+                    f'host={host!r} is for values that wait there: say how many bytes, host_budget="10 GB".'
+                )
+            return None
+        room = parse_bytes(budget)
+        if host is not None and not (isinstance(host, str) and (host in _HOSTS or host.startswith("file:"))):
+            raise ValueError(
+                f'Unknown second memory {host!r}: host is "file:/fast/disk", "file:" for the folder of temporary '
+                'files, or "pinned" for a step on CUDA.'
+            )
+        return SecondMemories(host, room, cache=self.cache)
 
     @property
     def set_aside(self) -> int:
@@ -113,6 +188,13 @@ class Options:
             return 0 if self.reserve == 0 else parse_bytes(self.reserve)
         except BudgetError as error:
             raise BudgetError(f"reserve={self.reserve!r}: {error}") from None
+
+
+def no_option(way_in: str, name: object, known: Sequence[str]) -> str:
+    """What to say of an option that there is none of."""
+    near = get_close_matches(str(name), known, 1)
+    meant = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(known)}."
+    return f"{way_in} has no option {name!r}. {meant}"
 
 
 class Planner:
@@ -194,44 +276,6 @@ class Planner:
         ruled = with_rules(problem, {pattern: asks for pattern, asks in rules.items() if pattern not in absent})
         self._named |= named
         return ruled
-
-
-def second_memories(host: str | None, budget: int | float | str | None, *, cache: bool) -> SecondMemories | None:
-    """Where values may wait, as `checkmate.compile` is asked; None: nowhere.
-
-    Raises:
-        BudgetError: if the budget is no number of bytes.
-        ValueError: if there is no such memory, or no budget for it.
-    """
-    if budget is None:
-        if host is not None:
-            raise ValueError(f'host={host!r} is for values that wait there: say how many bytes, host_budget="10 GB".')
-        return None
-    room = parse_bytes(budget)
-    if host is not None and not (isinstance(host, str) and (host in _HOSTS or host.startswith("file:"))):
-        raise ValueError(
-            f'Unknown second memory {host!r}: host is "file:/fast/disk", "file:" for the folder of temporary files, '
-            'or "pinned" for a step on CUDA.'
-        )
-    return SecondMemories(host, room, cache=cache)
-
-
-def may_round(numerics: Any) -> bool:
-    """Whether sums over parts may be taken, which are those of plain PyTorch but for rounding.
-
-    Raises:
-        ValueError: if there are no such numerics.
-    """
-    if numerics not in get_args(Numerics):
-        raise ValueError(f'numerics is "exact", the bits of plain PyTorch, or "rounding", not {numerics!r}.')
-    return bool(numerics == "rounding")
-
-
-def _check_wait(wait: Any) -> None:
-    if wait in ("first", "best"):
-        return
-    if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 < wait < inf:
-        raise ValueError(f'wait is "first", "best", or a positive number of seconds, not {wait!r}.')
 
 
 def _nothing_left(problem: Problem, budget: int, reserve: int) -> InfeasibleBudget:

@@ -22,7 +22,6 @@ from checkmate.solvers.catalogue import METHODS
 
 AUTO, KEEP_ALL = "auto", "checkpoint-all"
 REACH = 16  # times the largest size that was traced: beyond, an estimate is not worth much
-Report = Callable[["Attempt"], None]
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Hunt:
     try_seconds: float  # at most for one estimated size; a traced one gets twice as much
     method: str = AUTO
     sure: bool = True  # trace the size after the answer, too
-    report: Report = lambda attempt: None
+    report: Callable[[Attempt], None] = lambda attempt: None
     low: Attempt | None = None
     high: Attempt | None = None
     interrupted: bool = False  # by Ctrl-C
@@ -119,11 +118,9 @@ class Hunt:
     def _spread(self) -> None:
         """Trace sizes above the smallest until two of them differ: else nothing can be estimated."""
         first, size = self.family.at(self.smallest).live_bytes, self.smallest
-        while self.in_time and size < self.largest and not _differ(self.family, first):
+        while size < self.largest and all(np.array_equal(p.live_bytes, first) for p in self.family.traced.values()):
             size = min(REACH * size, self.largest)
-            if self.high is not None and size >= self.high.size:
-                return
-            if not self.traced(size).fits:
+            if not self.in_time or size >= self._end or not self.traced(size).fits:
                 return
 
     def _guess(self) -> int:
@@ -161,24 +158,17 @@ class Hunt:
         if start is not None and (start.plan is None or not same_ops(start.problem, problem)):
             start = None  # the graph may change with the size
         seconds = min(seconds, max(0.05, self.deadline - time.perf_counter()))
-        solution = self._solve(problem, cap, seconds, start)
+        if self.method in (AUTO, KEEP_ALL) and problem.keep_all_peak <= self.budget:
+            solution = METHODS[KEEP_ALL].solve(problem, self.budget)
+        elif self.method == AUTO:
+            solution = plan_within(problem, self.budget, cap, time_limit=seconds, start=start)
+        else:
+            solution = METHODS[self.method].solve(problem, self.budget, time_limit=seconds)
         attempt = Attempt(size, solution, cap, traced)
         self.report(attempt)
         if solution.interrupted:
             self.interrupted, self.deadline = True, 0.0
         return attempt
-
-    def _solve(self, problem: Problem, cap: float, seconds: float, start: Solution | None) -> Solution:
-        if self.method in (AUTO, KEEP_ALL) and problem.keep_all_peak <= self.budget:
-            return METHODS[KEEP_ALL].solve(problem, self.budget)
-        if self.method == AUTO:
-            return plan_within(problem, self.budget, cap, time_limit=seconds, start=start)
-        return METHODS[self.method].solve(problem, self.budget, time_limit=seconds)
-
-
-def _differ(family: Family, first: np.ndarray) -> bool:
-    """Whether some traced sizes need other bytes than the first."""
-    return any(not np.array_equal(problem.live_bytes, first) for problem in family.traced.values())
 
 
 def spread_sizes(low: int, kept: int, high: int, count: int) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from checkmate.backends.planner import Numerics, may_round, second_memories
+from checkmate.backends.planner import Bytes, Numerics, Options
 from checkmate.batch import LARGEST, TIME_LIMIT
 from checkmate.batch.bracket import AUTO, KEEP_ALL, Attempt, Hunt, spread_sizes
 from checkmate.batch.interpolation import (
@@ -55,7 +55,7 @@ ROUNDS = 4  # of measuring and making room for what was above the prediction
 def max_batch_size(
     make_step: Callable[..., Any] | nn.Module,
     make_batch: Callable[[int], Any],
-    budget: int | float | str,
+    budget: Bytes,
     *,
     max_overhead: Overhead = ONE_FORWARD,
     baselines: bool | Sequence[str] = False,
@@ -65,7 +65,7 @@ def max_batch_size(
     smallest: int = 1,
     largest: int = LARGEST,
     time_limit: float = TIME_LIMIT,
-    host_budget: int | float | str | None = None,
+    host_budget: Bytes | None = None,
     host: Host | str | None = None,
     numerics: Numerics = "exact",
 ) -> LargestBatch:
@@ -112,13 +112,18 @@ def max_batch_size(
     names = _checked(baselines, smallest, largest, time_limit)
     check_overhead(max_overhead)
     total = parse_bytes(budget)
-    _check_host(host, host_budget, measure)
-    may_round(numerics)
-    steps = SizedSteps(maker_of(make_step), make_batch, profile, cache, host, host_budget, numerics)
+    known, asked = (host, None) if isinstance(host, Host) else (None, host)
+    if known is not None and host_budget is not None:
+        raise ValueError(f"A checkmate.Host has a budget, here {format_bytes(known.budget)}: leave host_budget out.")
+    costs: dict[str, Any] = {"profile": profile, "cache": cache, "numerics": numerics}
+    options = Options(**costs, host=asked, host_budget=host_budget)
+    if measure and (host is not None or host_budget is not None):
+        raise ValueError("measure=True runs plans without a second memory: compile the step of the answer to run it.")
+    steps = SizedSteps(maker_of(make_step), make_batch, options, known)
     search = _Search(Family(steps.problem), total, max_overhead, smallest, largest, time_limit)
     if measure:
         real_tensors(*steps.make(smallest))
-    with showing(search.text, share=search.share):
+    with showing(search.text, share=lambda: search.seconds / time_limit):
         measured = _found(search, steps if measure else None)
         search.compare(names)
         search.draw()
@@ -158,17 +163,6 @@ def _checked(baselines: bool | Sequence[str], smallest: int, largest: int, time_
     return names
 
 
-def _check_host(host: Host | str | None, host_budget: int | float | str | None, measure: bool) -> None:
-    """What is wrong with a second memory is no fault of a size."""
-    if isinstance(host, Host):
-        if host_budget is not None:
-            raise ValueError(f"A checkmate.Host has a budget, here {format_bytes(host.budget)}: leave host_budget out.")
-    else:
-        second_memories(host, host_budget, cache=False)
-    if measure and (host is not None or host_budget is not None):
-        raise ValueError("measure=True runs plans without a second memory: compile the step of the answer to run it.")
-
-
 class _Search:
     """What is known so far, and the time that is left."""
 
@@ -183,19 +177,20 @@ class _Search:
         self.kept_in_time = True  # its search came to its end
         self.best: Attempt | None = None
         self.beyond: Attempt | None = None
-        self.baselines: dict[str, SizePoint | None] = {}
+        self.baselines: dict[str, Attempt | None] = {}
         self.cut_short: list[str] = []  # of the baselines
-        self.points: dict[int, SizePoint] = {}
+        self.points: dict[int, Attempt] = {}  # of the curve
         self.interrupted = False
         self.last = "looking for the largest size"  # what was learnt last, in words
 
+    @property
+    def seconds(self) -> float:
+        """How long it has looked."""
+        return time.perf_counter() - self.began
+
     def text(self) -> str:
         """What the status line shows."""
-        return f"{self.last}, {time.perf_counter() - self.began:.0f} of {self.time_limit:g} s"
-
-    def share(self) -> float:
-        """The part of the time that is over."""
-        return (time.perf_counter() - self.began) / self.time_limit
+        return f"{self.last}, {self.seconds:.0f} of {self.time_limit:g} s"
 
     def note(self, attempt: Attempt) -> None:
         """Log what came of a size."""
@@ -305,10 +300,10 @@ class _Search:
                 return
             share = SHARES["plan"] + (SHARES["baselines"] - SHARES["plan"]) * (i + 1) / len(names)
             if name == KEEP_ALL:
-                self.baselines[name] = None if self.kept is None else _point(self.kept)
+                self.baselines[name] = self.kept
                 continue
             hunt = self._hunt(name, share, sure=False)
-            self.baselines[name] = None if hunt.low is None else _point(hunt.low)
+            self.baselines[name] = hunt.low
             if hunt.low is not None and hunt.low.size > self.answer.size:  # it had time that ours had not
                 self.best = hunt.low
                 if self.beyond is not None and self.beyond.size <= hunt.low.size:
@@ -318,9 +313,7 @@ class _Search:
 
     def draw(self) -> None:
         """Plan sizes up to the answer, and trace the fastest of them."""
-        self.points = {self.answer.size: _point(self.answer)}
-        if self.kept is not None:
-            self.points[self.kept.size] = _point(self.kept)
+        self.points = {one.size: one for one in (self.answer, self.kept) if one is not None}
         kept = 0 if self.kept is None else self.kept.size
         try:
             for size in reversed(spread_sizes(self.smallest, kept, self.answer.size, POINTS)):
@@ -340,8 +333,8 @@ class _Search:
     def _in_time(self) -> bool:
         return not self.interrupted and time.perf_counter() < self._until(1.0)
 
-    def _fastest(self) -> SizePoint:
-        return max(self.points.values(), key=lambda point: point.throughput)
+    def _fastest(self) -> Attempt:
+        return max(self.points.values(), key=lambda one: _point(one).throughput)
 
     def _add(self, size: int, problem: Problem | None, start: Solution | None = None) -> None:
         """Plan a size for the curve, beginning with the plan of the next larger one; no point where none fits."""
@@ -353,15 +346,15 @@ class _Search:
         attempt = Attempt(size, found, most_seconds(problem, self.max_overhead), size in self.family.traced)
         self.note(attempt)
         if attempt.fits:
-            self.points[size] = _point(attempt)
+            self.points[size] = attempt
 
     def result(self, measured: int | None) -> LargestBatch:
         """The answer."""
         self._recall_kept()
         if self.kept is not None:
-            self.points[self.kept.size] = _point(self.kept)
+            self.points[self.kept.size] = self.kept
             if KEEP_ALL in self.baselines:
-                self.baselines[KEEP_ALL] = self.points[self.kept.size]
+                self.baselines[KEEP_ALL] = self.kept
         answer, beyond = self.answer, self.beyond
         if answer.size == self.largest:
             next_size = "asked for no more"
@@ -375,14 +368,14 @@ class _Search:
             solution=answer.solution,
             budget=self.total,
             max_overhead=self.max_overhead,
-            points=tuple(self.points[size] for size in sorted(self.points)),
+            points=tuple(_point(self.points[size]) for size in sorted(self.points)),
             keep_all=None if self.kept is None else self.kept.size,
-            fastest=self._fastest(),
+            fastest=_point(self._fastest()),
             next_size=next_size,
-            baselines=self.baselines,
+            baselines={name: None if one is None else _point(one) for name, one in self.baselines.items()},
             cut_short=(*self.cut_short, *([] if self.kept_in_time else [KEEP_ALL])),
             measured_peak=measured,
-            seconds=time.perf_counter() - self.began,
+            seconds=self.seconds,
             ended="interrupted" if self.interrupted else "time limit" if late else "",
         )
 

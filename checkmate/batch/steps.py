@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from checkmate.backends.eager import Backend
-from checkmate.backends.planner import Numerics, Options, may_round
+from checkmate.backends.planner import Options
 from checkmate.backends.state import tensors_within, unchanged
 from checkmate.capture.device import main_device
 from checkmate.capture.meta_tensors import is_fake
@@ -26,11 +26,11 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError, HostError, Unsupported
 from checkmate.memory import measure_peak
-from checkmate.profiling.profilers import Choice, profiler
+from checkmate.profiling.profilers import profiler
 from checkmate.solvers.common.certify import again
 from checkmate.statusline import showing
 from checkmate.torch_internals.trees import tree_leaves
-from checkmate.tracing import trace
+from checkmate.tracing import traced
 from checkmate.training import TrainingStep
 
 log = logging.getLogger("checkmate.batch.search")
@@ -78,11 +78,8 @@ class SizedSteps:
 
     make_step: Callable[[int], Any]
     make_batch: Callable[[int], Any]
-    profile: Choice
-    cache: bool
-    host: Host | str | None = None  # a second memory, or where that is
-    host_budget: int | float | str | None = None  # bytes, where it is only said where
-    numerics: Numerics = "exact"
+    options: Options
+    host: Host | None = None  # a second memory that is not measured
 
     def make(self, size: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The step and its arguments.
@@ -116,19 +113,14 @@ class SizedSteps:
         began = time.perf_counter()
         try:
             with showing("tracing", name=f"size {size}"):
-                problem = self._traced(step, args, kwargs)
+                problem = traced(step, args, kwargs, self.options)
+                problem = problem if self.host is None else problem.with_host(self.host)
         except HostError:  # no fault of the size
             raise
         except (CheckmateError, RuntimeError, ValueError) as error:
             raise Unsupported(f"The step of size {size} cannot be traced: {_said(error)} {_OTHER_SIZES}") from error
         log.info("size %d traced in %.1f s: %r", size, time.perf_counter() - began, problem)
         return problem
-
-    def _traced(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
-        about: dict[str, Any] = {"profile": self.profile, "cache": self.cache, "numerics": self.numerics, **kwargs}
-        if isinstance(self.host, Host):
-            return trace(step, *args, **about).with_host(self.host)
-        return trace(step, *args, host=self.host, host_budget=self.host_budget, **about)
 
     def measured_peak(self, size: int, solution: Solution) -> int:
         """Run a plan of a size on real tensors: the most bytes in use. No parameter, buffer or random state changes.
@@ -142,9 +134,9 @@ class SizedSteps:
         reached = real_tensors(step, args, kwargs)
         leaves = [t for t in reached if t.is_leaf and t.requires_grad]
         costs, block_bytes = profiler(solution.problem.profile)
-        rounding = may_round(self.numerics)
-        backend = Backend(partial(_again, solution), profile=costs, block_bytes=block_bytes, rounding=rounding)
-        compiled = CompiledStep(step, Options(solution.budget), backend)
+        about: dict[str, Any] = {"block_bytes": block_bytes, "rounding": self.options.rounding}
+        backend = Backend(partial(_again, solution), profile=costs, **about)
+        compiled = CompiledStep(step, Options(solution.budget, verify=False), backend)
 
         def run() -> Any:
             outputs = [t for t in tree_leaves(compiled(*args, **kwargs)) if isinstance(t, torch.Tensor)]

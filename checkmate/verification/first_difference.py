@@ -20,7 +20,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.backends.eager import Backend
-from checkmate.backends.in_parts import Write
+from checkmate.backends.step_problem import Write
 from checkmate.capture.device import random_states, same_random_state
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import target_name, tensors

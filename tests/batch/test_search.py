@@ -50,10 +50,10 @@ def on_paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Problem]:
     """A step without tracing, of n samples: 10 bytes and 4 n if all is kept, or 3 n if one of 5 ops runs again."""
     base = unit_chain(2)
 
-    def fake(step: object, batch: Tensor, **options: object) -> Problem:
-        return grown(base, len(batch))
+    def fake(step: object, batch: tuple[Tensor], *given: object) -> Problem:
+        return grown(base, len(batch[0]))
 
-    monkeypatch.setattr("checkmate.batch.steps.trace", fake)
+    monkeypatch.setattr("checkmate.batch.steps.traced", fake)
     return lambda n: grown(base, n)
 
 

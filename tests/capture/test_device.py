@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkmate
 from benchmarks.networks import CASES
-from checkmate.backends.posed import with_what_is_held
+from checkmate.backends.step_problem import with_what_is_held
 from checkmate.capture import device as devices
 from checkmate.capture.device import (
     BLOCK_BYTES,

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.networks import CASES
 from checkmate.backends.eager import Backend
-from checkmate.backends.in_parts import Write
 from checkmate.backends.planner import Options
+from checkmate.backends.step_problem import Write
 from checkmate.codegen.second_memory import SecondMemories, SecondMemory
 from checkmate.codegen.transfers import most_there
 from checkmate.compiler import CompiledStep

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from checkmate import Problem, Solution, min_budget, solve
-from checkmate.backends import plan_on
+from checkmate.backends import taking_over
 from checkmate.core.plan import Plan
 from checkmate.solvers import recall
 from checkmate.solvers.common.certify import certify
@@ -77,5 +77,5 @@ def offered() -> Iterator[list[Offers]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recall, "begin", begin)
-        patch.setattr(plan_on, "Search", search)
+        patch.setattr(taking_over, "Search", search)
         yield made

@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from checkmate.backends import posed
+from checkmate.backends import step_problem
 from checkmate.capture.joint import Joint
 from checkmate.capture.ways.legal import Candidate, candidates
 from checkmate.capture.ways.table import TABLE, call_over
@@ -74,5 +74,5 @@ def offering_ways() -> Iterator[None]:
     def with_ways(joint: Joint, costs: Profile) -> tuple[Profile, Positions]:
         return writable(joint, offered(joint, costs))
 
-    with patch.object(posed, "writable", with_ways):
+    with patch.object(step_problem, "writable", with_ways):
         yield

@@ -278,9 +278,9 @@ def test_ranks_that_train_together_wait_for_the_best(monkeypatch: pytest.MonkeyP
 
 
 def test_where_nothing_is_open_no_process_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkmate.backends import plan_on
+    from checkmate.backends import taking_over
 
-    monkeypatch.setattr(plan_on, "Search", None)
+    monkeypatch.setattr(taking_over, "Search", None)
     _, step = _compiled(share=1.0)
     step(*_batch(64, 0)).backward()
     assert step.wait()

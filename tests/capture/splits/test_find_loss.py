@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.backends.in_parts import joint_of
+from checkmate.backends.step_problem import joint_of
 from checkmate.capture.splits.find_loss import Loss, losses
 from checkmate.capture.splits.write_loss import splits_of
 

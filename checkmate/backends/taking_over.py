@@ -11,14 +11,14 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
 import torch
 
-from checkmate.backends.asked import with_asked
+from checkmate.backends.step_problem import with_asked
 from checkmate.codegen.changing import Changing
 from checkmate.core.plan import Plan
 from checkmate.core.schedule import Schedule
@@ -31,6 +31,7 @@ from checkmate.statusline import showing
 from checkmate.units import format_seconds
 
 log = logging.getLogger("checkmate.solve")
+Write = Callable[[Solution], tuple[Any, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -53,55 +54,58 @@ class Planning:
         ends = "goes on" if self.goes_on else self.failure or "has ended"
         return f"step {format_seconds(self.cost)}, gap {self.gap:.2%} after {format_seconds(self.seconds)}; {ends}"
 
-    @classmethod
-    def of(cls, plan: Solution) -> Planning:
-        """Of a plan that nothing is open of."""
-        return cls(plan.cost, plan.bound, plan.seconds, goes_on=False, swaps=0)
 
+class Running:
+    """A captured graph, and the plan by which it runs now, which may yet change.
 
-class PlanOn:
-    """A captured graph whose plan may yet change.
-
-    Args:
-        plan: by which it runs now.
-        rest: what is open of it.
-        code: what AOTAutograd was given.
-        write: makes of a plan the functions of its forward and backward; None if these do not fit what AOTAutograd was
-            told of the first.
-        lists: of solutions, in which a plan that takes over replaces the one before.
-        asked: bytes that it takes, beside what is resident, to ask what a step asks of its tensors.
+    Its code is asked for by ``around`` before each call. A plan that was found takes over then, unless a graph of the
+    step is alive or gradients are accumulated; once planning has ended, and all that it found has been looked at, no
+    other can.
     """
 
-    def __init__(
-        self,
-        plan: Solution,
-        rest: Rest,
-        code: Changing,
-        write: Callable[[Solution], tuple[Any, Any] | None],
-        lists: Iterable[list[Solution]],
-        *,
-        asked: int = 0,
-    ) -> None:
-        self.plan, self.lists, self.swaps, self._asked = plan, [*lists], 0, asked
-        self._began, self._code = plan.seconds, code
-        self._write: Callable[[Solution], tuple[Any, Any] | None] | None = write  # None: planning is over
-        self._search = Search(rest)
+    def __init__(self, plan: Solution) -> None:
+        self.plan, self.swaps = plan, 0
+        self._search: Search | None = None  # None: nothing is open
+        self._write: Write | None = None  # None: no plan can take over
+
+    def go_on(self, rest: Rest, code: Changing, write: Write, *, asked: int = 0) -> None:
+        """Have planning go on.
+
+        Args:
+            rest: what is open of the plan.
+            code: what AOTAutograd was given.
+            write: makes of a plan the functions of its forward and backward; None if these do not fit what AOTAutograd
+                was told of the first.
+            asked: bytes that it takes, beside what is resident, to ask what a step asks of its tensors.
+        """
+        self._began, self._code, self._write, self._asked = self.plan.seconds, code, write, asked
         self._tried: Any = None  # the last news that were looked at
         self._versions = -1  # of all parameters together, at the last forward
         self._looking = threading.Lock()
-        self.end = weakref.finalize(self, self._search.end)
+        self._search = Search(rest)
+        weakref.finalize(self, self._search.end)
         self._search.start()
+
+    def end(self) -> None:
+        """End planning now."""
+        if self._search is not None:
+            self._search.end()
 
     @property
     def known(self) -> Planning:
         """What is known now."""
-        news, search = self._search.news, self._search
-        cost, bound = min(news.cost, self.plan.cost), max(news.bound, self.plan.bound)
+        plan, search = self.plan, self._search
+        if search is None:
+            return Planning(plan.cost, plan.bound, plan.seconds, goes_on=False, swaps=0)
+        news = search.news
+        cost, bound = min(news.cost, plan.cost), max(news.bound, plan.bound)
         spent = self._began + news.seconds
         return Planning(cost, min(bound, cost), spent, search.goes_on, self.swaps, search.failure)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until planning has ended, so many seconds at most; whether it has."""
+        if self._search is None:
+            return True
         with showing(lambda: f"planning: {self.known}"):
             return self._search.wait(timeout)
 
@@ -121,6 +125,7 @@ class PlanOn:
 
     def _before(self, args: Sequence[Any]) -> None:
         """What goes before a forward: what there is to take over does, where nothing stands against it."""
+        assert self._search is not None
         over, news = not self._search.goes_on, self._search.better
         leaves = [t for t in args if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
         before, self._versions = self._versions, sum(t._version for t in leaves)
@@ -151,14 +156,8 @@ class PlanOn:
             log.info("a plan that was found beside the training does not fit the captured graph")
             return
         self._code.take_over(*code)
-        self._replace(found)
-        self.swaps += 1
+        self.plan, self.swaps = found, self.swaps + 1
         log.info("a better plan took over, within %s: %s", format_seconds(time.perf_counter() - began), found)
-
-    def _replace(self, found: Solution) -> None:
-        for plans in self.lists:
-            plans[:] = [found if plan is self.plan else plan for plan in plans]
-        self.plan = found
 
     def _close(self) -> None:
         """Planning is over, and all that it found has taken over: let go of what is needed for more."""
@@ -166,5 +165,5 @@ class PlanOn:
         if not contradicts(known.bound, self.plan.cost) and known.bound > self.plan.bound:
             closed = self.plan.cost - known.bound <= OPTIMAL_GAP * self.plan.cost
             status = Status.OPTIMAL if closed else self.plan.status
-            self._replace(replace(self.plan, bound=known.bound, seconds=known.seconds, status=status))
+            self.plan = replace(self.plan, bound=known.bound, seconds=known.seconds, status=status)
         self._write = None

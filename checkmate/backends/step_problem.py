@@ -1,25 +1,52 @@
-"""A captured step as a problem, with all that is in use beside it."""
+"""A captured step as a problem, and the bytes of its peak that are none of its ops': what is in use beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from checkmate.backends.in_parts import Write
 from checkmate.backends.state import tensors_within
-from checkmate.capture.device import as_allocated, held_outside
+from checkmate.capture.device import as_allocated, held_outside, main_device
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage
+from checkmate.capture.questions import Questions
 from checkmate.capture.splits.parts import InParts
+from checkmate.codegen.emit import Begin, emit
 from checkmate.codegen.second_memory import SecondMemory
-from checkmate.codegen.writing_over import writable
+from checkmate.codegen.transfers import no_second_memory
+from checkmate.codegen.writing_over import Positions, writable
+from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution
+from checkmate.errors import Unsupported
+from checkmate.memory import aside, measure_peak
 from checkmate.profiling.profilers import Profiler
 from checkmate.profiling.tried_here import tried_here
 from checkmate.solvers.late_results import late_results
+from checkmate.units import format_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Write:
+    """Writes the modules of a plan of a captured step."""
+
+    joint: Joint
+    over: Positions  # which argument an op writes over that writes over a value
+    begin: Begin = no_second_memory  # what a forward calls that sends values
+
+    def __call__(self, plan: Plan) -> Any:
+        """The two modules."""
+        return emit(self.joint, plan, self.over, begin=self.begin)
+
+
+def joint_of(problem: Problem) -> Joint:
+    """The captured step that a problem is of."""
+    assert isinstance(problem.emit, Write)
+    return problem.emit.joint
 
 
 def problem_of(joint: Joint, profile: Profiler, *, tried: bool = True) -> Problem:
@@ -74,3 +101,34 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
     read = storages(known)
     sizes = [size for key, size in storages(tensors_within(reach)).items() if key not in read]
     return sum(as_allocated(size, block_bytes) for size in sizes)
+
+
+def asked_bytes(plan: Solution, questions: Questions, inputs: list[Any], given: int, limit: int) -> int:
+    """Bytes that it takes to ask what is asked before the step, beside what is resident.
+
+    Args:
+        given: bytes of the inputs that are made anew at each call.
+        limit: bytes that the step may take.
+
+    Raises:
+        Unsupported: where they are above the limit.
+    """
+    device = main_device(inputs)
+    taken = given + aside(partial(measure_peak, partial(questions.ask, inputs), device)).peak
+    peak = plan.problem.resident + taken
+    if peak > limit:
+        places = ", ".join(dict.fromkeys(questions.places))
+        raise Unsupported(
+            f"{places}: the step asks for the value of a tensor, which is found out before the step runs. "
+            f"That takes {format_bytes(taken)}, with what is resident {format_bytes(peak)}, of a budget of "
+            f"{format_bytes(limit)}. Ask outside of the step, and pass the answer in as a bool."
+        )
+    return taken
+
+
+def with_asked(plan: Solution, asked: int) -> Solution:
+    """The plan, its peak that of what is asked before the step, where so many bytes beside the resident are more."""
+    peak = plan.problem.resident + asked
+    if plan.peak is None or peak <= plan.peak:
+        return plan
+    return replace(plan, peak=peak, details={**plan.details, "asked_bytes": asked})
