@@ -21,7 +21,7 @@ from checkmate.backends.inductor import Inductor, lower, require_compiler
 from checkmate.backends.plan_on import Planning
 from checkmate.backends.planner import MOST_PLANS, Code, Memory, Numerics, Options, Planner, Wait, may_round
 from checkmate.backends.static_memory import arenas
-from checkmate.codegen.result_hooks import watch_backward
+from checkmate.codegen.refused_backwards import watch_backward
 from checkmate.codegen.second_memory import SecondMemories
 from checkmate.core.rules import Rules
 from checkmate.core.solution import Solution

@@ -3,24 +3,144 @@
 Each call has a store of its own, so that calls of which several are begun before a backward, or in several threads,
 know nothing of each other. A store that a call gives back serves the next one; where a plan has more elsewhere than the
 store has room for, a larger one takes its place.
+
+Forward and backward of one call share a `Call`, whatever other calls begin between them. A small tensor goes from the
+one to the other among the saved ones and says which call it is: its memory is not PyTorch's, and counts in no peak.
+When that tensor is gone, nobody can ask for the backward any more, and what waits is let go of.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
+import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from checkmate.codegen.transfers import Call, new_call
 from checkmate.core.graph import Graph
 from checkmate.core.host import Host
+from checkmate.errors import HostError, Unsupported
 from checkmate.host import BLOCK, Store, open_store
 from checkmate.host.known_links import known_links
 from checkmate.memory.report import HostUse
 from checkmate.torch_internals.dispatcher import _disable_current_modes
 
 _LEFT = "Nobody could ask for this backward any more, and what waited in the second memory for it was let go of."
+_BACKWARD_HAS_RUN = (
+    "This backward has run before, and what waited in the second memory for it was let go of then: a step that is "
+    "compiled with host_budget= can be differentiated once for each call. Call it again before another backward, or "
+    "compile it without host_budget."
+)
+_GONE = (
+    "What waited in the second memory for this backward is gone: hooks have put copies in the place of tensors that "
+    "the forward has saved (torch.autograd.graph.saved_tensors_hooks, save_on_cpu), or the graph was taken to another "
+    "process. Compile the step without host_budget where such hooks are needed."
+)
+_HAS_FAILED = "This call of the step has failed, and what waited in the second memory for it was let go of then."
+
+
+class Face(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def within(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The same in another storage."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
+
+
+class Call:
+    """One call of a step: which of its values wait elsewhere.
+
+    Args:
+        store: for this call alone.
+        home: where it comes from, and goes when the call is over.
+    """
+
+    def __init__(self, store: Store, home: SecondMemory) -> None:
+        self.store, self._home = store, home
+        self.is_over = ""  # why nothing can be had from it any more
+        self.there = self.peak_there = self.sent = self.fetched = 0  # bytes
+        self.waited = 0.0  # seconds
+        self.faces: dict[int, list[Face]] = {}  # of each value that is there or on its way
+        self.bytes: dict[int, int] = {}
+        self.kept: dict[int, tuple[torch.Tensor, ...]] = {}  # what has no storage of its own, and so stays here
+        self.landing: dict[int, torch.UntypedStorage] = {}
+
+    def wait(self, v: int) -> None:
+        """Wait until the last copy of a value is made."""
+        begin = time.perf_counter()
+        self.store.wait(v)
+        self.waited += time.perf_counter() - begin
+
+    def finish(self, why: str, *, broken: bool = False) -> None:
+        """Nothing is asked for any more: what still goes on ends, and what is there is let go of."""
+        if self.is_over:
+            return
+        self.is_over = why
+        try:
+            if self.bytes and not broken:  # the code of a part of the backward, or an error
+                self.store.reset()
+        except HostError:
+            broken = True
+        for held in (self.kept, self.landing, self.bytes, self.faces):
+            held.clear()
+        self._home.come_back(self, broken=broken)
+
+    def end(self) -> None:
+        """The backward has run to its end."""
+        if not self.is_over:
+            self.finish(_BACKWARD_HAS_RUN)
+            self._home.ended(self)
+
+    def left_behind(self) -> None:
+        """Nobody can ask for the backward any more. This may be called at any point of the program."""
+        if not self.is_over:
+            self._home.left_behind(self)
+
+
+_calls: dict[int, Call] = {}  # whose backward may still come
+_numbers = itertools.count()
+_here = threading.local()  # .call: the one that runs on this thread
+
+
+def _leave(number: int) -> None:
+    call = _calls.pop(number, None)
+    if call is not None:
+        call.left_behind()
+
+
+def call_of(token: torch.Tensor) -> Call:
+    """The call that a saved tensor stands for."""
+    call = _calls.get(int(token))
+    if call is None:
+        raise Unsupported(_GONE)
+    return call
+
+
+@contextmanager
+def running(token: torch.Tensor | None) -> Iterator[None]:
+    """Run a forward or a backward: where it fails, whatever its call has elsewhere is let go of."""
+    before = getattr(_here, "call", None)
+    _here.call = None if token is None else call_of(token)
+    try:
+        yield
+    except BaseException as error:
+        if _here.call is not None:
+            _here.call.finish(_HAS_FAILED, broken=isinstance(error, HostError))
+        raise
+    finally:
+        _here.call = before
 
 
 class SecondMemory:
@@ -65,13 +185,17 @@ class SecondMemory:
         return Host(room, links.send, links.fetch, one_link=links.shared, latency=links.latency)
 
     def begin(self, capacity: int) -> torch.Tensor:
-        """Begin a call that has so many bytes elsewhere, at most.
+        """Begin a call that has so many bytes elsewhere, at most: what says to all that follows which one it is.
 
         Raises:
             HostError: if there is no room for them.
         """
         self._end_what_was_left()
-        return new_call(self._taken(capacity), self)
+        number = next(_numbers)
+        memory = np.array([number], dtype=np.int64)
+        _here.call = _calls[number] = Call(self._taken(capacity), self)
+        weakref.finalize(memory, _leave, number).atexit = False
+        return torch.from_numpy(memory)
 
     def come_back(self, call: Call, *, broken: bool) -> None:
         """A call has ended."""

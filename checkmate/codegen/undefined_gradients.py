@@ -12,6 +12,7 @@ would call its hooks with None, so this one does not.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, wraps
 from typing import Any
@@ -186,6 +187,12 @@ def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
 def is_compiled(function: Any) -> bool:
     """Whether this is the autograd node of a compiled call."""
     return hasattr(getattr(function, "_forward_cls", None), "_aot_id")
+
+
+def before_backward(function: Any, check: Callable[[Any, Any], None]) -> None:
+    """Call ``check(node, gradients)`` before a node of autograd runs; what is checked does not hold the node."""
+    node = weakref.ref(function)
+    function.register_prehook(lambda grads: check(node(), grads))
 
 
 def drop_gradients_of_writes(joint: fx.GraphModule, inputs: Sequence[Any]) -> None:
