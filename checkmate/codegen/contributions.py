@@ -128,20 +128,17 @@ def _watch(roots: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[int], list
     """Count what reaches each leaf from now on; the second result are handles to end that."""
     counts = [0] * len(leaves)
     position = {tuple(get_gradient_edge(leaf)[:2]): i for i, leaf in enumerate(leaves)}
+
+    def count(reached: list[tuple[int, int]], given: Any, received: Any) -> None:
+        for j, i in reached:
+            counts[i] += given[j] is not None
+
     handles: list[Any] = []
     for node in reachable(get_gradient_edge(root).node for root in roots):
         reached = [(j, position[edge]) for j, edge in enumerate(node.next_functions) if edge in position]
         if reached:
-            handles.append(node.register_hook(_counter(counts, reached)))
+            handles.append(node.register_hook(partial(count, reached)))
     return counts, handles
-
-
-def _counter(counts: list[int], reached: list[tuple[int, int]]) -> Callable[[Any, Any], None]:
-    def count(given: Any, received: Any) -> None:
-        for j, i in reached:
-            counts[i] += given[j] is not None
-
-    return count
 
 
 def sharing_of(
@@ -246,12 +243,9 @@ def with_contributions(module: fx.GraphModule, lower: Callable[[fx.GraphModule],
 
 def handing_over(module: fx.GraphModule, gradients: Sequence[int]) -> fx.GraphModule:
     """A backward that returns, for some of its results, the first term of the sum there, and the others at the end."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if node.op != "output":
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
-    output = module.graph.output_node()
+    graph, output = fx.Graph(), module.graph.output_node()
+    copies: dict[fx.Node, Any] = {}
+    graph.graph_copy(module.graph, copies)
     results: Any = list(output.args[0])  # type: ignore[arg-type]
     rest: list[fx.Node] = []
     for i in gradients:

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from checkmate.memory.report import HostUse
 from checkmate.torch_internals.dispatcher import _disable_current_modes
 
 _LEFT = "Nobody could ask for this backward any more, and what waited in the second memory for it was let go of."
-_BACKWARD_HAS_RUN = (
+HAS_RUN = (
     "This backward has run before, and what waited in the second memory for it was let go of then: a step that is "
     "compiled with host_budget= can be differentiated once for each call. Call it again before another backward, or "
     "compile it without host_budget."
@@ -59,54 +60,28 @@ class Face(NamedTuple):
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
 
 
+@dataclass(eq=False)
 class Call:
-    """One call of a step: which of its values wait elsewhere.
+    """One call of a step: which of its values wait elsewhere."""
 
-    Args:
-        store: for this call alone.
-        home: where it comes from, and goes when the call is over.
-    """
-
-    def __init__(self, store: Store, home: SecondMemory) -> None:
-        self.store, self._home = store, home
-        self.is_over = ""  # why nothing can be had from it any more
-        self.there = self.peak_there = self.sent = self.fetched = 0  # bytes
-        self.waited = 0.0  # seconds
-        self.faces: dict[int, list[Face]] = {}  # of each value that is there or on its way
-        self.bytes: dict[int, int] = {}
-        self.kept: dict[int, tuple[torch.Tensor, ...]] = {}  # what has no storage of its own, and so stays here
-        self.landing: dict[int, torch.UntypedStorage] = {}
+    store: Store  # for this call alone
+    home: SecondMemory
+    is_over: str = ""  # why nothing can be had from it any more
+    there: int = 0  # bytes
+    peak_there: int = 0
+    sent: int = 0
+    fetched: int = 0
+    waited: float = 0.0  # seconds
+    faces: dict[int, list[Face]] = field(default_factory=dict)  # of each value that is there or on its way
+    bytes: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # what has no storage of its own: it stays
+    landing: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def wait(self, v: int) -> None:
         """Wait until the last copy of a value is made."""
         begin = time.perf_counter()
         self.store.wait(v)
         self.waited += time.perf_counter() - begin
-
-    def finish(self, why: str, *, broken: bool = False) -> None:
-        """Nothing is asked for any more: what still goes on ends, and what is there is let go of."""
-        if self.is_over:
-            return
-        self.is_over = why
-        try:
-            if self.bytes and not broken:  # the code of a part of the backward, or an error
-                self.store.reset()
-        except HostError:
-            broken = True
-        for held in (self.kept, self.landing, self.bytes, self.faces):
-            held.clear()
-        self._home.come_back(self, broken=broken)
-
-    def end(self) -> None:
-        """The backward has run to its end."""
-        if not self.is_over:
-            self.finish(_BACKWARD_HAS_RUN)
-            self._home.ended(self)
-
-    def left_behind(self) -> None:
-        """Nobody can ask for the backward any more. This may be called at any point of the program."""
-        if not self.is_over:
-            self._home.left_behind(self)
 
 
 _calls: dict[int, Call] = {}  # whose backward may still come
@@ -115,9 +90,10 @@ _here = threading.local()  # .call: the one that runs on this thread
 
 
 def _leave(number: int) -> None:
+    """Nobody can ask for a backward any more. This may be called at any point of the program, and does not wait now."""
     call = _calls.pop(number, None)
-    if call is not None:
-        call.left_behind()
+    if call is not None and not call.is_over:
+        call.home.left.append(call)
 
 
 def call_of(token: torch.Tensor) -> Call:
@@ -137,7 +113,7 @@ def running(token: torch.Tensor | None) -> Iterator[None]:
         yield
     except BaseException as error:
         if _here.call is not None:
-            _here.call.finish(_HAS_FAILED, broken=isinstance(error, HostError))
+            _here.call.home.finish(_here.call, _HAS_FAILED, broken=isinstance(error, HostError))
         raise
     finally:
         _here.call = before
@@ -160,7 +136,7 @@ class SecondMemory:
         self._last = (0, 0, 0, 0.0)  # of the call that ended last: there, sent, fetched, waited
         self._free: list[Store] = []
         self._used: set[Store] = set()
-        self._left: deque[Call] = deque()  # calls to be ended
+        self.left: deque[Call] = deque()  # calls to be ended
         self._books = threading.Lock()
 
     @property
@@ -197,24 +173,32 @@ class SecondMemory:
         weakref.finalize(memory, _leave, number).atexit = False
         return torch.from_numpy(memory)
 
-    def come_back(self, call: Call, *, broken: bool) -> None:
-        """A call has ended."""
+    def finish(self, call: Call, why: str, *, broken: bool = False) -> None:
+        """Nothing is asked of a call any more: what still goes on ends, and what is there is let go of.
+
+        Args:
+            why: what is said to who asks all the same; ``HAS_RUN`` if the backward has run to its end.
+            broken: the store is of no more use.
+        """
+        if call.is_over:
+            return
+        call.is_over = why
+        try:
+            if call.bytes and not broken:  # the code of a part of the backward, or an error
+                call.store.reset()
+        except HostError:
+            broken = True
+        for held in (call.kept, call.landing, call.bytes, call.faces):
+            held.clear()
         if broken:
             call.store.close()
         with self._books:
             self._used.discard(call.store)
             if not broken:
                 self._free.append(call.store)
-
-    def ended(self, call: Call) -> None:
-        """A call has ended with its backward."""
-        with self._books:
-            self._calls += 1
-            self._last = (call.peak_there, call.sent, call.fetched, call.waited)
-
-    def left_behind(self, call: Call) -> None:
-        """A call is to be ended, which waits for copies: not now, since that may be in the middle of anything."""
-        self._left.append(call)
+            if why == HAS_RUN:
+                self._calls += 1
+                self._last = (call.peak_there, call.sent, call.fetched, call.waited)
 
     def close(self) -> None:
         """Let what no call uses go."""
@@ -241,12 +225,12 @@ class SecondMemory:
         return store
 
     def _end_what_was_left(self) -> None:
-        while self._left:
+        while self.left:
             try:
-                call = self._left.popleft()
+                call = self.left.popleft()
             except IndexError:  # another thread does
                 return
-            call.finish(_LEFT)
+            self.finish(call, _LEFT)
 
 
 class SecondMemories:

@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import has_side_effect
 
-from checkmate.codegen.second_memory import Call, Face, call_of, running
+from checkmate.codegen.second_memory import HAS_RUN, Call, Face, call_of, running
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Drop, Fetch, Plan, Send, Step, Wait
 from checkmate.errors import HostError, Unsupported
@@ -26,7 +26,7 @@ from checkmate.host import rounded
 from checkmate.torch_internals.descriptions import FakeTensor
 from checkmate.torch_internals.dispatcher import functorch
 
-_IS_CALL = "is_call"  # in the meta data of the placeholder through which a backward is told its call
+IS_CALL = "is_call"  # in the meta data of the placeholder through which a backward is told its call
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -115,7 +115,8 @@ def drop(token: torch.Tensor, v: int) -> torch.Tensor:
 @has_side_effect
 def finish(token: torch.Tensor) -> None:
     """The backward has ended."""
-    call_of(token).end()
+    call = call_of(token)
+    call.home.finish(call, HAS_RUN)
 
 
 def no_second_memory(capacity: int) -> torch.Tensor:
@@ -167,14 +168,9 @@ def as_fake_call(nodes: Iterable[fx.Node]) -> torch.Tensor:
         return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-def mark_call(placeholder: fx.Node) -> None:
-    """Say that a backward is told its call there."""
-    placeholder.meta[_IS_CALL] = True
-
-
 def ending_calls(graph: fx.Graph, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """A function of a graph after which nothing stays elsewhere if it fails."""
-    given = [i for i, node in enumerate(graph.find_nodes(op="placeholder")) if _IS_CALL in node.meta]
+    given = [i for i, node in enumerate(graph.find_nodes(op="placeholder")) if IS_CALL in node.meta]
     if not given and not any(node.target in (send, fetch) for node in graph.nodes):
         return run
 

@@ -70,10 +70,6 @@ class Exchange:
         """How many there are."""
         return dist.get_world_size(self.group)
 
-    def averaged(self) -> set[torch.Tensor]:
-        """The parameters whose gradients are averaged."""
-        return set(self.parameters())
-
     def part(self, gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """What a rank has to add to the mean; ``out``: where it is to be written."""
         return torch.mul(gradient, 1.0 / self.ranks, out=out)  # `mul_` would round the factor to half precision

@@ -166,7 +166,7 @@ class _Writer:
     @cached_property
     def averaged(self) -> set[torch.Tensor]:
         """The parameters whose gradients are averaged over ranks."""
-        return set() if self.what.exchange is None else self.what.exchange.averaged()
+        return set() if self.what.exchange is None else {*self.what.exchange.parameters()}
 
     def _agreed(self) -> fx.Node | None:
         """Where gradients are averaged over ranks, that these agree on which and in what order."""

@@ -207,31 +207,18 @@ def _step_in_slices(step: Callable[..., None], parameter: torch.Tensor, gradient
         given = {n: views[n] if n in views else what if is_last else _copied(what) for n, what in before.items()}
         found: dict[torch.Tensor, Any] = {one: given} if before else defaultdict(dict)
         step(one, flat[1][part], found)
-        if one in found:
-            _keep(found[one], views, states[parameter], part, one, parameter, is_last=is_last)
-
-
-def _keep(
-    found: dict[str, Any],
-    views: dict[str, torch.Tensor],
-    state: dict[str, Any],
-    part: slice,
-    one: torch.Tensor,
-    parameter: torch.Tensor,
-    *,
-    is_last: bool,
-) -> None:
-    """Put the state of a slice into that of the parameter."""
-    for name, what in found.items():
-        if what is views.get(name):
+        if one not in found:
             continue
-        if not _is_by_element(what, one):
-            if is_last or name not in state:
+        state = states[parameter]
+        for name, what in found[one].items():
+            if what is views.get(name):
+                continue
+            if _is_by_element(what, one):
+                if part.start == 0:
+                    state[name] = torch.empty_like(parameter, dtype=what.dtype, requires_grad=False)
+                _flat(state[name])[part] = what
+            elif is_last or name not in state:
                 state[name] = what
-            continue
-        if part.start == 0:
-            state[name] = torch.empty_like(parameter, dtype=what.dtype, requires_grad=False)
-        _flat(state[name])[part] = what
 
 
 def _is_by_element(what: Any, parameter: torch.Tensor) -> bool:

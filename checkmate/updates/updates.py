@@ -166,7 +166,7 @@ class Updates:
             return []
         done = self._updated | self._exchanged
         left = [p for p in parameters_of(self.optimizers) if p.grad is not None and p not in done]
-        averaged = self.exchange.averaged() if left else set()
+        averaged = {*self.exchange.parameters()} if left else set()
         return [p for p in left if p in averaged]
 
     def _exchange_rest(self) -> None:
