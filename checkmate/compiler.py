@@ -21,7 +21,7 @@ from checkmate.backends.inductor import Inductor, lower, require_compiler
 from checkmate.backends.planner import OF_VERIFY, Bytes, CompileOptions, Options, Planner
 from checkmate.backends.static_memory import arenas
 from checkmate.backends.taking_over import Planning
-from checkmate.codegen.result_hooks import watch_backward
+from checkmate.codegen.refused_backwards import watch_backward
 from checkmate.codegen.second_memory import SecondMemories
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported

@@ -26,11 +26,10 @@ from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.trees import tree_map_only
 from checkmate.torch_internals.versions import is_tried
-from checkmate.updates import averaging, scaling
-from checkmate.updates.clipping import Clipping
-from checkmate.updates.data_parallel import as_their_modules, exchange_of, refuse_special, stand_aside, wrapped_in
+from checkmate.updates import averaging
+from checkmate.updates.exchange import as_their_modules, exchange_of, refuse_special, stand_aside, wrapped_in
+from checkmate.updates.gradients import Clipping, Sums, checked_scaler
 from checkmate.updates.insert import Insert
-from checkmate.updates.sums import Sums
 from checkmate.updates.supported import checked, refuse_hooks
 from checkmate.updates.updates import Updates
 from checkmate.verification.whole_steps import compare_whole
@@ -147,7 +146,7 @@ def training_step(
         Clipping(clip_norm, norm_type, error_if_nonfinite, clip_value),
         keep=gradients,
         sums=None if accumulate == 1 else Sums(),
-        scaling=None if scaler is None else scaling.checked(scaler, optimizers),
+        scaling=None if scaler is None else checked_scaler(scaler, optimizers),
         average=None if ema is None else averaging.checked(ema),
         exchange=exchange_of(modules, process_group, optimizers),
     )

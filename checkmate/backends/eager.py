@@ -40,10 +40,8 @@ from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.questions import asking_first, taken_out
 from checkmate.codegen.changing import Changing, may_change
-from checkmate.codegen.contributions import counted_contributions, sharing_of, with_contributions
-from checkmate.codegen.fan_out import Sharing, fan_out
-from checkmate.codegen.result_hooks import computed_from, refuse_watching
-from checkmate.codegen.result_views import added_within, refuse_views
+from checkmate.codegen.contributions import Sharing, counted_contributions, fan_out, sharing_of, with_contributions
+from checkmate.codegen.refused_backwards import added_within, computed_from, refuse_views, refuse_watching
 from checkmate.codegen.second_memory import SecondMemories
 from checkmate.codegen.shared_copies import sharing_copies
 from checkmate.codegen.undefined_gradients import (

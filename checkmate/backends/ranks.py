@@ -35,7 +35,7 @@ from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.plan_store import Record
 from checkmate.torch_internals.dynamo import OptimizedModule, dynamo_config, get_optimize_ddp_mode
 from checkmate.torch_internals.steps import _get_active_ddp_module, _get_default_store
-from checkmate.updates.data_parallel import AsItsModule
+from checkmate.updates.exchange import AsItsModule
 from checkmate.version import __version__
 
 log = logging.getLogger("checkmate.backends.ranks")

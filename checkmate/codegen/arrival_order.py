@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd import graph
 from checkmate.torch_internals.engine import _current_graph_task_id, _engine_run_backward, _will_engine_execute_node
 
 Edge = tuple[Any, int]  # a node of autograd, and which of its inputs
-_FIRST = float("inf")  # sequence number of the beginning of a backward
+FIRST = float("inf")  # sequence number of the beginning of a backward
 
 
 def verdicts(fan: Any) -> tuple[int, ...]:
@@ -30,56 +31,41 @@ def verdicts(fan: Any) -> tuple[int, ...]:
     task = _current_graph_task_id()
     if getattr(fan, "verdict", (None,))[0] != task:
         fan.verdict = task, tuple(range(len(fan.counts)))
-        for roots in _beginnings():
-            nodes = reachable(node for node, _ in roots)
-            if fan in nodes:
-                fans = [node for node in nodes if type(node) is type(fan)]
-                edges = [[f.next_functions[sum(f.counts[:slot])] for slot in range(len(f.counts))] for f in fans]
-                for f, before in zip(fans, _before(roots, nodes, fans, edges), strict=True):
-                    f.verdict = task, tuple(slot for slot, yes in enumerate(before) if yes)
-                break
+        numbers, nodes = arrivals(fan) or ({}, ())
+        for f in nodes:
+            if type(f) is type(fan):
+                edges = [f.next_functions[sum(f.counts[:slot])] for slot in range(len(f.counts))]
+                f.verdict = task, tuple(slot for slot, edge in enumerate(edges) if _is_before(numbers, edge, f))
     slots: tuple[int, ...] = fan.verdict[1]
     return slots if slots and _will_engine_execute_node(fan) else ()
 
 
 def contributed_before(node: Any, edges: Sequence[Edge]) -> list[bool]:
     """For each of these edges of a node: whether another node contributes there before it, as far as can be known."""
-    for roots in _beginnings():
-        nodes = reachable(node for node, _ in roots)
-        if node in nodes:
-            return _before(roots, nodes, [node], [edges])[0]
-    return [True] * len(edges)
+    found = arrivals(node)
+    return [found is None or _is_before(found[0], edge, node) for edge in edges]
 
 
-def arrivals(node: Any) -> dict[int, list[int]] | None:
-    """The sequence numbers of the nodes of this backward that contribute to each input of a node; None if unknown."""
+def _is_before(numbers: dict[Edge, list[float]], edge: Edge, node: Any) -> bool:
+    return max(numbers.get(edge, ()), default=-1) > node._sequence_nr()
+
+
+def arrivals(node: Any) -> tuple[dict[Edge, list[float]], dict[Any, None]] | None:
+    """What contributes to each edge in the backward that comes to a node, and the nodes of it; None if unknown.
+
+    Contributions are told by the sequence numbers of the nodes that they come from, or `FIRST`.
+    """
     for roots in _beginnings():
-        nodes = reachable(node for node, _ in roots)
+        nodes = reachable(root for root, _ in roots)
         if node in nodes:
-            found: dict[int, list[int]] = {}
+            numbers: dict[Edge, list[float]] = {edge: [FIRST] for edge in roots}
             for other in nodes:
-                for following, position in other.next_functions:
-                    if following is node and _will_engine_execute_node(other):
-                        found.setdefault(position, []).append(other._sequence_nr())
-            return found
+                edges = [edge for edge in other.next_functions if edge[0] is not None]
+                if edges and _will_engine_execute_node(other):
+                    for edge in edges:
+                        numbers.setdefault(edge, []).append(other._sequence_nr())
+            return numbers, nodes
     return None
-
-
-def _before(
-    roots: Iterable[Edge], nodes: Iterable[Any], ours: Sequence[Any], edges: Sequence[Sequence[Edge]]
-) -> list[list[bool]]:
-    latest: dict[Edge, float] = {edge: -1 for found in edges for edge in found}
-    for edge in roots:
-        if edge in latest:
-            latest[edge] = _FIRST
-    for node in nodes:
-        for edge in node.next_functions:
-            number = latest.get(edge)
-            if number is None or node._sequence_nr() <= number:
-                continue
-            if _will_engine_execute_node(node):
-                latest[edge] = node._sequence_nr()
-    return [[latest[edge] > node._sequence_nr() for edge in found] for node, found in zip(ours, edges, strict=True)]
 
 
 def reachable(roots: Iterable[Any]) -> dict[Any, None]:
@@ -101,11 +87,8 @@ def _beginnings() -> Iterator[list[Edge]]:
         yield from map(_roots, _engine_frames(frame))
 
 
-def _engine_frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    while frame is not None:
-        if frame.f_code is _engine_run_backward.__code__:
-            yield frame
-        frame = frame.f_back
+def _engine_frames(frame: types.FrameType) -> Iterator[types.FrameType]:
+    return (caller for caller, _ in walk_stack(frame) if caller.f_code is _engine_run_backward.__code__)
 
 
 def _roots(frame: types.FrameType) -> list[Edge]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -28,44 +28,29 @@ aten = torch.ops.aten
 _OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 # Ops that PyTorch's generated Python bindings have under these names: the same ops, read two to five times as fast.
-_BINDINGS = {
-    aten._adaptive_avg_pool2d.default: _adaptive_avg_pool2d,
-    aten._foreach_copy_.default: _foreach_copy_,
-    aten._log_softmax.default: _log_softmax,
-    aten._log_softmax_backward_data.default: _log_softmax_backward_data,
-    aten._softmax.default: _softmax,
-    aten._softmax_backward_data.default: _softmax_backward_data,
-    aten.add.Tensor: torch.add,
-    aten.addmm.default: torch.addmm,
-    aten.bmm.default: torch.bmm,
-    aten.cat.default: torch.cat,
-    aten.clone.default: torch.clone,
-    aten.convolution.default: torch.convolution,
-    aten.div.Tensor: torch.div,
-    aten.embedding.default: torch.embedding,
-    aten.expand.default: torch.Tensor.expand,
-    aten.gelu.default: _nn.gelu,
-    aten.hardtanh.default: _nn.hardtanh,
-    aten.max_pool2d_with_indices.default: _nn.max_pool2d_with_indices,
-    aten.mean.dim: torch.mean,
-    aten.mm.default: torch.mm,
-    aten.mul.Tensor: torch.mul,
-    aten.native_layer_norm.default: torch.native_layer_norm,
-    aten.neg.default: torch.neg,
-    aten.permute.default: torch.permute,
-    aten.relu.default: torch.relu,
-    aten.select.int: torch.select,
-    aten.sigmoid.default: torch.sigmoid,
-    aten.silu.default: _nn.silu,
-    aten.squeeze.dim: torch.squeeze,
-    aten.sub.Tensor: torch.sub,
-    aten.sum.dim_IntList: torch.sum,
-    aten.t.default: torch.t,
-    aten.tanh.default: torch.tanh,
-    aten.transpose.int: torch.transpose,
-    aten.unsqueeze.default: torch.unsqueeze,
-    aten.view.default: torch.Tensor.view,
-    aten.where.self: torch.where,
+_PRIVATE = (
+    (aten._adaptive_avg_pool2d.default, _adaptive_avg_pool2d),
+    (aten._foreach_copy_.default, _foreach_copy_),
+    (aten._log_softmax.default, _log_softmax),
+    (aten._log_softmax_backward_data.default, _log_softmax_backward_data),
+    (aten._softmax.default, _softmax),
+    (aten._softmax_backward_data.default, _softmax_backward_data),
+)
+_PUBLIC: tuple[tuple[Any, str], ...] = (
+    (torch, "add.Tensor div.Tensor mul.Tensor sub.Tensor where.self mean.dim squeeze.dim sum.dim_IntList"),
+    (torch, "addmm.default bmm.default cat.default clone.default convolution.default embedding.default mm.default"),
+    (
+        torch,
+        "native_layer_norm.default neg.default permute.default relu.default sigmoid.default t.default tanh.default",
+    ),
+    (torch, "unsqueeze.default select.int transpose.int"),
+    (torch.Tensor, "expand.default view.default"),
+    (_nn, "gelu.default hardtanh.default max_pool2d_with_indices.default silu.default"),
+)
+_BINDINGS: dict[Any, Callable[..., Any]] = dict(_PRIVATE) | {
+    getattr(getattr(aten, name), overload): getattr(home, name)
+    for home, ops in _PUBLIC
+    for name, overload in (op.split(".") for op in ops.split())
 }
 
 
@@ -119,7 +104,7 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 def _say_where(error: Exception, graph: fx.Graph, file: str) -> None:
     """Add to the message of an op that fails the line of the user's code that it comes from."""
-    frames = [(t.tb_frame.f_code.co_filename, t.tb_lineno) for t in _frames(error.__traceback__)]
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     at = next((i for i, (name, _) in enumerate(frames) if name == file), None)
     if at is None or len(error.args) != 1 or not isinstance(error.args[0], str):
         return
@@ -131,9 +116,3 @@ def _say_where(error: Exception, graph: fx.Graph, file: str) -> None:
     phase = "backward" if node.meta.get("autograd_backward") else "forward"
     error.args = (f"{error.args[0]}\n  in {node.target} of the {phase}: {where(node)}",)
     error.from_kernel = not any(is_users(name) for name, _ in frames[at + 1 :])  # type: ignore[attr-defined]
-
-
-def _frames(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next

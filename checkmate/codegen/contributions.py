@@ -16,7 +16,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, wraps
+from dataclasses import dataclass
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -25,15 +26,60 @@ from torch.autograd.graph import get_gradient_edge
 
 from checkmate.capture.nodes import is_mutating, is_view, leaf_nodes, storage, tensors
 from checkmate.capture.rewrite import without_dead_code
-from checkmate.codegen.arrival_order import reachable, verdicts
+from checkmate.codegen.arrival_order import contributed_before, reachable, verdicts
 from checkmate.codegen.boxed import takes_one_list
-from checkmate.codegen.fan_out import UNKNOWN, Shared, Sharing, fan_of_this_call
 from checkmate.codegen.transfers import as_made
+from checkmate.codegen.undefined_gradients import before_backward, compiled_functions
+from checkmate.errors import Unsupported
 from checkmate.torch_internals.dispatcher import functorch
+from checkmate.torch_internals.engine import _current_autograd_node
 
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]
 _APART = "apart"  # in the meta data of a backward's output node: how many contributions its gradients have
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An input whose gradient a step adds up from several contributions."""
+
+    position: int  # among what the compiled function is called with
+    gradient: int  # position among what the backward returns
+    count: int  # contributions
+    name: str  # as the user knows it
+
+
+UNKNOWN = Shared(-1, -1, 2, "An input")  # some input or other
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The inputs of a step with several contributions: those that can be had one by one, and the others."""
+
+    apart: tuple[Shared, ...] = ()
+    together: tuple[Shared, ...] = ()
+
+
+class Fan(torch.autograd.Function):
+    """Inputs of a step as they are, with as many edges to each as it has contributions: each is given so many times."""
+
+    @staticmethod
+    def forward(ctx: Any, counts: tuple[int, ...], *inputs: torch.Tensor) -> Any:
+        """One alias of each input."""
+        ctx.counts = counts
+        ctx.terms = {}  # by slot: the contributions in their order, from the step's backward to this one
+        ctx.set_materialize_grads(False)
+        firsts = [sum(counts[:i]) for i in range(len(counts))]
+        return tuple(inputs[i].detach() for i in firsts)
+
+    @staticmethod
+    def backward(ctx: Any, *sums: Any) -> Any:
+        """The contributions that the step's backward left here, or the sums that it returned."""
+        terms, ctx.terms = ctx.terms, {}
+        grads: list[Any] = [None]
+        for slot, count in enumerate(ctx.counts):
+            grads += terms.get(slot) or [sums[slot], *[None] * (count - 1)]
+        return tuple(grads)
 
 
 @contextmanager
@@ -82,20 +128,17 @@ def _watch(roots: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[int], list
     """Count what reaches each leaf from now on; the second result are handles to end that."""
     counts = [0] * len(leaves)
     position = {tuple(get_gradient_edge(leaf)[:2]): i for i, leaf in enumerate(leaves)}
+
+    def count(reached: list[tuple[int, int]], given: Any, received: Any) -> None:
+        for j, i in reached:
+            counts[i] += given[j] is not None
+
     handles: list[Any] = []
     for node in reachable(get_gradient_edge(root).node for root in roots):
         reached = [(j, position[edge]) for j, edge in enumerate(node.next_functions) if edge in position]
         if reached:
-            handles.append(node.register_hook(_counter(counts, reached)))
+            handles.append(node.register_hook(partial(count, reached)))
     return counts, handles
-
-
-def _counter(counts: list[int], reached: list[tuple[int, int]]) -> Callable[[Any, Any], None]:
-    def count(given: Any, received: Any) -> None:
-        for j, i in reached:
-            counts[i] += given[j] is not None
-
-    return count
 
 
 def sharing_of(
@@ -175,9 +218,11 @@ def with_contributions(module: fx.GraphModule, lower: Callable[[fx.GraphModule],
         return whole
     gradients = tuple(counts)
 
+    length = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
+
     @cache
-    def variant(wanted: tuple[int, ...]) -> tuple[Run, int]:
-        return lower(handing_over(module, wanted)), len(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    def variant(wanted: tuple[int, ...]) -> Run:
+        return lower(handing_over(module, wanted))
 
     @takes_one_list
     def run(inputs: list[Any]) -> Any:
@@ -185,8 +230,7 @@ def with_contributions(module: fx.GraphModule, lower: Callable[[fx.GraphModule],
         wanted = tuple(gradients[slot] for slot in verdicts(fan)) if fan is not None else ()
         if not wanted:
             return whole(inputs)
-        function, length = variant(wanted)
-        results = [*function(inputs)]
+        results = [*variant(wanted)(inputs)]
         rest = iter(results[length:])
         for i in wanted:
             terms = [results[i], *(next(rest) for _ in range(counts[i] - 1))]
@@ -199,12 +243,9 @@ def with_contributions(module: fx.GraphModule, lower: Callable[[fx.GraphModule],
 
 def handing_over(module: fx.GraphModule, gradients: Sequence[int]) -> fx.GraphModule:
     """A backward that returns, for some of its results, the first term of the sum there, and the others at the end."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if node.op != "output":
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
-    output = module.graph.output_node()
+    graph, output = fx.Graph(), module.graph.output_node()
+    copies: dict[fx.Node, Any] = {}
+    graph.graph_copy(module.graph, copies)
     results: Any = list(output.args[0])  # type: ignore[arg-type]
     rest: list[fx.Node] = []
     for i in gradients:
@@ -215,3 +256,52 @@ def handing_over(module: fx.GraphModule, gradients: Sequence[int]) -> fx.GraphMo
     handed = tuple(copies[n] if isinstance(n, fx.Node) else n for n in (*results, *rest))
     graph.output(handed).meta = output.meta
     return without_dead_code(module, graph)
+
+
+def fan_of_this_call() -> Any:
+    """The node that hands on what the backward now running returns; None outside of autograd."""
+    node: Any = _current_autograd_node()
+    following = node.next_functions if node is not None else ()
+    return next((f for f, _ in following if isinstance(f, Fan._backward_cls)), None)
+
+
+def fan_out(run: Callable[..., Any], sharing: Sharing) -> Callable[..., Any]:
+    """Pass inputs with several contributions to a compiled function so that these can be handed over one by one.
+
+    Where they cannot, and something else contributes first, the backward is refused.
+    """
+    if not (sharing.apart or sharing.together):
+        return run
+
+    @wraps(run)
+    def fanning(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return run(*args)
+        given = list(args)
+        inputs = [args[shared.position] for shared in sharing.apart for _ in range(shared.count)]
+        aliases = Fan.apply(tuple(shared.count for shared in sharing.apart), *inputs) if inputs else ()
+        for shared, alias in zip(sharing.apart, aliases, strict=True):
+            given[shared.position] = alias
+        original = {id(given[s.position]): args[s.position] for s in sharing.apart}
+        known = [args[shared.position] for shared in sharing.together if shared is not UNKNOWN]
+        edges = [get_gradient_edge(tensor)[:2] for tensor in known]  # a write moves them
+        results = run(*given)
+        if sharing.together:
+            for function in compiled_functions(results, given):
+                before_backward(function, partial(_refuse_together, sharing.together, edges))
+        return type(results)(original.get(id(result), result) for result in results)
+
+    return fanning
+
+
+def _refuse_together(together: Sequence[Shared], edges: Sequence[Any], node: Any, grads: Any) -> None:
+    unknown = node.next_functions if UNKNOWN in together else ()
+    named = [s for s in together if s is not UNKNOWN] + [UNKNOWN] * len(unknown)
+    before = contributed_before(node, [*edges, *unknown])
+    if shared := next((s for s, yes in zip(named, before, strict=True) if yes), None):
+        raise Unsupported(
+            f"{shared.name} is used more than once within the compiled step, and once more after it, in this "
+            "backward. Plain PyTorch adds all these contributions to its gradient one after the other; here those "
+            "of the step are known only as a sum, because the step overwrites its memory or returns a view of it. "
+            "Write to a copy or return a copy, x.clone(), or compute the other part within the step."
+        )

@@ -24,7 +24,7 @@ from checkmate.capture.joint import Joint
 from checkmate.codegen import transfers
 from checkmate.codegen.boxed import Boxed
 from checkmate.codegen.transfers import Land, told_apart
-from checkmate.codegen.writing_over import Positions, mark, mark_own, refuse_unwritable
+from checkmate.codegen.writing_over import OVER, OWN, Positions, refuse_unwritable
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.errors import SolverError
 from checkmate.torch_internals.aot import (
@@ -39,6 +39,7 @@ from checkmate.torch_internals.aot import (
 )
 
 AGAIN = "_again"  # in a node's name: an op that runs another time
+_CALLED = {Send: transfers.send, Wait: transfers.arrive, Fetch: transfers.fetch, Drop: transfers.drop}
 Begin = Callable[[int], torch.Tensor]  # a call of a step that has so many bytes in a second memory, at most
 
 
@@ -46,12 +47,11 @@ Begin = Callable[[int], torch.Tensor]  # a call of a step that has so many bytes
 class Modules:
     """The step as it runs: ``forward(inputs) -> results + saved tensors``, ``backward(saved + tangents) -> gradients``.
 
-    Both take one list, which they clear, so that what it held can be freed. ``saved``: names of the saved tensors.
+    Both take one list, which they clear, so that what it held can be freed.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
-    saved: tuple[str, ...]
 
     @property
     def again(self) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ def emit(
     for node in backward.graph.nodes:
         if node.op in ("call_function", "get_attr"):
             node.meta["autograd_backward"] = True
-    return Modules(forward, backward, tuple(node.name for node in saved))
+    return Modules(forward, backward)
 
 
 def _draw_once(forward: fx.GraphModule) -> None:
@@ -184,11 +184,11 @@ class _Writer:
             self.env[node] = self.graph.placeholder(node.name)
             self.env[node].meta = dict(node.meta)
             if node.op == "call_function" and not is_sym_node(node):
-                mark_own(self.env[node])
+                self.env[node].meta[OWN] = True
         self.call = None if call is None else self.env[call]
         self.sent: dict[int, fx.Node] = {}  # of what this module sends, what does so
         if self.call is not None:
-            transfers.mark_call(self.call)
+            self.call.meta[transfers.IS_CALL] = True
 
     def begin(self, begin: Begin, plan: Plan) -> fx.Node:
         """Have the module begin with a call that sends values."""
@@ -233,7 +233,7 @@ class _Writer:
         if step.over is not None:
             if (op, step.over) not in self.over:
                 raise SolverError(f"The plan has {node.name} write over what it must not.")
-            mark(copy, self.over[op, step.over])
+            copy.meta[OVER] = self.over[op, step.over]
         faces = [face for v in outputs for face in self.joint.faces[v]]
         if node in faces:
             self.env.setdefault(node, copy)  # what is still at hand stays, as in the plan
@@ -249,26 +249,17 @@ class _Writer:
         v, call = step.value, self.call
         assert call is not None
         faces = self.joint.faces[v]
-        at = self.sent.get(v, call)  # not the call itself: where a part of the backward runs, what is not sent stays
-        if isinstance(step, Send):
-            self.sent[v] = self._beside(transfers.send, (call, v, *map(self._at_hand, faces)))
-        elif isinstance(step, Wait):
-            self._beside(transfers.arrive, (at, v, *map(self._at_hand, faces)))
-        elif isinstance(step, Fetch):
-            self._beside(transfers.fetch, (at, v))
-        elif isinstance(step, Drop):
-            self._beside(transfers.drop, (at, v))
-        else:
-            self._land(v, at, faces)
-
-    def _beside(self, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta["val"] = args[0].meta["val"]
-        return node
-
-    def _land(self, v: int, at: fx.Node, faces: Sequence[fx.Node]) -> None:
-        """Have what is back in place of what the value's op made."""
-        landed = self.graph.call_function(transfers.land, (at, v))
+        at = (
+            call if isinstance(step, Send) else self.sent.get(v, call)
+        )  # not the call itself: where a part of the backward runs, what is not sent stays
+        if not isinstance(step, Land):
+            read = map(self._at_hand, faces) if isinstance(step, (Send, Wait)) else ()
+            node = self.graph.call_function(_CALLED[type(step)], (at, v, *read))
+            node.meta["val"] = call.meta["val"]
+            if isinstance(step, Send):
+                self.sent[v] = node
+            return
+        landed = self.graph.call_function(transfers.land, (at, v))  # in place of what the value's op made
         if len(faces) == 1:
             landed.meta = dict(faces[0].meta)
             self.env[faces[0]] = landed

@@ -3,24 +3,120 @@
 Each call has a store of its own, so that calls of which several are begun before a backward, or in several threads,
 know nothing of each other. A store that a call gives back serves the next one; where a plan has more elsewhere than the
 store has room for, a larger one takes its place.
+
+Forward and backward of one call share a `Call`, whatever other calls begin between them. A small tensor goes from the
+one to the other among the saved ones and says which call it is: its memory is not PyTorch's, and counts in no peak.
+When that tensor is gone, nobody can ask for the backward any more, and what waits is let go of.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
+import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from checkmate.codegen.transfers import Call, new_call
 from checkmate.core.graph import Graph
 from checkmate.core.host import Host
+from checkmate.errors import HostError, Unsupported
 from checkmate.host import BLOCK, Store, open_store
 from checkmate.host.known_links import known_links
 from checkmate.memory.report import HostUse
 from checkmate.torch_internals.dispatcher import _disable_current_modes
 
 _LEFT = "Nobody could ask for this backward any more, and what waited in the second memory for it was let go of."
+HAS_RUN = (
+    "This backward has run before, and what waited in the second memory for it was let go of then: a step that is "
+    "compiled with host_budget= can be differentiated once for each call. Call it again before another backward, or "
+    "compile it without host_budget."
+)
+_GONE = (
+    "What waited in the second memory for this backward is gone: hooks have put copies in the place of tensors that "
+    "the forward has saved (torch.autograd.graph.saved_tensors_hooks, save_on_cpu), or the graph was taken to another "
+    "process. Compile the step without host_budget where such hooks are needed."
+)
+_HAS_FAILED = "This call of the step has failed, and what waited in the second memory for it was let go of then."
+
+
+class Face(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def within(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The same in another storage."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a step: which of its values wait elsewhere."""
+
+    store: Store  # for this call alone
+    home: SecondMemory
+    is_over: str = ""  # why nothing can be had from it any more
+    there: int = 0  # bytes
+    peak_there: int = 0
+    sent: int = 0
+    fetched: int = 0
+    waited: float = 0.0  # seconds
+    faces: dict[int, list[Face]] = field(default_factory=dict)  # of each value that is there or on its way
+    bytes: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # what has no storage of its own: it stays
+    landing: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+
+    def wait(self, v: int) -> None:
+        """Wait until the last copy of a value is made."""
+        begin = time.perf_counter()
+        self.store.wait(v)
+        self.waited += time.perf_counter() - begin
+
+
+_calls: dict[int, Call] = {}  # whose backward may still come
+_numbers = itertools.count()
+_here = threading.local()  # .call: the one that runs on this thread
+
+
+def _leave(number: int) -> None:
+    """Nobody can ask for a backward any more. This may be called at any point of the program, and does not wait now."""
+    call = _calls.pop(number, None)
+    if call is not None and not call.is_over:
+        call.home.left.append(call)
+
+
+def call_of(token: torch.Tensor) -> Call:
+    """The call that a saved tensor stands for."""
+    call = _calls.get(int(token))
+    if call is None:
+        raise Unsupported(_GONE)
+    return call
+
+
+@contextmanager
+def running(token: torch.Tensor | None) -> Iterator[None]:
+    """Run a forward or a backward: where it fails, whatever its call has elsewhere is let go of."""
+    before = getattr(_here, "call", None)
+    _here.call = None if token is None else call_of(token)
+    try:
+        yield
+    except BaseException as error:
+        if _here.call is not None:
+            _here.call.home.finish(_here.call, _HAS_FAILED, broken=isinstance(error, HostError))
+        raise
+    finally:
+        _here.call = before
 
 
 class SecondMemory:
@@ -40,7 +136,7 @@ class SecondMemory:
         self._last = (0, 0, 0, 0.0)  # of the call that ended last: there, sent, fetched, waited
         self._free: list[Store] = []
         self._used: set[Store] = set()
-        self._left: deque[Call] = deque()  # calls to be ended
+        self.left: deque[Call] = deque()  # calls to be ended
         self._books = threading.Lock()
 
     @property
@@ -65,32 +161,44 @@ class SecondMemory:
         return Host(room, links.send, links.fetch, one_link=links.shared, latency=links.latency)
 
     def begin(self, capacity: int) -> torch.Tensor:
-        """Begin a call that has so many bytes elsewhere, at most.
+        """Begin a call that has so many bytes elsewhere, at most: what says to all that follows which one it is.
 
         Raises:
             HostError: if there is no room for them.
         """
         self._end_what_was_left()
-        return new_call(self._taken(capacity), self)
+        number = next(_numbers)
+        memory = np.array([number], dtype=np.int64)
+        _here.call = _calls[number] = Call(self._taken(capacity), self)
+        weakref.finalize(memory, _leave, number).atexit = False
+        return torch.from_numpy(memory)
 
-    def come_back(self, call: Call, *, broken: bool) -> None:
-        """A call has ended."""
+    def finish(self, call: Call, why: str, *, broken: bool = False) -> None:
+        """Nothing is asked of a call any more: what still goes on ends, and what is there is let go of.
+
+        Args:
+            why: what is said to who asks all the same; ``HAS_RUN`` if the backward has run to its end.
+            broken: the store is of no more use.
+        """
+        if call.is_over:
+            return
+        call.is_over = why
+        try:
+            if call.bytes and not broken:  # the code of a part of the backward, or an error
+                call.store.reset()
+        except HostError:
+            broken = True
+        for held in (call.kept, call.landing, call.bytes, call.faces):
+            held.clear()
         if broken:
             call.store.close()
         with self._books:
             self._used.discard(call.store)
             if not broken:
                 self._free.append(call.store)
-
-    def ended(self, call: Call) -> None:
-        """A call has ended with its backward."""
-        with self._books:
-            self._calls += 1
-            self._last = (call.peak_there, call.sent, call.fetched, call.waited)
-
-    def left_behind(self, call: Call) -> None:
-        """A call is to be ended, which waits for copies: not now, since that may be in the middle of anything."""
-        self._left.append(call)
+            if why == HAS_RUN:
+                self._calls += 1
+                self._last = (call.peak_there, call.sent, call.fetched, call.waited)
 
     def close(self) -> None:
         """Let what no call uses go."""
@@ -117,12 +225,12 @@ class SecondMemory:
         return store
 
     def _end_what_was_left(self) -> None:
-        while self._left:
+        while self.left:
             try:
-                call = self._left.popleft()
+                call = self.left.popleft()
             except IndexError:  # another thread does
                 return
-            call.finish(_LEFT)
+            self.finish(call, _LEFT)
 
 
 class SecondMemories:

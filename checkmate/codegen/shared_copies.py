@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
 from checkmate.capture.autocast import Copies, autocast_as_found, is_kept, within_region
-from checkmate.codegen.undefined_gradients import compiled_functions
+from checkmate.codegen.undefined_gradients import before_backward, compiled_functions
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.dispatcher import TorchDispatchMode, _make_wrapper_subclass
 from checkmate.torch_internals.engine import _will_engine_execute_node
@@ -50,7 +50,7 @@ def sharing_copies(run: Callable[..., Any], copies: Copies) -> Callable[..., Any
         for function in compiled_functions(results, args):
             for node in nodes.values():
                 node.metadata.setdefault(_USERS, []).append(weakref.ref(function))
-            function.register_prehook(_check(weakref.ref(function), nodes))
+            before_backward(function, partial(_refuse_shared, nodes))
         return results
 
     return sharing
@@ -70,21 +70,16 @@ def _refuse_others(copies: Copies, args: Sequence[Any]) -> None:
         )
 
 
-def _check(function: Callable[[], Any], nodes: dict[str, Any]) -> Callable[[Any], None]:
-    runs = _will_engine_execute_node
-
-    def check(grads: Any) -> None:
-        for name, node in nodes.items():
-            others = [user() for user in node.metadata[_USERS] if user() not in (None, function())]
-            if any(map(runs, (node, *others))):
-                raise Unsupported(
-                    f"{name} is used by a compiled step and once more in the same region of autocast, and this "
-                    "backward computes the gradients of both. Plain PyTorch adds them in half precision; those within "
-                    "the step are added before. Enter torch.autocast within the step, or anew for each call, or "
-                    "compile all that uses the weight as one step."
-                )
-
-    return check
+def _refuse_shared(nodes: dict[str, Any], function: Any, grads: Any) -> None:
+    for name, node in nodes.items():
+        others = [user() for user in node.metadata[_USERS] if user() not in (None, function)]
+        if any(map(_will_engine_execute_node, (node, *others))):
+            raise Unsupported(
+                f"{name} is used by a compiled step and once more in the same region of autocast, and this "
+                "backward computes the gradients of both. Plain PyTorch adds them in half precision; those within "
+                "the step are added before. Enter torch.autocast within the step, or anew for each call, or "
+                "compile all that uses the weight as one step."
+            )
 
 
 class _Copy(torch.Tensor):

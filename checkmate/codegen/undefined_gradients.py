@@ -12,6 +12,7 @@ would call its hooks with None, so this one does not.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, wraps
 from typing import Any
@@ -39,6 +40,7 @@ _OVERWRITTEN = (
     "leads back into that call, whose backward has run. Detach what is written, buffer.copy_(value.detach()), or "
     "write under torch.no_grad()."
 )
+_Known = tuple[fx.Node | None, bool]  # what stands for a node, None: undefined; whether a gradient handed in is in it
 DEPTH = 3  # views between a result and what the compiled function returned
 
 
@@ -188,6 +190,12 @@ def is_compiled(function: Any) -> bool:
     return hasattr(getattr(function, "_forward_cls", None), "_aot_id")
 
 
+def before_backward(function: Any, check: Callable[[Any, Any], None]) -> None:
+    """Call ``check(node, gradients)`` before a node of autograd runs; what is checked does not hold the node."""
+    node = weakref.ref(function)
+    function.register_prehook(lambda grads: check(node(), grads))
+
+
 def drop_gradients_of_writes(joint: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Take the gradients that autograd never hands in out of a joint graph, and what depends on nothing else.
 
@@ -219,77 +227,43 @@ def without(module: fx.GraphModule, missing: Iterable[str]) -> fx.GraphModule:
     What depends on none but undefined ones is undefined; a sum with one is its other term; any other op that reads both
     kinds reads zeros, as autograd's own do. A region that reads one runs at once, op by op.
     """
-    names = set(missing)
-    graph = fx.Graph()
-    defined = _Defined(graph)
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            copy = graph.node_copy(node)
-            if _is_tangent(node):
-                defined.depends.add(node)
-            if node.name not in names:
-                defined.copies[node] = copy
-        elif node.op == "output":
-            results = (defined.copies.get(n) if isinstance(n, fx.Node) else n for n in node.args[0])
-            graph.output(tuple(results)).meta = node.meta
-        else:
-            defined.visit(node)
+    names, graph = set(missing), fx.Graph()
+    known: dict[fx.Node, _Known] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        copy = graph.node_copy(node)
+        known[node] = None if node.name in names else copy, _is_tangent(node)
+    _write_defined(graph, module.graph, known)
+    output = module.graph.output_node()
+    results: Any = output.args[0]
+    graph.output(tuple(known[n][0] if isinstance(n, fx.Node) else n for n in results)).meta = output.meta
     return without_dead_code(module, graph)
 
 
-class _Defined:
-    """Writes what is defined of a backward."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
-        self.copies: dict[fx.Node, fx.Node] = {}  # of the nodes that are defined
-        self.depends: set[fx.Node] = set()  # on a gradient that is handed in
-        self.made: dict[
-            tuple[fx.Node, int], tuple[fx.Node | None, bool]
-        ] = {}  # the results of regions, the same of each
-
-    def visit(self, node: fx.Node) -> None:
-        """Write an op, if what it makes is defined."""
-        copies = self.copies
-        given = [n for n in node.all_input_nodes if n in self.depends]
-        if isinstance(node.target, InParts) and any(n not in copies for n in given):
-            self._region(node, node.target.whole)
-            return
-        place: Any = node.args
-        if node.target is operator.getitem and place in self.made:
-            self._take(node, *self.made[place])
-            return
-        if given:
-            self.depends.add(node)
-        if given and not any(n in copies for n in (node.all_input_nodes if _is_accumulation(node) else given)):
-            return
-        if (term := _only_term(node, copies)) is not None:
-            copies[node] = copies[term]
-        else:
-            copies[node] = self.graph.node_copy(node, lambda n: copies[n] if n in copies else _zeros(self.graph, n))
-
-    def _region(self, node: fx.Node, whole: fx.Graph) -> None:
-        given: Any = node.args
-        for inner, outer in zip(whole.find_nodes(op="placeholder"), given, strict=True):
-            self._take(inner, *self._known(outer))
-        for inner in whole.nodes:
-            if inner.op == "call_function":
-                self._take(inner, None, depends=False)
-                self.visit(inner)
-        results: Any = whole.output_node().args[0]
-        self.made |= {(node, i): self._known(result) for i, result in enumerate(results)}
-
-    def _known(self, node: fx.Node) -> tuple[fx.Node | None, bool]:
-        return self.copies.get(node), node in self.depends
-
-    def _take(self, node: fx.Node, copy: fx.Node | None, depends: bool) -> None:
-        """Have a node stand for another; that of a region that is alike was visited before."""
-        self.copies.pop(node, None)
-        self.depends.discard(node)
-        if copy is not None:
-            self.copies[node] = copy
-        if depends:
-            self.depends.add(node)
+def _write_defined(graph: fx.Graph, source: fx.Graph, known: dict[fx.Node, _Known]) -> None:
+    """Write what is defined of one graph into another; ``known`` has its placeholders, and gets all that it makes."""
+    made: dict[fx.Node, list[_Known]] = {}  # the results of regions that are written op by op
+    for node in source.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.target is operator.getitem and node.args[0] in made:
+            known[node] = made[node.args[0]][node.args[1]]
+            continue
+        given = [n for n in node.all_input_nodes if known[n][1]]
+        if isinstance(node.target, InParts) and any(known[n][0] is None for n in given):
+            whole = node.target.whole
+            inner = {n: known[a] for n, a in zip(whole.find_nodes(op="placeholder"), node.args, strict=True)}
+            _write_defined(graph, whole, inner)
+            results: Any = whole.output_node().args[0]
+            made[node] = [inner[result] for result in results]
+            known[node] = None, True
+            continue
+        needed = node.all_input_nodes if _is_accumulation(node) else given
+        if given and all(known[n][0] is None for n in needed):
+            known[node] = None, True
+            continue
+        term = _only_term(node, [n for n in node.all_input_nodes if known[n][0] is not None])
+        copy = known[term][0] if term is not None else None
+        known[node] = copy or graph.node_copy(node, lambda n: known[n][0] or _zeros(graph, n)), bool(given)
 
 
 def _is_accumulation(node: fx.Node) -> bool:
@@ -297,11 +271,9 @@ def _is_accumulation(node: fx.Node) -> bool:
     return node.target is aten.add.Tensor and bool(node.meta.get("is_gradient_acc"))
 
 
-def _only_term(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node | None:
+def _only_term(node: fx.Node, defined: list[fx.Node]) -> fx.Node | None:
     """What is left of a sum of two gradients, one of which is undefined."""
-    terms = node.all_input_nodes
-    defined = [n for n in terms if n in copies]
-    if node.target is not aten.add.Tensor or node.kwargs or (len(terms), len(defined)) != (2, 1):
+    if node.target is not aten.add.Tensor or node.kwargs or (len(node.all_input_nodes), len(defined)) != (2, 1):
         return None
     term, total = defined[0].meta["val"], node.meta["val"]
     return defined[0] if (term.shape, term.dtype) == (total.shape, total.dtype) else None

@@ -49,8 +49,8 @@ aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]
 Positions = Mapping[tuple[int, int], int]  # of the argument, by op and by the value that it may write over
 _AOT_AUTOGRAD = "torch._functorch._aot_autograd.runtime_wrappers"
-_OVER = "writes_over"  # in a node's meta data: the position of the argument that its op writes over
-_OWN = "is_own"  # in a placeholder's: what the forward has made for the backward alone
+OVER = "writes_over"  # in a node's meta data: the position of the argument that its op writes over
+OWN = "is_own"  # in a placeholder's: what the forward has made for the backward alone
 _CAN_COUNT = hasattr(torch.Tensor, "_use_count") and engine.NAMES.has("_storage_Use_Count")
 
 
@@ -79,16 +79,6 @@ def _keeps_nothing(node: fx.Node) -> bool:
     )
 
 
-def mark(node: fx.Node, position: int) -> None:
-    """Say that an op writes over one of its arguments."""
-    node.meta[_OVER] = position
-
-
-def mark_own(placeholder: fx.Node) -> None:
-    """Say that a saved tensor belongs to the backward alone."""
-    placeholder.meta[_OWN] = True
-
-
 def refuse_unwritable(graph: fx.Graph) -> None:
     """Have each mark of a module be one that can be followed.
 
@@ -97,8 +87,8 @@ def refuse_unwritable(graph: fx.Graph) -> None:
     """
     allowed = _writes(graph)
     for node in graph.nodes:
-        if _OVER in node.meta and node not in allowed:
-            over = node.args[node.meta[_OVER]]
+        if OVER in node.meta and node not in allowed:
+            over = node.args[node.meta[OVER]]
             raise SolverError(f"The plan has {node.name} write over {over}, which is needed afterwards.")
 
 
@@ -122,18 +112,13 @@ def _storages(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
 
 
 def _writes(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
-    """The marked ops that can write over their argument, each with its position.
-
-    Args:
-        graph: of a module.
-        spare: what is handed in.
-    """
+    """The marked ops that can write over their argument, each with its position; ``spare``: what is handed in."""
     storages = _storages(graph)
     last_read = {number: n for n in graph.nodes for a in n.all_input_nodes for number in storages[a].values()}
     locked = {number for n in graph.nodes if _is_locked(n, spare=spare) for number in storages[n].values()}
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        position = node.meta.get(_OVER)
+        position = node.meta.get(OVER)
         if position is None or position not in positions(node):
             continue
         over = {*storages[node.args[position]].values()}
@@ -148,38 +133,26 @@ def _writes(graph: fx.Graph, *, spare: bool = False) -> dict[fx.Node, int]:
 def _is_locked(node: fx.Node, *, spare: bool) -> bool:
     """Whether what a node makes is not to be written over: it is another's, or it is not known what it is a view of."""
     if node.op != "call_function":
-        return spare or _OWN not in node.meta
+        return spare or OWN not in node.meta
     return any(n.op == "call_function" and n.meta.get("val") is None for n in node.all_input_nodes)
 
 
 def written(module: fx.GraphModule, *, spare: bool = False) -> fx.GraphModule:
-    """A module whose marked ops write over their arguments.
-
-    Args:
-        module: of a plan, or one that was made of it.
-        spare: write over nothing that is handed in.
-    """
+    """A module whose marked ops write over their arguments; ``spare``: over nothing that is handed in."""
     writes = _writes(module.graph, spare=spare)
     if not writes:
         return module
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if node.op == "output":
-            graph.output(fx.node.map_arg(node.args[0], copies.__getitem__)).meta = node.meta
-            continue
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-        target = node.target
-        if node in writes:
-            args = [*args]
-            if is_view(node.args[writes[node]]):  # as a view, what is made could not be written to by who gets it
-                view = (args[writes[node]],)
-                args[writes[node]] = graph.create_node(
-                    "call_function", aten.detach.default, view, name=f"{node.name}_in"
-                )
-            target, args, kwargs = call_over(target, tuple(args), kwargs, writes[node])
-        copies[node] = graph.create_node(node.op, target, args, kwargs, node.name, node.type)
-        copies[node].meta = dict(node.meta)
+    copies: dict[fx.Node, Any] = {}
+    graph.output(graph.graph_copy(module.graph, copies)).meta = module.graph.output_node().meta
+    for node, position in writes.items():
+        copy, args = copies[node], [*copies[node].args]
+        over: Any = node.args[position]
+        if is_view(over):  # as a view, what is made could not be written to by who gets it
+            with graph.inserting_before(copy):
+                view = (args[position],)
+                args[position] = graph.create_node("call_function", aten.detach.default, view, name=f"{node.name}_in")
+        copy.target, copy.args, copy.kwargs = call_over(copy.target, tuple(args), copy.kwargs, position)
     graph.lint()
     return fx.GraphModule(module, graph)
 
@@ -194,22 +167,14 @@ def writing_over(module: fx.GraphModule) -> Run:
     given = module.graph.find_nodes(op="placeholder")
     saved = [i for i, node in enumerate(given) if not over.isdisjoint(storages[node].values())]
     whole = boxed(written(module))
-
-    @cache
-    def sparing() -> Run:
-        return boxed(written(module, spare=True))
-
-    @cache
-    def plain() -> Run:
-        return boxed(module)
+    sparing = cache(lambda: boxed(written(module, spare=True)))
+    plain = cache(lambda: boxed(module))
 
     @takes_one_list
     def run(inputs: list[Any]) -> Any:
         if _is_watched():
             return plain()(inputs)
-        if saved and _is_any_shared(inputs, saved):
-            return sparing()(inputs)
-        return whole(inputs)
+        return (sparing() if saved and _is_any_shared(inputs, saved) else whole)(inputs)
 
     return run
 
@@ -219,15 +184,13 @@ def _is_watched() -> bool:
 
     Nor does the one by which AOTAutograd looks at custom ops, while a compiled step runs for the first time.
     """
-    if functorch.maybe_current_level() is not None:
-        return True
-    if _len_torch_dispatch_stack() and any(
-        type(mode).__module__ != _AOT_AUTOGRAD for mode in _get_current_dispatch_mode_stack()
-    ):
-        return True
-    if not _len_torch_function_stack():
-        return False
-    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+    dispatch = _get_current_dispatch_mode_stack() if _len_torch_dispatch_stack() else ()
+    function = _get_current_function_mode_stack() if _len_torch_function_stack() else ()
+    return (
+        functorch.maybe_current_level() is not None
+        or any(type(mode).__module__ != _AOT_AUTOGRAD for mode in dispatch)
+        or any(type(mode) is not DeviceContext for mode in function)
+    )
 
 
 def _holders(inputs: list[Any], i: int) -> tuple[int, int, int]:

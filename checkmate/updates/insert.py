@@ -9,8 +9,9 @@ with these, in place. What each node does is said by `checkmate.updates.updates`
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,9 +26,8 @@ from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import _is_primal
 from checkmate.torch_internals.dispatcher import _disable_current_modes
 from checkmate.updates import operations
-from checkmate.updates.clipping import norm_of, order_of
-from checkmate.updates.one_parameter import Update
-from checkmate.updates.scaling import largest_of
+from checkmate.updates.gradients import largest_of, norm_of, order_of
+from checkmate.updates.one_parameter import Update, parameters_of
 from checkmate.updates.updates import Updates
 
 aten = torch.ops.aten
@@ -65,14 +65,20 @@ class Insert:
         """
         graph, output = module.graph, module.graph.output_node()
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-        updates, primals = self.updates.of_parameters(), _primals(graph)
+        updates = self.updates.of_parameters()
+        primals = {n.meta["desc"].idx: n for n in graph.find_nodes(op="placeholder") if _is_input(n)}
         defined = [i for i in range(num_fwd_outputs, len(results)) if isinstance(results[i], fx.Node)]
         found: dict[int, tuple[fx.Node, Update]] = {}  # by the position of the gradient
         by_storage: dict[int, int] = {}  # the position of a parameter
         flows_on = False  # a gradient, to whatever stands before the step
-        for i, position in _inputs_of(output, defined):
+        for i in defined:
+            # of the input; None: it stands for several that are views of one tensor
+            position = getattr(getattr(output.meta["desc"][i], "grad_of", None), "idx", None)
             if position is None and self.updates.together:
-                raise _unknown()
+                raise Unsupported(
+                    "Two inputs of the step are views of one tensor, whose gradient is not that of one parameter: it "
+                    "cannot be clipped or unscaled with the others. Have the step use one of them."
+                )
             tensor = given[position] if position is not None and position < len(given) else None
             if position is not None and tensor is not None and id(tensor) in updates:
                 found[i] = primals[position], updates[id(tensor)]
@@ -88,7 +94,7 @@ class Insert:
             if self.last and self.updates.exchange is not None:
                 _refuse_other_exchanges(graph)
             write = _Writer(self.updates, output, results, found, inputs)
-            write.with_sums(last=self.last) if self.updates.sums is not None else write.without_sums()
+            write.without_sums() if self.updates.sums is None else write.with_sums(last=self.last)
         if self.last and self.updates.average is not None:
             self.updates.average.expect({update.parameter for _, update in found.values()})
         output.args = (tuple(results),)
@@ -96,70 +102,59 @@ class Insert:
         return {n for n, i in enumerate(defined) if results[i] is None}
 
 
+@dataclass(frozen=True, eq=False)
 class _Writer:
-    """Writes the nodes.
+    """Writes the nodes."""
 
-    Args:
-        updates: what is done.
-        output: of the graph.
-        results: what it gives; gradients that it gives no more are None then.
-        found: by the position of a gradient among these, the parameter, and its update.
-        inputs: of the graph, by the id of the tensor.
-    """
-
-    def __init__(
-        self,
-        updates: Updates,
-        output: fx.Node,
-        results: list[Any],
-        found: Mapping[int, tuple[fx.Node, Update]],
-        inputs: Mapping[int, fx.Node],
-    ) -> None:
-        self._what, self._output, self._results, self._found, self._inputs = updates, output, results, found, inputs
-        self._graph = output.graph
-        self._averaged = set() if updates.exchange is None else updates.exchange.averaged()
+    what: Updates
+    output: fx.Node  # of the graph
+    results: list[Any]  # that it gives; gradients that it gives no more are None then
+    found: Mapping[int, tuple[fx.Node, Update]]  # by the position of a gradient among these: parameter and update
+    inputs: Mapping[int, fx.Node]  # of the graph, by the id of the tensor
 
     def with_sums(self, *, last: bool) -> None:
         """Each gradient is added to its sum; at last each parameter is updated by its sum."""
-        what, tokens = self._what, []
+        what, tokens = self.what, []
         assert what.sums is not None
         together = what.clipping.most is not None or what.scaling is not None
         token = self._agreed() if last else None
-        for i, (parameter, update) in self._found.items():
-            gradient, self._results[i] = self._results[i], None
+        for i, (parameter, update) in self.found.items():
+            gradient, self.results[i] = self.results[i], None
             what.sums.expect(update.parameter, _strides(gradient, parameter))
-            if token is not None and update.parameter in self._averaged:
-                exchange = operations.add_and_exchange(what, update)
+            if token is not None and update.parameter in self.averaged:
+                exchange = operations.add(what, update, exchanges=True)
                 token = self._last(exchange, (gradient, parameter, token), gradient, f"{parameter.name}_mean")
                 tokens.append(token)
                 if not together:
-                    self._update(operations.update_by_sum(what, update), token, parameter, update)
+                    self._update(operations.update(what, update, by_sum=True), token, parameter, update)
             elif last and not together:
-                self._update(operations.add_and_update(what, update), gradient, parameter, update)
+                add_and_update = operations.update(what, update, by_sum=True, adds=True)
+                self._update(add_and_update, gradient, parameter, update)
             else:
-                add = operations.add(what.sums, update.parameter)
+                add = operations.add(what, update)
                 tokens.append(self._last(add, (gradient, parameter), gradient, f"{parameter.name}_add"))
         if last and together:
             ready = self._last(operations.prepare(what), (tokens,), tokens[-1], "clip")
-            for parameter, update in self._found.values():
-                self._update(operations.update_by_sum(what, update), ready, parameter, update)
+            for parameter, update in self.found.values():
+                self._update(operations.update(what, update, by_sum=True), ready, parameter, update)
 
     def without_sums(self) -> None:
         """Each gradient goes its way to its update."""
-        what, results = self._what, self._results
-        for i, (parameter, _) in self._found.items():
-            results[i] = _as_stored(self._graph, results[i], parameter)
+        what, results = self.what, self.results
+        for i, (parameter, _) in self.found.items():
+            results[i] = self._as_stored(results[i], parameter)
         self._exchange()
         skips = self._decisions()
-        clip = what.clipping
+        clip, scaling = what.clipping, what.scaling
         if clip.most is not None:
-            for i in self._found if skips else ():
-                results[i] = self._next(operations.unscale(what), (results[i],), "unscaled")
+            if scaling is not None:
+                for i in self.found:
+                    results[i] = self._next(operations.unscale(scaling), (results[i],), "unscaled")
             factor = self._factor()
-        for i, (parameter, update) in self._found.items():
+        for i, (parameter, update) in self.found.items():
             gradient = results[i]
-            if skips and clip.most is None:
-                gradient = self._last(operations.unscale(what), (gradient,), gradient, f"{gradient.name}_unscaled")
+            if scaling is not None and clip.most is None:
+                gradient = self._last(operations.unscale(scaling), (gradient,), gradient, f"{gradient.name}_unscaled")
             if clip.value is not None:
                 for op, limit in ((aten.clamp_min.default, -clip.value), (aten.clamp_max.default, clip.value)):
                     gradient = self._last(op, (gradient, limit), gradient, f"{gradient.name}_clipped")
@@ -168,51 +163,52 @@ class _Writer:
             results[i] = gradient if what.keep else None
             self._update(operations.update(what, update), gradient, parameter, update, skips.get(update.optimizer))
 
+    @cached_property
+    def averaged(self) -> set[torch.Tensor]:
+        """The parameters whose gradients are averaged over ranks."""
+        return set() if self.what.exchange is None else {*self.what.exchange.parameters()}
+
     def _agreed(self) -> fx.Node | None:
         """Where gradients are averaged over ranks, that these agree on which and in what order."""
-        if self._what.exchange is None:
+        if self.what.exchange is None:
             return None
-        order = [update.parameter for _, update in self._found.values() if update.parameter in self._averaged]
-        i, (parameter, _) = next(iter(self._found.items()))
-        agree = operations.agree(self._what, order)
-        return self._last(agree, (self._results[i], parameter), self._results[i], "agreed")
+        order = [update.parameter for _, update in self.found.values() if update.parameter in self.averaged]
+        i, (parameter, _) = next(iter(self.found.items()))
+        agree = operations.agree(self.what, order)
+        return self._last(agree, (self.results[i], parameter), self.results[i], "agreed")
 
     def _exchange(self) -> None:
         """Average gradients over all ranks, one after the other."""
         token = self._agreed()
-        for i, (parameter, update) in self._found.items():
-            if token is not None and update.parameter in self._averaged:
-                gradient = self._results[i]
-                assert self._what.exchange is not None
-                exchange = operations.exchange(self._what.exchange, update.parameter)
-                both = self._last(exchange, (gradient, parameter, token), gradient, f"{gradient.name}_exchange")
-                parts = (("mean", gradient), ("sent", token))
-                self._results[i], token = (
-                    self._last(operator.getitem, (both, n), like, f"{gradient.name}_{name}")
-                    for n, (name, like) in enumerate(parts)
-                )
+        for i, (parameter, update) in self.found.items():
+            if token is None or update.parameter not in self.averaged:
+                continue
+            gradient = self.results[i]
+            assert self.what.exchange is not None
+            exchange = operations.exchange(self.what.exchange, update.parameter)
+            both = self._last(exchange, (gradient, parameter, token), gradient, f"{gradient.name}_exchange")
+            self.results[i] = self._last(operator.getitem, (both, 0), gradient, f"{gradient.name}_mean")
+            token = self._last(operator.getitem, (both, 1), token, f"{gradient.name}_sent")
 
     def _decisions(self) -> dict[optim.Optimizer, fx.Node]:
         """For each optimizer, where the loss is scaled, whether its updates are skipped."""
-        if self._what.scaling is None:
+        if self.what.scaling is None:
             return {}
         largest: dict[optim.Optimizer, list[fx.Node]] = {}
-        for i, (_, update) in self._found.items():
-            node = self._next(largest_of, (self._results[i],), "largest")
+        for i, (_, update) in self.found.items():
+            node = self._next(largest_of, (self.results[i],), "largest")
             largest.setdefault(update.optimizer, []).append(node)
-        decide = {o: operations.decide(self._what.scaling, o) for o in largest}
+        decide = {o: operations.decide(self.what.scaling, o) for o in largest}
         return {o: self._last(decide[o], (nodes,), nodes[-1], "skips") for o, nodes in largest.items()}
 
     def _factor(self) -> fx.Node:
         """What gradients are to be multiplied by, of norms in the order of the parameters."""
-        places = {key: n for n, key in enumerate(self._what.of_parameters())}
-        gradients = [
-            self._results[i] for i in sorted(self._found, key=lambda i: places[id(self._found[i][1].parameter)])
-        ]
-        norms = [self._next(norm_of, (gradient, self._what.clipping.order), "norm") for gradient in gradients]
+        of = {id(update.parameter): self.results[i] for i, (_, update) in self.found.items()}
+        gradients = [of[key] for key in self.what.of_parameters() if key in of]
+        norms = [self._next(norm_of, (gradient, self.what.clipping.order), "norm") for gradient in gradients]
         with _disable_current_modes():
             order = order_of([torch.empty(0, dtype=g.meta["val"].dtype) for g in gradients])
-        coefficient = operations.coefficient(self._what.clipping)
+        coefficient = operations.coefficient(self.what.clipping)
         return self._last(coefficient, ([norms[n] for n in order],), norms[-1], "clip")
 
     def _clipped(self, gradient: fx.Node, factor: fx.Node) -> fx.Node:
@@ -227,31 +223,38 @@ class _Writer:
         self, op: Callable[..., Any], read: fx.Node, parameter: fx.Node, update: Update, skip: fx.Node | None = None
     ) -> None:
         """An update, which overwrites the parameter, and its average, if the step reads that."""
-        average, about = self._what.average, update.about
+        average, about = self.what.average, update.about
         followed = None if average is None else average.pairs.get(update.parameter)
         if average is not None and followed is not None:
             about += f", {average.about}"
-        args = (read, parameter, about, self._inputs.get(id(followed)), skip)
-        with self._graph.inserting_before(self._output):
-            node = self._graph.create_node("call_function", op, args, name=f"{parameter.name}_update")
+        args = (read, parameter, about, self.inputs.get(id(followed)), skip)
+        with self.output.graph.inserting_before(self.output):
+            node = self.output.graph.create_node("call_function", op, args, name=f"{parameter.name}_update")
         node.meta = _meta(read, None)
+
+    def _as_stored(self, gradient: fx.Node, parameter: fx.Node) -> fx.Node:
+        """A gradient in the layout in which autograd stores it for a parameter."""
+        val = gradient.meta["val"]
+        if obeys_layout(val, parameter.meta["val"]):
+            return gradient
+        return self._next(lay_out, (gradient, tuple(val.shape), _strides(gradient, parameter), val.dtype), "stored")
 
     def _next(self, target: Callable[..., Any], args: tuple[Any, ...], suffix: str) -> fx.Node:
         """A node behind its first argument."""
-        with self._graph.inserting_after(args[0]):
-            return _call(self._graph, args[0], target, args, f"{args[0].name}_{suffix}")
+        with self.output.graph.inserting_after(args[0]):
+            return _call(self.output.graph, args[0], target, args, f"{args[0].name}_{suffix}")
 
     def _last(self, target: Callable[..., Any], args: tuple[Any, ...], origin: fx.Node, name: str) -> fx.Node:
         """A node behind all others."""
-        with self._graph.inserting_before(self._output):
-            return _call(self._graph, origin, target, args, name)
+        with self.output.graph.inserting_before(self.output):
+            return _call(self.output.graph, origin, target, args, name)
 
 
 def _refuse_unreached(updates: Updates, reached: Collection[optim.Optimizer]) -> None:
     """Refuse an optimizer that has nothing to do in a step: it is made of other tensors than the step uses."""
     for n, optimizer in enumerate(updates.optimizers, start=1):
         if optimizer not in reached:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            parameters = parameters_of([optimizer])
             which = f"this {type(optimizer).__name__}{f' (number {n})' if len(updates.optimizers) > 1 else ''}"
             why = (
                 "the loss does not depend on them. It may have been made of another model or a copy of it"
@@ -262,13 +265,6 @@ def _refuse_unreached(updates: Updates, reached: Collection[optim.Optimizer]) ->
                 f"The step reaches none of the {len(parameters)} parameters of {which}: {why}. Nothing was updated. "
                 "Make it of the parameters that loss_fn uses; or leave it out, and have a step of its own for it."
             )
-
-
-def _unknown() -> Unsupported:
-    return Unsupported(
-        "Two inputs of the step are views of one tensor, whose gradient is not that of one parameter: it cannot be "
-        "clipped or unscaled with the others. Have the step use one of them."
-    )
 
 
 def _refuse_shared(position: int, first: int, names: Sequence[str]) -> None:
@@ -293,29 +289,9 @@ def _refuse_other_exchanges(graph: fx.Graph) -> None:
             )
 
 
-def _primals(graph: fx.Graph) -> Mapping[int, fx.Node]:
-    """The inputs of a step, by their position in what was traced."""
-    nodes = (n for n in graph.find_nodes(op="placeholder") if _is_primal(n))
-    return {n.meta["desc"].idx: n for n in nodes if hasattr(n.meta.get("desc"), "idx")}
-
-
-def _inputs_of(output: fx.Node, gradients: Sequence[int]) -> Iterator[tuple[int, int | None]]:
-    """For gradients among the outputs of a joint graph, the positions of the inputs that they belong to.
-
-    None: the input stands for several that are views of one tensor.
-    """
-    for i in gradients:
-        yield i, getattr(getattr(output.meta["desc"][i], "grad_of", None), "idx", None)
-
-
-def _as_stored(graph: fx.Graph, gradient: fx.Node, parameter: fx.Node) -> fx.Node:
-    """A gradient in the layout in which autograd stores it for a parameter."""
-    val = gradient.meta["val"]
-    if obeys_layout(val, parameter.meta["val"]):
-        return gradient
-    args = gradient, tuple(val.shape), _strides(gradient, parameter), val.dtype
-    with graph.inserting_after(gradient):
-        return _call(graph, gradient, lay_out, args, f"{gradient.name}_stored")
+def _is_input(node: fx.Node) -> bool:
+    """Whether a node is one tensor that the step is given."""
+    return _is_primal(node) and hasattr(node.meta.get("desc"), "idx")
 
 
 def _strides(gradient: fx.Node, parameter: fx.Node) -> tuple[int, ...]:

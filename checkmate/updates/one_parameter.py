@@ -3,13 +3,20 @@
 The optimizer's own `step` runs, on a view of the optimizer that has this parameter only. So a learning rate that is set
 by hand or by a scheduler holds from the next update on, and states are where `state_dict` finds them. PyTorch's
 optimizers compute each element of a parameter from its own gradient and state, whichever others are updated with it.
+
+A large parameter is updated slice by slice, so that what an optimizer makes on its way is small. The single-tensor Adam
+makes two or three temporaries of the parameter's size; of a slice they are a few MB. A slice is a view of the
+parameter, of its gradient and of its state, and has the bits of the whole wherever an optimizer computes each element
+on its own, and PyTorch's kernels round an element alike wherever in a tensor it stands. In float32 and float64 they do;
+in float16 and bfloat16 the last elements of each thread's share are rounded otherwise. Fused kernels make no
+temporaries.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -20,12 +27,19 @@ from torch import nn, optim
 from checkmate.memory import CPU
 from checkmate.torch_internals.descriptions import FakeTensor
 from checkmate.torch_internals.dispatcher import _disable_current_modes
-from checkmate.updates.slices import in_slices, step_in_slices
 
 Call = Callable[..., None]
 META = torch.device("meta")
 LATE = 10**9  # updates, after which an optimizer does nothing more for the first time
+SLICE = 2**18  # elements: 1 MB of float32
+_WHOLE = ("Adafactor", "Muon")  # these read rows, columns or norms of a parameter
+_ROUNDED_ALIKE = (torch.float32, torch.float64)
 _ALL_AT_ONCE = ("foreach", "fused")  # settings that choose among kernels with the same states
+
+
+def parameters_of(optimizers: Iterable[optim.Optimizer]) -> list[torch.Tensor]:
+    """The parameters that optimizers have now."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 @dataclass(eq=False)
@@ -60,7 +74,9 @@ class Update:
 
         def rehearse(gradient: torch.Tensor, parameter: torch.Tensor, about: str) -> None:
             if parameter not in states:
-                states[parameter].update(_copied(self.optimizer.state.get(self.parameter, {})))
+                states[parameter].update(
+                    {n: _copied(what) for n, what in self.optimizer.state.get(self.parameter, {}).items()}
+                )
                 if not isinstance(parameter, FakeTensor):  # whose counts cannot be read
                     _update(self.optimizer, self.settings, parameter, gradient, states)
                     _make_late(states[parameter])
@@ -113,8 +129,8 @@ def _update(
     optimizer: optim.Optimizer, settings: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor, states: Any
 ) -> None:
     """Update a parameter: in slices if it is large, which takes less memory."""
-    if in_slices(optimizer, settings, parameter, gradient, states.get(parameter, {})):
-        step_in_slices(partial(_step, optimizer, settings), parameter, gradient, states)
+    if _in_slices(optimizer, settings, parameter, gradient, states.get(parameter, {})):
+        _step_in_slices(partial(_step, optimizer, settings), parameter, gradient, states)
     else:
         _step(optimizer, settings, parameter, gradient, states)
 
@@ -141,10 +157,6 @@ def _writes(optimizer: optim.Optimizer, settings: dict[str, Any]) -> bool:
     return type(optimizer) is optim.SGD and settings["nesterov"] and settings["foreach"] is not False
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: what.clone() if isinstance(what, torch.Tensor) else what for name, what in state.items()}
-
-
 def _make_late(state: dict[str, Any]) -> None:
     """Have so many updates counted in a state, if it counts them."""
     step = state.get("step")
@@ -152,3 +164,67 @@ def _make_late(state: dict[str, Any]) -> None:
         step.fill_(LATE)
     elif step is not None:
         state["step"] = LATE
+
+
+def _copied(what: Any) -> Any:
+    return what.clone() if isinstance(what, torch.Tensor) else what
+
+
+def _in_slices(
+    optimizer: optim.Optimizer,
+    settings: dict[str, Any],
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    state: dict[str, Any],
+) -> bool:
+    """Whether to update a parameter in slices: it is large, saves memory, and all that is sliced lies alike."""
+    if parameter.numel() <= SLICE or settings.get("fused") or type(optimizer).__name__ in _WHOLE:
+        return False
+    if type(optimizer) is optim.SGD and not any(settings[name] for name in ("weight_decay", "nesterov", "maximize")):
+        return False  # it makes no temporaries
+    alike = [gradient, *(t for t in state.values() if _is_by_element(t, parameter))]
+    return (
+        parameter.dtype in _ROUNDED_ALIKE
+        and torch.ops.aten.is_non_overlapping_and_dense(parameter)
+        and all(t.layout == parameter.layout and t.stride() == parameter.stride() for t in alike)
+    )
+
+
+def _step_in_slices(step: Callable[..., None], parameter: torch.Tensor, gradient: torch.Tensor, states: Any) -> None:
+    """Update a parameter slice by slice.
+
+    A state that is not there yet is made by the optimizer for each slice, of slices so small that these and what else
+    it makes take less than later updates do; the whole state is put together of them.
+    """
+    before = dict(states.get(parameter, {}))
+    by_element = {name: _flat(t) for name, t in before.items() if _is_by_element(t, parameter)}
+    flat = _flat(parameter.detach()), _flat(gradient)
+    size, most = parameter.numel(), SLICE if by_element else SLICE // 4
+    for part in (slice(begin, min(begin + most, size)) for begin in range(0, size, most)):
+        is_last = part.stop == size
+        one, views = flat[0][part], {name: t[part] for name, t in by_element.items()}
+        # what is one for the whole parameter, such as the number of steps, goes on once
+        given = {n: views[n] if n in views else what if is_last else _copied(what) for n, what in before.items()}
+        found: dict[torch.Tensor, Any] = {one: given} if before else defaultdict(dict)
+        step(one, flat[1][part], found)
+        if one not in found:
+            continue
+        state = states[parameter]
+        for name, what in found[one].items():
+            if what is views.get(name):
+                continue
+            if _is_by_element(what, one):
+                if part.start == 0:
+                    state[name] = torch.empty_like(parameter, dtype=what.dtype, requires_grad=False)
+                _flat(state[name])[part] = what
+            elif is_last or name not in state:
+                state[name] = what
+
+
+def _is_by_element(what: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(what, torch.Tensor) and what.shape == parameter.shape
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """(N,) the elements of a dense tensor, as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))

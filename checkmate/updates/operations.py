@@ -9,106 +9,109 @@ of what is no argument.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn, optim
 
 from checkmate.capture.ways.table import Written
-from checkmate.updates.clipping import Clipping, total
 from checkmate.updates.exchange import AGREEING_BYTES, Exchange
-from checkmate.updates.one_parameter import Update
-from checkmate.updates.scaling import Scaling, are_not_finite
-from checkmate.updates.sums import Sums, rehearsed_add, token_of
+from checkmate.updates.gradients import Clipping, Scaling, are_not_finite, total
+from checkmate.updates.one_parameter import Update, parameters_of
 from checkmate.updates.updates import Updates
 
 Op = Callable[..., Any]
 AVERAGED = 3  # the position of what an update overwrites beside its parameter, in its arguments
 
 
-def update(updates: Updates, of: Update) -> Op:
-    """Of a gradient, the parameter, and what the costs of an update depend on."""
+def _op(name: str, run: Op, rehearsal: Callable[[], Op], **about: Any) -> Op:
+    """A function that runs another, with what is to be known of it."""
 
-    def update_parameter(gradient: torch.Tensor, parameter: torch.Tensor, about: str, *others: Any) -> None:
-        updates.update(of, gradient)
+    def op(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
 
-    return _as_update(update_parameter, updates, of, lambda gradient, parameter: gradient)
-
-
-def add_and_update(updates: Updates, of: Update) -> Op:
-    """The same; the gradient is added to its sum before."""
-    sums = updates.sums
-    assert sums is not None
-
-    def add_and_update_parameter(gradient: torch.Tensor, parameter: torch.Tensor, about: str, *others: Any) -> None:
-        sums.add(of.parameter, gradient)
-        updates.update_in_place(of)
-
-    return _as_update(add_and_update_parameter, updates, of, rehearsed_add())
+    op.__name__ = op.__qualname__ = name
+    vars(op).update(rehearsal=rehearsal, **about)
+    return op
 
 
-def update_by_sum(updates: Updates, of: Update) -> Op:
-    """The same, of a sum that is there; the first argument says that it is."""
+def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = False) -> Op:
+    """Of a gradient, the parameter, and what the costs of an update depend on.
 
-    def update_parameter_by_sum(ready: torch.Tensor, parameter: torch.Tensor, about: str, *others: Any) -> None:
-        updates.update_in_place(of)
+    With ``by_sum`` the sum of gradients that is there is taken: with ``adds`` the gradient is added to it before, else
+    the first argument only says that it is ready.
+    """
+    average, sums = updates.average, updates.sums
 
-    add = rehearsed_add()
-    return _as_update(update_parameter_by_sum, updates, of, lambda ready, parameter: add(parameter, parameter))
-
-
-def _as_update(op: Op, updates: Updates, of: Update, sum_of: Callable[..., torch.Tensor]) -> Op:
-    average = updates.average
+    def run(read: torch.Tensor, parameter: torch.Tensor, about: str, *others: Any) -> None:
+        if adds and sums is not None:
+            sums.add(of.parameter, read)
+        if by_sum:
+            updates.update_in_place(of)
+        else:
+            updates.update(of, read)
 
     def rehearsal() -> Op:
-        update_one = of.rehearsal()
+        update_one, add_one = of.rehearsal(), _rehearsed_add()
         follow = None if average is None or of.parameter not in average.pairs else average.rehearsal()
 
         def rehearse(read: torch.Tensor, parameter: torch.Tensor, about: str, *others: Any) -> None:
-            update_one(sum_of(read, parameter), parameter, about)
+            gradient = add_one(read if adds else parameter, parameter) if by_sum else read
+            update_one(gradient, parameter, about)
             if follow is not None:
                 follow(parameter)
 
         return rehearse
 
+    name = "add_and_update_parameter" if adds else "update_parameter_by_sum" if by_sum else "update_parameter"
     state = 2 * of.state_bytes + of.parameter.nbytes
-    return _with(op, does="updates {}", updates=(1, AVERAGED), rehearsal=rehearsal, moved_bytes=state)
+    return _op(name, run, rehearsal, does="updates {}", updates=(1, AVERAGED), moved_bytes=state)
 
 
-def add(sums: Sums, parameter: torch.Tensor) -> Op:
-    """Of a gradient and the parameter; gives a number that says that it was added."""
+def add(updates: Updates, of: Update, *, exchanges: bool = False) -> Op:
+    """Of a gradient and the parameter, and of the number of the exchange before, if there is one.
 
-    def add_gradient(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        sums.add(parameter, gradient)
-        return token_of(parameter)
+    Gives a number that says that the gradient was added to its sum, and with ``exchanges`` that this was averaged.
+    """
+    sums = updates.sums
+    assert sums is not None
+
+    def run(gradient: torch.Tensor, like: torch.Tensor, *before: torch.Tensor) -> torch.Tensor:
+        sums.add(of.parameter, gradient)
+        if exchanges:
+            updates.exchange_sum(of.parameter)
+        return _token_of(of.parameter)
 
     def rehearsal() -> Op:
-        add_one = rehearsed_add()
+        add_one = _rehearsed_add()
 
-        def rehearse(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-            add_one(gradient, like)
-            return token_of(like)
+        def rehearse(gradient: torch.Tensor, like: torch.Tensor, *before: torch.Tensor) -> torch.Tensor:
+            summed = add_one(gradient, like)
+            if exchanges:
+                summed.mul_(0.5)
+            return _token_of(like)
 
         return rehearse
 
-    return _with(add_gradient, does="adds to the gradient of {}", rehearsal=rehearsal, moved_bytes=parameter.nbytes)
+    name, does, moved = "add_gradient", "adds to the gradient of {}", of.parameter.nbytes
+    if exchanges:
+        name, does, moved = "add_and_exchange_gradient", f"{does} and averages it over all ranks", 2 * moved
+    return _op(name, run, rehearsal, does=does, moved_bytes=moved)
 
 
 def agree(updates: Updates, order: Sequence[torch.Tensor]) -> Op:
     """Of a gradient and its parameter; gives a number that says that all ranks send gradients in this order."""
 
-    def agree_with_ranks(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def run(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         updates.agree(order)
-        return token_of(like)
+        return _token_of(like)
 
-    def rehearsal() -> Op:
-        def rehearse(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-            torch.zeros(AGREEING_BYTES, dtype=torch.uint8, device=like.device)
-            return token_of(like)
+    def rehearse(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        torch.zeros(AGREEING_BYTES, dtype=torch.uint8, device=like.device)
+        return _token_of(like)
 
-        return rehearse
-
-    return _with(agree_with_ranks, does="agrees with other ranks on their gradients", rehearsal=rehearsal)
+    return _op("agree_with_ranks", run, lambda: rehearse, does="agrees with other ranks on their gradients")
 
 
 def exchange(exchange: Exchange, parameter: torch.Tensor) -> Op:
@@ -117,48 +120,21 @@ def exchange(exchange: Exchange, parameter: torch.Tensor) -> Op:
     Gives the mean of all ranks, and the number of this exchange: all ranks send in one order.
     """
 
-    def exchange_gradient(
-        gradient: torch.Tensor, like: torch.Tensor, before: torch.Tensor, out: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return exchange.mean(gradient, out), token_of(parameter)
+    def averaging(mean: Op) -> Op:
+        return lambda gradient, like, before, out=None: (mean(gradient, out), _token_of(like))
 
-    def rehearsal() -> Op:
-        return lambda gradient, like, before, out=None: (exchange.part(gradient, out), token_of(like))
-
-    does, over = "averages the gradient of {} over all ranks", Written(exchange_gradient, (0,))
-    about: dict[str, Any] = {"does": does, "rehearsal": rehearsal, "moved_bytes": parameter.nbytes}
-    return _with(exchange_gradient, written=over, **about)
-
-
-def add_and_exchange(updates: Updates, of: Update) -> Op:
-    """The same, of a gradient that is added to its sum before; gives the number only."""
-    sums = updates.sums
-    assert sums is not None
-
-    def add_and_exchange_gradient(gradient: torch.Tensor, like: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        sums.add(of.parameter, gradient)
-        updates.exchange_sum(of.parameter)
-        return token_of(of.parameter)
-
-    def rehearsal() -> Op:
-        add_one = rehearsed_add()
-
-        def rehearse(gradient: torch.Tensor, like: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-            add_one(gradient, like).mul_(0.5)
-            return token_of(like)
-
-        return rehearse
-
-    does, moved = "adds to the gradient of {} and averages it over all ranks", 2 * of.parameter.nbytes
-    return _with(add_and_exchange_gradient, does=does, rehearsal=rehearsal, moved_bytes=moved)
+    does, rehearsal = "averages the gradient of {} over all ranks", partial(averaging, exchange.part)
+    op = _op("exchange_gradient", averaging(exchange.mean), rehearsal, does=does, moved_bytes=parameter.nbytes)
+    vars(op)["written"] = Written(op, (0,))
+    return op
 
 
 def prepare(updates: Updates) -> Op:
     """Of numbers that say that all sums are there; gives one that says that they are ready for the updates."""
 
-    def prepare_gradients(added: Sequence[torch.Tensor]) -> torch.Tensor:
+    def run(added: Sequence[torch.Tensor]) -> torch.Tensor:
         updates.prepare()
-        return token_of(added[0])
+        return _token_of(added[0])
 
     def rehearsal() -> Op:
         ghosts: list[nn.Parameter] = []
@@ -170,47 +146,45 @@ def prepare(updates: Updates) -> Op:
                     for ghost in ghosts:
                         ghost.grad = torch.zeros_like(ghost)
                 nn.utils.clip_grad_norm_(ghosts, updates.clipping.most, updates.clipping.order)
-            return token_of(added[0])
+            return _token_of(added[0])
 
         return rehearse
 
-    moved = sum(p.nbytes for o in updates.optimizers for group in o.param_groups for p in group["params"])
-    return _with(prepare_gradients, does="unscales or clips all gradients", rehearsal=rehearsal, moved_bytes=2 * moved)
+    moved = 2 * sum(p.nbytes for p in parameters_of(updates.optimizers))
+    return _op("prepare_gradients", run, rehearsal, does="unscales or clips all gradients", moved_bytes=moved)
 
 
 def coefficient(clipping: Clipping) -> Op:
     """Of the norms of all gradients; gives the factor that clips them."""
 
-    def clip_coefficient(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-        return clipping.coefficient(norms)
+    def rehearse(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.clamp(1.0 / (total(norms, clipping.order) + 1.0), max=1.0)
 
-    def rehearsal() -> Op:
-        return lambda norms: torch.clamp(1.0 / (total(norms, clipping.order) + 1.0), max=1.0)
-
-    return _with(clip_coefficient, rehearsal=rehearsal)
+    return _op("clip_coefficient", clipping.coefficient, lambda: rehearse)
 
 
 def decide(scaling: Scaling, optimizer: optim.Optimizer) -> Op:
     """Of the largest value in each gradient; gives whether the update is skipped, which the scaler notes."""
-
-    def decide_to_skip(largest: Sequence[torch.Tensor]) -> torch.Tensor:
-        return scaling.decide(optimizer, largest)
-
-    return _with(decide_to_skip, rehearsal=lambda: are_not_finite)
+    return _op("decide_to_skip", partial(scaling.decide, optimizer), lambda: are_not_finite)
 
 
-def unscale(updates: Updates) -> Op:
+def unscale(scaling: Scaling) -> Op:
     """Of a gradient; gives it without the scale."""
-    scaling = updates.scaling
-    assert scaling is not None
-
-    def unscaled(gradient: torch.Tensor) -> torch.Tensor:
-        return scaling.unscaled(gradient)
-
-    return _with(unscaled, rehearsal=lambda: Scaling(scaling.scaler).unscaled)
+    return _op("unscaled", scaling.unscaled, lambda: Scaling(scaling.scaler).unscaled)
 
 
-def _with(op: Op, **about: Any) -> Op:
-    for name, what in about.items():
-        setattr(op, name, what)
-    return op
+def _rehearsed_add() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A function that adds to a sum made up for a parameter, to measure what that costs."""
+    sums: dict[torch.Tensor, torch.Tensor] = {}
+
+    def add(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        if parameter not in sums:
+            sums[parameter] = torch.zeros_like(gradient)
+        return sums[parameter].add_(gradient)
+
+    return add
+
+
+def _token_of(parameter: torch.Tensor) -> torch.Tensor:
+    """A number that says, by being there, that something was done with a parameter's gradient."""
+    return torch.zeros((), dtype=parameter.dtype, device=parameter.device)

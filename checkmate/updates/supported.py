@@ -10,6 +10,7 @@ from torch import optim
 
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.steps import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from checkmate.updates.one_parameter import parameters_of
 
 # What they compute of a parameter depends on nothing but its gradient, its state and its group's settings.
 SUPPORTED = tuple(
@@ -40,7 +41,14 @@ def checked(optimizers: optim.Optimizer | Iterable[optim.Optimizer]) -> tuple[op
         _refuse(optimizer)
     if not given:
         raise TypeError("optimizer is a torch.optim.Optimizer or several, not none.")
-    _refuse_shared(given)
+    seen: set[torch.Tensor] = set()
+    for parameter in parameters_of(given):
+        if parameter in seen:
+            raise Unsupported(
+                f"Two updates of a parameter of shape {tuple(parameter.shape)} would follow each other in one step: it "
+                f"is in two optimizers, or twice in one. {_INSTEAD}"
+            )
+        seen.add(parameter)
     return given
 
 
@@ -69,7 +77,8 @@ def _refuse(optimizer: optim.Optimizer) -> None:
             "Make it with differentiable=False."
         )
     for group in optimizer.param_groups:
-        if name == "Adafactor" and group["eps"][0] is None and _at_once(group) and len({*_types(group)}) > 1:
+        types = {p.dtype for p in group["params"] if p.requires_grad}
+        if name == "Adafactor" and group["eps"][0] is None and _at_once(group) and len(types) > 1:
             raise Unsupported(
                 "This Adafactor, with foreach, takes its smallest number from the type of one parameter for parameters "
                 "of several types in a group. Make it with eps=(a number, 1e-3), or foreach=False."
@@ -88,44 +97,23 @@ def _at_once(group: dict[str, Any]) -> bool:
     return group["foreach"] is True or (group["foreach"] is None and not on_cpu)
 
 
-def _types(group: dict[str, Any]) -> list[torch.dtype]:
-    return [p.dtype for p in group["params"] if p.requires_grad]
-
-
-def _refuse_shared(optimizers: Sequence[optim.Optimizer]) -> None:
-    seen: set[torch.Tensor] = set()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in seen:
-                    raise Unsupported(
-                        f"Two updates of a parameter of shape {tuple(parameter.shape)} would follow each other in one "
-                        f"step: it is in two optimizers, or twice in one. {_INSTEAD}"
-                    )
-                seen.add(parameter)
-
-
 def refuse_hooks(optimizers: Sequence[optim.Optimizer]) -> None:
     """Refuse hooks on parameters, which plain PyTorch calls when a gradient is there.
 
     Raises:
         Unsupported: if a parameter has one.
     """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                    raise Unsupported(_hooked(parameter))
-
-
-def _hooked(parameter: torch.Tensor) -> str:
-    of = f"A parameter of shape {tuple(parameter.shape)} has a hook"
-    if parameter._backward_hooks:
-        return (
-            f"{of} on its gradient, which no plan knows the memory of, and which would not be called. Register it on a "
-            "view within the step, weight = self.weight.view_as(self.weight); weight.register_hook(...), or remove it."
-        )
-    return (
-        f"{of} after its gradient is accumulated, and here none is: its update takes the gradient. Remove the hook; if "
-        "it runs the optimizer, the training step does that. Else call what it does after a step with gradients=True."
-    )
+    for parameter in parameters_of(optimizers):
+        of = f"A parameter of shape {tuple(parameter.shape)} has a hook"
+        if parameter._backward_hooks:
+            raise Unsupported(
+                f"{of} on its gradient, which no plan knows the memory of, and which would not be called. Register it "
+                "on a view within the step, weight = self.weight.view_as(self.weight); weight.register_hook(...), or "
+                "remove it."
+            )
+        if parameter._post_accumulate_grad_hooks:
+            raise Unsupported(
+                f"{of} after its gradient is accumulated, and here none is: its update takes the gradient. Remove the "
+                "hook; if it runs the optimizer, the training step does that. Else call what it does after a step with "
+                "gradients=True."
+            )

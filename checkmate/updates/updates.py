@@ -12,11 +12,9 @@ import torch
 from torch import nn, optim
 
 from checkmate.updates.averaging import Average
-from checkmate.updates.clipping import Clipping
 from checkmate.updates.exchange import Exchange
-from checkmate.updates.one_parameter import Update, about
-from checkmate.updates.scaling import HELD_BYTES, Scaling
-from checkmate.updates.sums import Sums
+from checkmate.updates.gradients import HELD_BYTES, Clipping, Scaling, Sums
+from checkmate.updates.one_parameter import Update, about, parameters_of
 
 NORM_BYTES = 8  # of the last step's norm, which is kept until there is another
 
@@ -92,7 +90,7 @@ class Updates:
             order: of the parameters whose gradients are sent first; those follow that have one already.
         """
         if self.exchange is not None:
-            places = {p: n for n, p in enumerate(self._parameters())}
+            places = {p: n for n, p in enumerate(parameters_of(self.optimizers))}
             sent = [*order, *(p for p in self._rest() if p not in {*order})]
             device = next(iter(places)).device
             self.exchange.agree([(places[p], tuple(p.shape), str(p.dtype)) for p in sent], device)
@@ -110,7 +108,7 @@ class Updates:
         self._exchange_rest()
         if self.scaling is not None:
             self.scaling.unscale(self.optimizers)
-        self.clipping.by_norm(self._parameters())
+        self.clipping.by_norm(parameters_of(self.optimizers))
 
     def update(self, update: Update, gradient: torch.Tensor) -> None:
         """Update a parameter by its gradient as it is."""
@@ -152,7 +150,7 @@ class Updates:
         """Clip and update as plain PyTorch does, all at once, by the gradients that a plain backward has left."""
         self._updated, self._exchanged = set(), set()
         self._exchange_rest()
-        parameters = self._parameters()
+        parameters = parameters_of(self.optimizers)
         self.clipping.by_norm(parameters)
         for parameter in parameters:
             if parameter.grad is not None:
@@ -162,16 +160,13 @@ class Updates:
             if not self.keep:
                 optimizer.zero_grad(set_to_none=True)
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
-
     def _rest(self) -> list[torch.Tensor]:
         """Parameters whose gradients are there, and are to be averaged over all ranks yet."""
         if self.exchange is None:
             return []
         done = self._updated | self._exchanged
-        left = [p for p in self._parameters() if p.grad is not None and p not in done]
-        averaged = self.exchange.averaged() if left else set()
+        left = [p for p in parameters_of(self.optimizers) if p.grad is not None and p not in done]
+        averaged = {*self.exchange.parameters()} if left else set()
         return [p for p in left if p in averaged]
 
     def _exchange_rest(self) -> None:

@@ -18,8 +18,7 @@ import checkmate
 from checkmate.backends import eager as backend
 from checkmate.backends.state import same_bits
 from checkmate.codegen import contributions
-from checkmate.codegen.contributions import counted_contributions, terms_of
-from checkmate.codegen.fan_out import UNKNOWN, Sharing
+from checkmate.codegen.contributions import UNKNOWN, Sharing, counted_contributions, terms_of
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import checkmate
-from checkmate.updates.clipping import Clipping, norm_of, order_of
+from checkmate.updates.gradients import Clipping, norm_of, order_of
 from tests.support.bits import assert_same_bits
 from tests.support.budgets import recomputing
 from tests.support.whole_steps import plain_step, train_whole

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 import checkmate
 from checkmate.memory import MemoryUse, measure_peak
 from checkmate.training import TrainingStep
-from checkmate.updates.scaling import HELD_BYTES
+from checkmate.updates.gradients import HELD_BYTES
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import long, slow
 from tests.support.whole_steps import plain_step

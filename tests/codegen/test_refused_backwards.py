@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.codegen.result_hooks import computed_from
+from checkmate.codegen.refused_backwards import computed_from
 from tests.support.bits import assert_same_bits
 
 

@@ -1,0 +1,187 @@
+"""Refuse backwards in which autograd would take or give other gradients of a step's results than in plain PyTorch.
+
+A captured step is one function of autograd, and its results are its ends. A step may return ``loss, logits``: in plain
+PyTorch the gradient of the loss passes through the logits, hooks on them see it, ``logits.retain_grad()`` keeps it.
+Here only what comes from outside passes through them. Who asks for more gets an error in the backward.
+
+A step may return ``features`` and ``features.flatten(1)`` and go on from both. AOTAutograd returns their common base
+and makes the views after the step, so that what comes through them from outside is added before all that comes from
+within. Plain PyTorch adds it where the view was made. From three contributions on that may round differently: it is
+refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from checkmate.capture.nodes import ancestors
+from checkmate.codegen.arrival_order import FIRST, arrivals
+from checkmate.codegen.undefined_gradients import DEPTH, before_backward, compiled_functions, is_compiled
+from checkmate.errors import Unsupported
+from checkmate.torch_internals.aot import ForwardTokenAOTOutput, _is_tangent
+from checkmate.torch_internals.dispatcher import _is_any_autocast_enabled
+from checkmate.torch_internals.trees import tree_leaves
+
+aten = torch.ops.aten
+_NO_GRADIENT = {aten.detach.default, aten.alias.default}
+
+
+def computed_from(graph: fx.Graph, count: int) -> dict[int, tuple[int, ...]]:
+    """Which of a graph's first outputs others of them are computed from: its position, with theirs.
+
+    Positions are those of autograd's node, which has no tokens of effects. What passes through ``detach`` is left out.
+    """
+    output: Any = graph.output_node()
+    first = _tokens_of(output, count)
+    position = {node: i for i, node in enumerate(output.args[0][first:count]) if isinstance(node, fx.Node)}
+    users: dict[int, dict[int, None]] = {}
+    for node, user in position.items():
+        stack, seen = list(node.all_input_nodes), set[fx.Node]()
+        while stack:
+            n = stack.pop()
+            if n in seen or n.target in _NO_GRADIENT:
+                continue
+            seen.add(n)
+            if n in position:
+                users.setdefault(position[n], {})[user] = None
+            stack += n.all_input_nodes
+    return {i: tuple(sorted(found)) for i, found in users.items()}
+
+
+def _tokens_of(output: fx.Node, count: int) -> int:
+    """How many of the first outputs of a joint graph are tokens of effects (of `torch.linalg`'s checks, say)."""
+    return sum(isinstance(desc, ForwardTokenAOTOutput) for desc in output.meta.get("desc", ())[:count])
+
+
+def refuse_watching(run: Callable[..., Any], users: Mapping[int, tuple[int, ...]]) -> Callable[..., Any]:
+    """Have the backward refuse hooks and kept gradients of results that other differentiated results come from.
+
+    ``users``: what `computed_from` found of the compiled function; it may be filled later.
+    """
+
+    @wraps(run)
+    def watching(*args: Any) -> Any:
+        results = run(*args)
+        for tensor in tree_leaves(results) if users else ():
+            function: Any = getattr(tensor, "grad_fn", None)
+            later = users.get(tensor.output_nr) if is_compiled(function) else None
+            if later:
+                function.register_prehook(partial(_refuse_watched, weakref.ref(tensor), later))
+        return results
+
+    return watching
+
+
+def _refuse_watched(result: weakref.ref[torch.Tensor], later: tuple[int, ...], grads: Sequence[Any]) -> None:
+    tensor = result()
+    if tensor is None or not (tensor.retains_grad or tensor._backward_hooks):
+        return
+    if any(grads[i] is not None for i in later):
+        raise Unsupported(
+            f"A result of the compiled step, of shape {tuple(tensor.shape)}, has a hook or keeps its gradient, and "
+            "another result that is differentiated is computed from it within the step. No gradient passes from "
+            "one result to the other. Register the hook within the step, tensor.register_hook(...), or compute "
+            "the other one outside."
+        )
+
+
+def added_within(graph: fx.Graph, count: int) -> dict[int, list[set[int]]]:
+    """What a joint graph adds to the gradients that come from outside, by the position of the result.
+
+    Each contribution is told by the positions of the results whose gradients it depends on. Results to whose gradients
+    nothing is added are left out. ``count``: how many of the graph's outputs belong to the forward.
+    """
+    output: Any = graph.output_node()
+    position = {desc: i for i, desc in enumerate(output.meta["desc"][_tokens_of(output, count) : count])}
+    results = {n: position.get(getattr(n.meta.get("desc"), "output", None)) for n in graph.nodes if _is_tangent(n)}
+    found: dict[int, list[set[int]]] = {}
+    for tangent, result in results.items():
+        total, terms = tangent, []
+        while len(total.users) == 1 and _adds_to(total, user := next(iter(total.users))):
+            total = user
+            terms.append({i for n in ancestors([user.args[1]]) if (i := results.get(n)) is not None})
+        if terms and result is not None:
+            found[result] = terms
+    return found
+
+
+def _adds_to(total: fx.Node, user: fx.Node) -> bool:
+    if user.target is not aten.add.Tensor or user.kwargs:
+        return False
+    return user.args[0] is total and isinstance(user.args[1], fx.Node)
+
+
+def refuse_views(run: Callable[..., Any], within: Mapping[int, Sequence[set[int]]]) -> Callable[..., Any]:
+    """Have the backward refuse gradients of results that are views, where the order of additions is not known.
+
+    ``within``: what `added_within` found of the compiled function.
+    """
+    if not within:
+        return run
+
+    @wraps(run)
+    def refusing(*args: Any) -> Any:
+        results = run(*args)
+        functions = [*compiled_functions(results, args)]
+        views: dict[Any, dict[int, set[int]]] = {}
+        for tensor in results:
+            node = getattr(tensor, "grad_fn", None)
+            for _ in range(DEPTH):
+                if node is None or node in functions or not node.next_functions:
+                    break
+                following, position = node.next_functions[0]
+                if following in functions and position in within:
+                    views.setdefault(following, {}).setdefault(position, set()).add(node._sequence_nr())
+                node = following
+        for function, numbers in views.items():
+            before_backward(function, partial(_refuse_views, numbers, within))
+        return results
+
+    return refusing
+
+
+def _refuse_views(
+    numbers: Mapping[int, set[int]], within: Mapping[int, Sequence[set[int]]], node: Any, grads: Sequence[Any]
+) -> None:
+    """``numbers``: the sequence numbers of the views of each result, as autograd counts its nodes."""
+    defined = {position for position, grad in enumerate(grads) if grad is not None}
+    shown = defined.intersection(numbers)
+    found = arrivals(node) if shown else None
+    for position in shown:
+        come = [*numbers[position], 0] if found is None else found[0].get((node, position), [])
+        come = [number for number in come if number != FIRST]
+        terms = sum(not term.isdisjoint(defined) for term in within[position])
+        if terms and numbers[position].intersection(come) and len(come) + terms > 2:
+            raise Unsupported(
+                "Results of the compiled step are views of one value, of shape "
+                f"{tuple(grads[position].shape)}, which the step goes on from too, and gradients come to them from "
+                "outside. Plain PyTorch adds them between those from within the step; here they come first, which "
+                "rounds differently. Return one of these results, and make the view of it outside."
+            )
+
+
+def watch_backward(result: Any) -> None:
+    """Have a backward for which there is no plan end in a clear error: a differentiable one, or one under autocast."""
+    tensors = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
+    functions = {t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None}
+    for function in functions:
+        function.register_prehook(_check_backward)
+
+
+def _check_backward(grads: Any) -> None:
+    if torch.is_grad_enabled():
+        raise Unsupported(
+            "create_graph=True: the backward of a compiled step cannot itself be differentiated. "
+            "Compute this loss with the plain model, which shares its parameters with the compiled one."
+        )
+    if _is_any_autocast_enabled():
+        raise Unsupported(
+            "backward() was called within torch.autocast, where plain PyTorch computes other gradients than outside of "
+            "it. Call it after the block, as PyTorch advises."
+        )

@@ -1,0 +1,246 @@
+"""What is done with gradients before an update: they are summed, unscaled, clipped. Each as plain PyTorch does it.
+
+**Sums.** Gradients of several micro-batches are summed in each parameter's ``.grad``. The first is stored there, later
+ones are added to it in place. What it is stored in is made before the backward: it outlives the step, so that it is no
+part of what the step's plan allocates, but is in use all the time.
+
+**Scaling** of the loss by a `torch.amp.GradScaler`, taken apart for a plan.
+
+    u_i = g_i / s,   skip = any g_i is not finite
+
+The loss is scaled outside of the captured step, so that the scale s may change from call to call. Whether a gradient is
+finite is told as soon as it is there; no update can begin before all were looked at. The scaler itself keeps what was
+found and changes the scale, as in plain training.
+
+**Clipping** by the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does it, taken apart for a plan.
+
+    n_i = |g_i|,   n = |(n_1, ..., n_k)|,   c = min(1, max_norm / (n + 1e-6)),   g_i c
+
+The norm of each gradient is there as soon as the gradient is; no update can begin before n is known. In between a plan
+keeps gradients, or lets go of them and makes them again. To clip values waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from checkmate.errors import Unsupported
+from checkmate.torch_internals.kernels import (
+    _amp_foreach_non_finite_check_and_unscale_,
+    _foreach_norm,
+    _group_tensors_by_device_and_dtype,
+)
+from checkmate.units import check_positive
+from checkmate.updates.one_parameter import parameters_of
+
+HELD_BYTES = 6 * 8  # scale, its inverse, its count of steps; the scaled loss, its gradient, and what was found
+TINY = 1e-6  # that PyTorch adds to the norm
+
+
+class Sums:
+    """The sums of the parameters that get gradients in some step."""
+
+    def __init__(self) -> None:
+        self._strides: dict[torch.Tensor, tuple[int, ...]] = {}  # of each parameter's sum
+        self._rooms: dict[torch.Tensor, torch.Tensor] = {}  # that are not in use yet
+
+    def expect(self, parameter: torch.Tensor, strides: Sequence[int]) -> None:
+        """A step will add to the gradient of this parameter, which autograd stores with these strides."""
+        self._strides.setdefault(parameter, tuple(strides))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all sums."""
+        return sum(p.numel() * p.element_size() for p in self._strides)
+
+    def make_rooms(self) -> None:
+        """Have room for the sum of each parameter that has none."""
+        for parameter in self._strides:
+            if parameter.grad is None and parameter not in self._rooms:
+                self._rooms[parameter] = self._room(parameter)
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """What autograd does with a gradient."""
+        if parameter.grad is None:
+            room = self._rooms.pop(parameter, None)
+            parameter.grad = (self._room(parameter) if room is None else room).copy_(gradient)
+        else:
+            parameter.grad.add_(gradient)
+
+    def _room(self, parameter: torch.Tensor) -> torch.Tensor:
+        strides = self._strides[parameter]
+        return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=parameter.device)
+
+
+class Scaling:
+    """What a scaler does in one update."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
+        self._inverse: torch.Tensor | None = None
+        self._skipped: dict[int, bool] = {}  # by the id of the optimizer
+
+    def begin(self) -> None:
+        """Prepare for the update: the loss was scaled, and no gradient is there."""
+        scale: Any = self.scaler._scale
+        self._inverse = scale.double().reciprocal().float()  # as PyTorch computes it
+        self._skipped = {}
+
+    def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient without the scale."""
+        copy, found = gradient.clone(), torch.zeros((), dtype=torch.float32, device=gradient.device)
+        inverse = torch.ones_like(found) if self._inverse is None else self._inverse  # while it is measured
+        _amp_foreach_non_finite_check_and_unscale_([copy], found, inverse)
+        return copy
+
+    def decide(self, optimizer: optim.Optimizer, largest: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One if an optimizer's update is to be skipped, else zero, of what `largest_of` finds; the scaler is told."""
+        found = are_not_finite(largest)
+        state = self.scaler._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = {found.device: found}
+        return found
+
+    def unscale(self, optimizers: Sequence[optim.Optimizer]) -> None:
+        """Unscale all gradients where they are, and look for those that are not finite."""
+        for optimizer in optimizers:
+            self.scaler.unscale_(optimizer)
+
+    def skips(self, optimizer: optim.Optimizer) -> bool:
+        """Whether a gradient was not finite: then nothing is updated."""
+        key = id(optimizer)
+        if key not in self._skipped:
+            found = self.scaler._per_optimizer_states[key]["found_inf_per_device"].values()
+            self._skipped[key] = any(bool(one.item()) for one in found)
+        return self._skipped[key]
+
+    def finish(self) -> None:
+        """Change the scale by what was found."""
+        self._inverse = None
+        self.scaler.update()
+
+
+def checked_scaler(scaler: Any, optimizers: Sequence[optim.Optimizer]) -> Scaling | None:
+    """The scaling of a step; None: the scaler is turned off.
+
+    Raises:
+        TypeError: if something else is given.
+        Unsupported: if a fused optimizer would unscale gradients within its kernel, which rounds otherwise.
+        ValueError: if a parameter is in half precision, as in PyTorch.
+    """
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler is a torch.amp.GradScaler, not {type(scaler).__name__}.")
+    if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
+        raise Unsupported(
+            f"{type(scaler).__module__}.{type(scaler).__name__} may look at all gradients in ways of its own. "
+            "Give a torch.amp.GradScaler."
+        )
+    if not scaler.is_enabled():
+        return None
+    for optimizer in optimizers:
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise Unsupported(
+                f"A fused {type(optimizer).__name__} unscales gradients within its kernel, where no plan sees them. "
+                "Make it with fused=False."
+            )
+        if any(p.dtype == torch.float16 for p in parameters_of([optimizer])):
+            raise ValueError(
+                "A scaler unscales no gradients in float16, and a parameter of this "
+                f"{type(optimizer).__name__} is in it. Keep parameters in float32, and use torch.autocast."
+            )
+    return Scaling(scaler)
+
+
+def are_not_finite(largest: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One if any of these is not finite, else zero."""
+    return (~torch.stack([one.isfinite() for one in largest]).all()).float()
+
+
+def largest_of(gradient: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value in a gradient: not finite if any element is not."""
+    if not gradient.numel():
+        return torch.zeros((), dtype=gradient.dtype, device=gradient.device)
+    return torch.linalg.vector_norm(gradient, inf)
+
+
+@dataclass(eq=False)
+class Clipping:
+    """How gradients are clipped.
+
+    Args:
+        most: the largest norm of all gradients; None: they are not clipped by it.
+        order: of the norm.
+        finite: a norm that is not finite is an error.
+        value: the largest absolute value of an element; None: they are not clipped by it.
+
+    Raises:
+        ValueError: if a limit is no positive number, or there are two, or the order is no number.
+    """
+
+    most: float | None = None
+    order: float = 2.0
+    finite: bool = False
+    value: float | None = None
+    norm: torch.Tensor | None = field(default=None, init=False)  # of all gradients of the last step, before clipping
+
+    def __post_init__(self) -> None:
+        for name, limit in (("clip_norm", self.most), ("clip_value", self.value)):
+            if limit is not None:
+                check_positive(name, limit)
+        if self.most is not None and self.value is not None:
+            raise ValueError("Gradients are clipped by clip_norm or by clip_value: give one of them.")
+        try:
+            self.order = float(self.order)
+        except (TypeError, ValueError):
+            raise ValueError(f"norm_type is a number, or math.inf, not {self.order!r}.") from None
+
+    def by_norm(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Clip the gradients that parameters have, where they are."""
+        if self.most is not None:
+            self.norm = nn.utils.clip_grad_norm_(parameters, self.most, self.order, error_if_nonfinite=self.finite)
+
+    def by_value(self, parameter: torch.Tensor) -> None:
+        """Clip the gradient that a parameter has, where it is."""
+        if self.value is not None:
+            nn.utils.clip_grad_value_(parameter, self.value)
+
+    def coefficient(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The factor of gradients whose norms these are, in PyTorch's order.
+
+        Raises:
+            RuntimeError: if the norm of all is not finite and has to be.
+        """
+        assert self.most is not None
+        self.norm = norm = total(norms, self.order)
+        if self.finite and not norm.isfinite():
+            raise RuntimeError(
+                f"The norm of all gradients is {norm.item()}: they cannot be clipped, and no parameter was updated. "
+                "Without error_if_nonfinite=True they are multiplied all the same."
+            )
+        return torch.clamp(self.most / (norm + TINY), max=1.0)
+
+
+def norm_of(gradient: torch.Tensor, order: float) -> torch.Tensor:
+    """The norm of one gradient."""
+    (norm,) = _foreach_norm([gradient], order)
+    return norm
+
+
+def total(norms: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    """The norm of all, from those of each."""
+    first = norms[0].device
+    return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), order)
+
+
+def order_of(gradients: Sequence[torch.Tensor]) -> list[int]:
+    """The positions of gradients in the order in which PyTorch adds their norms: by type, where there are several."""
+    if len({g.dtype for g in gradients}) == 1:
+        return [*range(len(gradients))]
+    like: Any = [torch.empty(0, dtype=g.dtype, device=g.device) for g in gradients]
+    groups = _group_tensors_by_device_and_dtype([like], with_indices=True)
+    return [i for _, positions in groups.values() for i in positions]
