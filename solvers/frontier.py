@@ -23,7 +23,7 @@ from checkmate.core.table import Printed, Table
 from checkmate.errors import CheckmateError, SolverError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.certify import again, contradicts
-from checkmate.solvers.common.process_pool import Processes
+from checkmate.solvers.common.processes import Processes
 from checkmate.solvers.rules_in_the_way import refuse_unknown_rules
 from checkmate.solvers.solve import check_limits, check_method, min_budget, solve
 from checkmate.statusline import showing

@@ -28,8 +28,8 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError
 from checkmate.solvers import recall
+from checkmate.solvers.background_search import News
 from checkmate.solvers.common.certify import certify
-from checkmate.solvers.further import News
 from checkmate.solvers.recall import Rest
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.solve import solve

@@ -20,7 +20,7 @@ from checkmate.memory.arena import Arena, Lives, Phase
 from checkmate.memory.cuda_pool import CudaPool, segment_bytes
 from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block, Placement
-from checkmate.solvers.common.low_priority import Aside
+from checkmate.solvers.common.processes import Aside
 
 PLACE_SECONDS = 0.5  # to place what a step allocates: the second step waits for it
 PLACE_ON_SECONDS = 30.0  # to place it lower, in a process of its own

@@ -1,6 +1,6 @@
 """A better plan takes over between two steps, while the step is trained.
 
-Planning goes on in another process (`checkmate.solvers.further`). What it finds is verified and simulated here like any
+Planning goes on in another process (`checkmate.solvers.background_search`). What it finds is verified and simulated here like any
 plan, and takes over before a forward: not while a graph of the step waits for its backward, and not while gradients are
 accumulated, which shows in parameters that have gradients and were not written to since the last forward.
 """
@@ -24,8 +24,8 @@ from checkmate.core.plan import Plan
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
+from checkmate.solvers.background_search import Search
 from checkmate.solvers.common.certify import certify_plan, contradicts
-from checkmate.solvers.further import Search
 from checkmate.solvers.recall import Rest
 from checkmate.statusline import showing
 from checkmate.units import format_seconds

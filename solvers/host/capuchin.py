@@ -30,7 +30,6 @@ from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import OutOfTime, Task
-from checkmate.solvers.host.stages import host_of
 from checkmate.solvers.host.unroll import Swap, unroll
 from checkmate.units import exact_bytes
 
@@ -50,9 +49,6 @@ class Candidate:
 
 def capuchin(task: Task, incumbent: Incumbent) -> Remarks:
     """The plan of its policy that is the first to fit. No plan where none does.
-
-    Raises:
-        ValueError: if the problem has no second memory.
 
     >>> from checkmate import Problem, solve
     >>> from checkmate.core.host import Host
@@ -90,7 +86,8 @@ class Policy:
         self.problem, self.clock = task.problem, task.clock
         self.left = sorted(candidates(self.problem), key=lambda candidate: -candidate.free_time)
         self.free = [candidate for candidate in self.left if candidate.free_time >= 0]
-        self.room = host_of(self.problem).budget
+        assert self.problem.host is not None
+        self.room = self.problem.host.budget
         self.taken: list[Candidate] = []  # for swaps
         self.swaps: list[Swap] = []
         self.swapped: set[int] = set()
@@ -197,7 +194,8 @@ def _ends(ready: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[n
 
 def candidates(problem: Problem) -> list[Candidate]:
     """The values with two accesses or more, each with the longest time between two."""
-    graph, host = problem.graph, host_of(problem)
+    graph, host = problem.graph, problem.host
+    assert host is not None
     begins = np.concatenate([[0.0], np.cumsum(problem.seconds)])
     found = []
     for v, value in enumerate(graph.values):

@@ -1,32 +1,51 @@
-"""The exact model on small graphs: the program of `checkmate.solvers.linear`, and its own beside a second memory.
+"""The exact model beside a second memory: what every plan obeys, as an integer program, and the plans of its answers.
 
-With a second memory there are two programs. `checkmate.solvers.host.every_plan` asks of a plan only what all plans
-obey, so that its optimum is a bound. `checkmate.solvers.host.stages` has plans whose transfers go by stages; its answer
-becomes a plan, whose seconds the simulator tells. Where the two meet, the plan is the best there is.
+A plan is looked at in the moments in which ops run for the first time. Stage t is what happens after the first
+execution of op t - 1 up to the end of that of op t, whatever it is and in whatever order. Of a plan,
+
+    R[t, k]    op k runs in stage t, once or more often
+    S[t, v]    v is at hand when op t runs for the first time, and was before
+    H[t, v]    a copy is in the second memory then, complete and waited for
+    Out[t, v]  v is on its way there then: asked for before, waited for later
+    In[t, v]   it is on its way back then
+    E[t, v]    a transfer there was waited for in stage t, before op t runs
+    F[t, v]    a transfer back was
+    q, p       the shares that are carried, of what is under way, when op t has run
+    o, f       the shares carried in stage t; e, c those of transfers that were waited for in it
+
+Then these hold, of every plan, and so the optimum of the program bounds it (each family of rows says why). The bytes
+are asked for in these moments only, and the links' seconds stage by stage: that ops which run again fit beside what
+stays, in which order transfers are carried, is left out. No row was added because good plans obey it: the two that
+leave plans out, that a value is not kept, sent or made when nothing can read it any more, leave out useless steps only.
+
+What an answer has run and fetched in each stage becomes a plan as in all of `checkmate.solvers.host`, whose seconds the
+simulator tells. Where they are those of the bound, the plan is the best there is.
 """
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 
 from checkmate.core import simulator
+from checkmate.core.limits import lives
 from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.errors import SolverError
+from checkmate.solvers.common.away import away, events, sendable
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.placement import place
+from checkmate.solvers.common.runs import without_useless
 from checkmate.solvers.common.task import Task
-from checkmate.solvers.host import every_plan, stages
-from checkmate.solvers.host.lowering import as_plan, polished
-from checkmate.solvers.linear import highs
+from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear import milp as linear
-from checkmate.solvers.linear.equations import cost_unit
-from checkmate.solvers.linear.highs import Outcome
-from checkmate.solvers.linear.model import NONE, Model
+from checkmate.solvers.linear.links import link_seconds
+from checkmate.solvers.linear.model import INF, NONE, Model, Term
+from checkmate.solvers.linear.touches import Touches
 
-SHARE_OF_BOUND = 0.4  # of the time
-SHARE_OF_POLISH = 0.1  # of what is left, for each plan
-ATTEMPTS = 3  # at a plan that breaks the budget by less than the solver's tolerance
+SHARE_OF_RECOMPUTATION = 0.3  # of the time
 
 
 def milp(
@@ -61,69 +80,274 @@ def milp(
     if formulation != "strengthened" or engine != "highs":
         asked = f"formulation={formulation!r}, engine={engine!r}"
         raise ValueError(f"With a second memory there is formulation='strengthened', engine='highs', not {asked}.")
-    if start is not None and obeys(task.problem, start.R):
-        incumbent.offer(start.R, "start")
-    details: dict[str, object] = {"bound": prove(task.within(SHARE_OF_BOUND * task.clock.left), incumbent)}
+    seconds = SHARE_OF_RECOMPUTATION * task.clock.left
+    alone = Incumbent(task.within(seconds, problem=task.problem.with_host(None)))
+    linear.milp(alone.task, alone, start=start, target=target)
+    if alone.R is not None:
+        incumbent.offer(alone.R, "recomputation")
+    if incumbent.R is not None and (incumbent.gap <= task.gap or incumbent.cost <= (target or 0.0)):
+        return Remarks()
+    program, unit = Program(task.problem, task.budget), equations.cost_unit(task.problem)
+
+    def offer(found: np.ndarray) -> None:
+        R, F = (program.model.value(found, family).round().astype(bool) for family in (program.R, program.F))
+        plan = plan_of(task.problem, task.budget, R, F)
+        if plan is not None:
+            incumbent.offer_plan(plan, "milp")
+
+    def on_incumbent(found: np.ndarray) -> None:
+        with contextlib.suppress(SolverError):  # the answer at the end decides whether the solver is right
+            offer(found)
+
+    asked_for = {"time_limit": task.clock.left, "gap": task.gap, "threads": task.threads}
+    result = highs.run(program.model, on_incumbent=on_incumbent, **asked_for)  # type: ignore[arg-type]
+    incumbent.prove(result.bound * unit)
     if incumbent.is_infeasible:
-        return Remarks("no plan has all that ops need at hand within the budget", details)
-    if incumbent.gap > task.gap and (target is None or incumbent.cost > target):
-        details["stages"] = find(task, incumbent, target=target)
-    return Remarks(details=details)
+        return Remarks("no plan has all that ops need at hand within the budget")
+    if result.x is not None:
+        offer(result.x)
+    return Remarks(details={"columns": program.model.columns, "rows": program.model.rows, "bound": result.bound * unit})
 
 
-def prove(task: Task, incumbent: Incumbent) -> dict[str, float]:
-    """A bound of all plans; what there is to say of the program."""
-    model, _ = every_plan.build(task.problem, task.budget)
-    result = highs.run(model, time_limit=task.clock.left, gap=task.gap, threads=task.threads)
-    bound = result.bound * cost_unit(task.problem)
-    incumbent.prove(bound)
-    return {"columns": model.columns, "rows": model.rows, "seconds": bound}
+def plan_of(problem: Problem, budget: int, R: np.ndarray, F: np.ndarray) -> Plan | None:
+    """The plan that runs R (T, T) and fetches F (T, V) in each stage, both bool; None where it does not fit.
+
+    Values that are fetched anywhere are sent when they are made. Transfers begin and end where they are waited for
+    least.
+    """
+    sent = np.flatnonzero(F.any(axis=0)).tolist()
+    free = away(problem, sent)
+    runs = np.eye(len(free.op), dtype=bool)
+    stages = [at for at, k in enumerate(free.op) if k is not None]
+    runs[np.ix_(stages, stages)] |= R
+    for at, v in enumerate(free.value):
+        if v is not None:
+            again = F[:, v] | R[:, problem.graph.values[v].producer]
+            runs[[stage for stage, wanted in zip(stages, again, strict=True) if wanted and stage > at], at] = True
+    schedule = Schedule.from_runs(free.problem.graph, without_useless(free.problem.graph, runs))
+    return place(problem, budget, *events(free, simulator.lower(free.problem, schedule)))
 
 
-def find(task: Task, incumbent: Incumbent, *, target: float | None = None) -> dict[str, float]:
-    """The best plan by stages; what there is to say of the program, with its seconds and those of its plan."""
-    problem, unit, margin = task.problem, cost_unit(task.problem), 0
-    figures: dict[str, float] = {}
-    for _ in range(ATTEMPTS):
-        model, x = stages.build(problem, task.budget - margin)
-        start = None
-        if incumbent.R is not None and incumbent.plan is None:
-            there = x.ops.R != NONE
-            start = (x.ops.R[there], incumbent.R[there].astype(float))
-        result = highs.run(
-            model,
-            time_limit=task.clock.left,
-            gap=task.gap,
-            threads=task.threads,
-            start=start,
-            target=None if target is None else target / unit,
-            on_incumbent=lambda found, model=model, x=x: _offer(task, incumbent, model, x, found),  # type: ignore[misc]
+class Program:
+    """The model of a problem with a second memory under a budget in bytes, its seconds in units of the mean op's.
+
+    Families of columns are (T, V), `NONE` where the variable is known to be zero; R is (T, T), and D (T,): seconds.
+    """
+
+    def __init__(self, problem: Problem, budget: int) -> None:
+        assert problem.host is not None
+        self.problem, self.budget, self.host = problem, budget, problem.host
+        self.touch, self.model = Touches.of(problem), Model()
+        graph, T = problem.graph, len(problem.graph.ops)
+        _, plain = equations.build(problem, budget)  # which runs can be of use, and fit
+        v, made_by = self.touch.values()
+        read = np.array(lives(graph, problem.limits.until)[1])
+        stage = np.arange(T)[:, None]
+        S = np.zeros((T, len(graph.values)), dtype=bool)
+        S[:, v] = (stage > made_by) & (stage <= read[v])
+        needed, over, own = np.zeros_like(S), np.zeros_like(S), np.zeros_like(S)
+        for k, op in enumerate(graph.ops):
+            needed[k, [*op.inputs]] = True
+            over[k, [w for w, _ in problem.savings[k]]] = True
+        own[made_by, v] = True
+        soon = may_go(problem, S)
+        going = soon & after(S, False)
+        columns = self.model.variables
+        self.R = columns(plain.R != NONE, name="R", lower=np.eye(T), integer=True)
+        self.S = columns(S, name="S", lower=needed.astype(float), integer=True)
+        made = makers(self.R, self.touch, S.shape)
+        # at hand when stage t begins: S of the stage before, or made by its op
+        self.here = np.where(before(own, False), before(np.where(own, made, NONE)), before(self.S))
+        self.made = np.where(own, NONE, made)  # R[t, prod(v)] of what runs again
+        self.over = columns(over, name="OVER", integer=True)  # op t writes over v when it runs for the first time
+        self.H, self.Out, self.In = (columns(going, name=name, integer=True) for name in ("H", "Out", "In"))
+        self.E, self.F = (columns(soon, name=name, integer=True) for name in "EF")
+        q, p = (columns(going, name=name) for name in "qp")
+        self.o, self.f, self.e, self.c = (columns(soon, name=name) for name in "ofec")
+        self.D = columns((T,), name="D", upper=INF, cost=1.0)
+        # (T, V) each: where a value that is at hand in stage t is from, in a row that is at most 0
+        self.sources = [(self.here, -1.0), (before(self.over), 1.0), (self.made, -1.0), (self.F, -1.0)]
+        self.carry("send", (q, self.e, self.E, self.o), self.Out)
+        self.carry("fetch", (p, self.c, self.F, self.f), self.In)
+        self.have_inputs()
+        self.stay()
+        self.go_and_come()
+        self.fit()
+        self.fit_again()
+        self.take_time()
+        equations.run_at_most(self.model, self.R, problem)
+
+    def carry(self, name: str, shares: tuple[np.ndarray, ...], under_way: np.ndarray) -> None:
+        """What is carried in stage t: all of what ended in it and was not carried before, and some of what goes on.
+
+        q[t] <= Out[t],  o[t] >= E[t] + q[t] - q[t-1],  e[t] >= E[t] - q[t-1]      of v, every stage t
+
+        Of v that was sent more often than once in a stage more was carried.
+        """
+        done, ended, ends, carried = shares
+        model, earlier = self.model, (before(done), 1.0)
+        pairs(model, f"{name}: under way", done, [(under_way, -1.0)])
+        pairs(model, f"{name}: carried", carried, [(ends, -1.0), (done, -1.0), earlier], upper=INF, lower=0.0)
+        pairs(model, f"{name}: ended", ended, [(ends, -1.0), earlier], upper=INF, lower=0.0)
+
+    def have_inputs(self) -> None:
+        """An op that runs again finds its inputs: here when the stage began, made or fetched in it.
+
+        R[t, j] + over[t-1, v] <= here[t, v] + R[t, prod(v)] + F[t, v]      every stage t, op j < t, input v of j
+
+        What op t - 1 has written over is not here. Inputs of op t itself have S[t, v] = 1.
+        """
+        touch = self.touch
+        there = (self.R[:, touch.op] != NONE) & touch.reads
+        there[touch.op, np.arange(len(touch.op))] = False
+        t, e = np.nonzero(there)
+        v = touch.value[e]
+        terms = [(self.R[t, touch.op[e]], 1.0), *((family[t, v], sign) for family, sign in self.sources)]
+        self.model.constrain("have inputs", terms, upper=0.0)
+
+    def stay(self) -> None:
+        """What is at hand in a moment was so in the one before, or was made or fetched between; as what is sent is.
+
+        S[t, v], E[t, v] <= here[t, v] - over[t-1, v] + R[t, prod(v)] + F[t, v]      every stage t, value v
+        S[t, v] <= R[t, prod(v)]      the first stage t of the backward, v that a rule has made again there
+        """
+        pairs(self.model, "stay", self.S, self.sources)
+        pairs(self.model, "send what is here", self.E, self.sources)
+        gone = np.full(self.S.shape, NONE)
+        if values := [*self.problem.limits.gone]:
+            t = self.problem.graph.forward_length
+            gone[t, values] = self.S[t, values]
+        pairs(self.model, "made again", gone, [(self.made, -1.0)])
+
+    def go_and_come(self) -> None:
+        """What has a copy was sent; what comes back has one, and is not at hand; what is under way is waited for.
+
+        Out[t] <= S[t],  Out[t] + over[t] <= 1,  H[t] + Out[t] <= 1,  H[t] <= H[t-1] + E[t],  Out[t-1] <= Out[t] + E[t]
+        In[t] + S[t] <= 1,  In[t] <= H[t],  F[t] <= H[t-1] + E[t],  In[t-1] <= In[t] + F[t]      of v, every stage t
+        """
+        copied = [(before(self.H), -1.0), (self.E, -1.0)]
+        for name, first, others, upper in (
+            ("send what is at hand", self.Out, [(self.S, -1.0)], 0.0),
+            ("write over nothing sent", self.Out, [(self.over, 1.0)], 1.0),
+            ("send no copy", self.H, [(self.Out, 1.0)], 1.0),
+            ("copy", self.H, copied, 0.0),
+            ("wait for what is sent", before(self.Out), [(self.Out, -1.0), (self.E, -1.0)], 0.0),
+            ("fetch what is away", self.In, [(self.S, 1.0)], 1.0),
+            ("fetch a copy", self.In, [(self.H, -1.0)], 0.0),
+            ("back from a copy", self.F, copied, 0.0),
+            ("wait for what is fetched", before(self.In), [(self.In, -1.0), (self.F, -1.0)], 0.0),
+        ):
+            pairs(self.model, name, first, others, upper=upper)
+
+    def fit(self) -> None:
+        """Both budgets hold in each moment.
+
+        Σ_{v not in in(t)} M_v S[t, v] + Σ_v M_v In[t, v] - Σ_v saved_v over[t, v] <= budget - what op t has at hand
+        Σ_v M_v (H[t, v] + Out[t, v]) <= host budget,  Σ_v over[t, v] <= 1
+        """
+        unit, kept, problem = equations.size_unit(self.problem), self.S.copy(), self.problem
+        M, saved = problem.sizes / unit, np.zeros(self.S.shape)
+        for k, op in enumerate(problem.graph.ops):
+            kept[k, [*op.inputs]] = NONE
+            for v, less in problem.savings[k]:
+                saved[k, v] = less / unit
+        room = (self.budget - least_bytes(problem)) / unit - saved.max(axis=1)
+        self.model.constrain("fit", [(kept, M), (self.In, M), (self.over, -saved)], upper=room)
+        self.model.constrain("fit there", [(self.H, M), (self.Out, M)], upper=self.host.budget / unit)
+        self.model.constrain("write over one", [(self.over, 1.0)], upper=1.0)
+
+    def fit_again(self) -> None:
+        """An op that runs again fits beside what was at hand all the time: from one moment to the next, and not new.
+
+        Σ_{v not in in(k), out(k)} M_v stays[t, v] + own_k R[t, k] <= budget - resident - results before stage t
+        stays[t, v] >= S[t, v] - R[t, prod(v)] - F[t, v]      every stage t, op k < t
+
+        own_k: inputs, outputs and workspace of op k, less what its best way saves.
+        """
+        problem, unit = self.problem, equations.size_unit(self.problem)
+        graph, sizes, results = problem.graph, problem.sizes, set(problem.graph.outputs)
+        stays = self.model.variables(self.S != NONE, name="stays")
+        pairs(self.model, "new or there before", self.S, [(self.made, -1.0), (self.F, -1.0), (stays, -1.0)])
+        made = [0, *(sum(int(sizes[v]) for v in op.outputs if v in results) for op in graph.ops[:-1])]
+        own = np.array(
+            [sizes[[*op.outputs, *(v for v in op.inputs if v not in results)]].sum() for op in graph.ops], dtype=float
         )
-        figures = {"columns": model.columns, "rows": model.rows, "bound": result.bound * unit}
-        if result.x is None:
-            break
-        plan = plan_of(task, model, x, result.x)
-        figures |= {"seconds": result.objective * unit, "simulated": simulator.cost(plan, problem)}
-        usage = simulator.simulate(plan, problem)
-        incumbent.offer_plan(plan, "milp")
-        if (excess := usage.peak - task.budget) <= 0 or result.outcome is Outcome.INFEASIBLE:
-            break
-        margin += 2 * excess  # within the solver's tolerance, but not within the budget
-    return figures
+        own += problem.workspace - equations.most_saved_bytes(problem)
+        t, again = np.nonzero(np.tril(self.R != NONE, -1))
+        beside = stays[t]
+        for row, k in enumerate(again.tolist()):
+            beside[row, [*graph.ops[k].inputs, *graph.ops[k].outputs]] = NONE
+        room = (self.budget - problem.resident - np.cumsum(made))[t] / unit
+        terms: list[Term] = [(beside, sizes / unit), (self.R[t, again], own[again] / unit)]
+        self.model.constrain("fit again", terms, upper=room)
+
+    def take_time(self) -> None:
+        """A stage lasts as long as its ops, as each link is busy in it, and as what ended took before its last op.
+
+        D[t] >= Σ_k C_k R[t, k],  Σ_v out_v o[t, v],  Σ_v back_v f[t, v]
+        D[t] >= C_t + Σ_v out_v e[t, v],  C_t + Σ_v back_v c[t, v]
+
+        One link: the sums over both directions.
+        """
+        out, back = link_seconds(self.problem, self.host)
+        seconds, D = self.problem.seconds / equations.cost_unit(self.problem), self.D[:, None]
+        self.model.constrain("ops", [(D, 1.0), (self.R, -seconds)], lower=0.0)
+        there, here = [(self.o, -out)], [(self.f, -back)]
+        ended_there, ended_here = [(self.e, -out)], [(self.c, -back)]
+        ways = [("link there", there, ended_there), ("link back", here, ended_here)]
+        if self.host.one_link:
+            ways = [("link", there + here, ended_there + ended_here)]
+        for name, carried, ended in ways:
+            self.model.constrain(name, [(D, 1.0), *carried], lower=0.0)
+            self.model.constrain(f"{name}, then the op", [(D, 1.0), *ended], lower=seconds)
 
 
-def plan_of(task: Task, model: Model, x: stages.Variables, found: np.ndarray) -> Plan:
-    """The plan of an answer, polished where it fits."""
-    families = {"R": x.ops.R, "S": x.ops.S, "K": x.K, "H": x.H, "Out": x.Out, "In": x.In, "E": x.E, "F": x.F}
-    values = {name: model.value(found, family).round().astype(bool) for name, family in families.items()}
-    plan = as_plan(task.problem, values)
-    if simulator.verify(plan, task.problem, task.budget):
-        return plan
-    return polished(plan, task.problem, task.budget, task.clock.share(SHARE_OF_POLISH))
+def may_go(problem: Problem, S: np.ndarray) -> np.ndarray:
+    """(T, V) bool: where a value may be away, of those that may; S (T, V) bool: where it may be kept."""
+    goes = np.zeros(len(problem.sizes), dtype=bool)
+    assert problem.host is not None
+    goes[[v for v in sendable(problem) if problem.sizes[v] <= problem.host.budget]] = True
+    return S & goes
 
 
-def _offer(task: Task, incumbent: Incumbent, model: Model, x: stages.Variables, found: np.ndarray) -> None:
-    try:
-        incumbent.offer_plan(plan_of(task, model, x, found), "milp")
-    except SolverError:  # the answer at the end decides whether the solver is right
-        return
+def after(family: np.ndarray, none: int | bool = NONE) -> np.ndarray:
+    """The same one stage later, (T, V); nothing after the last."""
+    return np.vstack([family[1:], np.full((1, family.shape[1]), none)])
+
+
+def before(family: np.ndarray, none: int | bool = NONE) -> np.ndarray:
+    """The same one stage earlier, (T, V); nothing before the first."""
+    return np.vstack([np.full((1, family.shape[1]), none), family[:-1]])
+
+
+def least_bytes(problem: Problem) -> np.ndarray:
+    """(T,) int64: what every plan has at hand while each op runs for the first time, whatever it keeps beside."""
+    sizes, results, made = problem.sizes, set(problem.graph.outputs), set[int]()
+    found = []
+    for op in problem.graph.ops:
+        found.append(int(sizes[[*made.union(op.inputs, op.outputs)]].sum()))
+        made |= results.intersection(op.outputs)
+    return np.array(found) + problem.resident + problem.workspace - equations.most_saved_bytes(problem)
+
+
+def makers(R: np.ndarray, touches: Touches, shape: tuple[int, ...]) -> np.ndarray:
+    """(T, V): R[t, prod(v)] of the values that may be kept, `NONE` of the others."""
+    v, made_by = touches.values()
+    made = np.full(shape, NONE)
+    made[:, v] = R[:, made_by]
+    return made
+
+
+def pairs(
+    model: Model,
+    name: str,
+    first: np.ndarray,
+    others: list[tuple[np.ndarray, float]],
+    *,
+    upper: float = 0.0,
+    lower: float = -INF,
+) -> None:
+    """A row for each variable of a family (T, V): it, and those of the same place in others, at most ``upper``."""
+    at = np.nonzero(first != NONE)
+    terms = [(first[at], 1.0), *((family[at], coefficient) for family, coefficient in others)]
+    model.constrain(name, terms, lower=lower, upper=upper)

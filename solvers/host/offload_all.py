@@ -11,7 +11,6 @@ from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import Task
-from checkmate.solvers.host.stages import host_of
 from checkmate.solvers.host.unroll import Swap, unroll
 from checkmate.units import exact_bytes
 
@@ -25,16 +24,14 @@ def offload_all(task: Task, incumbent: Incumbent, *, threshold: int = 0, ahead: 
         threshold: bytes above which a value is sent.
         ahead: how many ops before its first use in the backward a value is asked for.
 
-    Raises:
-        ValueError: if the problem has no second memory.
-
     >>> from checkmate import Problem, solve
     >>> from checkmate.core.host import Host
     >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[2] * 5, forward=3)
     >>> solve(chain.with_host(Host(8, 2.0, 2.0)), 8, method="offload-all").cost
     5.0
     """
-    problem, host = task.problem, host_of(task.problem)
+    problem, host = task.problem, task.problem.host
+    assert host is not None
     swaps = [swap for swap in every_swap(problem, ahead) if problem.sizes[swap.value] > threshold]
     plan = unroll(task, swaps, {})
     if incumbent.offer_plan(plan, METHOD):

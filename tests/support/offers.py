@@ -11,8 +11,8 @@ from checkmate import Problem, Solution, min_budget, solve
 from checkmate.backends import taking_over
 from checkmate.core.plan import Plan
 from checkmate.solvers import recall
+from checkmate.solvers.background_search import News
 from checkmate.solvers.common.certify import certify
-from checkmate.solvers.further import News
 from checkmate.solvers.recall import Rest
 from checkmate.solvers.search.min_budget import least_runs
 

@@ -18,7 +18,7 @@ from checkmate.core import files
 from checkmate.core.simulator import simulate
 from checkmate.host import known_links
 from checkmate.memory import measure_peak
-from checkmate.solvers.further import News
+from checkmate.solvers.background_search import News
 from tests.support.bits import assert_same_bits
 from tests.support.offers import offered
 from tests.support.stepping import assert_same, train

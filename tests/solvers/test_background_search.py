@@ -17,10 +17,10 @@ import pytest
 
 from checkmate import Problem, Solution, solve
 from checkmate.core.simulator import cost, verify
-from checkmate.solvers import further, recall
-from checkmate.solvers.common import low_priority, plan_store
+from checkmate.solvers import background_search, recall
+from checkmate.solvers.background_search import News, Search
+from checkmate.solvers.common import plan_store, processes
 from checkmate.solvers.common.certify import certify
-from checkmate.solvers.further import News, Search
 from checkmate.solvers.recall import BETTER, Rest, begin
 from checkmate.solvers.search.min_budget import least_runs
 from tests.support.processes import ROOT, run_python
@@ -30,7 +30,7 @@ UNET = ROOT / "benchmarks/problems/unet.json.gz"
 SEARCHING = f"""
 import time
 from checkmate import Problem, Solution, solve
-from checkmate.solvers.further import Search
+from checkmate.solvers.background_search import Search
 from checkmate.solvers.recall import Rest
 problem = Problem.from_json({str(UNET)!r})
 budget = int(0.3 * problem.keep_all_peak)
@@ -128,7 +128,7 @@ def test_only_what_is_notably_better_is_told_as_a_plan() -> None:
     budget = least_runs(problem, time_limit=0.5)[0] + 8
     best = solve(problem, budget)
     told: list[News] = []
-    found = further.search(replace(_poor(problem, budget), start=best), told.append)
+    found = background_search.search(replace(_poor(problem, budget), start=best), told.append)
     assert found.cost == best.cost
     assert told[-1].over
     assert [news.plan for news in told] == [None] * len(told)
@@ -189,7 +189,7 @@ class TestProcess:
         maps = Path(f"/proc/{pid}/maps").read_text()
         assert "highspy" in maps
         assert "torch" not in maps
-        assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.nice(0) + low_priority.NICENESS)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.nice(0) + processes.NICENESS)
         assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "1000"
         search.end()
         assert _is_gone(pid)

@@ -1,7 +1,9 @@
-"""Calls elsewhere: answers, failures, and processes that die."""
+"""Calls elsewhere: answers, failures, processes that die, and low priority for what works beside the training."""
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 
 from checkmate.core.problem import Problem
 from checkmate.errors import SolverError
-from checkmate.solvers.common.process_pool import Processes
+from checkmate.solvers.common.processes import NICENESS, Aside, Process, Processes
 
 ROOT = Path(__file__).parents[3]
 
@@ -73,7 +75,7 @@ def test_what_cannot_be_sent_is_an_error_of_its_call() -> None:
 def test_a_script_needs_no_guard(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nsys.path.insert(0, sys.argv[1])\nfrom checkmate.solvers.common.process_pool import Processes\n"
+        "import sys\nsys.path.insert(0, sys.argv[1])\nfrom checkmate.solvers.common.processes import Processes\n"
         "print('once')\nwith Processes(2) as p:\n    print(p.submit(divmod, 7, 3).result())\n"
     )
     run = subprocess.run([sys.executable, str(script), str(ROOT)], capture_output=True, text=True, check=True)
@@ -84,3 +86,64 @@ def test_a_problem_travels() -> None:
     problem = Problem.from_dag([[], [0]], seconds=[1, 2], sizes=[4, 8])
     with Processes(1) as processes:
         assert processes.submit(repr, problem).result() == repr(problem)
+
+
+# Beside the training.
+
+
+def _priority(tell: object) -> None:
+    assert callable(tell)
+    tell((os.getpid(), os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_call_aside_has_its_result_at_some_time() -> None:
+    aside = Aside(math.factorial, 20)
+    assert aside.wait(60)
+    assert aside.is_over
+    assert aside.result == 2432902008176640000
+
+
+@pytest.mark.slow
+def test_a_call_that_fails_has_no_result(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "checkmate.solve"):
+        aside = Aside(math.sqrt, -1.0)
+        assert aside.wait(60)
+    assert aside.result is None
+    assert "math domain error" in caplog.text
+
+
+def test_a_process_tells_and_is_gone_at_the_end() -> None:
+    with Process(_priority) as process:
+        pid, niceness = next(process.answers())
+        assert pid == process.pid
+        assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+    assert not _is_there(pid)
+
+
+def test_a_process_that_ends_says_why() -> None:
+    with (
+        Process(os._exit, 7) as process,
+        pytest.raises(SolverError, match="code 1: TypeError"),
+    ):  # one argument too many
+        next(process.answers())
+
+
+@pytest.mark.wall_clock
+def test_nobody_waits_any_more() -> None:
+    aside = Aside(time.sleep, 600)
+    held = aside._held
+    while held.process is None:
+        time.sleep(0.01)
+    pid = held.process.pid
+    del aside
+    gc.collect()
+    assert held.over.wait(60)
+    assert not _is_there(pid)

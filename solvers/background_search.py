@@ -1,9 +1,8 @@
 """Go on looking for a better plan in a process of its own, while the step already runs with the best one so far.
 
-The process has no PyTorch in it, a low priority, and memory of its own, which the kernel takes first where memory is
-short. It tells each plan that is notably better, and keeps plans on disk like any. It ends with its parent whatever
-happens to that: the kernel is asked for it, and the end of its input says so too. One process runs at a time for each
-process that trains: more wait for their turn. Where it fails, the step keeps the plan that it has.
+The process is one of `checkmate.solvers.common.processes`, of low priority. It tells each plan that is notably better,
+and keeps plans on disk like any. One runs at a time for each process that trains: more wait for their turn. Where it
+fails, the step keeps the plan that it has.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 from checkmate.core.plan import Plan
 from checkmate.core.solution import Solution
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.low_priority import Gone, Process
+from checkmate.solvers.common.processes import Talk
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.recall import WAVER, Rest
 from checkmate.solvers.solve import solve
@@ -41,75 +40,54 @@ class News:
     over: bool = False  # this is the last
 
 
-class Search:
+class Search(Talk):
     """A search that goes on beside the training; what it has found is read from it at any time.
 
     Args:
         rest: what is still open, and the plan to begin with.
     """
 
+    level, failed = logging.WARNING, "Planning beside the training has failed; the step keeps its plan. %s"
+
     def __init__(self, rest: Rest) -> None:
         self.rest = rest.bare()  # a thread holds it as long as it goes on
+        super().__init__(search, self.rest)
         self.news = News(rest.start.cost, rest.start.bound, 0.0)  # the last
         self.better: News | None = None  # the last with a plan
-        self.failure = ""  # why it ended early, if it failed
-        self._over, self._ended = threading.Event(), False
-        self._child: Process | None = None
-        self._thread = threading.Thread(target=self._run, name="checkmate-planning", daemon=True)
         _searches.add(self)
 
     def start(self) -> None:
         """Begin, as soon as no other search of this process runs."""
-        self._thread.start()
+        self.start_after(_turn)
 
     @property
     def goes_on(self) -> bool:
         """Whether there may still be news."""
-        return not self._over.is_set()
+        return not self.over.is_set()
 
     @property
     def pid(self) -> int | None:
         """Of its process, while that runs."""
-        return None if self._child is None else self._child.pid
+        return None if (process := self.process) is None else process.pid
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is over, so many seconds at most; whether it is."""
-        return self._over.wait(timeout)
+        return self.over.wait(timeout)
 
     def end(self) -> None:
         """End it now."""
-        self._ended = True
-        self._over.set()
-        child = self._child
-        if child is not None:
-            child.end()
+        self.over.set()
+        super().end()
 
-    def _run(self) -> None:
-        try:
-            with _turn:
-                if not self._ended:
-                    self._converse()
-        except (Gone, OSError) as error:
-            self.failure = str(error)
-        finally:
-            if self.failure and not self._ended:
-                log.warning("Planning beside the training has failed; the step keeps its plan. %s", self.failure)
-            self._child = None
-            self._over.set()
-
-    def _converse(self) -> None:
-        with Process(search, self.rest) as self._child:
-            if self._ended:
-                return
-            for news in self._child.answers():
-                self.news = news
-                if news.plan is not None:
-                    self.better = news
-                if news.over:
-                    break
-        log.info(
-            "planning has ended: step %.6g s, bound %.6g s, %s", news.cost, news.bound, format_seconds(news.seconds)
-        )
+    def hear(self, answer: News) -> bool:
+        """Take what the process tells; whether that is all."""
+        self.news = answer
+        if answer.plan is not None:
+            self.better = answer
+        if answer.over:
+            spent = format_seconds(answer.seconds)
+            log.info("planning has ended: step %.6g s, bound %.6g s, %s", answer.cost, answer.bound, spent)
+        return answer.over
 
 
 _searches: weakref.WeakSet[Search] = weakref.WeakSet()  # that there are in this process
@@ -121,8 +99,8 @@ def _without_the_parents() -> None:
     global _turn
     _turn = threading.Lock()
     for search in list(_searches):
-        search._child, search._over = None, threading.Event()
-        search._over.set()
+        search.process, search.over = None, threading.Event()
+        search.over.set()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,1 +1,0 @@
-"""Plans that let values wait in a second memory."""
