@@ -12,8 +12,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, check_solution
 from checkmate.core.table import Printed, Table
-from checkmate.inspection.module_groups import fold
-from checkmate.inspection.places import place_of
+from checkmate.inspection.modules import fold, place_of
 from checkmate.inspection.timeline import OUTSIDE
 from checkmate.units import format_bytes, format_seconds, signed
 

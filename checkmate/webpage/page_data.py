@@ -10,8 +10,8 @@ import numpy as np
 
 from checkmate.core.solution import Solution
 from checkmate.inspection.addresses import Addresses
+from checkmate.inspection.modules import Place, place_of
 from checkmate.inspection.peak import PeakExplanation, nth
-from checkmate.inspection.places import Place, place_of
 from checkmate.inspection.timeline import Span, Timeline
 from checkmate.plot.draw_frontier import by_method, proven_seconds
 from checkmate.plot.draw_links import LINKS
