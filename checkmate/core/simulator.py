@@ -14,7 +14,7 @@ import numpy as np
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.core.timing import timing
+from checkmate.core.timing import timing, walk
 from checkmate.units import exact_bytes
 
 
@@ -131,40 +131,15 @@ def without_idle_values(plan: Plan, problem: Problem) -> Plan:
 
 
 def simulate(plan: Plan, problem: Problem) -> Usage:
-    """Run the plan on paper: bytes at hand are the resident ones, the values not yet freed and the op's workspace.
-
-    An op that writes over a value has as much less as that way of it saves. What is fetched takes its bytes from the
-    beginning of the transfer on; a copy in the second memory takes them there from the beginning of its transfer, until
-    it is dropped.
-    """
-    graph, sizes = problem.graph, problem.sizes
-    at_hand: set[int] = set()
-    live, there, peak_there = problem.resident, 0, 0
-    ops, bytes_at = [], []
-    for step in plan.steps:
-        if isinstance(step, Run):
-            outputs = graph.ops[step.op].outputs
-            new = sum(int(sizes[v]) for v in outputs)
-            saved = 0 if step.over is None else dict(problem.savings[step.op]).get(step.over, 0)
-            ops.append(step.op)
-            bytes_at.append(live + new + int(problem.workspace[step.op]) - saved)
-            live += sum(int(sizes[v]) for v in outputs if v not in at_hand)
-            at_hand.update(outputs)
-            if step.over in at_hand:
-                live -= int(sizes[step.over])
-                at_hand.remove(step.over)
-        elif isinstance(step, Free):
-            if step.value in at_hand:
-                live -= int(sizes[step.value])
-                at_hand.remove(step.value)
-        elif isinstance(step, Fetch):
-            live += int(sizes[step.value])
-            at_hand.add(step.value)
-            if bytes_at:
-                bytes_at[-1] = max(live, bytes_at[-1])
-        elif not isinstance(step, Wait):
-            there += int(sizes[step.value]) if isinstance(step, Send) else -int(sizes[step.value])
-            peak_there = max(peak_there, there)
+    """The bytes that a plan takes, here and in the second memory, as `checkmate.core.timing.walk` counts them."""
+    ops, bytes_at, peak_there = list[int](), list[int](), 0
+    for event in walk(plan, problem):
+        peak_there = max(peak_there, event.there)
+        if isinstance(event.step, Run):
+            ops.append(event.step.op)
+            bytes_at.append(event.here)
+        elif isinstance(event.step, Fetch) and bytes_at:
+            bytes_at[-1] = max(bytes_at[-1], event.here)
     return Usage(tuple(ops), tuple(bytes_at), peak_there)
 
 
@@ -198,7 +173,8 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
     links = _Links(problem)
     for i, step in enumerate(plan.steps):
         if i == plan.boundary:
-            yield from _kept_against_rules(problem, at_hand)
+            for v in sorted(limits.gone & at_hand):
+                yield f"{graph.values[v].name} is at hand when the backward begins, though a rule has it made again"
         if isinstance(step, (Send, Fetch, Wait, Drop)):
             yield from (f"step {i} {fault}" for fault in links.follow(step, at_hand))
             continue
@@ -243,19 +219,15 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
         if v not in at_hand:
             yield f"{graph.values[v].name}, a result of the step, is not at hand in the end"
     yield from links.left()
-    if plan.runs and problem.host is not None and simulate(plan, problem).peak_there > problem.host.budget:
-        most, room = exact_bytes(simulate(plan, problem).peak_there), exact_bytes(problem.host.budget)
+    if not plan.runs or (budget is None and problem.host is None):
+        return
+    usage = simulate(plan, problem)
+    if problem.host is not None and usage.peak_there > problem.host.budget:
+        most, room = exact_bytes(usage.peak_there), exact_bytes(problem.host.budget)
         yield f"copies in the second memory take {most}, more than its budget of {room}"
-    if budget is not None and plan.runs:
-        usage = simulate(plan, problem)
-        if usage.peak > budget:
-            where, most = graph.ops[usage.peak_op].name, exact_bytes(budget)
-            yield f"the peak of {exact_bytes(usage.peak)} at {where} exceeds the budget of {most}"
-
-
-def _kept_against_rules(problem: Problem, at_hand: set[int]) -> Iterator[str]:
-    for v in sorted(problem.limits.gone & at_hand):
-        yield f"{problem.graph.values[v].name} is at hand when the backward begins, though a rule has it made again"
+    if budget is not None and usage.peak > budget:
+        where, most = graph.ops[usage.peak_op].name, exact_bytes(budget)
+        yield f"the peak of {exact_bytes(usage.peak)} at {where} exceeds the budget of {most}"
 
 
 class _Links:

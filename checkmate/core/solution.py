@@ -106,7 +106,17 @@ class Solution:
     @property
     def spent_on(self) -> str:
         """What the overhead is, in words."""
-        return "recomputation and waiting" if self.elsewhere is not None and self.elsewhere.waited else "recomputation"
+        return "recomputation and waiting" if self.waited else "recomputation"
+
+    @property
+    def waited(self) -> float:
+        """Seconds of the step in which no op runs, since a transfer has not ended."""
+        return 0.0 if self.elsewhere is None else self.elsewhere.waited
+
+    @property
+    def runs_over(self) -> int:
+        """How many runs of the plan write over a value."""
+        return 0 if self.plan is None else self.plan.runs_over
 
     @cached_property
     def elsewhere(self) -> Elsewhere | None:
@@ -147,7 +157,7 @@ class Solution:
             ]
             if self.elsewhere is not None:
                 facts.append(("elsewhere", str(self.elsewhere)))
-            if over := self.plan.runs_over:
+            if over := self.runs_over:
                 facts.append(("in place", f"{over} of {len(self.plan.runs)} runs write over an input"))
         facts.append(("solved in", format_seconds(self.seconds)))
         return "\n".join([*lines, *(f"  {name:<11}{text}" for name, text in facts)])
@@ -163,6 +173,19 @@ def check_solution(solution: object) -> None:
     """Raise a TypeError for what is no solution: a problem or a path, say."""
     if not isinstance(solution, Solution):
         raise TypeError(f"This takes a Solution, not {_kind(solution)}. Make one: checkmate.solve(problem, budget).")
+
+
+def check_plan(solution: Solution, act: str) -> tuple[Plan, Schedule]:
+    """The plan and the schedule of a solution that is to be compared, drawn, ...
+
+    Raises:
+        TypeError: if it is no solution.
+        ValueError: if it has no plan.
+    """
+    check_solution(solution)
+    if solution.plan is None or solution.schedule is None:
+        raise ValueError(f"There is no plan to {act}: {solution.message or solution.status.meaning}")
+    return solution.plan, solution.schedule
 
 
 def _kind(what: object) -> str:

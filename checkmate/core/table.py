@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import html
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -65,6 +65,18 @@ class Notes(Table):
 
     def __str__(self) -> str:
         return "\n".join([self.title, *(f"  {first}\n    {second}" for first, second in self.rows)])
+
+
+Row = TypeVar("Row")
+Cells = tuple[str, ...]
+
+
+def first_rows(
+    rows: Sequence[Row], top: int, cells: Callable[[Row], Cells], rest: Callable[[Sequence[Row]], Cells]
+) -> list[Cells]:
+    """The cells of the first rows, and a row that says how many are left, with what ``rest`` says of these."""
+    left = rows[top:]
+    return [*map(cells, rows[:top]), *([(f"... and {len(left)} more", *rest(left))] if left else [])]
 
 
 class Printed(ABC):

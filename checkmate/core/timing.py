@@ -1,7 +1,15 @@
-"""How long the step of a plan takes: ops one after another, and beside them the links to the second memory.
+"""What happens while a plan runs, step by step: the bytes here and in a second memory, and the clock.
 
-An event simulation. The ops of a plan run in turn on one clock; a `Send` or `Fetch` takes no time of it, but joins the
-queue of its link, which carries one transfer after another; a `Wait` moves the clock to where the transfer has ended.
+One walk, which everything that counts bytes or seconds of a plan goes by: `timing` here,
+`checkmate.core.simulator.simulate` and `checkmate.inspection.timeline`. The checker, `checkmate.core.simulator.verify`,
+does not.
+
+What is at hand are the resident bytes, the values not yet freed and the workspace of the op that runs. An op that
+writes over a value has as much less as that way of it saves. What is fetched takes its bytes from the beginning of the
+transfer on; a copy in the second memory takes them there from the beginning of its transfer, until it is dropped.
+
+The ops of a plan run in turn on one clock; a `Send` or `Fetch` takes no time of it, but joins the queue of its link,
+which carries one transfer after another; a `Wait` moves the clock to where the transfer has ended.
 
     begin = max(now, where the link's last transfer ends)
     end   = begin + latency + bytes / rate
@@ -12,10 +20,26 @@ Without transfers the seconds of a step are the sum of those of its runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from checkmate.core.plan import Fetch, Plan, Run, Send, Wait
+from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.core.problem import Problem
+
+
+class Event(NamedTuple):
+    """A step of a plan as it happens. Seconds are since the training step began."""
+
+    step: Step
+    at: float  # seconds when it is reached
+    until: float  # and when the next one is: later after a run, and after a `Wait` that is waited at
+    here: int  # bytes at hand: while an op runs, with its workspace; after any other step
+    there: int  # bytes of copies in the second memory, after it
+    run: int  # how many executions have begun, less one: the index of the last of them
+    tick: int  # of a clock that ticks with each execution and with each fetch
+    begin: float = 0.0  # of a transfer: when its link turns to it
+    end: float = 0.0  # and has done with it
 
 
 @dataclass(frozen=True)
@@ -50,37 +74,69 @@ class Timing:
         return max(0.0, 1 - self.waited / busy) if busy else 1.0
 
 
+def walk(plan: Plan, problem: Problem) -> Iterator[Event]:
+    """Run a plan on paper; without a second memory its transfers take no time."""
+    graph, host = problem.graph, problem.host
+    sizes, seconds, workspace = problem.sizes.tolist(), problem.seconds.tolist(), problem.workspace.tolist()
+    at_hand: set[int] = set()
+    here, there, now, run, tick = problem.resident, 0, 0.0, -1, -1
+    busy = {False: 0.0, True: 0.0}  # of the links: where their last transfer ends
+    ends: dict[int, float] = {}
+    for step in plan.steps:
+        at = now
+        tick += isinstance(step, (Run, Fetch))
+        if isinstance(step, Run):
+            run += 1
+            outputs = graph.ops[step.op].outputs
+            saved = 0 if step.over is None else dict(problem.savings[step.op]).get(step.over, 0)
+            most = here + sum(sizes[v] for v in outputs) + workspace[step.op] - saved
+            here += sum(sizes[v] for v in outputs if v not in at_hand)
+            at_hand.update(outputs)
+            if step.over in at_hand:
+                here -= sizes[step.over]
+                at_hand.remove(step.over)
+            now += seconds[step.op]
+            yield Event(step, at, now, most, there, run, tick)
+            continue
+        size, begin, end = sizes[step.value], 0.0, 0.0
+        if isinstance(step, Free):
+            if step.value in at_hand:
+                here -= size
+                at_hand.remove(step.value)
+        elif isinstance(step, Wait):
+            now = max(now, ends.get(step.value, 0.0))
+        elif isinstance(step, Drop):
+            there -= size
+        else:
+            if back := isinstance(step, Fetch):
+                here += size
+                at_hand.add(step.value)
+            else:
+                there += size
+            if host is not None:
+                link = back and not host.one_link
+                begin = max(now, busy[link])
+                end = begin + (host.seconds_to_fetch(size) if back else host.seconds_to_send(size))
+                busy[link] = ends[step.value] = end
+        yield Event(step, at, now, here, there, run, tick, begin, end)
+
+
 def timing(plan: Plan, problem: Problem) -> Timing:
-    """When each step of a plan happens.
+    """When each transfer of a plan happens, and what is waited for.
 
     Raises:
         ValueError: if the plan has transfers and the problem has no second memory.
 
     >>> from checkmate.core.host import Host
-    >>> from checkmate.core.plan import Drop, Free
     >>> problem = Problem.from_dag([[], [0], [0, 1]], seconds=[1, 1, 1], sizes=[4, 1, 1]).with_host(Host(4, 4.0, 2.0))
     >>> away = Plan((Run(0), Send(0), Run(1), Wait(0), Free(0), Fetch(0), Wait(0), Drop(0), Run(2), Free(0)), 10)
     >>> timing(away, problem).seconds, timing(away, problem).waited
     (5.0, 2.0)
     """
-    host, sizes = problem.host, problem.sizes
-    if plan.sent and host is None:
+    if plan.sent and problem.host is None:
         raise ValueError("The plan sends values to a second memory, and the problem has none: Problem.with_host.")
-    now, busy = 0.0, {False: 0.0, True: 0.0}  # of the links: where their last transfer ends
-    at, transfers, stalls = [], [], []
-    ends: dict[int, float] = {}
-    for position, step in enumerate(plan.steps):
-        at.append(now)
-        if isinstance(step, Run):
-            now += float(problem.seconds[step.op])
-        elif isinstance(step, (Send, Fetch)) and host is not None:
-            back, size = isinstance(step, Fetch), int(sizes[step.value])
-            link = back and not host.one_link
-            begin = max(now, busy[link])
-            end = begin + (host.seconds_to_fetch(size) if back else host.seconds_to_send(size))
-            busy[link] = ends[step.value] = end
-            transfers.append(Transfer(step.value, back, now, begin, end))
-        elif isinstance(step, Wait) and ends.get(step.value, 0.0) > now:
-            stalls.append((position, ends[step.value] - now))
-            now = ends[step.value]
-    return Timing(now, tuple(at), tuple(transfers), tuple(stalls))
+    events = list(walk(plan, problem))
+    moved = ((e.step.value, isinstance(e.step, Fetch), e) for e in events if isinstance(e.step, (Send, Fetch)))
+    transfers = tuple(Transfer(v, back, e.at, e.begin, e.end) for v, back, e in moved)
+    stalls = tuple((i, e.until - e.at) for i, e in enumerate(events) if isinstance(e.step, Wait) and e.until > e.at)
+    return Timing(events[-1].until if events else 0.0, tuple(e.at for e in events), transfers, stalls)

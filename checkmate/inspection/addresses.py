@@ -22,7 +22,7 @@ class Content(NamedTuple):
     role: str  # as in `checkmate.inspection.timeline.ROLES`
     first: int  # which execution of the plan makes it
     last: int  # the last one at which it is at hand
-    born: int  # the tick of `checkmate.inspection.crossings.clock` from which on it is at hand
+    born: int  # the tick of `checkmate.core.timing.Event` from which on it is at hand
     died: int  # the tick from which on it is gone
 
 

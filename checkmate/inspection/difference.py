@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,10 +10,9 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
-from checkmate.core.solution import Solution, check_solution
-from checkmate.core.table import Printed, Table
-from checkmate.inspection.module_groups import fold
-from checkmate.inspection.places import place_of
+from checkmate.core.solution import Solution, check_plan
+from checkmate.core.table import Printed, Table, first_rows
+from checkmate.inspection.modules import fold, place_of
 from checkmate.inspection.timeline import OUTSIDE
 from checkmate.units import format_bytes, format_seconds, signed
 
@@ -85,53 +84,53 @@ class Difference(Printed):
         yield "step", f"{format_seconds(a.cost)} to {format_seconds(b.cost)} ({seconds})"
         low, high = a.peak or 0, b.peak or 0
         yield "peak", f"{format_bytes(low)} to {format_bytes(high)} ({signed(high - low, format_bytes)})"
-        over_a, over_b = (0 if s.plan is None else s.plan.runs_over for s in (a, b))
-        if over_a or over_b:
-            yield "in place", f"{over_a} to {over_b} runs write over an input"
+        if a.runs_over or b.runs_over:
+            yield "in place", f"{a.runs_over} to {b.runs_over} runs write over an input"
         if a.elsewhere is not None or b.elsewhere is not None:
-            yield from self._about_sent()
+            for word, sent in (("sends", _gained(self.sent)), ("sends no more", _lost(self.sent))):
+                size = format_bytes(sum(abs(row.bytes) for row in sent))
+                yield word, f"{len(sent)} values, {size}" if sent else "no value"
+            yield "waits", f"{format_seconds(a.waited)} to {format_seconds(b.waited)} for transfers"
         for word, sign in (("runs more", 1), ("runs less", -1)):
             rows = [row for row in self.ops if (row.runs_b - row.runs_a) * sign > 0]
             times = sum(abs(row.runs_b - row.runs_a) for row in rows)
-            spent = signed(sum(row.seconds for row in rows), format_seconds)
-            yield word, f"{len(rows)} ops, {times} times in all: {spent}" if rows else "no op"
-        for word, sign in (("keeps", 1), ("drops", -1)):
-            kept = [row for row in self.values if row.bytes * sign > 0]
-            size = signed(sum(row.bytes for row in kept), format_bytes)
-            yield word, f"{len(kept)} values {self.kept_at}: {size}" if kept else "no value"
-
-    def _about_sent(self) -> Iterator[tuple[str, str]]:
-        for word, sign in (("sends", 1), ("sends no more", -1)):
-            sent = [row for row in self.sent if row.bytes * sign > 0]
-            size = format_bytes(sum(abs(row.bytes) for row in sent))
-            yield word, f"{len(sent)} values, {size}" if sent else "no value"
-        waited = [0.0 if s.elsewhere is None else s.elsewhere.waited for s in (self.a, self.b)]
-        yield "waits", f"{format_seconds(waited[0])} to {format_seconds(waited[1])} for transfers"
+            yield word, f"{len(rows)} ops, {times} times in all: {_spent(rows)}" if rows else "no op"
+        for word, kept in (("keeps", _gained(self.values)), ("drops", _lost(self.values))):
+            yield word, f"{len(kept)} values {self.kept_at}: {_bytes(kept)}" if kept else "no value"
 
     def _tables(self) -> Iterator[Table]:
         """Those without rows are left out."""
         if len(self.modules) > 1:
             yield Table(_MODULE_HEADS, [*map(_module_cells, self.modules)], _NUMBERS, "by module")
         if self.ops:
-            rest = self.ops[self.top :]
-            spent = signed(sum(row.seconds for row in rest), format_seconds)
-            more = [(f"... and {len(rest)} more", "", "", spent, "")] if rest else []
-            yield Table(_OP_HEADS, [*map(_op_cells, self.ops[: self.top]), *more], _NUMBERS, "runs")
-        if self.values:
-            left = self.values[self.top :]
-            size = signed(sum(row.bytes for row in left), format_bytes)
-            others = [(f"... and {len(left)} more", "", size, "")] if left else []
-            rows = [*map(_value_cells, self.values[: self.top]), *others]
-            yield Table(_VALUE_HEADS, rows, _NUMBERS, f"kept {self.kept_at}")
-        if self.sent:
-            rows = [*map(_value_cells, self.sent[: self.top])]
-            if left := self.sent[self.top :]:
-                rows.append((f"... and {len(left)} more", "", signed(sum(row.bytes for row in left), format_bytes), ""))
-            yield Table(("value", "sent by", "bytes", "where"), rows, _NUMBERS, "sent to the second memory")
+            rows = first_rows(self.ops, self.top, _op_cells, lambda rest: ("", "", _spent(rest), ""))
+            yield Table(_OP_HEADS, rows, _NUMBERS, "runs")
+        for title, by, values in (
+            (f"kept {self.kept_at}", "kept by", self.values),
+            ("sent to the second memory", "sent by", self.sent),
+        ):
+            if values:
+                rows = first_rows(values, self.top, _value_cells, lambda rest: ("", _bytes(rest), ""))
+                yield Table(("value", by, "bytes", "where"), rows, _NUMBERS, title)
+
+
+def _gained(rows: Iterable[ValueDifference]) -> list[ValueDifference]:
+    return [row for row in rows if row.bytes > 0]
+
+
+def _lost(rows: Iterable[ValueDifference]) -> list[ValueDifference]:
+    return [row for row in rows if row.bytes < 0]
+
+
+def _spent(rows: Iterable[OpDifference]) -> str:
+    return signed(sum(row.seconds for row in rows), format_seconds)
+
+
+def _bytes(rows: Iterable[ValueDifference]) -> str:
+    return signed(sum(row.bytes for row in rows), format_bytes)
 
 
 _OP_HEADS = ("op", "runs in a", "runs in b", "seconds", "where")
-_VALUE_HEADS = ("value", "kept by", "bytes", "where")
 _MODULE_HEADS = ("modules", "runs", "seconds", "bytes kept")
 _NUMBERS = {"runs in a", "runs in b", "seconds", "bytes", "runs", "bytes kept"}
 
@@ -170,44 +169,30 @@ def diff(a: Solution, b: Solution, *, top: int = 10) -> Difference:
     >>> [(row.name, row.bytes) for row in difference.values]
     [('v0', -10)]
     """
-    plan_a, plan_b = _plan_of(a), _plan_of(b)
-    sent_a, sent_b = _sent(a), _sent(b)
-    _check_same(a.problem, b.problem)
-    problem = a.problem
-    graph, forward = problem.graph, problem.graph.forward_length
+    (plan_a, schedule_a), (plan_b, schedule_b) = (check_plan(solution, "compare") for solution in (a, b))
+    if not same_problem(a.problem, b.problem):
+        raise ValueError(f"The plans are of different problems: {a.problem!r} and {b.problem!r}.")
+    problem, graph, forward = a.problem, a.problem.graph, a.problem.graph.forward_length
     divided = 0 < forward < len(graph.ops)
     stage = forward if divided else int(problem.live_bytes.argmax())
-    kept_at = "between forward and backward" if divided else f"at the beginning of {graph.ops[stage].name}"
+    kept_a, kept_b = (set(np.flatnonzero(schedule.S[stage]).tolist()) for schedule in (schedule_a, schedule_b))
+    ops, values = list(_ops(problem, schedule_a, schedule_b)), list(_values(problem, kept_a, kept_b))
+    sent = _values(problem, plan_a.sent, plan_b.sent)
     return Difference(
         a=a,
         b=b,
-        ops=tuple(sorted(_ops(problem, plan_a, plan_b), key=lambda row: -abs(row.seconds))),
-        values=tuple(sorted(_values(problem, plan_a.S[stage], plan_b.S[stage]), key=lambda row: -abs(row.bytes))),
-        modules=_modules(problem, plan_a, plan_b, stage, top),
-        kept_at=kept_at,
-        sent=tuple(sorted(_values(problem, sent_a, sent_b), key=lambda row: -abs(row.bytes))),
+        ops=tuple(sorted(ops, key=lambda row: -abs(row.seconds))),
+        values=tuple(sorted(values, key=lambda row: -abs(row.bytes))),
+        modules=_modules(problem, ops, values, top),
+        kept_at="between forward and backward" if divided else f"at the beginning of {graph.ops[stage].name}",
+        sent=tuple(sorted(sent, key=lambda row: -abs(row.bytes))),
         top=top,
     )
 
 
-def _plan_of(solution: Solution) -> Schedule:
-    check_solution(solution)
-    if solution.schedule is None:
-        raise ValueError(f"There is no plan to compare: {solution.message or solution.status.meaning}")
-    return solution.schedule
-
-
-def _sent(solution: Solution) -> np.ndarray:
-    """(V,) bool: the plan sends the value."""
-    sent = np.zeros(len(solution.problem.graph.values), dtype=bool)
-    if solution.plan is not None:
-        sent[[*solution.plan.sent]] = True
-    return sent
-
-
-def _check_same(a: Problem, b: Problem) -> None:
-    if a is not b and (a.graph != b.graph or not np.array_equal(a.seconds, b.seconds)):
-        raise ValueError(f"The plans are of different problems: {a!r} and {b!r}.")
+def same_problem(a: Problem, b: Problem) -> bool:
+    """Whether two problems have the same graph and the same seconds."""
+    return a is b or (a.graph == b.graph and np.array_equal(a.seconds, b.seconds))
 
 
 def _ops(problem: Problem, a: Schedule, b: Schedule) -> Iterator[OpDifference]:
@@ -218,23 +203,22 @@ def _ops(problem: Problem, a: Schedule, b: Schedule) -> Iterator[OpDifference]:
         yield OpDifference(int(k), op.name, op.target, op.phase, module, op.where or "", here, there, spent)
 
 
-def _values(problem: Problem, a: np.ndarray, b: np.ndarray) -> Iterator[ValueDifference]:
-    for v in np.flatnonzero(a != b):
+def _values(problem: Problem, a: Set[int], b: Set[int]) -> Iterator[ValueDifference]:
+    for v in sorted(a ^ b):
         value = problem.graph.values[v]
-        assert value.producer is not None  # S is of what ops make
+        assert value.producer is not None  # only what ops make is kept or sent
         where, size = problem.graph.ops[value.producer].where or "", int(problem.sizes[v])
-        yield ValueDifference(int(v), value.name, place_of(where).module, where, size if b[v] else -size)
+        yield ValueDifference(v, value.name, place_of(where).module, where, size if v in b else -size)
 
 
-def _modules(problem: Problem, a: Schedule, b: Schedule, stage: int, most: int) -> tuple[ModuleDifference, ...]:
+def _modules(
+    problem: Problem, ops: list[OpDifference], values: list[ValueDifference], most: int
+) -> tuple[ModuleDifference, ...]:
     """What differs, by groups of the modules of the forward in their order; modules in which nothing does left out."""
-    ops, values = list(_ops(problem, a, b)), list(_values(problem, a.S[stage], b.S[stage]))
     touched = {row.module for row in ops} | {row.module for row in values}
     order = [path for path in dict.fromkeys(place_of(op.where).module for op in problem.graph.ops) if path in touched]
     paths = [path for path in order if path]
-    groups: list[tuple[str, Sequence[str]]] = [
-        (group.label, paths[group.first : group.last + 1]) for group in fold(paths, max(1, most))
-    ]
+    groups = [(group.label, paths[group.first : group.last + 1]) for group in fold(paths, max(1, most))]
     if "" in touched:
         groups.append((OUTSIDE, [""]))
     return tuple(

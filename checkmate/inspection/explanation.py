@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from checkmate.core.problem import Problem
-from checkmate.core.table import Notes, Printed, Table
+from checkmate.core.table import Notes, Printed, Table, first_rows
 from checkmate.solvers.search.min_budget import MinBudget
 from checkmate.units import format_bytes
 
@@ -73,21 +73,13 @@ class Explanation(Printed):
     def _title(self) -> str:
         return "This step can be planned." if self.can_be_planned else f"This step cannot be planned. {self.reason}"
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        shown: list[tuple[str, ...]] = [
-            (r.target, r.why, r.phase, format_bytes(r.output_bytes), format_bytes(r.held_bytes), r.where)
-            for r in self.pinned[: self.top]
-        ]
-        left = len(self.pinned) - self.top
-        return [*shown, (f"... and {left} more", "", "", "", "", "")] if left > 0 else shown
-
     def records(self) -> list[dict[str, Any]]:
         """Each op that runs once as a dict."""
         return [asdict(row) for row in self.pinned]
 
     def _tables(self) -> Iterator[Table]:
         if self.pinned:
-            yield Table(_HEADS, self._rows(), _NUMBERS)
+            yield Table(_HEADS, first_rows(self.pinned, self.top, _cells, lambda _: ("",) * 5), {"makes", "held"})
         if self.problem is not None and self.problem.rules:
             yield Table(_RULE_HEADS, list(_rule_rows(self.problem)), {"ops", "makes"}, title="rules")
         if self.breaks:
@@ -104,10 +96,11 @@ def _in_place(problem: Problem) -> str:
 
 
 _HEADS = ("op", "runs once: it", "phase", "makes", "held", "where")
-_NUMBERS = {"makes", "held"}
-
-
 _RULE_HEADS = ("pattern", "rule", "ops", "makes", "cannot obey")
+
+
+def _cells(row: Pinned) -> tuple[str, ...]:
+    return row.target, row.why, row.phase, format_bytes(row.output_bytes), format_bytes(row.held_bytes), row.where
 
 
 def _rule_rows(problem: Problem) -> Iterator[tuple[str, ...]]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 from checkmate.core.problem import Problem
-from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, check_solution
-from checkmate.core.table import Printed, Table
+from checkmate.core.solution import OPTIMAL_GAP, Solution, Status, check_plan
+from checkmate.core.table import Printed, Table, first_rows
 from checkmate.inspection.sending import seconds_to_send
 from checkmate.inspection.timeline import Moment, Span, Timeline, timeline
 from checkmate.solvers.common.certify import again
@@ -109,39 +110,29 @@ class PeakExplanation(Printed):
         if self.moment.workspace:
             yield "workspace", f"{format_bytes(self.moment.workspace)} of {self.moment.target}"
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        sends = self.there is not None
-        shown = [_cells(row, sends=sends) for row in self.held[: self.top]]
-        rest = self.held[self.top :]
-        if rest:
-            size = format_bytes(sum(row.bytes for row in rest))
-            shown.append((f"... and {len(rest)} more", size, *[""] * (5 if sends else 4)))
-        return shown
-
     def _tables(self) -> Iterator[Table]:
-        yield Table(_HEADS if self.there is None else _HEADS_WITH_HOST, self._rows(), _NUMBERS)
+        sends = self.there is not None
+        heads = ("value", "bytes", "role", "needed next by", "dropping costs", *["sending costs"] * sends, "where")
+
+        def rest(rows: Sequence[Held]) -> tuple[str, ...]:
+            return format_bytes(sum(row.bytes for row in rows)), *[""] * (len(heads) - 2)
+
+        cells = partial(_cells, sends=sends)
+        yield Table(heads, first_rows(self.held, self.top, cells, rest), {"bytes"})
         if self.prices:
-            yield Table(_PRICE_HEADS, [*map(_price_cells, self.prices)], _PRICE_NUMBERS, self._about_prices())
+            about = f"What less or more memory would change of this step of {format_seconds(self.seconds)}:"
+            yield Table(PRICE_HEADS, [*map(price_cells, self.prices)], PRICE_HEADS[:-1], about)
         if self.better is not None:
-            yield Table((self._about_better(self.better),))
-
-    def _about_prices(self) -> str:
-        return f"What less or more memory would change of this step of {format_seconds(self.seconds)}:"
-
-    def _about_better(self, better: Solution) -> str:
-        saved = format_seconds(self.seconds - better.cost)
-        return (
-            f"On the way a better plan for the same budget was found: a step of {format_seconds(better.cost)}, {saved} "
-            "less. It is in .better; given more time, solve finds such a plan itself."
-        )
+            saved, step = (format_seconds(s) for s in (self.seconds - self.better.cost, self.better.cost))
+            about = (
+                f"On the way a better plan for the same budget was found: a step of {step}, {saved} "
+                "less. It is in .better; given more time, solve finds such a plan itself."
+            )
+            yield Table((about,))
 
 
-_HEADS = ("value", "bytes", "role", "needed next by", "dropping costs", "where")
-_HEADS_WITH_HOST = (*_HEADS[:-1], "sending costs", _HEADS[-1])
-_NUMBERS = {"bytes"}
 _MOVING = {"being sent": "whose copy is not complete", "on its way back": "which cannot be read yet"}
-_PRICE_HEADS = ("memory", "budget", "step", "plan found", "any schedule, proven", "status")
-_PRICE_NUMBERS = {"memory", "budget", "step", "plan found", "any schedule, proven"}
+PRICE_HEADS = ("memory", "budget", "step", "plan found", "any schedule, proven", "status")
 
 
 def _cells(row: Held, *, sends: bool) -> tuple[str, ...]:
@@ -151,7 +142,8 @@ def _cells(row: Held, *, sends: bool) -> tuple[str, ...]:
     return row.name, format_bytes(row.bytes), row.role, f"{row.next_op}{wait}", costs, *sending, row.where
 
 
-def _price_cells(price: Price) -> tuple[str, ...]:
+def price_cells(price: Price) -> tuple[str, ...]:
+    """What is said of a price, under `PRICE_HEADS`."""
     known = price.cost < float("inf")
     least = "none fits" if price.bound == float("inf") else f"at least {signed(price.proven_change, format_seconds)}"
     return (
@@ -209,13 +201,11 @@ def explain_peak(
     >>> [(price.budget, price.found_change, price.proven_change) for price in peak.prices]
     [(40, 1.0, 1.0), (60, 0.0, 0.0)]
     """
-    check_solution(solution)
-    if solution.plan is None or solution.peak is None:
-        raise ValueError(f"There is no plan to explain: {solution.message or solution.status.meaning}")
+    plan, _ = check_plan(solution, "explain")
     if isinstance(top, bool) or not isinstance(top, int) or top < 0:
         raise ValueError(f"top is a number of rows, not {top!r}.")
-    size = max(1, min(STEP, solution.peak // PARTS)) if step is None else parse_bytes(step)
-    line = timeline(solution.plan, solution.problem)
+    size = max(1, min(STEP, (solution.peak or 0) // PARTS)) if step is None else parse_bytes(step)
+    line = timeline(plan, solution.problem)
     moment = line.peak_moment
     remake = Remaking(solution, line)
     alive = line.alive(moment.index)

@@ -1,28 +1,24 @@
 """What is in memory while a plan runs: each copy of a value from when it is made to when it goes, op by op.
 
-Pictures, explanations and reports read a plan through this module. It says the same as
-`checkmate.core.simulator.simulate`, which counts bytes and nothing else; the two agree to the byte at every op. Seconds
-are those of `checkmate.core.timing`.
+Pictures, explanations and reports read a plan through this module. Its bytes and seconds are those of
+`checkmate.core.timing.walk`; the copies that it tells apart add up to these, to the byte, at every op.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Literal, NamedTuple
+from itertools import groupby
+from typing import Any, Literal
 
 import numpy as np
 
-from checkmate.core.plan import Fetch, Free, Plan, Run, Wait
+from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Wait
 from checkmate.core.problem import Problem
-from checkmate.core.timing import Timing, timing
+from checkmate.core.timing import Event, walk
 from checkmate.core.ways import Way
-from checkmate.inspection.crossings import Crossing, bytes_there, clock, crossings
-from checkmate.inspection.module_groups import fold
-from checkmate.inspection.places import Place, place_of
+from checkmate.inspection.modules import Place, fold, place_of
 
 RESIDENT = ("parameters", "buffers", "inputs", "other resident")
 ROLES = (
@@ -58,7 +54,7 @@ class Moment:
     place: Place  # the same in parts
     waited: float  # seconds between it and the next execution, in which a transfer is waited for
     position: int  # of the step in the plan
-    tick: int  # of the clock of `checkmate.inspection.crossings.clock`
+    tick: int  # of `checkmate.core.timing.Event`
 
 
 @dataclass(frozen=True)
@@ -89,6 +85,23 @@ class Span:
     def next_use(self, index: int) -> int | None:
         """The first Moment after this one that reads the copy; None: nobody does."""
         return next((use for use in self.uses if use > index), None)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A transfer to or from the second memory. Seconds are since the begin of the step."""
+
+    value: int  # index in the graph
+    name: str  # of the value
+    bytes: int
+    back: bool  # whether it comes from there
+    asked: float  # seconds; from then on it may wait for its link
+    begin: float
+    end: float
+    waited: float  # seconds in which no op runs, since it has not ended
+    after: int  # index of the execution after which it is asked for
+    born: int  # the tick from which on it is under way
+    died: int  # the tick from which on the plan knows that it has ended
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -151,7 +164,7 @@ class Timeline:
     def by_module(self, groups: int = GROUPS) -> dict[str, np.ndarray]:
         """For each group of modules, (N,) int64: bytes of what its ops make and need, over the step.
 
-        Modules next to each other are taken together as in `checkmate.inspection.module_groups.fold`, until there are
+        Modules next to each other are taken together as in `checkmate.inspection.modules.fold`, until there are
         at most ``groups`` of them. What belongs to none is under "outside modules", what is there all the time under
         "resident". They add up to `bytes`.
         """
@@ -186,7 +199,14 @@ class Timeline:
         for span in self.spans:
             spans.setdefault(label(span), []).append(span)
         length = max(span.died for span in self.spans)
-        return {name: _held(group, length)[self.ticks] for name, group in spans.items()}
+        rows = {}
+        for name, group in spans.items():
+            changes = np.zeros(length + 1, dtype=np.int64)
+            for span in group:
+                changes[span.born] += span.bytes
+                changes[span.died] -= span.bytes
+            rows[name] = changes.cumsum()[self.ticks]
+        return rows
 
 
 def timeline(plan: Plan, problem: Problem) -> Timeline:
@@ -203,159 +223,125 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
     >>> [(span.name, span.bytes) for span in line.alive(2)], line.spans[0].next_use(2)
     ([('v1', 20), ('v2', 20), ('v0', 10)], 3)
     """
-    graph = problem.graph
-    places = [place_of(op.where) for op in graph.ops]
-    ways = _best_ways(problem)
-    made: list[_Copy] = []
+    events = list(walk(plan, problem))
+    if not events or events[-1].run < 0:
+        raise ValueError("The plan runs nothing: it has no timeline.")
+    places = [place_of(op.where) for op in problem.graph.ops]
+    moments, ticks = _moments(plan, problem, events, places)
+    there = tuple(max(event.there for event in group) for group in _by_run(events))
+    levels = ((event.at, event.there) for event in events if isinstance(event.step, (Send, Drop)))
+    return Timeline(
+        moments=moments,
+        spans=_spans(problem, events, places),
+        resident=_resident(problem),
+        boundary=sum(moment.phase == "forward" for moment in moments),
+        seconds=events[-1].until,
+        ticks=np.array(ticks, dtype=np.int64),
+        crossings=_crossings(problem, events),
+        there=there,
+        levels=((0.0, 0), *levels),
+    )
+
+
+def _by_run(events: list[Event]) -> Iterator[list[Event]]:
+    """What happens from each execution to the next."""
+    return (list(group) for run, group in groupby(events, key=lambda event: event.run) if run >= 0)
+
+
+def _moments(
+    plan: Plan, problem: Problem, events: list[Event], places: list[Place]
+) -> tuple[tuple[Moment, ...], list[int]]:
+    """Each execution; and the tick from it to the next at which most bytes are at hand."""
+    ways, times = _best_ways(problem), [0] * len(problem.graph.ops)
+    positions = (position for position, step in enumerate(plan.steps) if isinstance(step, Run))
+    moments, ticks = [], []
+    for position, group in zip(positions, _by_run(events), strict=True):
+        event, run = group[0], plan.steps[position]
+        assert isinstance(run, Run)
+        op, way = problem.graph.ops[run.op], ways.get((run.op, run.over))
+        fullest = max((e for e in group if isinstance(e.step, (Run, Fetch))), key=lambda e: e.here)
+        waited = sum((e.until - e.at for e in group if isinstance(e.step, Wait)), 0.0)
+        phase = "forward" if position < plan.boundary else "backward"
+        workspace = int(problem.workspace[run.op]) if way is None else way.workspace
+        over = "" if run.over is None else problem.graph.values[run.over].name
+        figures = times[run.op], event.at, float(problem.seconds[run.op]), fullest.here, workspace, over
+        where = op.where or "", places[run.op], waited, position, event.tick
+        moments.append(Moment(event.run, run.op, op.name, op.target, op.phase, phase, *figures, *where))
+        ticks.append(fullest.tick)
+        times[run.op] += 1
+    return tuple(moments), ticks
+
+
+def _spans(problem: Problem, events: list[Event], places: list[Place]) -> tuple[Span, ...]:
+    """Each copy of a value."""
+    graph, sizes, ways = problem.graph, problem.sizes.tolist(), _best_ways(problem)
+    made: list[dict[str, Any]] = []  # of each, what is known of its `Span`
     open_: dict[int, int] = {}  # by value, which copy is at hand
     copies = [0] * len(graph.values)
-    runs: list[_Run] = []
-    ticks, seen = clock(plan), timing(plan, problem)
-    for position, (step, tick) in enumerate(zip(plan.steps, ticks, strict=True)):
-        if isinstance(step, Free):
-            if step.value in open_:
-                made[open_.pop(step.value)].end(len(runs) - 1, tick + 1)
-        elif isinstance(step, Fetch):
-            open_[step.value] = len(made)
-            made.append(_Copy(step.value, copies[step.value], len(runs), tick, fetched=True))
-            copies[step.value] += 1
-        elif isinstance(step, Wait):
-            if step.value in open_ and made[open_[step.value]].ready is None:
-                made[open_[step.value]].ready = len(runs)
-        elif isinstance(step, Run):
-            index, op = len(runs), graph.ops[step.op]
-            way = ways.get((step.op, step.over))
-            if step.over is not None and (way is None or step.over not in open_):
-                what = f"{op.name} over {graph.values[step.over].name}"
-                raise ValueError(f"The plan runs {what}, which no way of it does, or which is not at hand.")
-            runs.append(_Run(step.op, position, tick, position < plan.boundary, way))
+    final, results = events[-1].run, frozenset(graph.outputs)
+
+    def begin(v: int, first: int, tick: int, role: str, ready: int | None, continues: int | None = None) -> None:
+        k, role = graph.values[v].producer, "results" if v in results else role
+        assert k is not None  # an op made it
+        what = {"value": v, "name": graph.values[v].name, "bytes": sizes[v], "role": role, "copy": copies[v]}
+        when = {"first": first, "ready": ready, "uses": (), "continues": continues, "born": tick}
+        made.append({**what, **when, "producer": k, "where": graph.ops[k].where or "", "place": places[k]})
+        copies[v] += 1
+
+    def end(i: int, last: int, tick: int) -> None:
+        made[i].update(last=max(made[i]["first"], last), died=tick)
+
+    for event in events:
+        step, index, tick = event.step, event.run, event.tick
+        if isinstance(step, Run):
+            op, way, ended = graph.ops[step.op], ways.get((step.op, step.over)), None
             for v in op.inputs:
                 if v in open_:
-                    made[open_[v]].uses.append(index)
-            ended = None if way is None else open_.pop(way.over)
-            if ended is not None:
-                made[ended].end(index - 1, tick)
+                    made[open_[v]]["uses"] += (index,)
+            if step.over is not None:
+                if way is None or step.over not in open_:
+                    what = f"{op.name} over {graph.values[step.over].name}"
+                    raise ValueError(f"The plan runs {what}, which no way of it does, or which is not at hand.")
+                ended = open_.pop(step.over)
+                end(ended, index - 1, tick)
             for v in op.outputs:
-                continues = ended if way is not None and way.makes == v else None
-                copy = _Copy(v, copies[v], index, tick, continues, ready=index + 1)
-                copy.end(index, tick + 1)  # it goes at once where a copy is still at hand
-                made.append(copy)
-                copies[v] += 1
+                role = "made again" if copies[v] else "activations" if op.phase == "forward" else "gradients"
+                begin(v, index, tick, role, index + 1, ended if way is not None and way.makes == v else None)
+                end(len(made) - 1, index, tick + 1)  # it goes at once where a copy is still at hand
                 open_.setdefault(v, len(made) - 1)
-    if not runs:
-        raise ValueError("The plan runs nothing: it has no timeline.")
+        elif isinstance(step, Free) and step.value in open_:
+            end(open_.pop(step.value), index, tick + 1)
+        elif isinstance(step, Fetch):
+            open_[step.value] = len(made)
+            begin(step.value, min(index + 1, final), tick, "fetched", None)
+        elif isinstance(step, Wait) and step.value in open_ and made[open_[step.value]]["ready"] is None:
+            made[open_[step.value]]["ready"] = index + 1
     for i in open_.values():
-        made[i].end(len(runs) - 1, ticks[-1] + 1)
-    results = frozenset(graph.outputs)
-    spans = tuple(_span(problem, copy, places, results, len(runs) - 1) for copy in made)
-    at, most = _fullest(problem, runs, spans, ticks[-1] + 1)
-    moments = _moments(problem, runs, most, places, seen)
-    crossed = crossings(plan, problem, seen) if plan.sent else ()
-    there, levels = bytes_there(plan, problem, seen)
-    forward = sum(run.forward for run in runs)
-    return Timeline(moments, spans, _resident(problem), forward, seen.seconds, at, crossed, there, levels)
+        end(i, final, events[-1].tick + 1)
+    return tuple(Span(**{**copy, "ready": copy["ready"] or copy["first"] + 1}) for copy in made)
 
 
-@dataclass
-class _Copy:
-    """What becomes a `Span`, while its end is not known."""
-
-    value: int
-    before: int
-    first: int
-    born: int
-    continues: int | None = None
-    ready: int | None = None  # None: its transfer has not ended
-    fetched: bool = False
-    last: int = -1
-    died: int = -1
-    uses: list[int] = field(default_factory=list)
-
-    def end(self, last: int, died: int) -> None:
-        """Say when it goes."""
-        self.last, self.died = last, died
-
-
-class _Run(NamedTuple):
-    op: int
-    position: int
-    tick: int
-    forward: bool  # whether it runs in the forward
-    way: Way | None  # None: plainly
+def _crossings(problem: Problem, events: list[Event]) -> tuple[Crossing, ...]:
+    """Each transfer, in the order in which they are asked for."""
+    found: list[Crossing] = []
+    last: dict[int, int] = {}  # by value, the number of its last transfer
+    for event in events:
+        step = event.step
+        if isinstance(step, (Send, Fetch)):
+            v, back = step.value, isinstance(step, Fetch)
+            last[v] = len(found)
+            born, never = event.tick + (not back), events[-1].tick + 1
+            when = event.at, event.begin, event.end, 0.0, event.run, born, never
+            found.append(Crossing(v, problem.graph.values[v].name, int(problem.sizes[v]), back, *when))
+        elif isinstance(step, Wait):
+            waited = event.until - event.at
+            found[last[step.value]] = replace(found[last[step.value]], waited=waited, died=event.tick + 1)
+    return tuple(found)
 
 
 def _best_ways(problem: Problem) -> dict[tuple[int, int | None], Way]:
     """For an op and a value that it may write over, the way that saves the most."""
-    best: dict[tuple[int, int | None], Way] = {}
-    for way in problem.profile.ways:
-        known = best.setdefault((way.op, way.over), way)
-        if way.workspace < known.workspace:
-            best[way.op, way.over] = way
-    return best
-
-
-def _span(problem: Problem, copy: _Copy, places: list[Place], results: frozenset[int], final: int) -> Span:
-    v, before = copy.value, copy.before
-    value, size = problem.graph.values[v], int(problem.sizes[v])
-    k = value.producer
-    assert k is not None  # an op made it
-    op = problem.graph.ops[k]
-    if v in results:
-        role = "results"
-    elif copy.fetched:
-        role = "fetched"
-    elif before:
-        role = "made again"
-    else:
-        role = "activations" if op.phase == "forward" else "gradients"
-    first = min(copy.first, final)
-    when = (first, first + 1 if copy.ready is None else copy.ready, max(first, copy.last), tuple(copy.uses))
-    at = op.where or "", places[k], copy.born, copy.died
-    return Span(v, value.name, size, role, before, k, *when, copy.continues, *at)
-
-
-def _held(spans: Iterable[Span], length: int) -> np.ndarray:
-    """(length,) int64: bytes of these copies at each tick."""
-    changes = np.zeros(length + 1, dtype=np.int64)
-    for span in spans:
-        changes[span.born] += span.bytes
-        changes[span.died] -= span.bytes
-    return changes.cumsum()[:-1]
-
-
-def _fullest(problem: Problem, runs: list[_Run], spans: tuple[Span, ...], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(N,) int64 each: the tick from each execution to the next at which most bytes are at hand, and these bytes."""
-    live = problem.resident + _held(spans, length)
-    begins = np.array([run.tick for run in runs])
-    live[begins] += [int(problem.workspace[run.op]) if run.way is None else run.way.workspace for run in runs]
-    ticks = np.array([a + live[a:b].argmax() for a, b in pairwise([*begins.tolist(), length])], dtype=np.int64)
-    return ticks, live[ticks]
-
-
-def _moments(
-    problem: Problem, runs: list[_Run], most: np.ndarray, places: list[Place], seen: Timing
-) -> tuple[Moment, ...]:
-    times = [0] * len(problem.graph.ops)
-    waited = _waited(runs, seen)
-    moments = []
-    for index, (k, position, tick, forward, way) in enumerate(runs):
-        op, seconds = problem.graph.ops[k], float(problem.seconds[k])
-        workspace = int(problem.workspace[k]) if way is None else way.workspace
-        over = "" if way is None else problem.graph.values[way.over].name
-        phase = "forward" if forward else "backward"
-        figures = (times[k], seen.at[position], seconds, int(most[index]), workspace, over)
-        where = op.where or "", places[k], waited[index], position, tick
-        moments.append(Moment(index, k, op.name, op.target, op.phase, phase, *figures, *where))
-        times[k] += 1
-    return tuple(moments)
-
-
-def _waited(runs: list[_Run], seen: Timing) -> list[float]:
-    """For each execution the seconds between it and the next one in which nothing runs."""
-    positions, waited = [run.position for run in runs], [0.0] * len(runs)
-    for position, seconds in seen.stalls:
-        waited[bisect_right(positions, position) - 1] += seconds
-    return waited
+    return {(way.op, way.over): way for way in sorted(problem.profile.ways, key=lambda way: way.workspace)[::-1]}
 
 
 def _resident(problem: Problem) -> dict[str, int]:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.inspection.module_groups import fold
-from checkmate.inspection.places import place_of
+from checkmate.inspection.modules import fold, place_of
 from checkmate.plot.style import BLUE, axes_of, pyplot
 from checkmate.units import format_bytes, format_seconds
 

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from checkmate.core.solution import Solution
-from checkmate.plot.style import RED, axes_of, pyplot, with_plan
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.core.solution import Solution, check_plan
+from checkmate.plot.style import RED, axes_of, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,9 +35,9 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     >>> schedule(solve(problem, 100)).get_title()
     'checkpoint-all: 0 of 4 ops run again, 0 times in all'
     """
-    plan = with_plan(solution)
-    again, kept = plan.recomputed, _kept(solution)
-    T = len(again)
+    _, plan = check_plan(solution, "draw")
+    again, ops, forward = plan.recomputed, solution.problem.graph.ops, solution.problem.graph.forward_length
+    T, kept = len(again), _kept(solution.problem, plan)
     ax = axes_of(ax, (7.5, 7.5))
     ax.imshow(_averaged(kept), cmap=_shades(), vmin=0, vmax=1, extent=(-0.5, T - 0.5, T - 0.5, -0.5), aspect="equal")
     cell = 400 / T  # points, about
@@ -46,12 +48,15 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     ax.scatter(k, t, s=size, marker="X", c=RED, ec="black", lw=0.4, label=label, zorder=3)
     ax.set(xlabel="op, in the order of first execution", ylabel="stage, which ends with the first execution of its op")
     ax.set(xlim=(-0.5, T - 0.5), ylim=(T - 0.5, -0.5))
-    ax.set_title(_title(solution), pad=22)
+    in_place = f", {solution.runs_over} runs write over an input" if solution.runs_over else ""
+    title = f"{solution.method}: {(again > 0).sum()} of {T} ops run again, {again.sum()} times in all{in_place}"
+    ax.set_title(title, pad=22)
     if T <= NAMED:
-        names = [op.name for op in solution.problem.graph.ops]
+        names = [op.name for op in ops]
         ax.set_xticks(range(T), names, rotation=90)
         ax.set_yticks(range(T), names)
-    _halves(ax, solution.problem.graph.forward_length, T)
+    if 0 < forward < T:
+        _halves(ax, forward, T)
     shade = pyplot().Rectangle((0, 0), 1, 1, color=_shades()(1.0), label="at hand when the stage begins")
     legend = ax.legend(handles=[*ax.get_legend_handles_labels()[0], shade], loc="upper right", framealpha=1.0)
     marks: list[Any] = legend.legend_handles[:2]
@@ -60,19 +65,12 @@ def schedule(solution: Solution, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _title(solution: Solution) -> str:
-    again, over = with_plan(solution).recomputed, 0 if solution.plan is None else solution.plan.runs_over
-    in_place = f", {over} runs write over an input" if over else ""
-    return f"{solution.method}: {(again > 0).sum()} of {len(again)} ops run again, {again.sum()} times in all{in_place}"
-
-
-def _kept(solution: Solution) -> np.ndarray:
+def _kept(problem: Problem, schedule: Schedule) -> np.ndarray:
     """(T, T) bool: some value of the op is at hand when the stage begins."""
-    S = with_plan(solution).S
-    kept = np.zeros((len(S), len(S)), dtype=bool)
-    for v, value in enumerate(solution.problem.graph.values):
+    kept = np.zeros_like(schedule.R)
+    for v, value in enumerate(problem.graph.values):
         if value.producer is not None:
-            kept[:, value.producer] |= S[:, v]
+            kept[:, value.producer] |= schedule.S[:, v]
     return kept
 
 
@@ -89,8 +87,6 @@ def _averaged(cells: np.ndarray) -> np.ndarray:
 
 def _halves(ax: Axes, forward: int, T: int) -> None:
     """Lines between forward and backward, with their names along the top and the right edge."""
-    if not 0 < forward < T:
-        return
     ax.axvline(forward - 0.5, color="black", ls="--", lw=0.8)
     ax.axhline(forward - 0.5, color="black", ls="--", lw=0.8)
     for name, middle in (("forward", forward / 2), ("backward", (forward + T) / 2)):

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from checkmate.core.schedule import Schedule
-from checkmate.core.solution import Solution, check_solution
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -50,28 +47,9 @@ def axes_of(ax: Axes | None, size: tuple[float, float]) -> Axes:
     return plt.subplots(figsize=size, layout="constrained")[1] if ax is None else ax
 
 
-def halo() -> list[Any]:
-    """What sets a line apart from the areas that it crosses."""
-    from matplotlib.patheffects import Normal, Stroke
-
-    return [Stroke(linewidth=3, foreground="white"), Normal()]
-
-
 def units(ax: Axes, *, x: str, y: str) -> None:
     """Numbers with their unit along both axes: 2 GB, 15 ms."""
     from matplotlib.ticker import EngFormatter
 
     ax.xaxis.set_major_formatter(EngFormatter(unit=x))
     ax.yaxis.set_major_formatter(EngFormatter(unit=y))
-
-
-def with_plan(solution: Solution) -> Schedule:
-    """The solution's schedule.
-
-    Raises:
-        ValueError: if it has none.
-    """
-    check_solution(solution)
-    if solution.schedule is None:
-        raise ValueError(f"There is no plan to draw: {solution.message or solution.status.meaning}")
-    return solution.schedule

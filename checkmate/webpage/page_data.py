@@ -10,11 +10,11 @@ import numpy as np
 
 from checkmate.core.solution import Solution
 from checkmate.inspection.addresses import Addresses
+from checkmate.inspection.modules import Place, place_of
 from checkmate.inspection.peak import PeakExplanation, nth
-from checkmate.inspection.places import Place, place_of
 from checkmate.inspection.timeline import Span, Timeline
 from checkmate.plot.draw_frontier import by_method, proven_seconds
-from checkmate.plot.draw_links import LINKS
+from checkmate.plot.draw_memory import LINKS
 from checkmate.plot.style import ROLE_STYLES
 from checkmate.units import format_bytes, format_seconds
 from checkmate.webpage.page_tables import Cell, page_tables, stages_of

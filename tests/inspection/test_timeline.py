@@ -17,7 +17,7 @@ from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Profile
 from checkmate.core.schedule import Schedule
 from checkmate.core.ways import Way
-from checkmate.inspection.places import Place, place_of
+from checkmate.inspection.modules import Place, place_of
 from checkmate.inspection.timeline import ROLES, Timeline, timeline
 from checkmate.solvers.catalogue import METHODS
 from tests.core.test_schedule import random_runs

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate.inspection.module_groups import fold
+from checkmate.inspection.modules import fold
 
 PATHS = st.lists(st.lists(st.sampled_from("abc"), max_size=4).map(".".join), max_size=30)
 STAGES = ["stem.conv", "stem.norm", "body.0.conv", "body.0.norm", "body.1.conv", "body.1.norm", "head"]
