@@ -18,7 +18,7 @@ from checkmate.codegen.second_memory import SecondMemory
 from checkmate.codegen.writing_over import writable
 from checkmate.core.problem import Problem
 from checkmate.profiling.profilers import Profiler
-from checkmate.profiling.tried_here import tried_here
+from checkmate.profiling.trial import tried_here
 from checkmate.solvers.late_results import late_results
 
 
