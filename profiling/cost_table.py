@@ -8,14 +8,18 @@ as a whole.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
+import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from checkmate.core import files
 from checkmate.core.graph import MAX_BYTES
@@ -24,6 +28,11 @@ from checkmate.errors import InvalidProblem
 log = logging.getLogger("checkmate.profiling")
 
 FORMAT = "checkmate-op-costs"
+EXACT = ("none", "ieee")  # float32 as it is
+KERNELS = (  # variables of the environment by which libraries choose kernels
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"),
+)
 WITHOUT_WAYS, VERSION = 1, 2  # of files: in those of the former nothing was tried over an argument
 
 
@@ -52,6 +61,47 @@ class Place:
     def __str__(self) -> str:
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}" if self.device.startswith("cpu") else ""
         return ", ".join(filter(None, [self.device.partition(" ")[0], threads, self.settings]))
+
+
+def place_of(device: torch.device) -> Place:
+    """Where ops are measured now: the device, PyTorch's version, its number of threads and its settings."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return Place(f"{device.type} {name}", torch.__version__, torch.get_num_threads(), _settings(device.type))
+
+
+def _settings(kind: str) -> str:
+    """The settings that change which kernels run on a kind of device, where they are not PyTorch's own."""
+    backends: Any = torch.backends
+    if kind == "cuda":
+        products, convolutions = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
+        changed = {
+            f"convolutions in {convolutions}": convolutions != "tf32",
+            "without cudnn": not backends.cudnn.enabled,
+            "cudnn benchmark": backends.cudnn.benchmark,
+            "cudnn deterministic": backends.cudnn.deterministic,
+        }
+    else:
+        products, convolutions = backends.mkldnn.matmul.fp32_precision, backends.mkldnn.conv.fp32_precision
+        changed = {
+            f"convolutions in {convolutions}": convolutions not in EXACT,
+            "without mkldnn": not backends.mkldnn.enabled,
+            **{f"{name}={os.environ.get(name)}": name in os.environ for name in KERNELS},
+        }
+    changed[f"products in {products}"] = products not in EXACT
+    changed["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    return ", ".join(word for word, holds in changed.items() if holds)
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = {key.strip(): what.strip() for key, _, what in (line.partition(":") for line in lines)}
+    name = found.get("model name") or platform.processor() or platform.machine()
+    of_it = [
+        found.get(key, "") for key in ("cpu family", "model", "stepping", "flags")
+    ]  # one name may stand for several
+    kind = hashlib.sha256("\n".join(of_it).encode()).hexdigest()[:8]
+    return f"{name} {kind} {torch.backends.cpu.get_cpu_capability()}"  # AVX2, AVX512, ...
 
 
 Costs = Mapping[str, OpCost | None]  # by key; None: the op does not run on its own
@@ -86,7 +136,9 @@ def read(path: str | os.PathLike[str]) -> OpTable:
     document = files.read_json(Path(path), format=FORMAT, version=(WITHOUT_WAYS, VERSION), what="table of measured ops")
     try:
         place = Place(**document["place"])
-        if not isinstance(place.threads, int) or not all(map(_is_text, (place.device, place.torch, place.settings))):
+        if not isinstance(place.threads, int) or not all(
+            isinstance(text, str) for text in (place.device, place.torch, place.settings)
+        ):
             raise ValueError(f"{place!r} is no place")
         ops = {key: None if cost is None else _cost(*cost) for key, cost in document["ops"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -94,23 +146,13 @@ def read(path: str | os.PathLike[str]) -> OpTable:
     return OpTable(place, ops)
 
 
-def _is_text(what: object) -> bool:
-    return isinstance(what, str)
-
-
 def _cost(seconds: Any, allocated: Any, *tried: Any) -> OpCost:
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
-        raise ValueError(f"{seconds!r} is no number of seconds")
-    over = {position: None if count is None else _bytes(count) for position, count in tried}
-    if any(isinstance(position, bool) or not isinstance(position, int) or position < 0 for position in over):
-        raise ValueError(f"{[*over]!r} are no positions of arguments")
-    return OpCost(float(seconds), _bytes(allocated), over)
-
-
-def _bytes(count: Any) -> int:
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_BYTES:
-        raise ValueError(f"{count!r} is no number of bytes")
-    return count
+    over = dict(tried)
+    counts = (allocated, *(count for count in over.values() if count is not None))
+    whole = all(type(number) is int and 0 <= number <= MAX_BYTES for number in (*counts, *over))
+    if not whole or type(seconds) not in (int, float) or not 0 <= seconds < math.inf:
+        raise ValueError(f"{[seconds, allocated, *tried]!r} is no cost of an op")
+    return OpCost(float(seconds), allocated, over)
 
 
 def write(path: str | os.PathLike[str], table: OpTable) -> None:

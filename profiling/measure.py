@@ -6,84 +6,85 @@ before, by this process or another, is not measured again (`checkmate.profiling.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from statistics import median
 
+import numpy as np
 import torch
 import torch.fx as fx
 
+from checkmate.capture.device import BLOCK_BYTES, as_allocated
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import target_name, tensors
 from checkmate.capture.patches.is_compiling import not_compiling
-from checkmate.capture.ways.table import positions_to_try
+from checkmate.capture.ways.legal import candidates
+from checkmate.capture.ways.table import positions_to_try, written_of
 from checkmate.core.problem import Profile
+from checkmate.core.ways import Way
 from checkmate.errors import Unsupported
 from checkmate.profiling import cpu, cuda
-from checkmate.profiling.assemble import fill
-from checkmate.profiling.cost_table import Costs, OpCost, OpTable, Place, load, store, write
+from checkmate.profiling.cost_table import OpCost, OpTable, Place, load, place_of, store, write
 from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
+from checkmate.profiling.roofline import DEVICES, moved_bytes_of, roofline_seconds
 from checkmate.statusline import showing
 from checkmate.torch_internals.dispatcher import _disable_current_modes
 
 log = logging.getLogger("checkmate.profiling")
 
 BY_DEVICE = {"cpu": cpu.measure_ops, "cuda": cuda.measure_ops}
-EXACT = ("none", "ieee")  # float32 as it is
-KERNELS = (  # variables of the environment by which libraries choose kernels
-    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
-    *("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"),
-)
 Key = tuple[Place, str]
+LIKE = {"cpu": "laptop", "cuda": "a100"}  # the device that ops are estimated for, by kind of device; then scaled
 
 _known: dict[Key, OpCost | None] = {}  # what this process measured
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Measures every distinct op of a captured step; ``cache``: unless it was measured before."""
-
-    cache: bool = True
-
-    def __call__(self, joint: Joint) -> Profile:
-        """The profile of a step."""
-        return measure(joint, cache=self.cache)
-
-
-def measure(joint: Joint, *, cache: bool = True) -> Profile:
-    """Measure every distinct op of a captured step.
+    """Measures every distinct op of a captured step.
 
     Ops are the same if target, shapes, strides, types and other arguments are. Neither the global random state nor any
     tensor of the model is touched. Ops that do not run on their own are estimated, and marked in the profile. An op may
     write over an argument where it was tried and left the same bits.
 
     Args:
-        joint: the step.
         cache: take what was measured before at the same place, on disk too, and keep what is measured now. False
             measures anew and keeps nothing.
-
-    Raises:
-        Unsupported: if a tensor is neither on the CPU nor on a CUDA device.
     """
-    _refuse_other_devices(joint)
-    places = {device: place_of(device) for device in {device_of_op(node) for node in joint.nodes if node is not None}}
-    keys = [None if node is None else (places[device_of_op(node)], key_of(node)) for node in joint.nodes]
-    distinct = {key: node for key, node in zip(keys, joint.nodes, strict=True) if key is not None and node is not None}
-    known = _recall(list(places.values())) if cache else {}
-    found = _measure_ops({key: node for key, node in distinct.items() if key not in known or _lacks(known[key], node)})
-    if cache:
-        _keep(found)
-    known |= found
-    if failed := sorted({target_name(node) for key, node in distinct.items() if known[key] is None}):
-        log.warning("Could not run these ops on their own, so their cost is estimated: %s", ", ".join(failed))
-    source = "measured on " + " and ".join(sorted({str(place) for place in places.values()}))
-    return fill(joint, [None if key is None else known[key] for key in keys], source)
+
+    cache: bool = True
+
+    def __call__(self, joint: Joint) -> Profile:
+        """The profile of a step.
+
+        Raises:
+            Unsupported: if a tensor is neither on the CPU nor on a CUDA device.
+        """
+        _refuse_other_devices(joint)
+        nodes = [node for node in joint.nodes if node is not None]
+        places = {device: place_of(device) for device in {device_of_op(node) for node in nodes}}
+        keys = [None if node is None else (places[device_of_op(node)], key_of(node)) for node in joint.nodes]
+        distinct = {key: node for key, node in zip(keys, joint.nodes, strict=True) if key and node}
+        known = _recall(list(places.values())) if self.cache else {}
+        found = _measure_ops({key: node for key, node in distinct.items() if _is_new(key, node, known)})
+        if self.cache:
+            _known.update(found)
+            for place in {place for place, _ in found}:
+                store(place, {key: cost for (at, key), cost in found.items() if at == place})
+        known |= found
+        if failed := sorted({target_name(node) for key, node in distinct.items() if known[key] is None}):
+            log.warning("Could not run these ops on their own, so their cost is estimated: %s", ", ".join(failed))
+        source = "measured on " + " and ".join(sorted({str(place) for place in places.values()}))
+        return fill(joint, [None if key is None else known[key] for key in keys], source)
+
+
+def _is_new(key: Key, node: fx.Node, known: dict[Key, OpCost | None]) -> bool:
+    """Whether an op was not measured, or when fewer of its ways were known than are now."""
+    cost = known.get(key)
+    return key not in known or (cost is not None and not cost.over.keys() >= set(positions_to_try(node)))
 
 
 def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
@@ -116,47 +117,6 @@ def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
     write(path, OpTable(place, ops))
 
 
-def place_of(device: torch.device) -> Place:
-    """Where ops are measured now: the device, PyTorch's version, its number of threads and its settings."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    return Place(f"{device.type} {name}", torch.__version__, torch.get_num_threads(), _settings(device.type))
-
-
-def _settings(kind: str) -> str:
-    """The settings that change which kernels run on a kind of device, where they are not PyTorch's own."""
-    backends: Any = torch.backends
-    if kind == "cuda":
-        products, convolutions = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
-        changed = {
-            f"convolutions in {convolutions}": convolutions != "tf32",
-            "without cudnn": not backends.cudnn.enabled,
-            "cudnn benchmark": backends.cudnn.benchmark,
-            "cudnn deterministic": backends.cudnn.deterministic,
-        }
-    else:
-        products, convolutions = backends.mkldnn.matmul.fp32_precision, backends.mkldnn.conv.fp32_precision
-        changed = {
-            f"convolutions in {convolutions}": convolutions not in EXACT,
-            "without mkldnn": not backends.mkldnn.enabled,
-            **{f"{name}={os.environ.get(name)}": name in os.environ for name in KERNELS},
-        }
-    changed[f"products in {products}"] = products not in EXACT
-    changed["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    return ", ".join(word for word, holds in changed.items() if holds)
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    found = {key.strip(): what.strip() for key, _, what in (line.partition(":") for line in lines)}
-    name = found.get("model name") or platform.processor() or platform.machine()
-    of_it = [
-        found.get(key, "") for key in ("cpu family", "model", "stepping", "flags")
-    ]  # one name may stand for several
-    kind = hashlib.sha256("\n".join(of_it).encode()).hexdigest()[:8]
-    return f"{name} {kind} {torch.backends.cpu.get_cpu_capability()}"  # AVX2, AVX512, ...
-
-
 def _refuse_other_devices(joint: Joint) -> None:
     for node in joint.module.graph.nodes:
         for leaf in tensors(node.meta.get("val")):
@@ -167,20 +127,8 @@ def _refuse_other_devices(joint: Joint) -> None:
                 )
 
 
-def _lacks(cost: OpCost | None, node: fx.Node) -> bool:
-    """Whether the op was measured when fewer of its ways were known than are now."""
-    return cost is not None and not cost.over.keys() >= set(positions_to_try(node))
-
-
 def _recall(places: list[Place]) -> dict[Key, OpCost | None]:
     return {(place, key): cost for place in places for key, cost in load(place).items()} | _known
-
-
-def _keep(found: dict[Key, OpCost | None]) -> None:
-    _known.update(found)
-    for place in {place for place, _ in found}:
-        ops: Costs = {key: cost for (at, key), cost in found.items() if at == place}
-        store(place, ops)
 
 
 def _measure_ops(new: dict[Key, fx.Node]) -> dict[Key, OpCost | None]:
@@ -195,14 +143,66 @@ def _measure_ops(new: dict[Key, fx.Node]) -> dict[Key, OpCost | None]:
     done: dict[Key, OpCost | None] = {}
     fork = torch.random.fork_rng(devices=cards)
     with line, _disable_current_modes(), not_compiling(), torch.no_grad(), fork:
-        for key, cost in _measure_each(todo):
-            done[key] = cost  # noqa: PERF403  # which the line counts
+        for kind, measure_ops in BY_DEVICE.items():
+            keys = [key for key, node in todo if device_of_op(node).type == kind]
+            for i, cost in measure_ops([new[key] for key in keys]) if keys else ():
+                done[keys[i]] = cost  # which the line counts
     log.info("Measured %d distinct ops in %.1f s.", len(todo), time.perf_counter() - began)
     return found | done
 
 
-def _measure_each(todo: list[tuple[Key, fx.Node]]) -> Iterator[tuple[Key, OpCost | None]]:
-    for kind, measure_ops in BY_DEVICE.items():
-        here = [(key, node) for key, node in todo if device_of_op(node).type == kind]
-        if here:
-            yield from ((here[i][0], cost) for i, cost in measure_ops([node for _, node in here]))
+def fill(joint: Joint, costs: Sequence[OpCost | None], source: str) -> Profile:
+    """The profile of a step.
+
+    An op without a cost takes the seconds of its roofline estimate, times the median ratio of measured to estimated
+    seconds of the others; its workspace is taken to be as large as all that it touches, and it writes over nothing.
+
+    Args:
+        joint: the step.
+        costs: of each op, by position; None: not known. What autograd does has none and costs nothing.
+        source: where the costs come from; how many are estimated is added to it.
+    """
+    graph = joint.graph
+    seconds, workspace = np.zeros(len(costs)), np.zeros(len(costs), dtype=np.int64)
+    nodes = {k: node for k, node in enumerate(joint.nodes) if node is not None}
+    estimated = tuple(k for k in nodes if costs[k] is None)
+    scale = _scale(nodes, costs) if estimated else 1.0
+    for k, node in nodes.items():
+        op, cost = graph.ops[k], costs[k]
+        block = BLOCK_BYTES.get(device_of_op(node).type, 1)
+        outputs = sum(as_allocated(graph.values[v].size_bytes, block) for v in op.outputs)
+        if cost is None:
+            inputs = sum(graph.values[v].size_bytes for v in op.inputs)
+            seconds[k], workspace[k] = scale * _estimate(node), inputs + outputs
+        else:
+            seconds[k], workspace[k] = cost.seconds, max(0, cost.allocated_bytes - outputs)
+    if estimated:
+        source += f"; {len(estimated)} op{'s' if len(estimated) > 1 else ''} estimated"
+    return Profile(seconds, workspace, joint.resident_bytes, source, estimated, tuple(_ways(joint, costs)))
+
+
+def _ways(joint: Joint, costs: Sequence[OpCost | None]) -> Iterator[Way]:
+    """What ops may write over, where that was tried and left the same bits."""
+    for candidate in candidates(joint):
+        k, makes, over, position = candidate
+        node, cost = joint.nodes[k], costs[k]
+        allocated = None if cost is None else cost.over.get(position)
+        written = None if node is None else written_of(node.target)
+        if node is not None and written is not None and allocated is not None:
+            block = BLOCK_BYTES.get(device_of_op(node).type, 1)
+            others = (v for v in joint.graph.ops[k].outputs if v != makes)
+            made = sum(as_allocated(joint.graph.values[v].size_bytes, block) for v in others)
+            yield Way(k, makes, over, max(0, allocated - made), written.slower)
+
+
+def _estimate(node: fx.Node) -> float:
+    device = DEVICES[LIKE[device_of_op(node).type]]
+    try:
+        return roofline_seconds(node, device)
+    except Unsupported:  # a product of a rare type: by its bytes alone
+        return device.seconds(0, "float32", moved_bytes_of(node))
+
+
+def _scale(nodes: dict[int, fx.Node], costs: Sequence[OpCost | None]) -> float:
+    measured = [(cost.seconds, nodes[k]) for k, cost in enumerate(costs) if cost is not None and k in nodes]
+    return median(seconds / _estimate(node) for seconds, node in measured) if measured else 1.0

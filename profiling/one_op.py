@@ -24,6 +24,7 @@ from checkmate.capture.numbers import value_of
 from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.random_draws import save_state
 from checkmate.capture.splits.parts import InParts
+from checkmate.capture.ways.made_up import packet_of
 from checkmate.torch_internals.aot import is_with_effects
 from checkmate.torch_internals.dispatcher import OpOverload
 from checkmate.torch_internals.trees import tree_map
@@ -34,14 +35,8 @@ aten = torch.ops.aten
 DRAWN = 2**16  # floats of a tensor that are drawn, and not repeated
 
 _ALONG = {  # op(x, dim, index, ...): the index picks along a dimension of x
-    aten.gather,
-    aten.index_select,
-    aten.index_add,
-    aten.index_copy,
-    aten.index_fill,
-    aten.scatter,
-    aten.scatter_add,
-    aten.scatter_reduce,
+    *(aten.gather, aten.index_select, aten.index_add, aten.index_copy, aten.index_fill),
+    *(aten.scatter, aten.scatter_add, aten.scatter_reduce),
 }
 _BY_DIMENSION = {aten.index, aten._unsafe_index, aten.index_put, aten._unsafe_index_put}  # op(x, [index or None, ...])
 _TARGETS = {  # position of the scores and of the targets: classes are dimension 1, or 0 where there is no other
@@ -153,7 +148,7 @@ def repeat(memory: torch.Tensor, numbers: torch.Tensor) -> None:
 def _index_bounds(node: fx.Node) -> dict[fx.Node, int]:
     """For the arguments that hold indices, how many things there are to pick from."""
     args: tuple[Any, ...] = node.args
-    packet = node.target.overloadpacket if isinstance(node.target, OpOverload) else None
+    packet = packet_of(node.target)
     found: dict[Any, int] = {}
     if packet is aten.embedding:
         found[args[1]] = _size(args[0], 0)

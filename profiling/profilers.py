@@ -11,9 +11,8 @@ from pathlib import Path
 from checkmate.capture.joint import Joint
 from checkmate.core.problem import Profile
 from checkmate.errors import Unsupported
-from checkmate.profiling.assemble import fill
 from checkmate.profiling.cost_table import OpTable, read
-from checkmate.profiling.measure import Measure
+from checkmate.profiling.measure import Measure, fill
 from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
 from checkmate.profiling.roofline import DEVICES, roofline
 

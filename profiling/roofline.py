@@ -28,15 +28,16 @@ from torch.utils.flop_counter import flop_registry
 from checkmate.capture.device import BLOCK_BYTES, as_allocated
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_view, storage, tensors
-from checkmate.capture.splits.costs import estimate
+from checkmate.capture.splits.loss import estimate
 from checkmate.capture.splits.parts import InParts
 from checkmate.capture.ways.legal import Candidate, candidates
+from checkmate.capture.ways.made_up import packet_of
 from checkmate.capture.ways.shape_only import convolution_backward_input
 from checkmate.capture.ways.table import block_bytes, written_of
 from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
 from checkmate.errors import Unsupported
-from checkmate.torch_internals.dispatcher import HigherOrderOperator, OpOverload
+from checkmate.torch_internals.dispatcher import HigherOrderOperator
 
 aten = torch.ops.aten
 
@@ -187,29 +188,22 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
 
 def flop_of(node: fx.Node) -> int:
     """Floating-point operations of a matrix product, a convolution or attention, two for each product; else 0."""
-    packet = _packet(node)
+    packet = packet_of(node.target)
     if (of_parts := estimate(node)) is not None:
         return of_parts.flop
     if isinstance(packet, HigherOrderOperator):
         return 0  # what its subgraph computes is not known here
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    if packet is convolution_backward_input:
-        return _flop_of_input_gradient(*args)
-    if packet is aten.convolution_backward:
-        return _flop_of_convolution_backward(*args)
+    given: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = given
+    of_convolution = flop_registry[aten.convolution]
+    if packet is convolution_backward_input:  # as many as for the forward
+        grad, weight, shape, _, *geometry = args
+        return int(of_convolution(grad.new_empty(shape), weight, None, *geometry, out_val=grad))
+    if packet is aten.convolution_backward:  # as many for each of two gradients; PyTorch's formula forgets the groups
+        grad, x, weight, _, *geometry, wanted = args
+        return sum(wanted[:2]) * int(of_convolution(x, weight, None, *geometry, out_val=grad))
     formula = flop_registry.get(_SAME_FLOP.get(packet, packet))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=node.meta["val"]))
-
-
-def _flop_of_input_gradient(grad: Any, weight: Any, shape: Any, _: Any, *geometry: Any) -> int:
-    """As many as for the forward."""
-    return int(flop_registry[aten.convolution](grad.new_empty(shape), weight, None, *geometry, out_val=grad))
-
-
-def _flop_of_convolution_backward(grad: Any, x: Any, weight: Any, bias_sizes: Any, *options: Any) -> int:
-    """As many for each of the two gradients as for the forward; PyTorch's formula forgets the groups."""
-    *geometry, wanted = options
-    return sum(wanted[:2]) * int(flop_registry[aten.convolution](x, weight, None, *geometry, out_val=grad))
 
 
 def moved_bytes_of(node: fx.Node) -> int:
@@ -219,7 +213,7 @@ def moved_bytes_of(node: fx.Node) -> int:
     read = {n: sum(map(_bytes, tensors(n.meta.get("val")))) for n in node.all_input_nodes}
     inputs = {storage(t) for n in read for t in tensors(n.meta.get("val"))}
     written = sum(_bytes(t) for t in tensors(node.meta.get("val")) if storage(t) not in inputs)
-    if _packet(node) in _PICK:
+    if packet_of(node.target) in _PICK:
         source: Any = node.args[0]
         others = sum(count for n, count in read.items() if n is not source)
         return written + others + min(read[source], written + others)
@@ -232,11 +226,6 @@ def _bytes(tensor: torch.Tensor) -> int:
     return math.prod(sizes) * tensor.element_size()
 
 
-def _packet(node: fx.Node) -> Any:
-    target: Any = node.target
-    return target.overloadpacket if isinstance(target, OpOverload) else target
-
-
 def _rate_of(node: fx.Node, device: Device) -> str:
     """The type whose rate an op runs at."""
     dtypes = [t.dtype for n in node.all_input_nodes for t in tensors(n.meta.get("val")) if t.dtype.is_floating_point]
@@ -244,6 +233,7 @@ def _rate_of(node: fx.Node, device: Device) -> str:
         return "float32"
     name = str(dtypes[0]).removeprefix("torch.")
     allowed = (
-        _packet(node) in (*_CONVOLVE, convolution_backward_input) or torch.backends.cuda.matmul.fp32_precision == "tf32"
+        packet_of(node.target) in (*_CONVOLVE, convolution_backward_input)
+        or torch.backends.cuda.matmul.fp32_precision == "tf32"
     )
     return "tf32" if name == "float32" and allowed and "tf32" in device.flops else name

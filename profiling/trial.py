@@ -19,22 +19,33 @@ Why so few inputs are enough: what is written over an argument is computed by th
 same shapes and strides, so in the same lanes and order; only what is read after it has been written could differ,
 and that shows in each such element. In blocks a kernel has other shapes, and may sum in another order: which one does
 not depend on the numbers, and on those that cancel it shows in most elements.
+
+Which kernel runs depends on the size of a block, the processor and the number of threads. By an estimate, a file of
+another machine or a profile that is handed in nothing has been tried here: what is to run block by block by such costs
+is tried first. So are, on a GPU, the two gradients of a convolution, which a rewrite takes apart, since a library
+chooses the kernels there. On the CPU they have the same bits, in thousands of random cases
+(`checkmate.capture.rewrite.split_convolutions`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import tensors
-from checkmate.capture.ways.made_up import cancel
+from checkmate.capture.ways.made_up import cancel, same_bytes
 from checkmate.capture.ways.table import call_over, positions_to_try, written_of
-from checkmate.profiling.one_op import attempt, flat, repeat
+from checkmate.core.problem import Profile
+from checkmate.profiling.cost_table import Place, place_of
+from checkmate.profiling.one_op import attempt, call_of, device_of_op, flat, key_of, repeat
+from checkmate.torch_internals.dispatcher import _disable_current_modes
 
 SETS = ("special", "finite", "usual")
 POINTWISE_SETS = ("special",)
@@ -45,6 +56,8 @@ STRIDE = 5003  # by how many numbers the sets of two arguments are apart; a prim
 
 Call = Callable[[], Any]
 Count = Callable[[int, Call], Any]  # makes a call over the argument at a position, and counts its bytes
+
+_known: dict[tuple[str, Place, str], dict[int, bool]] = {}  # by trial, place and op, what this process tried
 
 
 def ways_of(node: fx.Node, run: partial[Any], count: Count) -> dict[int, bool]:
@@ -90,21 +103,9 @@ def _is_same(node: fx.Node, call: Call, over: torch.Tensor, plain: list[torch.Te
     if not attempt(node, lambda: made.extend(tensors(call()))) or len(made) != len(plain):
         return False
     first = made[0].data_ptr(), made[0].untyped_storage().nbytes()
-    return first == where and all(map(same_bits, made, plain))
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one layout have the same bits, signs of zeros and NaNs included."""
-    if a.shape != b.shape or a.stride() != b.stride() or a.dtype != b.dtype:
-        return False
-    return torch.equal(_bytes(a), _bytes(b))  # noqa: TID251  # of whole numbers
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor as whole numbers."""
-    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(tensor.element_size(), torch.uint8)
-    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-    return (tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.contiguous().view(-1)).view(integers)
+    return first == where and all(
+        a.stride() == b.stride() and same_bytes(a, b) for a, b in zip(made, plain, strict=True)
+    )
 
 
 def _fill_all(numbers: list[torch.Tensor], name: str, run: partial[Any]) -> None:
@@ -144,3 +145,57 @@ def _numbers(name: str, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     else:
         sizes[::64] = torch.tensor(rare, dtype=torch.float64).repeat(LENGTH)[: len(sizes[::64])]
     return (sizes * signs).to(dtype).to(device)
+
+
+def tried_here(joint: Joint, profile: Profile, positions: Mapping[tuple[int, int], int]) -> Profile:
+    """A profile without those of its slower ways that leave other bits here. The global random state is not touched.
+
+    Args:
+        joint: the step.
+        profile: of the step.
+        positions: of the argument, by op and by the value that it may write over.
+    """
+
+    def holds(op: int, over: int) -> bool:
+        node = joint.nodes[op]
+        if node is None:
+            return False
+        found = _once("ways", node, lambda: ways_of(node, call_of(node), lambda position, call: call()))
+        return found.get(positions[op, over], False)
+
+    ways = tuple(way for way in profile.ways if not way.slower or holds(way.op, way.over))
+    return profile if ways == profile.ways else replace(profile, ways=ways)
+
+
+def same_in_two(node: fx.Node) -> bool:
+    """Whether a ``convolution_backward`` leaves the same bits as one call for its input and one for the others.
+
+    An op that does not run on made-up inputs stays as it is. The global random state is not touched.
+    """
+    return _once("in two", node, lambda: {0: _is_same_in_two(node)}).get(0, False)
+
+
+def _is_same_in_two(node: fx.Node) -> bool:
+    run = call_of(node)
+    *args, (for_input, *for_others) = run.args
+    whole: Any = run()
+    alone = run.func(*args, [for_input, False, False])[:1]
+    others = run.func(*args, [False, *for_others])[1:]
+    pairs = zip(whole, (*alone, *others), strict=True)
+    return all(
+        a is b is None or (a is not None and b is not None and a.stride() == b.stride() and same_bytes(a, b))
+        for a, b in pairs
+    )
+
+
+def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dict[int, bool]:
+    """What a trial of an op finds at this place; nothing where the op does not run on made-up inputs."""
+    device = device_of_op(node)
+    key = name, place_of(device), key_of(node)
+    if key not in _known:
+        found: dict[int, bool] = {}
+        cards = [device.index or 0] if device.type == "cuda" else []
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=cards):
+            attempt(node, lambda: found.update(trial()))
+        _known[key] = found
+    return _known[key]

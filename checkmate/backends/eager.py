@@ -56,9 +56,9 @@ from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory.arena import PHASES, Arena, Phase
-from checkmate.profiling.in_two import same_in_two
 from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Profiler
+from checkmate.profiling.trial import same_in_two
 from checkmate.solvers.recall import Rest
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting

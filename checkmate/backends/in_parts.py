@@ -23,10 +23,9 @@ from checkmate.capture.joint import Joint
 from checkmate.capture.provenance import where
 from checkmate.capture.splits import equal_bits
 from checkmate.capture.splits.find_loss import Loss, losses
-from checkmate.capture.splits.further import Need, StaysWhole, regions_of, split_further
 from checkmate.capture.splits.parts import InParts
-from checkmate.capture.splits.trial import inputs_of, same_bits_in_parts
-from checkmate.capture.splits.write_loss import Split, in_parts, splits_of
+from checkmate.capture.splits.split_largest import Need, StaysWhole, regions_of, split_further
+from checkmate.capture.splits.write_loss import LossSplit, in_parts, splits_of
 from checkmate.capture.ways.batch_norm import gradient_of_input
 from checkmate.core.problem import Problem
 from checkmate.errors import Unsupported
@@ -134,7 +133,7 @@ class _Step:
 
     def _with_loss_split(
         self, problem: Problem, place: int, *, near: float = 0.0
-    ) -> Iterator[tuple[int, Split, fx.GraphModule, Problem]]:
+    ) -> Iterator[tuple[int, LossSplit, fx.GraphModule, Problem]]:
         """The step without regions, its loss split further and further, where it needs the most; none elsewhere.
 
         Of each the place behind it, how the loss is split, the module, and the problem. ``near``: by this share of the
@@ -152,14 +151,14 @@ class _Step:
                     return
                 yield after, how, module, replace(split, splits=(self._said_of_loss(how, found),))
 
-    def _holds(self, how: Split, found: Sequence[Loss]) -> bool:
+    def _holds(self, how: LossSplit, found: Sequence[Loss]) -> bool:
         """Whether losses split like this have the bits of the whole, as far as that is tried."""
-        if self.tried and not all(same_bits_in_parts(loss, how) for loss in found):
+        if self.tried and not all(equal_bits.loss_keeps_bits(loss, how) for loss in found):
             log.info("%s: not the bits of the whole", how)
             return False
         return True
 
-    def _is_at_loss(self, problem: Problem, hows: Sequence[Split], place: int, *, near: float = 0.0) -> bool:
+    def _is_at_loss(self, problem: Problem, hows: Sequence[LossSplit], place: int, *, near: float = 0.0) -> bool:
         """Whether the op that needs the most goes, or came, as the loss is split; kept logits are beside all ops."""
         if place and hows[place - 1].kept:
             return True
@@ -243,9 +242,9 @@ class _Step:
             log.info("in parts: %s", error)
             return None
 
-    def _said_of_loss(self, how: Split, found: Sequence[Loss]) -> str:
+    def _said_of_loss(self, how: LossSplit, found: Sequence[Loss]) -> str:
         """How losses run in parts, in words."""
-        return f"{how}: {self._certificate(f'bits equal on {min(map(inputs_of, found))} inputs')}"
+        return f"{how}: {self._certificate(f'bits equal on {min(map(equal_bits.inputs_of_loss, found))} inputs')}"
 
     def _said(self, module: fx.GraphModule) -> Iterator[str]:
         """What runs in parts, in words."""

@@ -25,7 +25,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
 from checkmate.memory import aside, measure_peak
 from checkmate.profiling.profilers import Profiler
-from checkmate.profiling.tried_here import tried_here
+from checkmate.profiling.trial import tried_here
 from checkmate.solvers.late_results import late_results
 from checkmate.units import format_bytes
 

@@ -72,7 +72,7 @@ def test_a_plan_of_a_split_step_says_so(model: _Model, problem: Problem) -> None
 def test_where_a_plan_fits_none_is_split_nor_tried(
     model: _Model, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_parts, "same_bits_in_parts", lambda *asked: pytest.fail("tried"))
+    monkeypatch.setattr(in_parts.equal_bits, "loss_keeps_bits", lambda *asked: pytest.fail("tried"))
     compiled = checkmate.compile(model, budget=_floor(problem) + 8 * TOKENS.numel() * DEPTH, time_limit=1)
     compiled(TOKENS).backward()
     assert compiled.plans[0].problem.splits == ()
@@ -81,9 +81,9 @@ def test_where_a_plan_fits_none_is_split_nor_tried(
 def test_a_split_with_other_bits_is_not_offered(
     model: _Model, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_parts, "same_bits_in_parts", lambda loss, split: split == (8, False))
+    monkeypatch.setattr(in_parts.equal_bits, "loss_keeps_bits", lambda loss, split: split == (8, False))
     assert [one.splits[0][:15] for one in problem.and_smaller() if one.splits] == ["loss in 8 parts"]
-    monkeypatch.setattr(in_parts, "same_bits_in_parts", lambda loss, parts: False)
+    monkeypatch.setattr(in_parts.equal_bits, "loss_keeps_bits", lambda loss, parts: False)
     monkeypatch.setattr(in_parts.equal_bits, "same_bits", lambda parts: False)  # nor any part of the loss alone
     with pytest.raises(InfeasibleBudget, match="alone needs") as refusal:
         checkmate.compile(model, budget=int(0.7 * _floor(problem)), time_limit=1)(TOKENS)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import checkmate
 from benchmarks.networks.unet import UNet
 from checkmate.backends import in_parts
-from checkmate.capture.splits import dimensions
+from checkmate.capture.splits import table
 from checkmate.capture.splits.parts import InParts
 from checkmate.capture.ways.batch_norm import normalized
 from checkmate.core.problem import Problem
@@ -334,7 +334,7 @@ def test_a_batch_norm_that_is_made_with_other_bits_is_not_taken_in(monkeypatch: 
     monkeypatch.setattr(in_parts.equal_bits, "_tried", {})
     monkeypatch.setattr(in_parts.equal_bits, "normalized", lambda *args: really(*args) * (1 + 1e-6))
     step, x = _normalized_images()
-    monkeypatch.setattr(dimensions, "normalized", in_parts.equal_bits.normalized)
+    monkeypatch.setattr(table, "normalized", in_parts.equal_bits.normalized)
     *_, last = checkmate.trace(step, x).and_smaller()
     assert last.splits
     assert in_parts.equal_bits.normalized not in _inside(last)

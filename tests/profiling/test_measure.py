@@ -27,11 +27,11 @@ from checkmate import statusline
 from checkmate.backends.eager import Backend
 from checkmate.core.files import folder
 from checkmate.memory import measure_peak
-from checkmate.profiling import cpu, cuda
+from checkmate.profiling import cost_table, cpu, cuda
 from checkmate.profiling import measure as measuring
 from checkmate.profiling import one_op as inputs
-from checkmate.profiling.assemble import fill
 from checkmate.profiling.cost_table import OpCost, path_of
+from checkmate.profiling.measure import fill
 from checkmate.profiling.roofline import DEVICES, roofline, roofline_seconds
 from tests.support.bits import assert_same_bits
 
@@ -211,17 +211,17 @@ def test_a_bar_shows_progress_on_a_terminal_where_measuring_takes_long(
 
 def test_what_held_with_other_kernels_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are chosen by the processor's instructions, which its name may not tell, and by the environment."""
-    for name in measuring.KERNELS:
+    for name in cost_table.KERNELS:
         monkeypatch.delenv(name, raising=False)
-    place = measuring.place_of(torch.device("cpu"))
+    place = cost_table.place_of(torch.device("cpu"))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    lesser = measuring.place_of(torch.device("cpu"))
+    lesser = cost_table.place_of(torch.device("cpu"))
     assert lesser == replace(place, settings=", ".join(filter(None, [place.settings, "ONEDNN_MAX_CPU_ISA=AVX2"])))
     assert path_of(lesser) != path_of(place)
     monkeypatch.setattr(Path, "read_text", lambda self: "model name : one\nflags : fpu avx2\n")
-    one = measuring.place_of(torch.device("cpu"))
+    one = cost_table.place_of(torch.device("cpu"))
     monkeypatch.setattr(Path, "read_text", lambda self: "model name : one\nflags : fpu avx2 amx_tile\n")
-    other = measuring.place_of(torch.device("cpu"))
+    other = cost_table.place_of(torch.device("cpu"))
     assert one.device.split()[:2] == other.device.split()[:2] == ["cpu", "one"]
     assert one.device != other.device
 
@@ -480,4 +480,4 @@ def test_other_devices_are_refused() -> None:
     graph.output(node)
     joint = SimpleNamespace(module=torch.fx.GraphModule({}, graph))
     with pytest.raises(checkmate.Unsupported, match="x is on meta: ops are measured on cpu and cuda only"):
-        measuring.measure(joint)
+        measuring.Measure()(joint)

@@ -14,9 +14,9 @@ import checkmate
 from checkmate import InvalidProblem, Profile, Unsupported
 from checkmate.core.files import folder
 from checkmate.profiling import cpu
-from checkmate.profiling.cost_table import OpTable, read, write
-from checkmate.profiling.measure import _settings as place_of_kind
-from checkmate.profiling.measure import export, place_of
+from checkmate.profiling.cost_table import OpTable, place_of, read, write
+from checkmate.profiling.cost_table import _settings as place_of_kind
+from checkmate.profiling.measure import export
 from tests.support.processes import run_python
 
 

@@ -20,7 +20,7 @@ from checkmate.codegen.writing_over import Positions, writable
 from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
 from checkmate.memory import measure_peak
-from checkmate.profiling.tried_here import tried_here
+from checkmate.profiling.trial import tried_here
 
 _KNOWN: dict[Any, int] = {}  # bytes that a call allocates which writes over an argument
 

@@ -1,7 +1,11 @@
 """Whether a region in parts has the bits of the whole: op by op, by the argument that each has for it.
 
 An op of a region reads in a part what it reads of the whole: the same elements, and in the same bits, if the ops before
-it keep theirs. So it is enough that each op keeps its own (`checkmate.capture.splits.arguments`).
+it keep theirs. So it is enough that each op keeps its own (`checkmate.capture.splits.table`).
+
+Of a loss in parts (`checkmate.capture.splits.loss`) the whole is tried, and its three products by themselves: an order
+that differs shows in the gradients, which are sums in the type of the layer, and of half precision in its products
+alone, on numbers that cancel.
 """
 
 from __future__ import annotations
@@ -16,18 +20,22 @@ import torch.fx as fx
 from torch import Tensor
 
 from checkmate.capture.nodes import tensors
-from checkmate.capture.splits.arguments import Argument, argument_of
-from checkmate.capture.splits.dimensions import SUMMED, Split
+from checkmate.capture.splits.find_loss import Loss, losses
 from checkmate.capture.splits.lanes import same_lanes
-from checkmate.capture.splits.parts import InParts, part_of
+from checkmate.capture.splits.loss import COLUMNS, ROWS, length, slices
+from checkmate.capture.splits.parts import InParts, about_of, part_of
+from checkmate.capture.splits.table import SUMMED, Argument, Split, argument_of
+from checkmate.capture.splits.write_loss import LossSplit, in_parts
 from checkmate.capture.ways.batch_norm import gradient_of_input, normalized
-from checkmate.capture.ways.made_up import cancel, made_up
+from checkmate.capture.ways.made_up import cancel, made_up, same_bytes
 from checkmate.torch_internals.dispatcher import _disable_current_modes
+from checkmate.torch_internals.trees import tree_leaves
 
 INPUTS, MOST_INPUTS = 2, 32  # on which a region is tried as a whole
-ENOUGH, SUMMED_UP = 2**20, 2**22  # numbers made, and read, on which a wrong sum shows
+ENOUGH, SUMMED_UP = 2**20, 2**22  # numbers made, and read, on which a wrong sum shows; logits, another order
 COMPARED = 2**10  # numbers, at least
 OP_INPUTS, OP_COMPARED = 4, 2**16  # on which an op is tried, half of which cancel, and numbers that it makes of these
+SCALES = (1.0, 8.0)  # of the logits of a loss: flat distributions, and some that are nearly certain
 _EPS = 1e-5  # of a batch norm
 _tried: dict[tuple[Any, ...], float] = {}
 aten = torch.ops.aten
@@ -42,13 +50,21 @@ def off_in_parts(parts: InParts) -> float:
     max |in parts - whole|  /  max |whole|
     """
     key = parts.text, parts.length, torch.get_num_threads()
+    if key in _tried:
+        return _tried[key]
+    off = sum(map(off_of, parts.whole.nodes)) if all(_keeps(op) for op in _ops(parts)) else inf
+    whole = fx.GraphModule({}, parts.whole).forward
+    seeds = range(inputs_of(parts) if off < inf else 0)
+    return _once(
+        key, lambda: off + max((_unless_it_fails(partial(_off, parts, whole, seed)) for seed in seeds), default=0)
+    )
+
+
+def _once(key: tuple[Any, ...], trial: Callable[[], float]) -> float:
+    """What a trial finds that is made once in a process."""
     if key not in _tried:
-        off = sum(map(off_of, parts.whole.nodes)) if all(_keeps(op) for op in _ops(parts)) else inf
-        if off < inf:
-            whole = fx.GraphModule({}, parts.whole).forward
-            with _disable_current_modes(), torch.no_grad():
-                off += max(_unless_it_fails(partial(_off, parts, whole, seed)) for seed in range(inputs_of(parts)))
-        _tried[key] = off
+        with _disable_current_modes(), torch.no_grad():
+            _tried[key] = trial()
     return _tried[key]
 
 
@@ -114,7 +130,7 @@ class _Op:
             for dim, one, other in zip(self.split.results, made, found, strict=False):
                 if dim in (None, SUMMED) or one is None:  # a gradient that is not asked for
                     continue
-                if not _same(part_of(one, dim, *at), other):
+                if not same_bytes(part_of(one, dim, *at), other):
                     return inf
         return 0.0
 
@@ -151,11 +167,8 @@ def _keeps(op: _Op) -> bool:
         return argument is not None
     if all(dim in (None, SUMMED) for dim in op.split.results):
         return True
-    if op.key not in _tried:
-        with _disable_current_modes(), torch.no_grad():
-            trials = (_unless_it_fails(partial(op.off, seed)) for seed in range(op.inputs()))
-            _tried[op.key] = next((off for off in trials if off), 0.0)
-    return _tried[op.key] == 0
+    trials = (_unless_it_fails(partial(op.off, seed)) for seed in range(op.inputs()))
+    return _once(op.key, lambda: next((off for off in trials if off), 0.0)) == 0
 
 
 def _results(made: Any) -> tuple[Any, ...]:
@@ -170,35 +183,25 @@ def off_of(node: fx.Node) -> float:
     like: Tensor = x.meta["val"]  # type: ignore[union-attr]
     kind = None if weight is None else weight.meta["val"].dtype  # type: ignore[union-attr]
     key = node.target, like.shape, like.stride(), like.dtype, like.device, kind, torch.get_num_threads()
-    if key not in _tried:
-        trial = partial(_off_of_normalized if node.target is normalized else _off_of_gradient, like, kind)
-        with _disable_current_modes(), torch.no_grad():
-            _tried[key] = max(_unless_it_fails(partial(trial, seed)) for seed in range(_inputs_of_batch_norm(like)))
-    return _tried[key]
+    # a rounding more or less shows in one of four elements
+    seeds = range(min(MOST_INPUTS, max(INPUTS, -(-OP_COMPARED // max(1, like.numel())))))
+    trial = partial(_off_by_formula, node.target, like, kind)
+    return _once(key, lambda: max(_unless_it_fails(partial(trial, seed)) for seed in seeds))
 
 
-def _off_of_normalized(like: Tensor, kind: torch.dtype | None, seed: int) -> float:
-    x, weight, bias = _of_batch_norm(like, kind, seed)
+def _off_by_formula(target: Any, like: Tensor, kind: torch.dtype | None, seed: int) -> float:
+    """By how much a batch norm's result, or the gradient of its input, is off if made of its sums."""
+    draw = torch.Generator().manual_seed(seed)
+    x, *others = (made_up(like, draw, seed), *(torch.rand(like.shape[1], generator=draw) for _ in range(2)))
+    weight, bias = (None if kind is None else one.to(like.device, kind) for one in others)
     made, mean, invstd = aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.0, _EPS)
-    return _distance(made, normalized(x, weight, bias, mean, invstd), summed=False)
-
-
-def _off_of_gradient(like: Tensor, kind: torch.dtype | None, seed: int) -> float:
-    x, weight, bias = _of_batch_norm(like, kind, seed)
+    if target is normalized:
+        return _distance(made, normalized(x, weight, bias, mean, invstd), summed=False)
     grad = made_up(like, torch.Generator().manual_seed(seed + MOST_INPUTS), seed)
-    _, mean, invstd = aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.0, _EPS)
     about = weight, None, None, mean, invstd, True, _EPS, [True, True, True]
     made, of_weight, of_bias = aten.native_batch_norm_backward(grad, x, *about)
     found = gradient_of_input(grad, x, weight, mean, invstd, of_weight, of_bias, x.numel() // x.shape[1])
     return _distance(made, found, summed=True)
-
-
-def _of_batch_norm(like: Tensor, kind: torch.dtype | None, seed: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """An input like that, weight and bias."""
-    draw = torch.Generator().manual_seed(seed)
-    x, *others = (made_up(like, draw, seed), *(torch.rand(like.shape[1], generator=draw) for _ in range(2)))
-    weight, bias = (None if kind is None else one.to(like.device, kind) for one in others)
-    return x, weight, bias
 
 
 def same_bits(parts: InParts) -> bool:
@@ -218,11 +221,6 @@ def inputs_of(parts: InParts) -> int:
     read = sum(n.meta["val"].numel() for n in parts.whole.find_nodes(op="placeholder"))
     shows = max(min(ENOUGH // max(1, made), SUMMED_UP // max(1, read)), COMPARED // max(1, made))
     return min(MOST_INPUTS, max(INPUTS, shows)) if any(parts.summed) else INPUTS
-
-
-def _inputs_of_batch_norm(like: Tensor) -> int:
-    """How many inputs a batch norm by formula is tried on: a rounding more or less shows in one of four elements."""
-    return min(MOST_INPUTS, max(INPUTS, -(-OP_COMPARED // max(1, like.numel()))))
 
 
 def _unless_it_fails(trial: Callable[[], float]) -> float:
@@ -246,7 +244,7 @@ def _distance(whole: Tensor, found: Tensor, *, summed: bool) -> float:
     """By how much a result is off; infinite if it may not be."""
     if whole.stride() != found.stride():
         return inf
-    if _same(whole, found):
+    if same_bytes(whole, found):
         return 0.0
     if not summed or not whole.dtype.is_floating_point:
         return inf
@@ -259,10 +257,83 @@ def _half_of_the_digits(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps ** 0.5)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether all bits are equal, wherever they lie."""
-    return one.dtype == other.dtype and bool((_bytes(one) == _bytes(other)).all())
+def loss_keeps_bits(loss: Loss, split: LossSplit) -> bool:
+    """Whether the loss and its gradients in so many parts have the bits of the whole, with as many threads as now."""
+    module = alone(loss)
+    about = tuple(
+        (str(n.target), str(n.args), str(n.kwargs), *map(about_of, tensors(n.meta.get("val"))))
+        for n in module.graph.nodes
+    )
+    parts = in_parts(module, split)
+
+    def trial() -> float:
+        equal = all(_is_equal(module, parts, seed) for seed in range(inputs_of_loss(loss)))
+        return 0.0 if equal and all(_products_keep(loss, split, seed) for seed in range(OP_INPUTS)) else inf
+
+    return _once((about, split, torch.get_num_threads()), trial) < inf
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+def inputs_of_loss(loss: Loss) -> int:
+    """How many inputs a loss is tried on: more if it is small."""
+    return min(MOST_INPUTS, max(INPUTS, ENOUGH // loss.product.meta["val"].numel()))
+
+
+def alone(loss: Loss) -> fx.GraphModule:
+    """A loss and its backward, of what they read, in the order of the whole; logits that the step shows are read."""
+    nodes = sorted({*loss.nodes()})
+    graph = fx.Graph()
+    given = sorted({one for node in nodes for one in node.all_input_nodes} - {*nodes})
+    copies = {node: graph.create_node("placeholder", f"given{i}") for i, node in enumerate(given)}
+    for node, copied in copies.items():
+        copied.meta = {"val": node.meta["val"]}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    results = [*(user for user in loss.forward.users if user.args[1] == 0), loss.row_sum, *loss.ends]
+    graph.output(tuple(copies[node] for node in results if node is not None))
+    return fx.GraphModule({}, graph)
+
+
+def _is_equal(whole: fx.GraphModule, parts: fx.GraphModule, seed: int) -> bool:
+    (loss,) = losses(whole.graph)
+    inputs = _made_up(whole.graph, loss, torch.Generator().manual_seed(seed), SCALES[seed % len(SCALES)])
+    pairs = zip(*(tree_leaves(run(*inputs)) for run in (parts, whole)), strict=True)
+    return all(same_bytes(one, other) for one, other in pairs)
+
+
+def _products_keep(loss: Loss, split: LossSplit, seed: int) -> bool:
+    """Whether the layer's product and those of its gradients have the bits of the whole, by rows and by columns."""
+    rows, columns = loss.product.meta["val"].shape
+    by_rows = [*slices(rows, length(rows, split.parts, ROWS))]
+    by_columns = [*slices(columns, length(columns, split.parts, COLUMNS), COLUMNS)]
+    cases = [(loss.product, by_rows), (loss.of_rows, by_rows), (loss.of_weight, by_columns)]
+    return all(_product_keeps(node, some, seed) for node, some in cases if node is not None)
+
+
+def _product_keeps(node: fx.Node, some: Sequence[slice], seed: int) -> bool:
+    """Whether slices of the first factor make the same slices of the product."""
+    draw = torch.Generator().manual_seed(seed)
+    args = tuple(made_up(n.meta["val"], draw, 0) for n in node.all_input_nodes)
+    if seed % 2:
+        cancel(node.target, args, draw)
+    target: Any = node.target
+    *bias, a, b = args
+    whole = target(*args)
+    for at in some:
+        part = a[at] if a.is_contiguous() else a[at].t().contiguous().t()  # as it lies in a part's own memory
+        if not same_bytes(target(*bias, part, b), whole[at]):
+            return False
+    return True
+
+
+def _made_up(graph: fx.Graph, loss: Loss, draw: torch.Generator, scale: float) -> list[Tensor]:
+    """Inputs: normal numbers, positive class weights, and targets of which some do not count."""
+    depth, columns = loss.w.meta["val"].shape
+    weights = {loss.w, *loss.w.all_input_nodes}
+    made = []
+    for node in graph.find_nodes(op="placeholder"):
+        one = made_up(node.meta["val"], draw, 1 if node is loss.forward.args[2] else 0)
+        if node is loss.forward.args[1]:
+            one.random_(0, columns, generator=draw)
+            one[:: 2 + len(one) // 8] = loss.ignore_index
+        made.append(one.mul_(scale * depth**-0.5) if node in weights else one)
+    return made

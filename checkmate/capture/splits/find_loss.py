@@ -122,14 +122,17 @@ def _read(forward: fx.Node) -> Loss | None:
     product, before = _up(softmax.args[0], *_PRODUCTS)
     if product is None or product.kwargs or len(product.args) != _PRODUCTS[product.target]:  # type: ignore[index]
         return None
-    backward = _only(n for n in q.users if n.target is aten.nll_loss_backward.default and n.args[1:6] == args)
-    if backward is None or product.meta["val"].numel() == 0:
+    backwards = [n for n in q.users if n.target is aten.nll_loss_backward.default and n.args[1:6] == args]
+    if len(backwards) != 1 or product.meta["val"].numel() == 0:
         return None
+    (backward,) = backwards
     smoothing, given, gradient = _to_softmax(backward)
     if gradient is None or gradient.args[1] is not softmax or not _along_rows(gradient, 2):
         return None
     through = tuple(_down(gradient, before))
-    row_sum = _only(node for node in softmax.users if _sums_rows(node))
+    sums = [n for n in softmax.users if n.target is aten.sum.dim_IntList and not n.kwargs]
+    row_sums = [n for n in sums if n.args[1:] in (([1],), ([-1],))]
+    row_sum = row_sums[0] if len(row_sums) == 1 else None
     ends = _ends((gradient, *through)[-1])
     if ends is None or (row_sum is not None and (after or row_sum < forward)) or not _agree(product, ends):
         return None
@@ -212,15 +215,6 @@ def _is_pointwise(node: fx.Node, made: Iterable[fx.Node]) -> bool:
 def _along_rows(node: fx.Node, position: int = 1) -> bool:
     dim: Any = node.args[position]
     return bool(dim % node.meta["val"].dim() == node.meta["val"].dim() - 1)
-
-
-def _sums_rows(node: fx.Node) -> bool:
-    return node.target is aten.sum.dim_IntList and node.args[1:] in (([1],), ([-1],)) and not node.kwargs
-
-
-def _only(nodes: Iterable[fx.Node]) -> fx.Node | None:
-    found = [*nodes]
-    return found[0] if len(found) == 1 else None
 
 
 def _ends(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, fx.Node | None] | None:

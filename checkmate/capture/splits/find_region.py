@@ -20,9 +20,9 @@ import torch.fx as fx
 from checkmate.capture.nodes import ancestors, getitems, has_effect, is_mutating, is_view, tensors, viewed
 from checkmate.capture.phases import after_tangent
 from checkmate.capture.random_draws import draw_mask, save_state
-from checkmate.capture.splits.dimensions import Split, normalized_split, split_of
+from checkmate.capture.splits.letters import values_of
 from checkmate.capture.splits.parts import InParts, Region
-from checkmate.capture.splits.sums import divides, sums_of
+from checkmate.capture.splits.table import Split, divides, normalized_split, split_of, sums_of
 from checkmate.capture.ways.batch_norm import FORWARD
 from checkmate.capture.ways.table import is_alike, is_whole
 
@@ -76,7 +76,7 @@ class Choice:
 
 def choices(node: fx.Node, *, sums: bool = False) -> Iterator[Choice]:
     """All ways to begin with a node, with those that sum over parts if asked for; none with one that makes nothing."""
-    vals = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+    vals = values_of(node)
     sizes = [val.nbytes if isinstance(val, torch.Tensor) else 0 for val in vals]
     result = sizes.index(max(sizes))
     if not sizes[result]:
@@ -181,7 +181,7 @@ class _Grown:
         self.ops += not is_view(node)
         if self.ops > MOST_OPS:
             return False
-        for face in getitems(node) if isinstance(node.meta["val"], (tuple, list)) else ():
+        for face in (face for face in _faces(node) if face is not node):
             if (at := split.results[face.args[1]]) is not None:  # type: ignore[index]
                 self.splits[face] = Split((at,), {node: None})
         return all(self._take(argument, at) for argument, at in split.reads.items())
@@ -209,8 +209,7 @@ class _Grown:
         return True
 
     def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
-        faces = getitems(node) if isinstance(node.meta["val"], (tuple, list)) else [node]
-        for face in faces:
+        for face in _faces(node):
             if _bytes(face) >= self.least:
                 yield from face.users
 
@@ -228,8 +227,7 @@ class _Grown:
 
     def _splits_of(self, node: fx.Node) -> Iterator[Split]:
         """All ways in which an op may run in parts."""
-        vals = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-        for index, val in enumerate(vals):
+        for index, val in enumerate(values_of(node)):
             for dim in range(val.dim() if isinstance(val, torch.Tensor) else 0):
                 if (split := split_of(node, index, dim, self.choice.units)) is not None:
                     yield split
@@ -247,13 +245,14 @@ class _Grown:
         """What is read of the region outside of it; not views, which are made of what is."""
         found: dict[fx.Node, None] = {}
         for node in self.own:
-            faces = getitems(node) if isinstance(node.meta["val"], (tuple, list)) else [node]
+            faces = _faces(node)
             several = len(faces) > 1 and any(map(self._is_read, faces))
-            found |= {viewed(n): None for n in faces if self._is_read(n) or (several and self._is_used(n))}
+            found |= {
+                viewed(n): None
+                for n in faces
+                if self._is_read(n) or (several and any(u not in self.splits for u in n.users))
+            }
         return [n for n in found if n in self.splits]
-
-    def _is_used(self, node: fx.Node) -> bool:
-        return any(user not in self.splits for user in node.users)
 
     def _is_read(self, node: fx.Node) -> bool:
         """Whether an op outside of the region, of its phase, or the caller reads a value."""
@@ -267,6 +266,11 @@ class _Grown:
             if self._is_read(user) if is_view(user) else (user in self.place.forward) == self.phase:
                 return True
         return False
+
+
+def _faces(node: fx.Node) -> list[fx.Node]:
+    """The results of an op, each a node."""
+    return getitems(node) if isinstance(node.meta["val"], (tuple, list)) else [node]
 
 
 def stand_in(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

@@ -20,7 +20,7 @@ gradients of log-probabilities do not add up exactly.
 
 Parts are about of one length: the last overlaps the one before where they do not divide. Blocks begin at multiples of
 64 columns, as the kernel of the bias's sum goes through blocks of columns. Kernels may still sum in another order for
-other lengths, so a split is taken only where `checkmate.capture.splits.trial` found all bits equal.
+other lengths, so a split is taken only where `checkmate.capture.splits.equal_bits` found all bits equal.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 
 aten = torch.ops.aten
@@ -213,6 +214,26 @@ def _log_probabilities(x: Tensor, sums: Tensor, at: slice, form: Form) -> None:
         torch.log_softmax(x, 1, out=x)
 
 
+def _steps(layer: Layer, form: Form) -> tuple[Step, ...]:
+    """What happens to each number of the product; a kept one is not written over."""
+    return form.forward or (((CAST, form.dtype),) if layer.z is not None else ())
+
+
+def _memory(
+    layer: Layer, form: Form, steps: tuple[Step, ...], *, saved: bool
+) -> tuple[list[torch.dtype | None], list[int]]:
+    """The type of each piece of memory that logits take; for the product and each step, in which it is."""
+    stays = {place for name, place in form.backward if name in OF_RESULT} if saved else set()
+    types: list[torch.dtype | None] = [layer.dtype if layer.z is None else None]
+    places, dtype = [0], layer.dtype
+    for i, (name, what) in enumerate(steps):
+        before, dtype = dtype, (what if name == CAST else dtype)
+        if i in stays or types[-1] is None or dtype != before:
+            types.append(dtype)
+        places.append(len(types) - 1)
+    return types, places
+
+
 class _Logits:
     """Computes logits of some rows and columns, in the type of the softmax, each time into the same memory.
 
@@ -223,15 +244,8 @@ class _Logits:
         self, layer: Layer, form: Form, rows: int, columns: int, *, saved: bool = False, apart: int = 0
     ) -> None:
         self.layer = layer
-        self.steps = form.forward or (((CAST, form.dtype),) if layer.z is not None else ())
-        stays = {place for name, place in form.backward if name in OF_RESULT} if saved else set()
-        types: list[torch.dtype | None] = [layer.dtype if layer.z is None else None]  # of each piece of memory
-        self.place, dtype = [0], layer.dtype  # for the product and each step, in which it is
-        for i, (name, what) in enumerate(self.steps):
-            before, dtype = dtype, (what if name == CAST else dtype)
-            if i in stays or types[-1] is None or dtype != before:
-                types.append(dtype)
-            self.place.append(len(types) - 1)
+        self.steps = _steps(layer, form)
+        types, self.place = _memory(layer, form, self.steps, saved=saved)
         new, width = layer.y.new_empty, {len(types) - 1: columns + apart}
         self.memory = [
             None if kind is None else new((rows, width.get(i, columns)), dtype=kind) for i, kind in enumerate(types)
@@ -291,3 +305,48 @@ class _Gradient:
             out = dx if name != CAST else self.memory[what][:, : dx.shape[1]]
             dx = POINTWISE[name](dx, self.logits.values[what] if name in OF_RESULT else what, out)
         return dx
+
+
+_PASSES = {row_sums: 5, gradient_of_rows: 9, gradients_of_weights: 10}  # over all logits, reading or writing
+_STEP = 2  # such passes of each step between the product and the softmax
+
+
+class Estimate(NamedTuple):
+    """What one of these functions computes, moves and holds beyond what it reads and makes, without running it."""
+
+    flop: int
+    launches: int  # of kernels
+    moved_bytes: int
+    workspace_bytes: int
+
+
+def estimate(node: fx.Node) -> Estimate | None:
+    """Of a node that calls one of these functions; None of another."""
+    if node.target not in _PASSES:
+        return None
+    args: Any = node.args
+    form: Form = args[1]
+    layer = Layer(*(None if one is None else one.meta["val"] for one in args[0]))
+    (rows, columns), forward = layer.shape, node.target is row_sums
+    of_weights = node.target is gradients_of_weights
+    by_columns, block = of_weights and form.by_columns, length(columns, form.parts, COLUMNS)
+    part = length(rows, form.parts, ROWS)
+    inside = rows * (block + APART) if by_columns else part * columns
+    again = -(-columns // block) if of_weights and not by_columns else 1
+    products = (0 if layer.z is not None else again) + (not forward and (not of_weights or args[5]))
+    depth = 0 if not products else layer.h.shape[1] if layer.h is not None else args[5].meta["val"].shape[1]
+    passes = _PASSES[node.target] + _STEP * (len(form.forward) + (0 if forward else len(form.backward)))
+    each_logit = sum(
+        dtype.itemsize for dtype in _memory(layer, form, _steps(layer, form), saved=not forward)[0] if dtype
+    )
+    if not forward:  # the kernel of the gradient has a buffer in float32 for half precision
+        more = [form.dtype, *({what for name, what in form.backward if name == CAST} - {form.dtype})]
+        each_logit += sum(dtype.itemsize for dtype in more) + (4 if form.dtype.itemsize == 2 else 0)
+    whole, each = (columns, block) if of_weights else (rows, part)
+    return Estimate(
+        flop=2 * rows * columns * depth * products,
+        launches=passes * -(-whole // each),
+        moved_bytes=(_PASSES[node.target] + passes * (again - 1)) * rows * columns * form.dtype.itemsize,
+        workspace_bytes=inside * each_logit
+        + (rows * block * layer.dtype.itemsize if of_weights and not by_columns else 0),
+    )

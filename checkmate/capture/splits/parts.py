@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +15,10 @@ import torch.fx as fx
 from torch import Tensor
 
 from checkmate.capture.nodes import storage, target_name, tensors
-from checkmate.capture.splits.dimensions import SUMMED, Split
+from checkmate.capture.splits.table import SUMMED, Split
+from checkmate.capture.ways.made_up import packet_of
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
 from checkmate.capture.ways.table import Written
-from checkmate.torch_internals.dispatcher import OpOverload
 
 log = logging.getLogger("checkmate.capture.splits")
 aten = torch.ops.aten
@@ -128,7 +130,7 @@ def part_of(tensor: Tensor, at: int | None, begin: int, units: int, length: int)
 def _adapted(node: fx.Node, split: Split, region: Region, length: int) -> tuple[Any, tuple[Any, ...]]:
     """What a node calls for a part: sizes among its arguments are those of the part."""
     target: Any = node.target
-    packet = target.overloadpacket if isinstance(target, OpOverload) else target
+    packet = packet_of(target)
     args: list[Any] = list(node.args)
     vals = node.meta["val"]
     units = region.units
@@ -296,13 +298,21 @@ def apart(region: Region) -> Region | None:
 
 
 def _text(region: Region, made: Sequence[_Made]) -> str:
-    inputs = [(_about(n.meta["val"]), at) for n, at in region.inputs()]
+    inputs = [(about_of(n.meta["val"]), at) for n, at in region.inputs()]
     ops = [f"{n.name}={target_name(n)}{n.args}{n.kwargs or ''}" for n in region.splits]
     return f"{inputs}; {ops}; {[(m.shape, m.stride, m.dtype, m.at) for m in made]} {region.made}"
 
 
-def _about(tensor: Tensor) -> tuple[Any, ...]:
+def about_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What two tensors share that are alike."""
     return str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), tensor.device.type
+
+
+def copy_of(module: fx.GraphModule) -> fx.Graph:
+    """A copy of a graph's nodes; their fake tensors are the same."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # from within PyTorch, of what it copies beside the nodes
+        return deepcopy(module.graph)
 
 
 def held_bytes(graph: fx.Graph) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import operator
-import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -23,11 +21,12 @@ from checkmate.capture.splits.loss import (
     row_sums,
     weighted_loss,
 )
+from checkmate.capture.splits.parts import copy_of
 
 aten = torch.ops.aten
 
 
-class Split(NamedTuple):
+class LossSplit(NamedTuple):
     """In which parts a loss runs; with its logits kept there is one buffer of their size, and nothing runs twice."""
 
     parts: int
@@ -37,20 +36,21 @@ class Split(NamedTuple):
         return f"loss in {self.parts} parts" + (" beside its logits" if self.kept else "")
 
 
-SPLITS = (*(Split(parts, kept=True) for parts in (4, 16)), *(Split(2**i) for i in range(1, 7)))  # from cheap to small
+SPLITS = (
+    *(LossSplit(parts, kept=True) for parts in (4, 16)),
+    *(LossSplit(2**i) for i in range(1, 7)),
+)  # from cheap to small
 
 
-def splits_of(found: Iterable[Loss]) -> tuple[Split, ...]:
+def splits_of(found: Iterable[Loss]) -> tuple[LossSplit, ...]:
     """Those that losses may run in: logits that the step shows stay."""
     shown = [loss.shown for loss in found]
     return tuple(split for split in SPLITS if shown and (split.kept or not all(shown)))
 
 
-def in_parts(module: fx.GraphModule, split: Split) -> fx.GraphModule:
+def in_parts(module: fx.GraphModule, split: LossSplit) -> fx.GraphModule:
     """A copy of a prepared joint graph in which each such loss runs in so many parts."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # from within PyTorch, of what it copies beside the nodes
-        graph = copy.deepcopy(module.graph)  # of its nodes; their fake tensors are the same
+    graph = copy_of(module)
     for loss in losses(graph):
         _Writer(graph, loss, split).write()
     return without_dead_code(module, graph)
@@ -59,7 +59,7 @@ def in_parts(module: fx.GraphModule, split: Split) -> fx.GraphModule:
 class _Writer:
     """Writes one loss."""
 
-    def __init__(self, graph: fx.Graph, loss: Loss, split: Split) -> None:
+    def __init__(self, graph: fx.Graph, loss: Loss, split: LossSplit) -> None:
         self.graph, self.loss = graph, loss
         smooth = loss.row_sum is not None or loss.smoothing is not None
         dtype = loss.softmax.meta["val"].dtype

@@ -57,10 +57,23 @@ def cancel(target: Any, args: tuple[Any, ...], draw: torch.Generator) -> None:
     >>> bool(((a.double() @ b.double()).abs() < 1e-9).all())
     True
     """
-    packet = target.overloadpacket if isinstance(target, OpOverload) else target
-    rule = _RULES.get(packet)
-    if rule is not None:
+    if (rule := _RULES.get(packet_of(target))) is not None:
         rule(_Pairs(draw), *args)
+
+
+def packet_of(target: Any) -> Any:
+    """An op of PyTorch's, whichever its overload; a function as it is."""
+    return target.overloadpacket if isinstance(target, OpOverload) else target
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape, type and bits, signs of zeros and NaNs included, wherever these lie."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(a.element_size(), torch.uint8)
+    as_they_lie = a.stride() == b.stride() and aten.is_non_overlapping_and_dense(a)
+    flat = (t.as_strided((t.numel(),), (1,)) if as_they_lie else t.contiguous().view(-1) for t in (a, b))
+    return torch.equal(*(t.view(integers) for t in flat))  # noqa: TID251  # of whole numbers
 
 
 class _Pairs:
@@ -137,11 +150,6 @@ def _of_input(pairs: _Pairs, grad: Tensor, w: Tensor, transposed: bool, groups: 
         pairs.pair([(grad, 1)], (w, 0), groups)
 
 
-def _convolution_backward_input(pairs: _Pairs, grad: Tensor, w: Tensor, *others: Any) -> None:
-    *_, transposed, _, groups = others
-    _of_input(pairs, grad, w, transposed, groups)
-
-
 def _convolution_backward(pairs: _Pairs, grad: Tensor, x: Tensor, w: Tensor, *others: Any) -> None:
     *_, transposed, _, groups, wanted = others
     if wanted[0]:
@@ -155,21 +163,13 @@ def _over_images(pairs: _Pairs, grad: Tensor, x: Tensor) -> None:
     pairs.pair([(x, 0)], (grad, 0))
 
 
-def _batch_norm(pairs: _Pairs, x: Tensor, *others: Any) -> None:
-    pairs.pair([], (x, 0))
-
-
-def _batch_norm_backward(pairs: _Pairs, grad: Tensor, x: Tensor, *others: Any) -> None:
-    _over_images(pairs, grad, x)
-
-
 def _sum(pairs: _Pairs, x: Tensor, dims: Any = None, *others: Any) -> None:
     pairs.scale(x)
     if x.is_floating_point():
         pairs.pair([], (x, dims[0] % x.dim() if dims else 0))
 
 
-def _attention(pairs: _Pairs, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> None:
+def _attention(pairs: _Pairs, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> None:
     pairs.scale(v)
     pairs.pair([(k, 2)], (v, 2))
 
@@ -179,8 +179,8 @@ _RULES: dict[Any, Callable[..., None]] = {
     **dict.fromkeys((aten.sum, aten.mean), _sum),
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution_backward,
-    convolution_backward_input: _convolution_backward_input,
-    aten._native_batch_norm_legit_functional: _batch_norm,
-    aten.native_batch_norm_backward: _batch_norm_backward,
+    convolution_backward_input: lambda pairs, grad, w, *others: _of_input(pairs, grad, w, others[-3], others[-1]),
+    aten._native_batch_norm_legit_functional: lambda pairs, x, *_: pairs.pair([], (x, 0)),
+    aten.native_batch_norm_backward: lambda pairs, grad, x, *_: _over_images(pairs, grad, x),
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
 }

@@ -3,7 +3,7 @@
 Only variants that need no second copy are here: some of PyTorch's ``out=`` are generated, and fill a new tensor that
 they then copy. What computes each element from the same element of its arguments may write over these on any device,
 as PyTorch documents for ``out=``. Of the others it is known on the CPU only; some of these run block by block, in more
-time than at once (`in_blocks`).
+time than at once (`over`).
 
 Whether an op of the table leaves the same bits so is not assumed: it is tried, for each shape, layout and type, when
 costs are measured (`checkmate.profiling`). Whether its argument may go is another question (`legal`).
@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.capture.ways import in_blocks
+from checkmate.capture.ways import over
 from checkmate.capture.ways.batch_norm import gradient_of_input
-from checkmate.capture.ways.over import batch_norm_over, rsub_over, safe_softmax_over, take_over
 from checkmate.capture.ways.shape_only import convolution_backward_input
 
 aten = torch.ops.aten
@@ -81,7 +80,7 @@ TABLE: Mapping[Any, Written] = {
     aten.clamp.default: Written(aten.clamp.out, (0,)),
     aten.clamp_max.default: Written(aten.clamp_max.out, (0,)),
     aten.clamp_min.default: Written(aten.clamp_min.out, (0,)),
-    aten.clone.default: Written(take_over, (0,)),
+    aten.clone.default: Written(over.take_over, (0,)),
     aten.div.Tensor_mode: Written(aten.div.out_mode, (0, 1)),
     aten.elu_backward.default: Written(aten.elu_backward.grad_input, (0, 5), "grad_input"),
     aten.lerp.Scalar: Written(aten.lerp.Scalar_out, (0, 1)),
@@ -91,27 +90,25 @@ TABLE: Mapping[Any, Written] = {
     aten.masked_fill.Tensor: Written(aten.masked_fill_.Tensor, (0,), None),
     aten.pow.Tensor_Scalar: Written(aten.pow.Tensor_Scalar_out, (0,)),
     aten.pow.Tensor_Tensor: Written(aten.pow.Tensor_Tensor_out, (0, 1)),
-    aten.rsub.Scalar: Written(rsub_over, (0,)),
+    aten.rsub.Scalar: Written(over.rsub_over, (0,)),
     aten.where.self: Written(aten.where.self_out, (1, 2)),
     # by rows, channels or windows
     **{op: Written(into, (1,), "grad_input", False) for op, into in map(_backward, _OF_SHAPE)},
-    aten._native_batch_norm_legit_functional.default: Written(batch_norm_over, (0,), pointwise=False),
+    aten._native_batch_norm_legit_functional.default: Written(over.batch_norm_over, (0,), pointwise=False),
     aten.native_batch_norm_backward.default: Written(
-        in_blocks.batch_norm_backward_over, (0, 1), pointwise=False, block=in_blocks.batch_norm_block
+        over.batch_norm_backward_over, (0, 1), pointwise=False, block=over.batch_norm_block
     ),
-    aten.convolution.default: Written(
-        in_blocks.convolution_over, (0,), pointwise=False, block=in_blocks.convolution_block
-    ),
+    aten.convolution.default: Written(over.convolution_over, (0,), pointwise=False, block=over.convolution_block),
     aten.convolution_backward.default: Written(
-        in_blocks.convolution_backward_over, (0, 1), pointwise=False, block=in_blocks.convolution_backward_block
+        over.convolution_backward_over, (0, 1), pointwise=False, block=over.convolution_backward_block
     ),
     convolution_backward_input: Written(
-        in_blocks.convolution_backward_input_over,
+        over.convolution_backward_input_over,
         (0,),
         pointwise=False,
-        block=in_blocks.convolution_backward_input_block,
+        block=over.convolution_backward_input_block,
     ),
-    aten._safe_softmax.default: Written(safe_softmax_over, (0,), pointwise=False),
+    aten._safe_softmax.default: Written(over.safe_softmax_over, (0,), pointwise=False),
     aten._softmax.default: Written(aten._softmax.out, (0,), pointwise=False),
     aten._log_softmax.default: Written(aten._log_softmax.out, (0,), pointwise=False),
     aten._softmax_backward_data.default: Written(aten._softmax_backward_data.out, (0, 1), "grad_input", False),

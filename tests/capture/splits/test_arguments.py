@@ -12,10 +12,10 @@ import torch.fx as fx
 from torch import Tensor
 
 from checkmate.backends.state import same_bits
-from checkmate.capture.splits.arguments import _COPIES, _ONCE, _ORDER, _ROWS, _VECTORS, Argument, argument_of
-from checkmate.capture.splits.dimensions import _RULES, _UNTAGGED, Split, split_of
 from checkmate.capture.splits.lanes import VECTORS, same_lanes
-from tests.capture.splits.test_dimensions import CASES, node_of
+from checkmate.capture.splits.letters import pointwise
+from checkmate.capture.splits.table import TABLE, Argument, Split, argument_of, split_of
+from tests.capture.splits.test_table import CASES, node_of
 
 aten = torch.ops.aten
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -72,7 +72,7 @@ LANES: dict[str, Op] = {  # whose vectors and tails round otherwise, on some pro
     "atan2": torch.atan2,
     "log_sigmoid": lambda a, b: aten.log_sigmoid_forward(a)[0],
 }
-ANYWHERE = BINARY | {str(op): op for op in _VECTORS}
+ANYWHERE = BINARY | {str(op): op for op, (_, said) in TABLE.items() if said is Argument.VECTORS}
 
 
 def _without_arguments(op: Op) -> Op:
@@ -201,5 +201,4 @@ def test_every_op_that_has_a_rule_for_parts_has_an_argument() -> None:
         split = split_of(node, result, dim, 2)
         assert split is not None
         assert argument_of(node, split) is not None
-    listed = _COPIES | _ONCE | _VECTORS | _ROWS | _ORDER
-    assert {op for op in _RULES if op not in listed} <= {*_UNTAGGED}
+    assert all(rule is pointwise for rule, said in TABLE.values() if said is Argument.LANES)

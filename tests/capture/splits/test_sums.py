@@ -12,11 +12,10 @@ import torch.fx as fx
 from torch import Tensor
 
 from checkmate.capture.splits import equal_bits
-from checkmate.capture.splits.dimensions import SUMMED, Split
 from checkmate.capture.splits.find_region import choices
 from checkmate.capture.splits.parts import InParts, apart, in_parts
-from checkmate.capture.splits.sums import sums_of
-from tests.capture.splits.test_dimensions import GEOMETRY, R, node_of, region_of
+from checkmate.capture.splits.table import SUMMED, Split, sums_of
+from tests.capture.splits.test_table import GEOMETRY, R, node_of, region_of
 from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,10 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from checkmate.backends.state import same_bits as same
-from checkmate.capture.splits.arguments import Argument, argument_of
-from checkmate.capture.splits.dimensions import Split, split_of
 from checkmate.capture.splits.equal_bits import is_argued, same_bits
 from checkmate.capture.splits.parts import InParts, Region, apart, in_parts
+from checkmate.capture.splits.table import Argument, Split, argument_of, split_of
 from checkmate.capture.ways.batch_norm import gradient_of_input, normalized
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import checkmate
 from checkmate.backends.state import same_bits
 from checkmate.backends.step_problem import joint_of
+from checkmate.capture.splits import equal_bits
 from checkmate.capture.splits import loss as functions
-from checkmate.capture.splits import trial
 from checkmate.capture.splits.find_loss import Loss, losses
 from checkmate.capture.splits.loss import length, slices
-from checkmate.capture.splits.write_loss import SPLITS, Split, splits_of
+from checkmate.capture.splits.write_loss import SPLITS, LossSplit, splits_of
 from tests.support.products import OneOrder
 from tests.support.sampling import few
 
@@ -80,8 +80,8 @@ def _loss(kind: str, dtype: torch.dtype, *, bias: bool) -> Loss:
 @pytest.fixture
 def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products that are tried have equal bits in parts, on each processor, and nothing was tried before."""
-    monkeypatch.setattr(trial, "_disable_current_modes", OneOrder)
-    monkeypatch.setattr(trial, "_tried", {})
+    monkeypatch.setattr(equal_bits, "_disable_current_modes", OneOrder)
+    monkeypatch.setattr(equal_bits, "_tried", {})
 
 
 @pytest.mark.usefixtures("one_order")
@@ -95,13 +95,13 @@ def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_kind_has_the_bits_of_plain_pytorch(
     kind: str, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "MOST_INPUTS", 3)
+    monkeypatch.setattr(equal_bits, "MOST_INPUTS", 3)
     loss = _loss(kind, dtype, bias=threads == 2)
     assert loss.shown == kind.startswith("shown")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        equal = [trial.same_bits_in_parts(loss, split) for split in splits_of([loss])[:4]]
+        equal = [equal_bits.loss_keeps_bits(loss, split) for split in splits_of([loss])[:4]]
     finally:
         torch.set_num_threads(before)
     assert all(equal), equal
@@ -110,12 +110,12 @@ def test_each_kind_has_the_bits_of_plain_pytorch(
 def test_products_that_have_other_bits_in_parts_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this processor may have them or not: the trial says what they do."""
     loss = _loss("scaled", torch.float32, bias=False)
-    monkeypatch.setattr(trial, "_tried", {})
+    monkeypatch.setattr(equal_bits, "_tried", {})
     a, b = torch.randn(ROWS * LENGTH, DEPTH), torch.randn(CLASSES, DEPTH).t()
     for split in splits_of([loss])[:4]:
         rows = slices(len(a), length(len(a), split.parts, functions.ROWS))
         if any(not same_bits(a[at] @ b, (a @ b)[at]) for at in rows):
-            assert not trial.same_bits_in_parts(loss, split)
+            assert not equal_bits.loss_keeps_bits(loss, split)
 
 
 @pytest.mark.usefixtures("one_order")
@@ -131,8 +131,8 @@ def test_products_that_have_other_bits_in_parts_are_told(monkeypatch: pytest.Mon
 )
 def test_other_bits_are_told(name: str, other: object, monkeypatch: pytest.MonkeyPatch) -> None:
     loss = _loss("capped", torch.float32, bias=False)
-    monkeypatch.setattr(trial, "_tried", {})
-    assert trial.same_bits_in_parts(loss, Split(4))
-    monkeypatch.setattr(trial, "_tried", {})
+    monkeypatch.setattr(equal_bits, "_tried", {})
+    assert equal_bits.loss_keeps_bits(loss, LossSplit(4))
+    monkeypatch.setattr(equal_bits, "_tried", {})
     monkeypatch.setitem(functions.POINTWISE, name, other)
-    assert not any(trial.same_bits_in_parts(loss, split) for split in SPLITS)
+    assert not any(equal_bits.loss_keeps_bits(loss, split) for split in SPLITS)

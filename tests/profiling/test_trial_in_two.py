@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from checkmate.profiling import in_two
-from checkmate.profiling.in_two import same_in_two
+from checkmate.profiling import trial
+from checkmate.profiling.trial import same_in_two
 from tests.support.bits import assert_same_bits
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def test_the_two_gradients_are_the_same_apart(bias: bool) -> None:
 
 
 def test_other_bits_and_ops_that_do_not_run_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_two, "_known", {})
+    monkeypatch.setattr(trial, "_known", {})
     node = _backward_of(torch.Size([2, 2, 7, 7]), torch.Size([3, 2, 3, 3]))
     real = node.target
 
@@ -49,7 +49,7 @@ def test_other_bits_and_ops_that_do_not_run_are_told(monkeypatch: pytest.MonkeyP
     node.target = other
     assert not same_in_two(node)
 
-    monkeypatch.setattr(in_two, "_known", {})
+    monkeypatch.setattr(trial, "_known", {})
     node.target = real
-    monkeypatch.setattr(in_two, "call_of", lambda node: partial(real, 1, 2, [True, True, True]))
+    monkeypatch.setattr(trial, "call_of", lambda node: partial(real, 1, 2, [True, True, True]))
     assert not same_in_two(node)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkmate.capture.ways.in_blocks import (
+from checkmate.capture.ways.over import (
     batch_norm_backward_over,
     batch_norm_block,
     convolution_backward_block,

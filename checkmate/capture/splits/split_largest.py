@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.fx as fx
@@ -16,7 +14,7 @@ from checkmate.capture.nodes import is_view, tensors
 from checkmate.capture.provenance import where
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.capture.splits.find_region import MOST_OPS, Choice, Place, bytes_of, choices, region_at, write
-from checkmate.capture.splits.parts import InParts, Region, apart, in_parts
+from checkmate.capture.splits.parts import InParts, Region, apart, copy_of, in_parts
 from checkmate.capture.ways.batch_norm import in_two_halves
 
 log = logging.getLogger("checkmate.capture.splits")
@@ -44,29 +42,16 @@ class StaysWhole(Exception):
     """An op that needs the most is not split; the name of its node."""
 
 
-@dataclass
-class Further:
-    """Splits a copy of a graph.
+class _Further:
+    """Splits a graph further."""
 
-    Args:
-        place: the copy.
-        tried: whether a region in parts has the bits of the whole, or is near enough.
-    """
+    def __init__(self, place: Place, tried: Tried) -> None:
+        self.place, self.tried = place, tried
+        self.nodes: dict[str, fx.Node] = {n.name: n for n in place.graph.nodes}
+        self.new: set[str] = set()  # names of calls that were made or changed
 
-    place: Place
-    tried: Tried
-    nodes: dict[str, fx.Node] = field(init=False)
-    new: set[str] = field(default_factory=set)  # names of calls that were made or changed
-
-    def __post_init__(self) -> None:
-        self.nodes = {n.name: n for n in self.place.graph.nodes}
-
-    def split(self, needs: Sequence[Need], least_gain: int, before: Sequence[str] = ()) -> None:
-        """Split all that stands at the largest need; before that the ops of these names, if they can be.
-
-        Raises:
-            StaysWhole: if an op cannot be.
-        """
+    def split(self, needs: Sequence[Need], least_gain: int, before: Sequence[str]) -> None:
+        """Split all that stands at the largest need; before that the ops of these names, if they can be."""
         most = max(need.bytes_at for need in needs)
         level = min((1 - LEVEL) * most, most - least_gain)
         needs = [*self._in_halves(needs, level, most)] if self.place.sums else needs
@@ -146,6 +131,11 @@ class Further:
         """Choices for an op, that with the fewest bytes first, each with the fewest parts that are enough."""
         found: dict[str, tuple[float, int, Choice, int]] = {}
         forms = set()  # of regions: many choices lead to the same
+
+        def fits(region: Region, alone: Region, count: int) -> bool:
+            parts = in_parts(alone, -(-region.units // count))
+            return parts is not None and bytes_of(parts, region) < room
+
         for choice in choices(node, sums=self.place.sums):
             region = region_at(self.place, node, choice)
             if region is None or region.form in forms:
@@ -158,7 +148,7 @@ class Further:
             least = bytes_of(full, region)
             if least < room:
                 ops = sum(not is_view(n) for n in region.splits)
-                fewer = (c for c in COUNTS if c < choice.units and _fits(region, alone, c, room))
+                fewer = (c for c in COUNTS if c < choice.units and fits(region, alone, c))
                 count = next(fewer, min(FULL, choice.units))
                 found[full.text] = (least * (1 + 0.2 * ops / MOST_OPS), ops, choice, count)
         for _, _, choice, count in sorted(found.values(), key=lambda one: one[:2])[:TRIALS]:
@@ -167,24 +157,14 @@ class Further:
     def _parts(self, node: fx.Node, choice: Choice, count: int) -> tuple[Region, InParts] | None:
         """A region, and what runs it in so many parts; None: it cannot be."""
         region = region_at(self.place, node, choice)
-        if region is None:
-            return None
-        alone = apart(region)
+        alone = None if region is None else apart(region)
         made = None if alone is None else in_parts(alone, -(-choice.units // count))
-        return None if made is None else (region, made)
+        return None if region is None or made is None else (region, made)
 
     def _write(self, node: fx.Node, region: Region, parts: InParts) -> bool:
-        name = f"{node.name}_in_parts"
-        if not write(self.place, node, region, parts):
-            return False
-        self.new.add(name)
-        return True
-
-
-def _fits(region: Region, alone: Region, count: int, room: int) -> bool:
-    """Whether a region, apart from its graph, needs less than that in so many parts."""
-    parts = in_parts(alone, -(-region.units // count))
-    return parts is not None and bytes_of(parts, region) < room
+        done = write(self.place, node, region, parts)
+        self.new |= {f"{node.name}_in_parts"} if done else set()
+        return done
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:
@@ -218,14 +198,12 @@ def split_further(
     Raises:
         StaysWhole: if one that needs the most cannot be.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # from within PyTorch, of what it copies beside the nodes
-        graph = copy.deepcopy(module.graph)
+    graph = copy_of(module)
     output: Any = graph.output_node().args[0]
     results = tuple(n for n in output[: len(joint.forward_outputs)] if isinstance(n, fx.Node))
     norms = "_native_batch_norm_legit_functional"  # what parts of them make does not depend on what they overwrite
     pinned = {op.name for op in joint.graph.ops if op.pinned and norms not in op.target}
-    Further(Place(graph, results, pinned, sums), tried).split(needs, least_gain, before)
+    _Further(Place(graph, results, pinned, sums), tried).split(needs, least_gain, before)
     return without_dead_code(module, graph)
 
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.capture.ways import in_blocks, table
+from checkmate.capture.ways import over, table
 from checkmate.capture.ways.table import TABLE
-from checkmate.profiling import tried_here
+from checkmate.profiling import trial
 
 aten = torch.ops.aten
 NORM = aten.native_batch_norm_backward.default
@@ -29,7 +29,7 @@ class _Net(nn.Sequential):
 
 @pytest.fixture(autouse=True)
 def _untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tried_here, "_known", {})
+    monkeypatch.setattr(trial, "_known", {})
 
 
 def _slower(problem: checkmate.Problem) -> set[str]:
@@ -37,7 +37,7 @@ def _slower(problem: checkmate.Problem) -> set[str]:
 
 
 def _last_bit(*args: Any, out: Tensor) -> Any:
-    made = in_blocks.batch_norm_backward_over(*args, out=out)
+    made = over.batch_norm_backward_over(*args, out=out)
     out.view(torch.int32)[-1, -1] ^= 1
     return made
 
@@ -50,16 +50,16 @@ def test_what_leaves_other_bits_here_is_not_offered(monkeypatch: pytest.MonkeyPa
     wrong = {**TABLE, NORM: replace(TABLE[NORM], into=_last_bit)}
     monkeypatch.setattr(table, "TABLE", wrong)
     assert _slower(checkmate.trace(net.step, x, profile=estimate)) == _slower(good)  # it has been tried
-    tried_here._known.clear()
+    trial._known.clear()
     found = checkmate.trace(net.step, x, profile=estimate)
     assert _slower(found) == set()
     assert {way for way in good.profile.ways if not way.slower} == {*found.profile.ways}
-    tried_here._known.clear()
+    trial._known.clear()
     assert _slower(checkmate.trace(net.step, x, profile=good.profile)) == set()  # handed in
 
 
 def test_what_is_measured_here_or_has_no_data_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tried_here, "ways_of", lambda *_: pytest.fail("it is tried"))
+    monkeypatch.setattr(trial, "ways_of", lambda *_: pytest.fail("it is tried"))
     assert _slower(checkmate.trace(_Net().step, torch.randn(4, 3, 8, 8)))
     with torch.device("meta"):
         net, x, target = _Net(), torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64)
