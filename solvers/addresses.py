@@ -18,12 +18,10 @@ import numpy.typing as npt
 
 from checkmate.errors import SolverError
 from checkmate.solvers.search.packing import pack
-from checkmate.solvers.search.reorder import first_fit, orders, reorder
 
 IntArray = npt.NDArray[np.int64]
 TIME_LIMIT = 5.0  # seconds, for what first fit leaves open
 AT_THE_BOUND = 0.15  # of the time, to pack blocks as low as nothing can be lower
-REORDERED = 0.6  # of the time that is left then, to lower the arena by other orders of first fit
 
 
 class Block(NamedTuple):
@@ -71,8 +69,8 @@ def place(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT, gap: float
     data[data[:, 0] == data[:, 1], 2] = 0  # what never lives needs no bytes
     bound = live_peak(blocks)
     best: Placement | None = None
-    for order in orders(data):
-        offsets = first_fit(data, order)
+    for order in _orders(data):
+        offsets = _first_fit(data, order)
         height = int((offsets + data[:, 2]).max(initial=0))
         if best is None or height < best.height:
             best = Placement(tuple(offsets.tolist()), height, bound)
@@ -82,8 +80,36 @@ def place(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT, gap: float
     return _lower(data, best, until, gap)
 
 
+def _orders(data: IntArray) -> Iterator[IntArray]:
+    """In which orders to place blocks: what is placed first has the choice."""
+    born, died, size = data.T
+    span = died - born
+    yield np.lexsort((born, -size))
+    yield np.lexsort((born, -size * span))
+    yield np.lexsort((-size, -span))
+    yield np.lexsort((-size, born))
+    yield np.lexsort((-size, -died))
+
+
+def _first_fit(data: IntArray, order: IntArray) -> IntArray:
+    """Offsets (N,) of blocks (N, 3), each in this order at the lowest address that is free for its whole life."""
+    born, died, size = data[order].T
+    begins = np.zeros(len(data), dtype=np.int64)
+    ends = np.zeros(len(data), dtype=np.int64)
+    for k in range(len(order)):
+        beside = np.flatnonzero((born[:k] < died[k]) & (died[:k] > born[k]))
+        beside = beside[np.argsort(begins[beside])]
+        floors = np.concatenate(([0], np.maximum.accumulate(ends[beside])))
+        room = np.append(begins[beside], np.iinfo(np.int64).max) - floors
+        begins[k] = floors[np.argmax(room >= size[k])]
+        ends[k] = begins[k] + size[k]
+    offsets = np.empty(len(data), dtype=np.int64)
+    offsets[order] = begins
+    return offsets
+
+
 def _lower(data: IntArray, best: Placement, until: float, gap: float) -> Placement:
-    """Search for a lower arena: as low as the bound, by other orders, then half way up to the lowest, and so on."""
+    """Search for a lower arena: as low as the bound, then half way up to the lowest, and so on."""
     blocks = [Block(*map(int, row)) for row in data]
     unit = math.gcd(*(block.size for block in blocks))  # the least height is a sum of sizes
     below = best.bound - unit  # no arena of this height, or none that was found
@@ -96,24 +122,9 @@ def _lower(data: IntArray, best: Placement, until: float, gap: float) -> Placeme
             below = height
             if packing.impossible:
                 best = replace(best, bound=height + unit)
-        if share == AT_THE_BOUND:
-            best, share = _reordered(blocks, best, until, gap), 0.5
+        share = 0.5
         height = below + unit * math.ceil((best.height - below) / (2 * unit))
     return best
-
-
-def _reordered(blocks: Sequence[Block], best: Placement, until: float, gap: float) -> Placement:
-    """The placement, or a lower one by other orders of first fit."""
-    alive = [i for i, block in enumerate(blocks) if block.size]
-    until = time.perf_counter() + REORDERED * (until - time.perf_counter())
-    enough = max(best.bound, math.floor(best.bound / (1 - gap)))
-    found = reorder([blocks[i] for i in alive], enough, best.height, until)
-    if found is None:
-        return best
-    offsets = [0] * len(blocks)
-    for i, offset in zip(alive, found, strict=True):
-        offsets[i] = offset
-    return _lowered(blocks, tuple(offsets), best)
 
 
 def _lowered(blocks: Sequence[Block], offsets: tuple[int, ...], best: Placement) -> Placement:

@@ -21,7 +21,7 @@ import numpy as np
 
 from checkmate.core.solution import OPTIMAL_GAP, Solution
 from checkmate.errors import SolverError
-from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
+from checkmate.solvers.baselines.nothing_chosen import checkpoint_all
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.obey import obeys
 from checkmate.solvers.common.runs import choose_places

@@ -12,19 +12,11 @@ from typing import Any
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.solvers.auto import auto
-from checkmate.solvers.baselines.checkpoint_all import checkpoint_all
-from checkmate.solvers.baselines.chen import (
-    ap_greedy,
-    ap_sqrt,
-    chen_greedy,
-    chen_sqrt,
-    linearized_greedy,
-    linearized_sqrt,
-)
+from checkmate.solvers.baselines.chen import greedy, sqrt
 from checkmate.solvers.baselines.dtr import dtr
 from checkmate.solvers.baselines.griewank import griewank
-from checkmate.solvers.baselines.last_node import last_node
 from checkmate.solvers.baselines.min_cut import min_cut
+from checkmate.solvers.baselines.nothing_chosen import checkpoint_all, last_node
 from checkmate.solvers.baselines.rotor import rotor
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import Clock, Task
@@ -110,14 +102,12 @@ _TABLE = (
     ),
     Method("checkpoint-all", "keep everything, run nothing twice", "what PyTorch does", checkpoint_all),
     Method("last-node", "keep only what the op before made: the most recomputation", JAIN, last_node),
-    Method("chen-sqrt", "on a chain of n ops, a checkpoint at every √n-th", CHEN, chen_sqrt),
-    Method(
-        "chen-greedy", "on a chain, a checkpoint wherever the bytes since the last exceed b", CHEN, chen_greedy, TIMED
-    ),
-    Method("ap-sqrt", "of n articulation points, a checkpoint at every √n-th", JAIN, ap_sqrt),
-    Method("ap-greedy", "the same where the bytes since the last exceed b", JAIN, ap_greedy, TIMED),
-    Method("linearized-sqrt", "of n forward ops, a checkpoint at every √n-th", JAIN, linearized_sqrt),
-    Method("linearized-greedy", "the same where the bytes since the last exceed b", JAIN, linearized_greedy, TIMED),
+    Method("chen-sqrt", "on a chain of n ops, a checkpoint at every √n-th", CHEN, sqrt("chain")),
+    Method("chen-greedy", "on a chain, one wherever the bytes since the last exceed b", CHEN, greedy("chain"), TIMED),
+    Method("ap-sqrt", "of n articulation points, a checkpoint at every √n-th", JAIN, sqrt("ap")),
+    Method("ap-greedy", "the same where the bytes since the last exceed b", JAIN, greedy("ap"), TIMED),
+    Method("linearized-sqrt", "of n forward ops, a checkpoint at every √n-th", JAIN, sqrt("linearized")),
+    Method("linearized-greedy", "the same where the bytes since the last exceed b", JAIN, greedy("linearized"), TIMED),
     Method("griewank", "on a chain, binomial checkpoints in as many slots as fit", GRIEWANK, griewank, TIMED),
     Method("next-use", "evict what is cheap to bring back and far from its next use", BELADY, next_use, SEEDED),
     Method("dtr", "evict at run time by one of six scores, and plan what that would run", KIRISAME, dtr, SEEDED),

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.fx as fx
 
-from checkmate.memory import malloc
+from checkmate.memory import meter
 from checkmate.torch_internals.descriptions import FakeTensor, MetaTensorDesc, MetaTensorDescriber
 
 
@@ -53,7 +53,7 @@ def letting_go(run: Callable[..., Any], module: fx.GraphModule) -> Callable[...,
             parts = [part for part in described.pop().modules() if isinstance(part, fx.GraphModule)]
             for node in (node for part in parts for node in part.graph.nodes):
                 node.meta.pop("example_value", None)
-            malloc.trim()
+            meter.trim()
         return run(*inputs)
 
     return letting_go_first

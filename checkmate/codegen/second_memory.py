@@ -27,8 +27,7 @@ import torch
 from checkmate.core.graph import Graph
 from checkmate.core.host import Host
 from checkmate.errors import HostError, Unsupported
-from checkmate.host import BLOCK, Store, open_store
-from checkmate.host.known_links import known_links
+from checkmate.host import BLOCK, Store, known_links, open_store
 from checkmate.memory.report import HostUse
 from checkmate.torch_internals.dispatcher import _disable_current_modes
 

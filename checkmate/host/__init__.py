@@ -4,9 +4,7 @@
 either, `drop` lets the copy there go. `measure` says how fast they are.
 """
 
-from checkmate.host.links import Links, measure
-from checkmate.host.opening import open_store
-from checkmate.host.slots import BLOCK, rounded
-from checkmate.host.store import Counts, Store
+from checkmate.host.opening import Links, known_links, measure, open_store
+from checkmate.host.store import BLOCK, Store, rounded
 
-__all__ = ["BLOCK", "Counts", "Links", "Store", "measure", "open_store", "rounded"]
+__all__ = ["BLOCK", "Links", "Store", "known_links", "measure", "open_store", "rounded"]

@@ -1,16 +1,40 @@
-"""Opening a second memory by its name: ``"file:/fast/disk"``, ``"file:"`` or ``"pinned"``."""
+"""A second memory by its name, ``"file:/fast/disk"``, ``"file:"`` or ``"pinned"``: opened, and how fast it is.
+
+Bytes per second each way are measured once, on blocks like those that a step will send, and kept on disk: plans of the
+next start are the same then. One small JSON file for each place, that is the machine, its device and the folder, is
+beside the costs of ops (`checkmate.core.files`). Whoever measures at the same time takes what the first has written.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 
-from checkmate.errors import HostError
-from checkmate.host.slots import rounded
-from checkmate.host.store import Mover, Store
+from checkmate.core import files
+from checkmate.errors import HostError, InvalidProblem
+from checkmate.host.store import BLOCK, Mover, Store, rounded
+
+log = logging.getLogger("checkmate.host")
+
+FORMAT, VERSION = "checkmate-links", 1
+ROUNDS = 3  # of each measurement, whose median counts
+BLOCKS = (1 << 20, 16 << 20)  # bytes, where none are given
+LEAST = 1e-9  # seconds: below it no clock measures
+_measured: dict[str, Links] = {}  # in this process, by place
 
 
 def open_store(where: str, capacity: int, device: torch.device) -> Store:
@@ -45,8 +69,7 @@ def _mover(where: str, nbytes: int, device: torch.device) -> Mover:
             raise HostError(f"A file is for steps on the CPU, not on {device}: write host='pinned'.")
         if sys.platform != "linux":
             raise HostError("A file as a second memory needs Linux.")
-        from checkmate.host.buffer import Buffer
-        from checkmate.host.file_mover import FileMover
+        from checkmate.host.file_mover import Buffer, FileMover
 
         return FileMover(Buffer(Path(folder or tempfile.gettempdir()), nbytes))
     if where not in ("pinned", "memory"):
@@ -56,3 +79,165 @@ def _mover(where: str, nbytes: int, device: torch.device) -> Mover:
     from checkmate.host.pinned_mover import PinnedMover
 
     return PinnedMover(device, nbytes)
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links to a second memory."""
+
+    send: float  # bytes per second, out
+    fetch: float  # bytes per second, back
+    shared: bool  # both directions at once take closer to the sum of their times than to the longer
+    latency: float  # seconds from the begin of the smallest copy to its end
+
+
+def measure(store: Store, device: torch.device, sizes: Sequence[int] = BLOCKS) -> Links:
+    """Measure a store in which nothing is, with two blocks of each size; what does not fit in it is left out.
+
+    The blocks are allocated on the device meanwhile, and freed again.
+
+    Raises:
+        HostError: if a copy fails.
+
+    >>> store = open_store("file:", 4 << 20, torch.device("cpu"))
+    >>> measure(store, torch.device("cpu"), [1 << 20]).send > 0
+    True
+    """
+    fitting = sorted({size for size in sizes if size and 2 * rounded(size) <= store.capacity})
+    times = [_times(store, device, size) for size in fitting]
+    send, fetch, both = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
+    longer = sum(max(took[:2]) for took in times)
+    latency = _times(store, device, BLOCK)[0] if store.capacity >= 2 * BLOCK else 0.0
+    total = sum(fitting)
+    return Links(
+        send=total / max(send, LEAST),
+        fetch=total / max(fetch, LEAST),
+        shared=both > (longer + send + fetch) / 2,
+        latency=latency,
+    )
+
+
+def _times(store: Store, device: torch.device, size: int) -> tuple[float, float, float]:
+    """Seconds to send a block, to fetch one, and for both at once."""
+    near, far = -1, -2  # keys that no plan has
+    first, second = (torch.empty(size, dtype=torch.uint8, device=device).untyped_storage() for _ in range(2))
+
+    def send() -> None:
+        store.send(near, first)
+        store.wait(near)
+
+    def fetch() -> None:
+        store.fetch(far, second)
+        store.wait(far)
+
+    def both() -> None:
+        store.send(near, first)
+        store.fetch(far, second)
+        store.wait(near)
+        store.wait(far)
+
+    store.send(far, second)
+    store.wait(far)
+    rounds = []
+    for _ in range(ROUNDS):
+        sent = _seconds(send, device)
+        store.drop(near)
+        rounds.append((sent, _seconds(fetch, device), _seconds(both, device)))
+        store.drop(near)
+    store.drop(far)
+    sent, fetched, together = (median(column) for column in zip(*rounds, strict=True))
+    return sent, fetched, together
+
+
+def _seconds(copy: Callable[[], None], device: torch.device) -> float:
+    _synchronize(device)
+    begin = time.perf_counter()
+    copy()
+    _synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def known_links(where: str, device: torch.device, *, cache: bool = True) -> Links:
+    """The links to a second memory, as `open_store` names it.
+
+    Args:
+        where, device: as there.
+        cache: take what is on disk, and keep there what is measured.
+
+    Raises:
+        HostError: if it cannot be had, or a copy fails.
+
+    >>> known_links("file:", torch.device("cpu")) == known_links("file:", torch.device("cpu"))
+    True
+    """
+    place = _place(where, device)
+    path = files.folder() / "links" / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.json"
+    if place not in _measured:
+        links = _read(path, place) if cache else None
+        if links is None:
+            links = _measure(where, device)
+            links = _first_of(path, place, links) if cache else links
+        _measured[place] = links
+    return _measured[place]
+
+
+def _place(where: str, device: torch.device) -> str:
+    kind, colon, folder = where.partition(":")
+    if colon:
+        where = f"{kind}:{os.path.realpath(folder or tempfile.gettempdir())}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return f"{where} beside {device.type} {name} of {platform.node()}"
+
+
+def _measure(where: str, device: torch.device) -> Links:
+    store = open_store(where, 2 * rounded(max(BLOCKS)), device)
+    try:
+        links = measure(store, device)
+    finally:
+        store.close()
+    log.info("%s: %.3g GB/s there, %.3g back", where, links.send / 1e9, links.fetch / 1e9)
+    return links
+
+
+def _read(path: Path, place: str) -> Links | None:
+    """What is kept of a place; None, with a warning where there is reason for one, if there is nothing."""
+    try:
+        document = files.read_json(path, format=FORMAT, version=VERSION, what="file of links")
+        links = _links(document["links"])
+    except FileNotFoundError:
+        return None
+    except (InvalidProblem, OSError, KeyError, TypeError, ValueError) as error:
+        log.warning("The links to a second memory are measured anew: %s", error)
+        return None
+    return links if document.get("place") == place else None
+
+
+def _links(kept: dict[str, Any]) -> Links:
+    links = Links(**kept)
+    for name in ("send", "fetch"):
+        rate = getattr(links, name)
+        if not isinstance(rate, float) or not 0 < rate < math.inf:
+            raise ValueError(f"{name} is {rate!r:.100}")
+    if not isinstance(links.latency, float) or not 0 <= links.latency < math.inf or type(links.shared) is not bool:
+        raise ValueError(f"{json.dumps(kept):.200} says no links")
+    return links
+
+
+def _first_of(path: Path, place: str, links: Links) -> Links:
+    """What the first process has kept that measured; a warning says if nothing can be kept."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.locked(path):
+            known = _read(path, place)
+            if known is None:
+                document = {"format": FORMAT, "version": VERSION, "place": place, "links": asdict(links)}
+                files.write_json(path, document, indent=0)
+    except OSError as error:
+        log.warning("What was measured of a second memory is not kept for the next time: %s", error)
+        return links
+    return known or links

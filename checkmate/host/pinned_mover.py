@@ -14,25 +14,8 @@ from typing import Any
 import torch
 
 from checkmate.errors import HostError
-from checkmate.host.store import Place, Transfer
+from checkmate.host.store import Place, Wait
 from checkmate.units import exact_bytes
-
-
-class PinnedTransfer:
-    """A copy on a stream."""
-
-    def __init__(self, event: Any, device: torch.device) -> None:
-        self._event, self._device = event, device
-
-    @property
-    def ended(self) -> bool:
-        """Whether the device has made it."""
-        return self._event.query()
-
-    def wait(self) -> BaseException | None:
-        """Have the compute stream go on only after it; what a device reports of a failed copy comes later, from it."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-        return None
 
 
 class PinnedMover:
@@ -47,18 +30,17 @@ class PinnedMover:
     """
 
     name = "pinned memory"
-    own_bytes = 0
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._device = device
         self._pinned = _pin(nbytes)
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def out(self, storage: torch.UntypedStorage, place: Place) -> Transfer:
+    def out(self, storage: torch.UntypedStorage, place: Place) -> Wait:
         """Begin to copy a value into the host's memory."""
         return self._copy(self._out, storage, place, out=True)
 
-    def back(self, place: Place, storage: torch.UntypedStorage) -> Transfer:
+    def back(self, place: Place, storage: torch.UntypedStorage) -> Wait:
         """Begin to copy a value from the host's memory."""
         return self._copy(self._back, storage, place, out=False)
 
@@ -76,7 +58,7 @@ class PinnedMover:
     def abandon(self) -> None:
         """Nothing: CUDA does not work in a forked child."""
 
-    def _copy(self, stream: Any, storage: torch.UntypedStorage, place: Place, *, out: bool) -> Transfer:
+    def _copy(self, stream: Any, storage: torch.UntypedStorage, place: Place, *, out: bool) -> Wait:
         """Copy each piece after all that the compute stream was given."""
         there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (place.nbytes,), (1,))
         stream.wait_event(torch.cuda.current_stream(self._device).record_event())
@@ -88,7 +70,12 @@ class PinnedMover:
                 to, source = (pinned, piece) if out else (piece, pinned)
                 to.copy_(source, non_blocking=True)
                 done += count
-        return PinnedTransfer(stream.record_event(), self._device)
+        ended = stream.record_event()
+
+        def wait() -> None:  # what a device reports of a failed copy comes later, from it
+            torch.cuda.current_stream(self._device).wait_event(ended)
+
+        return wait
 
 
 def _pin(nbytes: int) -> torch.Tensor:

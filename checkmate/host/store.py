@@ -3,6 +3,9 @@
 A `Store` keeps the books; a `Mover` copies. Each of the two directions takes its copies one after the other, in the
 order in which they were begun, beside the step. A value is copied as a whole storage, so that it comes back with the
 bits it had, whatever views of it there are.
+
+A value may lie there in several pieces. So what is free can always be used, and a capacity that holds the values of a
+plan in bytes holds them in any order: no address has to be planned.
 """
 
 from __future__ import annotations
@@ -10,16 +13,88 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from bisect import insort
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from checkmate.errors import HostError
-from checkmate.host.slots import Run, Slots
 from checkmate.units import exact_bytes
+
+BLOCK = 4096  # bytes: what a file is read and written by without the page cache
+
+
+class Run(NamedTuple):
+    """Bytes side by side."""
+
+    begin: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.begin + self.nbytes
+
+
+def rounded(nbytes: int) -> int:
+    """Bytes that a value of so many takes in a second memory.
+
+    >>> rounded(0), rounded(1), rounded(4096), rounded(4097)
+    (0, 4096, 4096, 8192)
+    """
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+class Slots:
+    """Free and taken bytes, in blocks.
+
+    >>> slots = Slots(4 * BLOCK)
+    >>> first, second = slots.take(5000), slots.take(1)
+    >>> slots.give(first)
+    >>> [(run.begin // BLOCK, run.nbytes // BLOCK) for run in slots.take(3 * BLOCK)]
+    [(0, 2), (3, 1)]
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = rounded(capacity)
+        self._free = [Run(0, self.capacity)] if self.capacity else []  # sorted, none touches another
+
+    @property
+    def free(self) -> int:
+        """Bytes that nobody has."""
+        return sum(run.nbytes for run in self._free)
+
+    def take(self, nbytes: int) -> tuple[Run, ...] | None:
+        """Bytes for a value: the first gap that holds it, or else the lowest gaps together; None where that is all."""
+        need = rounded(nbytes)
+        if need > self.free:
+            return None
+        whole = [gap for gap in self._free if gap.nbytes >= need][:1]
+        taken = []
+        for gap in whole or [*self._free]:
+            if not need:
+                break
+            run = Run(gap.begin, min(need, gap.nbytes))
+            self._free.remove(gap)
+            if run.end < gap.end:
+                insort(self._free, Run(run.end, gap.end - run.end))
+            taken.append(run)
+            need -= run.nbytes
+        return tuple(taken)
+
+    def give(self, runs: tuple[Run, ...]) -> None:
+        """Have bytes back that were taken."""
+        for run in runs:
+            insort(self._free, run)
+        merged: list[Run] = []
+        for run in self._free:
+            touches = bool(merged) and merged[-1].end == run.begin
+            begin = merged.pop().begin if touches else run.begin
+            merged.append(Run(begin, run.end - begin))
+        self._free = merged
 
 
 @dataclass
@@ -31,27 +106,18 @@ class Place:
     head: int = 0  # bytes at the value's begin that lie behind all others; noted by the mover that wrote them
 
 
-class Transfer(Protocol):
-    """A copy that was begun."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether `wait` would return at once."""
-
-    def wait(self) -> BaseException | None:
-        """Until it has ended, for all that comes after; what went wrong, if anything did."""
+Wait = Callable[[], BaseException | None]  # until a copy has ended, for all that follows; what went wrong, if anything
 
 
 class Mover(Protocol):
     """What copies between a step's memory and the second one. The caller keeps the storages until the copy's end."""
 
     name: str  # for errors
-    own_bytes: int  # of the first memory, for its own use
 
-    def out(self, storage: torch.UntypedStorage, place: Place) -> Transfer:
+    def out(self, storage: torch.UntypedStorage, place: Place) -> Wait:
         """Begin to copy a value there."""
 
-    def back(self, place: Place, storage: torch.UntypedStorage) -> Transfer:
+    def back(self, place: Place, storage: torch.UntypedStorage) -> Wait:
         """Begin to copy a value here."""
 
     def finish(self) -> None:
@@ -64,21 +130,11 @@ class Mover(Protocol):
         """Let go what a forked child has of it."""
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What a store did since it was opened."""
-
-    sent: int = 0  # bytes
-    fetched: int = 0  # bytes
-    waits: int = 0
-    blocked: int = 0  # of these: found the copy still under way
-
-
 @dataclass
 class _Value:
     place: Place
     kept: torch.UntypedStorage | None  # source or landing, alive until its copy has ended
-    pending: Transfer | None = None
+    pending: Wait | None = None
     arrived: bool = False  # its bytes are there, whole
 
 
@@ -99,9 +155,7 @@ class Store:
         self._values: dict[int, _Value] = {}
         self._books = threading.Lock()
         self._process = os.getpid()
-        self._counts = [0, 0, 0, 0]
         self._close = weakref.finalize(self, _shut, mover, self._values, self._process)
-        self.peak_there = 0  # the most of `bytes_there` since it was opened, or since this was set to 0
 
     @property
     def capacity(self) -> int:
@@ -112,16 +166,6 @@ class Store:
     def bytes_there(self) -> int:
         """Bytes that values take in the second memory now: each `rounded`, from its `send` to its `drop`."""
         return self._slots.capacity - self._slots.free
-
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of the first memory that the store has for its own use: PyTorch's allocator does not know them."""
-        return self._mover.own_bytes
-
-    @property
-    def counts(self) -> Counts:
-        """What it did."""
-        return Counts(*self._counts)
 
     def send(self, key: int, storage: torch.UntypedStorage) -> None:
         """Begin to copy a value out. Its storage stays as it is until `wait`.
@@ -141,8 +185,6 @@ class Store:
                 )
             self._values[key] = value = _Value(Place(nbytes, runs), storage)  # kept before anything is copied
             value.pending = self._mover.out(storage, value.place)
-            self.peak_there = max(self.peak_there, self.bytes_there)
-            self._counts[0] += nbytes
 
     def fetch(self, key: int, landing: torch.UntypedStorage) -> None:
         """Begin to copy a value back, into a storage of as many bytes. It is there until `drop` all the same.
@@ -157,7 +199,6 @@ class Store:
                 raise HostError(f"Value {key} has {sizes[0]}, and is to land in {sizes[1]}.")
             value.kept = landing
             value.pending = self._mover.back(value.place, landing)
-            self._counts[1] += value.place.nbytes
 
     def wait(self, key: int) -> None:
         """Until the copy of a value that was begun last has ended. From then on its source may go, its landing be read.
@@ -171,9 +212,8 @@ class Store:
             value = self._values.get(key)
             if value is None or value.pending is None:
                 raise HostError(f"Nothing of value {key} is under way to or from {self._mover.name}.")
-            pending, self._counts[2] = value.pending, self._counts[2] + 1
-            self._counts[3] += not pending.ended
-        error = pending.wait()
+            pending = value.pending
+        error = pending()
         with self._books:
             value.pending = value.kept = None
             way = "from" if value.arrived else "to"

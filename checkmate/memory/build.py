@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -37,32 +38,14 @@ class Unbuildable(Exception):
     """Why there is no library, in words."""
 
 
+@dataclass
 class _Library:
     """The one library of this process, from nothing to loaded, or why it is not."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self.loaded: ctypes.PyDLL | None = None
-        self.failure: str | None = None
-
-    def start(self, keep: bool, level: int) -> None:
-        with self._lock:
-            if self._thread is None:
-                about = {"target": self._make, "args": (keep, level), "name": "checkmate-build"}
-                self._thread = threading.Thread(**about, daemon=True)  # type: ignore[arg-type]
-                self._thread.start()
-
-    def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-
-    def _make(self, keep: bool, level: int) -> None:
-        try:
-            self.loaded = _load(keep)
-        except (Unbuildable, OSError) as error:
-            self.failure = str(error)
-            log.log(level, "No arena: %s. Steps run with PyTorch's own allocator.", error)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    thread: threading.Thread | None = None
+    loaded: ctypes.PyDLL | None = None
+    failure: str | None = None
 
 
 _LIBRARY = _Library()
@@ -75,7 +58,19 @@ def start(*, keep: bool = True, level: int = logging.WARNING) -> None:
         keep: in the cache folder what was built.
         level: of the line in the log that says why there is none.
     """
-    _LIBRARY.start(keep, level)
+    made = _LIBRARY
+
+    def make() -> None:
+        try:
+            made.loaded = _load(keep)
+        except (Unbuildable, OSError) as error:
+            made.failure = str(error)
+            log.log(level, "No arena: %s. Steps run with PyTorch's own allocator.", error)
+
+    with made.lock:
+        if made.thread is None:
+            made.thread = threading.Thread(target=make, name="checkmate-build", daemon=True)
+            made.thread.start()
 
 
 def library() -> ctypes.PyDLL | None:
@@ -85,7 +80,8 @@ def library() -> ctypes.PyDLL | None:
 
 def wait() -> str | None:
     """Wait for what `start` has begun. Why there is no library; None where there is one."""
-    _LIBRARY.wait()
+    if _LIBRARY.thread is not None:
+        _LIBRARY.thread.join()
     return _LIBRARY.failure
 
 

@@ -18,7 +18,6 @@ import weakref
 from bisect import insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,21 +32,14 @@ SEGMENT = 2 << 20  # bytes of one of these, and the unit of large ones (kSmallBu
 STEPS = 512  # a segment is found to this part of it, or to 2 MiB
 
 
-@dataclass(frozen=True)
-class Split:
-    """How one segment serves some blocks."""
-
-    offsets: np.ndarray  # (N,) int64; -1 where there was no room
-    served: bool  # all of them
-
-
-def split(lives: Lives, segment: int, keeps: int = SMALL) -> Split:
+def split(lives: Lives, segment: int) -> np.ndarray:
     """Serve blocks from one segment by best fit, as the allocator does: the smallest gap, the lowest of equal ones.
+
+    What would leave no more than `SMALL` of its gap takes all of it. Offsets (N,) int64, -1 where there was no room.
 
     Args:
         lives: of the blocks; those that die at a moment are gone before others are born at it.
         segment: bytes.
-        keeps: bytes that stay with a block where no more than these would be left of its gap.
     """
     gaps = [(segment, 0)]  # size and begin, sorted
     offsets = np.full(len(lives.sizes), -1, dtype=np.int64)
@@ -62,12 +54,12 @@ def split(lives: Lives, segment: int, keeps: int = SMALL) -> Split:
             continue
         gaps.remove(found)
         size, begin = found
-        if size - need > keeps:
+        if size - need > SMALL:
             insort(gaps, (size - need, begin + need))
             size = need
         offsets[i] = begin
         insort(ends, (int(lives.died[i]), begin, size))
-    return Split(offsets, bool((offsets >= 0).all()))
+    return offsets
 
 
 def segment_bytes(lives: Lives) -> int:
@@ -78,23 +70,15 @@ def segment_bytes(lives: Lives) -> int:
     >>> segment_bytes(lives) // mib, lives.peak // mib  # 6 do not fit where 4 were
     (14, 10)
     """
-    large = _of(lives, lives.sizes > SMALL)
+    above = lives.sizes > SMALL
+    large = Lives(lives.sizes[above], lives.born[above], lives.died[above])
     if not len(large.sizes):
         return 0
     segment = _rounded(large.peak, SEGMENT)
     more = max(SEGMENT, _rounded(segment // STEPS, SEGMENT))
-    while not split(large, segment).served:
+    while (split(large, segment) < 0).any():
         segment += more
     return segment
-
-
-def small_segments(lives: Lives) -> int:
-    """Bytes of the segments that blocks up to `SMALL` take, one after the other as they are full."""
-    left, taken = _of(lives, (lives.sizes <= SMALL) & (lives.sizes > 0)), 0
-    while len(left.sizes):
-        left = _of(left, split(left, SEGMENT, keeps=BLOCK - 1).offsets < 0)
-        taken += SEGMENT
-    return taken
 
 
 class CudaPool:
@@ -192,10 +176,6 @@ def _release(gaps: list[tuple[int, int]], begin: int, size: int) -> None:
         gaps.remove(gap)
         begin, size = min(begin, gap[1]), size + gap[0]
     insort(gaps, (size, begin))
-
-
-def _of(lives: Lives, chosen: np.ndarray) -> Lives:
-    return Lives(lives.sizes[chosen], lives.born[chosen], lives.died[chosen])
 
 
 def _rounded(size: int, to: int) -> int:

@@ -21,7 +21,7 @@ Papers: https://arxiv.org/abs/1604.06174 and https://arxiv.org/abs/1910.02653
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import isqrt
 
@@ -34,12 +34,16 @@ from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import kept_by_the_forward
 from checkmate.solvers.common.task import Task
 
+PREFIX = {"chain": "chen"}  # of a method's name, where it is not that of its candidates
 TRIES = 64  # values of b that are simulated
 MOST_SELECTIONS = 4096  # values of b that are thought of
 
 
-def chen_sqrt(task: Task, incumbent: Incumbent) -> Remarks:
-    """Every ⌊√n⌋-th op of a chain of n is a checkpoint. No plan where the forward is no chain or it does not fit.
+def sqrt(kind: str) -> Callable[[Task, Incumbent], Remarks]:
+    """The method that keeps every ⌊√n⌋-th of n candidates. No plan where it does not apply, or does not fit.
+
+    Args:
+        kind: of candidates, in `checkmate.solvers.baselines.checkpoint_places.CANDIDATES`.
 
     >>> from checkmate import solve
     >>> deps = [[], [0], [1], [2], [3], [2, 4], [1, 5], [0, 6]]
@@ -47,32 +51,46 @@ def chen_sqrt(task: Task, incumbent: Incumbent) -> Remarks:
     >>> solve(chain, 4, method="chen-sqrt").cost, solve(chain, 3, method="chen-sqrt").status
     (10.0, Status.NOT_FOUND)
     """
-    return _every_kth(task, incumbent, "chen", "chain")
+    prefix = PREFIX.get(kind, kind)
+
+    def run(task: Task, incumbent: Incumbent) -> Remarks:
+        problem = task.problem
+        if kind == "chain" and (no := does_not_apply(task, "ap-sqrt and linearized-sqrt")):
+            return no
+        candidates = CANDIDATES[kind](problem)
+        checkpoints = every_kth(candidates)
+        runs = kept_by_the_forward(problem, kept(problem, checkpoints))
+        sweep = cheapest(task, incumbent, f"{prefix}-sqrt", 1, lambda _: runs, tries=1)
+        remedy = f", and it has no other schedule; {prefix}-greedy adapts to the budget"
+        return sweep.remarks({"candidates": len(candidates), "checkpoints": len(checkpoints)}, remedy=remedy)
+
+    return run
 
 
-def chen_greedy(task: Task, incumbent: Incumbent, *, tries: int = TRIES) -> Remarks:
-    """A checkpoint wherever the bytes since the last exceed b, on a chain, for the best b. No plan as `chen_sqrt`."""
-    return _by_bytes(task, incumbent, "chen", "chain", tries)
+def greedy(kind: str) -> Callable[..., Remarks]:
+    """The method that keeps a candidate where the bytes since the last exceed b, for the best b. As `sqrt` otherwise.
 
+    Its option ``tries`` says how many b are simulated.
+    """
+    method = f"{PREFIX.get(kind, kind)}-greedy"
 
-def ap_sqrt(task: Task, incumbent: Incumbent) -> Remarks:
-    """Every ⌊√n⌋-th of n articulation points of the forward is a checkpoint. No plan where that does not fit."""
-    return _every_kth(task, incumbent, "ap", "ap")
+    def run(task: Task, incumbent: Incumbent, *, tries: int = TRIES) -> Remarks:
+        problem = task.problem
+        if kind == "chain" and (no := does_not_apply(task, "ap-greedy and linearized-greedy")):
+            return no
+        candidates = CANDIDATES[kind](problem)
+        choices = [tuple(candidates[i] for i in chosen) for chosen in selections(_filled(problem, candidates))]
 
+        def runs(i: int) -> np.ndarray:
+            return kept_by_the_forward(problem, kept(problem, choices[i]))
 
-def ap_greedy(task: Task, incumbent: Incumbent, *, tries: int = TRIES) -> Remarks:
-    """An articulation point is a checkpoint where the bytes since the last exceed b, for the best b."""
-    return _by_bytes(task, incumbent, "ap", "ap", tries)
+        sweep = cheapest(task, incumbent, method, len(choices), runs, tries=tries)
+        details = {"candidates": len(candidates), "selections": len(choices)}
+        if sweep.best is not None:
+            details["checkpoints"] = len(choices[sweep.best])
+        return sweep.remarks(details)
 
-
-def linearized_sqrt(task: Task, incumbent: Incumbent) -> Remarks:
-    """Every ⌊√n⌋-th of n forward ops is a checkpoint. No plan where that does not fit."""
-    return _every_kth(task, incumbent, "linearized", "linearized")
-
-
-def linearized_greedy(task: Task, incumbent: Incumbent, *, tries: int = TRIES) -> Remarks:
-    """A forward op is a checkpoint where the bytes since the last exceed b, for the best b."""
-    return _by_bytes(task, incumbent, "linearized", "linearized", tries)
+    return run
 
 
 def every_kth(candidates: Sequence[int]) -> tuple[int, ...]:
@@ -131,35 +149,6 @@ def kept(problem: Problem, checkpoints: Sequence[int]) -> set[int]:
     outputs = {v for op in graph.ops[: graph.forward_length] for v in op.outputs}
     dropped = {v for k in set(range(last + 1)).difference(checkpoints) for v in graph.ops[k].outputs}
     return outputs - (dropped & droppable(problem))
-
-
-def _every_kth(task: Task, incumbent: Incumbent, prefix: str, kind: str) -> Remarks:
-    problem, method = task.problem, f"{prefix}-sqrt"
-    if kind == "chain" and (no := does_not_apply(task, "ap-sqrt and linearized-sqrt")):
-        return no
-    candidates = CANDIDATES[kind](problem)
-    checkpoints = every_kth(candidates)
-    runs = kept_by_the_forward(problem, kept(problem, checkpoints))
-    sweep = cheapest(task, incumbent, method, 1, lambda _: runs, tries=1)
-    remedy = f", and it has no other schedule; {prefix}-greedy adapts to the budget"
-    return sweep.remarks({"candidates": len(candidates), "checkpoints": len(checkpoints)}, remedy=remedy)
-
-
-def _by_bytes(task: Task, incumbent: Incumbent, prefix: str, kind: str, tries: int) -> Remarks:
-    problem, method = task.problem, f"{prefix}-greedy"
-    if kind == "chain" and (no := does_not_apply(task, "ap-greedy and linearized-greedy")):
-        return no
-    candidates = CANDIDATES[kind](problem)
-    choices = [tuple(candidates[i] for i in chosen) for chosen in selections(_filled(problem, candidates))]
-
-    def runs(i: int) -> np.ndarray:
-        return kept_by_the_forward(problem, kept(problem, choices[i]))
-
-    sweep = cheapest(task, incumbent, method, len(choices), runs, tries=tries)
-    details = {"candidates": len(candidates), "selections": len(choices)}
-    if sweep.best is not None:
-        details["checkpoints"] = len(choices[sweep.best])
-    return sweep.remarks(details)
 
 
 def _filled(problem: Problem, candidates: Sequence[int]) -> list[int]:

@@ -55,84 +55,67 @@ def dtr(
     for i, name in enumerate(names):
         rng = np.random.default_rng(task.seed) if sample else None
         within = replace(task.clock, limit=task.clock.limit * (i + 1) / len(names))
-        tried.append(HeuristicRuns(replace(task, clock=within), incumbent, name, ignore_small, rng))
-        tried[-1].run()
-    best = min(tried, key=lambda runs: runs.cost)
+        tried.append(_try(replace(task, clock=within), incumbent, name, ignore_small, rng))
+    best = min(tried, key=lambda one: one.cost)
     if incumbent.R is None:
         return _explain(task.problem, incumbent, tried)
-    costs = {runs.name: runs.cost for runs in tried}
+    costs = {one.name: one.cost for one in tried}
     return Remarks(details={"heuristic": best.name, "costs": costs, "told": best.told})
 
 
 @dataclass
-class HeuristicRuns:
-    """The plans of one heuristic, over the budgets that its runtime is told."""
+class Tried:
+    """What came of one heuristic, over the budgets that its runtime was told."""
 
-    task: Task
-    incumbent: Incumbent
     name: str
-    ignore_small: bool
-    rng: np.random.Generator | None
     cost: float = float("inf")  # seconds, of its cheapest plan that fits
     told: int = 0  # bytes, for that plan
     stuck: Stuck | None = None
     out_of_time: bool = False
 
-    def run(self) -> None:
-        """Tell the runtime the budget, and then by bisection more or less, as its plan fits or not.
 
-        Where everything can be kept the runtime is told that there is no pressure: it may hold what a pinned op made
-        beyond its last use, and would evict to make room for that.
-        """
-        problem, budget = self.task.problem, self.task.budget
-        tables = Tables.of(problem)
-        low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak
-        told = budget if budget < high else problem.resident + int(problem.sizes.sum()) + high
-        for _ in range(TRIES):
-            fits = self._try(tables, told)
-            if fits is None:
-                return
-            low, high = (told + 1, high) if fits else (low, told - 1)
-            if low > high:
-                return
-            told = (low + high) // 2
+def _try(task: Task, incumbent: Incumbent, name: str, ignore_small: bool, rng: np.random.Generator | None) -> Tried:
+    """Tell the runtime the budget, and then by bisection more or less, as its plan fits or not.
 
-    def _try(self, tables: Tables, told: int) -> bool | None:
-        """Whether the runtime can be told more; None where there is no time left."""
+    Where everything can be kept the runtime is told that there is no pressure: it may hold what a pinned op made
+    beyond its last use, and would evict to make room for that.
+    """
+    problem, tables, tried = task.problem, Tables.of(task.problem), Tried(name)
+    low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak
+    told = task.budget if task.budget < high else problem.resident + int(problem.sizes.sum()) + high
+    for _ in range(TRIES):
+        runtime = Runtime(tables, told, HEURISTICS[name], clock=task.clock, ignore_small=ignore_small, rng=rng)
+        fits = True
         try:
-            runtime = Runtime(
-                tables,
-                told,
-                HEURISTICS[self.name],
-                clock=self.task.clock,
-                ignore_small=self.ignore_small,
-                rng=self.rng,
-            )
             stages = runtime.run()
         except OutOfTime:
-            self.out_of_time = True
-            return None
+            tried.out_of_time = True
+            break
         if isinstance(stages, Stuck):
-            self.stuck = stages
-            return True
-        R = without_useless(self.task.problem.graph, without_forbidden(self.task.problem, as_matrix(stages)))
-        if not self.incumbent.fits(R):
-            return False
-        if (cost := cost_of(self.task.problem, R)) < self.cost:
-            self.cost, self.told = cost, told
-        self.incumbent.offer(R, METHOD)
-        return True
+            tried.stuck = stages
+        else:
+            R = without_useless(problem.graph, without_forbidden(problem, as_matrix(stages)))
+            fits = incumbent.fits(R)
+            if fits and (cost := cost_of(problem, R)) < tried.cost:
+                tried.cost, tried.told = cost, told
+            if fits:
+                incumbent.offer(R, METHOD)
+        low, high = (told + 1, high) if fits else (low, told - 1)
+        if low > high:
+            break
+        told = (low + high) // 2
+    return tried
 
 
-def _explain(problem: Problem, incumbent: Incumbent, tried: list[HeuristicRuns]) -> Remarks:
+def _explain(problem: Problem, incumbent: Incumbent, tried: list[Tried]) -> Remarks:
     """Why there is no plan, and the op in the way where one is known."""
-    stuck = next((runs.stuck for runs in reversed(tried) if runs.stuck is not None), None)
+    stuck = next((one.stuck for one in reversed(tried) if one.stuck is not None), None)
     reasons = []
     if stuck is not None:
         op = problem.graph.ops[stuck.op].name
         reasons.append(f"nothing was left to evict at {op}, {format_bytes(stuck.missing_bytes)} short")
     if incumbent.least_peak is not None:
         reasons.append(f"the plan of least peak takes {format_bytes(incumbent.least_peak)}")
-    if any(runs.out_of_time for runs in tried):
+    if any(one.out_of_time for one in tried):
         reasons.append("a run passed the time limit or went round in circles")
     return Remarks("; ".join(reasons), stuck=None if stuck is None else stuck.op)

@@ -19,15 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from checkmate.solvers.common.flat_problem import Tables
 
 
-class Neighbours(Protocol):
-    """Follows what is evicted, and says how many seconds of it hang together with a value at hand."""
+class Neighbours:
+    """Follows what is evicted, and says how many seconds of it hang together with a value at hand; here, none."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
 
     def evict(self, v: int) -> None:
         """Value v is gone, and can be made again."""
@@ -37,81 +39,54 @@ class Neighbours(Protocol):
 
     def seconds(self, values: np.ndarray) -> np.ndarray:
         """For each of these values (N,), all at hand, the seconds (N,) beyond those of its own op."""
-
-
-class NoNeighbours:
-    """For scores that look at the value alone."""
-
-    def __init__(self, tables: Tables) -> None:
-        pass
-
-    def evict(self, v: int) -> None:
-        """Nothing to note."""
-
-    def restore(self, v: int) -> None:
-        """Nothing to note."""
-
-    def seconds(self, values: np.ndarray) -> np.ndarray:
-        """(N,) zeros."""
         return np.zeros(len(values))
 
 
-class Ancestors:
+class Ancestors(Neighbours):
     """The evicted ancestors, exactly: the ops that must run before a value's own op can run again.
 
     A sum is kept until something that belongs to it, or would, comes or goes.
     """
 
+    descendants = False  # count, too
+
     def __init__(self, tables: Tables) -> None:
-        self.tables = tables
+        super().__init__(tables)
         self.evicted = [False] * len(tables.producer)
         self.sums = np.full(len(tables.producer), np.nan)  # (V,) seconds; nan: to be found again
 
     def evict(self, v: int) -> None:
-        """Value v joins the ancestors of what is made from it."""
-        self.evicted[v] = True
-        self._forget(v)
+        """Value v joins the neighbourhoods around it."""
+        self._set(v, True)
 
     def restore(self, v: int) -> None:
         """Value v leaves them."""
-        self.evicted[v] = False
-        self._forget(v)
+        self._set(v, False)
 
     def seconds(self, values: np.ndarray) -> np.ndarray:
-        """(N,) seconds of the evicted neighbourhood of each of these values."""
+        """(N,) seconds of the evicted neighbourhood of each of these values, each op once in either direction."""
         for v in values[np.isnan(self.sums[values])].tolist():
-            self.sums[v] = self._sum(v)
+            self.sums[v] = 0.0
+            for reach in (self._ancestors, self._made_from)[: 1 + self.descendants]:
+                self.sums[v] += sum(self.tables.seconds[k] for k in sorted(self._reached(v, reach)[1]))
         return self.sums[values]
 
-    def _sum(self, v: int) -> float:
-        return self._seconds_of(v, self._ancestors)
+    def _set(self, v: int, evicted: bool) -> None:
+        self.evicted[v] = evicted
+        for reach in (self._made_from, self._ancestors)[: 1 + self.descendants]:
+            self.sums[list(self._reached(v, reach)[0])] = np.nan
 
-    def _forget(self, v: int) -> None:
-        self._forget_at_the_border(v, self._made_from)
-
-    def _seconds_of(self, v: int, reach: Callable[[int], list[tuple[int, int]]]) -> float:
-        """Seconds of the ops on the way from v through evicted values, each op once."""
-        ops: set[int] = set()
-        seen, todo = {v}, [v]
+    def _reached(self, v: int, reach: Callable[[int], list[tuple[int, int]]]) -> tuple[set[int], set[int]]:
+        """The values that are reached from v through evicted ones, with v, and the ops of those that are evicted."""
+        seen, ops, todo = {v}, set[int](), [v]
         while todo:
             for w, k in reach(todo.pop()):
                 if self.evicted[w]:
                     ops.add(k)
                     if w not in seen:
-                        seen.add(w)
                         todo.append(w)
-        return sum(self.tables.seconds[k] for k in sorted(ops))
-
-    def _forget_at_the_border(self, v: int, reach: Callable[[int], list[tuple[int, int]]]) -> None:
-        """Forget the sums of v and of all that is reached from it through evicted values."""
-        seen, todo = {v}, [v]
-        while todo:
-            for w, _ in reach(todo.pop()):
-                if w not in seen:
-                    seen.add(w)
-                    if self.evicted[w]:
-                        todo.append(w)
-        self.sums[list(seen)] = np.nan
+                seen.add(w)
+        return seen, ops
 
     def _ancestors(self, v: int) -> list[tuple[int, int]]:
         """The values that v is made from, each with its own op."""
@@ -125,15 +100,10 @@ class Ancestors:
 class Neighbourhood(Ancestors):
     """The evicted ancestors and the evicted descendants, exactly: h_full's e*."""
 
-    def _sum(self, v: int) -> float:
-        return self._seconds_of(v, self._ancestors) + self._seconds_of(v, self._made_from)
-
-    def _forget(self, v: int) -> None:
-        self._forget_at_the_border(v, self._made_from)
-        self._forget_at_the_border(v, self._ancestors)
+    descendants = True
 
 
-class Classes:
+class Classes(Neighbours):
     """Evicted values that hang together, in whatever direction, as classes with one sum of seconds: h_eq's ẽ*.
 
     Evicting merges the classes around a value. A value that comes back takes its seconds out of its class and leaves
@@ -141,64 +111,41 @@ class Classes:
     """
 
     def __init__(self, tables: Tables) -> None:
-        self.tables = tables
-        V = len(tables.producer)
-        near: list[set[int]] = [set() for _ in range(V)]
-        for k, inputs in enumerate(tables.inputs):
-            for u in inputs:
-                for w in tables.outputs[k]:
-                    near[u].add(w)
-                    near[w].add(u)
-        self.near = [sorted(values) for values in near]
-        self.edge_from = np.array([v for v, values in enumerate(self.near) for _ in values], dtype=np.int64)
-        self.edge_to = np.array([w for values in self.near for w in values], dtype=np.int64)
-        self.class_of = np.full(V, -1, dtype=np.int64)  # the name of a class is a value that was in it; -1: not evicted
-        self.members: dict[int, set[int]] = {}
-        self.total = np.zeros(V)  # seconds of the class of this name
+        super().__init__(tables)
+        reads = {(u, w) for k, inputs in enumerate(tables.inputs) for u in inputs for w in tables.outputs[k]}
+        edges = sorted(reads | {(w, u) for u, w in reads})
+        self.edge_from, self.edge_to = np.array(edges, dtype=np.int64).reshape(-1, 2).T
+        self.class_of = np.full(len(tables.producer), -1, dtype=np.int64)  # its number; -1: not evicted
+        self.total: list[float] = []  # seconds of each class there ever was
 
     def evict(self, v: int) -> None:
         """Merge the classes around v, with v."""
-        around = {int(self.class_of[w]) for w in self.near[v]} - {-1}
-        largest = max(sorted(around), key=lambda name: len(self.members[name]), default=None)
-        name = self._unused_name(v) if largest is None else largest
-        self.members.setdefault(name, set()).add(v)
-        self.class_of[v] = name
-        self.total[name] += self.tables.seconds[self.tables.producer[v]]
-        for other in sorted(around - {name}):
-            moved = self.members.pop(other)
-            self.class_of[list(moved)] = name
-            self.members[name] |= moved
-            self.total[name] += self.total[other]
-            self.total[other] = 0.0
-
-    def _unused_name(self, v: int) -> int:
-        return v if v not in self.members else next(n for n in range(len(self.total)) if n not in self.members)
+        around = np.unique(self.class_of[self.edge_to[self.edge_from == v]])
+        around = around[around >= 0]
+        self.class_of[np.isin(self.class_of, around)] = self.class_of[v] = len(self.total)
+        own = self.tables.seconds[self.tables.producer[v]]
+        self.total.append(own + sum(self.total[c] for c in around.tolist()))
 
     def restore(self, v: int) -> None:
         """Take v and its seconds out of its class."""
-        name = int(self.class_of[v])
+        self.total[self.class_of[v]] -= self.tables.seconds[self.tables.producer[v]]
         self.class_of[v] = -1
-        self.members[name].remove(v)
-        self.total[name] -= self.tables.seconds[self.tables.producer[v]]
-        if not self.members[name]:
-            del self.members[name]
-            self.total[name] = 0.0
 
     def seconds(self, values: np.ndarray) -> np.ndarray:
         """(N,) seconds of the classes next to each of these values, each class once."""
-        V = len(self.class_of)
+        V, total = len(self.class_of), np.array([*self.total, 0.0])
         wanted = np.zeros(V, dtype=bool)
         wanted[values] = True
         edges = wanted[self.edge_from] & (self.class_of[self.edge_to] >= 0)
-        pairs = np.unique(self.edge_from[edges] * V + self.class_of[self.edge_to[edges]])
-        return np.bincount(pairs // V, weights=self.total[pairs % V], minlength=V)[values]
+        pairs = np.unique(self.edge_from[edges] * len(total) + self.class_of[self.edge_to[edges]])
+        return np.bincount(pairs // len(total), weights=total[pairs % len(total)], minlength=V)[values]
 
 
 @dataclass(frozen=True)
 class Heuristic:
     """A score: seconds, or 1, over bytes and staleness, or one of them."""
 
-    neighbours: Callable[[Tables], Neighbours] = NoNeighbours
+    neighbours: type[Neighbours] = Neighbours
     by_seconds: bool = True
     by_bytes: bool = True
     by_staleness: bool = True

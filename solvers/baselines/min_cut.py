@@ -16,7 +16,7 @@ cut can need as much memory as keeping everything. So the peak does not always f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import networkx as nx
 import numpy as np
@@ -24,7 +24,7 @@ import numpy as np
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import kept_by_the_forward
-from checkmate.solvers.common.task import Task
+from checkmate.solvers.common.task import Clock, Task
 from checkmate.units import format_bytes
 
 METHOD = "min-cut"
@@ -44,56 +44,43 @@ def min_cut(task: Task, incumbent: Incumbent) -> Remarks:
     >>> solve(chain, 4, method="min-cut").cost
     5.0
     """
-    cuts = Cuts(task, incumbent)
-    cuts.search()
-    if incumbent.R is not None:
-        return Remarks(details={**cuts.best, "cuts": cuts.count})
-    least = incumbent.least_peak or 0
-    return Remarks(f"the cut whose plan has the least peak takes {format_bytes(least)}")
+    problem, details = task.problem, {"cuts": 0}
+    ops, sizes = candidates(problem), problem.sizes.copy()
+    sizes[list(problem.graph.outputs)] = 0  # held anyway
+    seconds = {k: float(problem.seconds[k]) for k in ops}
+    weight = {k: int(sizes[list(problem.graph.ops[k].outputs)].sum()) for k in ops}
 
-
-class Cuts:
-    """Minimum cuts over the bytes that are allowed for saving."""
-
-    def __init__(self, task: Task, incumbent: Incumbent) -> None:
-        self.task, self.incumbent = task, incumbent
-        problem = task.problem
-        ops = candidates(problem)
-        self.sizes = problem.sizes.copy()
-        self.sizes[list(problem.graph.outputs)] = 0  # held anyway
-        self.seconds = {k: float(problem.seconds[k]) for k in ops}
-        self.weight = {k: self._bytes(problem.graph.ops[k].outputs) for k in ops}
-        self.best: dict[str, int] = {}  # of the best plan: the bytes that were allowed, and those that its cut saves
-        self.count = 0
-
-    def search(self) -> None:
-        """Allowances from everything to nothing, then bisection above the largest of them that fits."""
-        most, clock = sum(self.weight.values()), self.task.clock
-        above = low = None  # the allowances around the border: the smallest known not to fit, the largest that does
-        for allowance in (most * i // COARSE for i in reversed(range(COARSE + 1))):
-            if low is not None and clock.is_over:
-                return
-            fits = self._fits(allowance)
-            if low is None:
-                above, low = (above, allowance) if fits else (allowance, None)
-        for _ in range(FINE):
-            if low is None or above is None or above - low <= 1 or clock.is_over:
-                return
-            middle = (low + above) // 2
-            above, low = (above, middle) if self._fits(middle) else (middle, low)
-
-    def _fits(self, allowance: int) -> bool:
+    def fits(allowance: int) -> bool:
         """Whether the plan with this allowance fits; it is offered."""
-        saved = cut(self.task.problem, most_seconds(self.seconds, self.weight, allowance))
-        R = kept_by_the_forward(self.task.problem, saved)
-        self.count += 1
-        fits = self.incumbent.fits(R)
-        if fits and self.incumbent.offer(R, METHOD):
-            self.best = {"allowance": allowance, "saved bytes": self._bytes(saved)}
-        return fits
+        saved = cut(problem, most_seconds(seconds, weight, allowance))
+        R = kept_by_the_forward(problem, saved)
+        details["cuts"] += 1
+        if not incumbent.fits(R):
+            return False
+        if incumbent.offer(R, METHOD):
+            details.update({"allowance": allowance, "saved bytes": int(sizes[saved].sum())})
+        return True
 
-    def _bytes(self, values: Collection[int]) -> int:
-        return int(self.sizes[list(values)].sum())
+    _search(fits, sum(weight.values()), task.clock)
+    if incumbent.R is not None:
+        return Remarks(details=details)
+    return Remarks(f"the cut whose plan has the least peak takes {format_bytes(incumbent.least_peak or 0)}")
+
+
+def _search(fits: Callable[[int], bool], most: int, clock: Clock) -> None:
+    """Allowances from everything to nothing, then bisection above the largest of them that fits."""
+    above = low = None  # the allowances around the border: the smallest known not to fit, the largest that does
+    for allowance in (most * i // COARSE for i in reversed(range(COARSE + 1))):
+        if low is not None and clock.is_over:
+            return
+        fitting = fits(allowance)
+        if low is None:
+            above, low = (above, allowance) if fitting else (allowance, None)
+    for _ in range(FINE):
+        if low is None or above is None or above - low <= 1 or clock.is_over:
+            return
+        middle = (low + above) // 2
+        above, low = (above, middle) if fits(middle) else (middle, low)
 
 
 def candidates(problem: Problem) -> list[int]:

@@ -121,13 +121,10 @@ def _backward_starts(graph: Graph, anyway: frozenset[int], cuts: list[tuple[int,
     across = {value for _, value in cuts}
     belongs, now = [], L - 1
     for op in graph.ops[first:]:
-        for v in op.inputs:
-            made_by = graph.values[v].producer
-            if made_by is not None and made_by < first and v not in anyway:
-                now = min(now, int(segment_of[made_by]) + (v in across))
-        for v in op.inputs:
-            made_by = graph.values[v].producer
-            if made_by is not None and made_by < first and v not in anyway and segment_of[made_by] > now:
+        read = [(v, p) for v in op.inputs if v not in anyway and (p := graph.values[v].producer or 0) < first]
+        now = min([now, *(int(segment_of[p]) + (v in across) for v, p in read)])
+        for v, p in read:
+            if segment_of[p] > now:
                 raise NotAChain(f"{op.name} of the backward reads {graph.values[v].name} out of the order of a chain")
         belongs.append(now)
     return [first + sum(i < now for now in belongs) for i in range(L)] + [len(graph.ops)]
@@ -162,7 +159,7 @@ def _runs_for(graph: Graph, forward: range, values: Iterable[int], anyway: froze
 
 def measure(problem: Problem, segments: list[Segment]) -> Chain:
     """What the segments cost."""
-    graph, sizes = problem.graph, problem.sizes
+    graph, sizes, anyway = problem.graph, problem.sizes, at_hand_anyway(problem.graph)
     flows = [frozenset() if segment.leaves is None else frozenset([segment.leaves]) for segment in segments]
     results = set(graph.outputs)
     replay, lasting = _pinned_bytes(problem, segments)
@@ -175,8 +172,8 @@ def measure(problem: Problem, segments: list[Segment]) -> Chain:
         output=np.array([sizes[list(values)].sum() for values in flows]),
         kept=np.array([sizes[list(s.saved)].sum() for s in segments]),
         gradient=np.array([sizes[list(_gradients(graph, s.backward.start))].sum() for s in segments]),
-        pass_peak=np.array([_forward_peak(problem, s, values) for s, values in zip(segments, flows, strict=True)]),
-        keep_peak=np.array([_forward_peak(problem, s, s.saved) for s in segments]),
+        pass_peak=np.array([_peak(problem, s.forward, (), v, anyway) for s, v in zip(segments, flows, strict=True)]),
+        keep_peak=np.array([_peak(problem, s.forward, (), s.saved, anyway) for s in segments]),
         backward_peak=np.array([_backward_peak(problem, s) for s in segments]),
         replay=replay,
         always=problem.resident + early_bytes + np.cumsum(lasting) + late_bytes[::-1].cumsum()[::-1] - late_bytes,
@@ -209,11 +206,6 @@ def _gradients(graph: Graph, b: int) -> set[int]:
     """The values, no results, that the backward makes before op b for b or later ops."""
     made = (v for op in graph.ops[graph.forward_length : b] for v in op.outputs)
     return {v for v in made if graph.users[v] and graph.users[v][-1] >= b}.difference(graph.outputs)
-
-
-def _forward_peak(problem: Problem, segment: Segment, stays: frozenset[int]) -> int:
-    """Bytes while the forward of a segment runs and these of its values stay; without what is at hand anyway."""
-    return _peak(problem, segment.forward, set(), stays, at_hand_anyway(problem.graph))
 
 
 def _backward_peak(problem: Problem, segment: Segment) -> int:

@@ -3,7 +3,8 @@
 Blocks that were made by cutting others up fit where these fitted. So two blocks of one size, one of which dies when the
 other is born, are taken as one block that lives on; and blocks of one life as one of all their bytes. Contracted so, to
 the end, a problem with little room to spare is often a tenth as large, and addresses of what is left are addresses of
-all. There may be none although the problem has some: nothing is proven then, and fewer blocks are taken together.
+all. There may be none although the problem has some: nothing is proven then, and every other time blocks of one life
+are left as they are.
 
 A search of this kind is over soon or never (heavy tails, Gomes et al. 2000). So there are many short ones, each with
 other contractions and in another order, whose lengths follow Luby et al. (1993). Now and then a search of all blocks,
@@ -16,29 +17,14 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Literal, NamedTuple
+from functools import reduce
 
 from checkmate.solvers.search.skyline import Block, Packing, fill
 
 NODES = 500  # decisions of the shortest searches, beside two for each block
 SHARE_OF_PROOF = 0.2  # of all decisions, for searches of all blocks
-MOST_TOGETHER = 10  # blocks of one life, of which some are chosen to be taken as one
-SKIPPED = 0.1  # of contractions, where some are left out
-
-Stack = Literal["all", "match", "none"]
-
-
-class Way(NamedTuple):
-    """How far to contract."""
-
-    stack: Stack  # which blocks of one life; those that match have the size of one before or after them, together
-    skip: float = 0.0  # share of contractions that are not made
-
-
-WAYS = (Way("all"), Way("match"), Way("all", SKIPPED), Way("none"), Way("match", SKIPPED))
 
 
 def pack(
@@ -81,7 +67,7 @@ def _search(blocks: list[Block], capacity: int, deadline: float, node_limit: flo
     rng = random.Random(seed)
     nodes, attempt, proof = 0, 0, float(NODES + 2 * len(blocks))
     while True:
-        parts = contract(blocks, WAYS[attempt % len(WAYS)], rng)
+        parts = contract(blocks, rng, stack=attempt % 2 == 0)
         order = None if attempt == 0 and seed == 0 else rng.randrange(1 << 30)
         attempt += 1
         runs = [(parts, order, float(NODES + 2 * len(parts)) * _luby(attempt))]
@@ -126,9 +112,6 @@ class Part:
         return Part((born, died, size + other.block[2]), self.places + places)
 
 
-Together = Callable[[Part, Part], bool]
-
-
 def _alone(blocks: Sequence[Block]) -> list[Part]:
     return [Part(block, ((i, 0),)) for i, block in enumerate(blocks)]
 
@@ -141,71 +124,34 @@ def _expand(parts: Sequence[Part], offsets: Sequence[int], count: int) -> tuple[
     return tuple(found)
 
 
-def contract(blocks: Sequence[Block], way: Way, rng: random.Random) -> list[Part]:
-    """Take blocks together until there is nothing more to take together."""
-    parts = _alone(blocks)
-    apart: set[tuple[int, int]] = set()
-
-    def together(first: Part, second: Part) -> bool:
-        """Whether these are taken as one; what is once kept apart stays so."""
-        pair = first.places[-1][0], second.places[0][0]
-        if way.skip and pair not in apart and rng.random() < way.skip:
-            apart.add(pair)
-        return pair not in apart
-
-    count = -1
+def contract(blocks: Sequence[Block], rng: random.Random, *, stack: bool) -> list[Part]:
+    """Take blocks together, those of one life too if they are to be stacked, until there is nothing more to take."""
+    parts, count = _alone(blocks), -1
     while len(parts) != count:
         count = len(parts)
-        parts = _stack(_chain(parts, together, rng), way.stack, together, rng)
+        parts = _chain(parts, rng)
+        if stack:
+            parts = _stack(parts, rng)
     return parts
 
 
-def _chain(parts: Sequence[Part], together: Together, rng: random.Random) -> list[Part]:
+def _chain(parts: Sequence[Part], rng: random.Random) -> list[Part]:
     """Blocks of one size, each born when the one before dies."""
     ending: defaultdict[tuple[int, int], list[Part]] = defaultdict(list)
     for part in sorted(parts, key=lambda part: part.block[0]):
         born, died, size = part.block
         before = ending[born, size]
         if before:
-            k = rng.randrange(len(before))
-            if together(before[k], part):
-                part = before.pop(k).then(part)
+            part = before.pop(rng.randrange(len(before))).then(part)
         ending[died, size].append(part)
     return [part for ends in ending.values() for part in ends]
 
 
-def _stack(parts: Sequence[Part], which: Stack, together: Together, rng: random.Random) -> list[Part]:
-    """Blocks of one life: all of them, or those that fit on a block before or after them."""
-    if which == "none":
-        return list(parts)
-    wanted: defaultdict[tuple[str, int], set[int]] = defaultdict(set)  # sizes of what dies or is born at a moment
-    for part in parts:
-        born, died, size = part.block
-        wanted["born", born].add(size)
-        wanted["died", died].add(size)
+def _stack(parts: Sequence[Part], rng: random.Random) -> list[Part]:
+    """All blocks of one life, in any order."""
     lives: defaultdict[tuple[int, int], list[Part]] = defaultdict(list)
     for part in parts:
         lives[part.block[:2]].append(part)
-    found = []
-    for life, group in lives.items():
-        if which == "match":
-            chosen = _matching(group, wanted["died", life[0]] | wanted["born", life[1]])
-        else:
-            chosen = list(group)
-        found += [part for part in group if part not in chosen]
-        rng.shuffle(chosen)
-        for part in chosen:
-            if part is not chosen[0] and together(found[-1], part):
-                part = found.pop().below(part)
-            found.append(part)
-    return found
-
-
-def _matching(group: Sequence[Part], sizes: Collection[int]) -> list[Part]:
-    """The fewest blocks of one life whose sizes add up to one of some; none if none do."""
-    few = sorted(group, key=lambda part: -part.block[2])[:MOST_TOGETHER]
-    for count in range(2, len(few) + 1):
-        for chosen in combinations(few, count):
-            if sum(part.block[2] for part in chosen) in sizes:
-                return list(chosen)
-    return []
+    for group in lives.values():
+        rng.shuffle(group)
+    return [reduce(Part.below, group) for group in lives.values()]

@@ -1,17 +1,23 @@
-"""Second memories by their names."""
+"""Second memories by their names; how fast their links are, by a clock that the test moves, and that this is kept."""
 
 from __future__ import annotations
 
+import json
 import tempfile
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from checkmate.core import files
 from checkmate.errors import HostError
-from checkmate.host import open_store
+from checkmate.host import BLOCK, Links, known_links, measure, open_store, opening
+from checkmate.host.store import Place, Store, Wait
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+MIB = 1 << 20
 
 
 def test_no_folder_is_the_one_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +39,103 @@ def test_no_folder_is_the_one_for_temporary_files(tmp_path: Path, monkeypatch: p
 def test_what_cannot_be_is_refused(where: str, device: torch.device, says: str) -> None:
     with pytest.raises(HostError, match=says):
         open_store(where, 1, device)
+
+
+class Timed:
+    """A mover whose copies take seconds of a clock of its own: so many bytes per second each way."""
+
+    name = "the test's memory"
+
+    def __init__(self, send: float, fetch: float, shared: bool) -> None:
+        self.now, self.speeds, self.shared = 0.0, (send, fetch), shared
+        self.ends = [0.0, 0.0]
+
+    def out(self, storage: torch.UntypedStorage, place: Place) -> Wait:
+        return self.begin(0, place)
+
+    def back(self, place: Place, storage: torch.UntypedStorage) -> Wait:
+        return self.begin(1, place)
+
+    def begin(self, way: int, place: Place) -> Wait:
+        behind = self.ends if self.shared else self.ends[way : way + 1]
+        self.ends[way] = max(self.now, *behind) + place.nbytes / self.speeds[way]
+        return partial(self.reach, self.ends[way])
+
+    def reach(self, end: float) -> None:
+        self.now = max(self.now, end)
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_speeds_and_whether_a_link_is_shared(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mover = Timed(2e9, 3e9, shared)
+    monkeypatch.setattr(time, "perf_counter", lambda: mover.now)
+    store = Store(mover, 8 * MIB)
+    links = measure(store, CPU, [MIB, 2 * MIB, 100 * MIB, 0])
+    assert links == Links(pytest.approx(2e9), pytest.approx(3e9), shared, pytest.approx(BLOCK / 2e9))
+    assert store.bytes_there == 0
+
+
+def test_a_store_without_room_measures_nothing() -> None:
+    assert measure(Store(Timed(1, 1, False), 0), CPU) == Links(0.0, 0.0, False, 0.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where they are kept, and the place."""
+    monkeypatch.setenv(files.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(opening, "_measured", {})
+    return tmp_path
+
+
+def _forget(monkeypatch: pytest.MonkeyPatch, links: Links | None = None) -> list[str]:
+    """As another process, which would measure other links; what is measured."""
+    measured: list[str] = []
+
+    def measure(where: str, device: torch.device) -> Links:
+        measured.append(where)
+        return links or Links(1e9, 2e9, shared=False, latency=0.0)
+
+    monkeypatch.setattr(opening, "_measured", {})
+    monkeypatch.setattr(opening, "_measure", measure)
+    return measured
+
+
+def test_the_next_process_takes_what_was_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = known_links(f"file:{folder}", CPU)
+    assert first.send > 0
+    measured = _forget(monkeypatch)
+    assert known_links(f"file:{folder}/.", CPU) == first
+    assert measured == []
+    known_links(f"file:{folder.parent}", CPU)
+    assert measured == [f"file:{folder.parent}"]
+
+
+def test_without_the_cache_it_is_measured_anew_and_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = _forget(monkeypatch)
+    known_links("file:", CPU, cache=False)
+    assert measured == ["file:"]
+    assert [*folder.iterdir()] == []
+
+
+@pytest.mark.parametrize("wrong", [{"send": 0.0}, {"fetch": "fast"}, {"latency": -1.0}, {"more": 1}])
+def test_a_damaged_file_is_measured_anew_with_a_warning(
+    folder: Path, wrong: dict[str, object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _forget(monkeypatch)
+    known_links("file:", CPU)
+    (path,) = (folder / "links").glob("*.json")
+    document = json.loads(path.read_text())
+    document["links"] |= wrong
+    path.write_text(json.dumps(document))
+    other = Links(3e9, 4e9, shared=True, latency=1e-3)
+    _forget(monkeypatch, other)
+    assert known_links("file:", CPU) == other
+    assert "measured anew" in caplog.text
+    _forget(monkeypatch)
+    assert known_links("file:", CPU) == other

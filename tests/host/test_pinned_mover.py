@@ -11,8 +11,7 @@ import torch
 
 from checkmate.errors import HostError
 from checkmate.host import measure, open_store
-from checkmate.host.slots import BLOCK
-from checkmate.host.store import Store
+from checkmate.host.store import BLOCK, Store
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -97,9 +96,6 @@ class Event:
         self.happened = True
 
     def __call__(self) -> None: ...
-
-    def query(self) -> bool:
-        return self.happened
 
 
 @pytest.fixture

@@ -3,45 +3,40 @@
 from __future__ import annotations
 
 import os
+import random
 import weakref
 
 import pytest
 import torch
 
 from checkmate.errors import CheckmateError, HostError
-from checkmate.host.slots import BLOCK
-from checkmate.host.store import Counts, Place, Store, Transfer
-
-
-class Copy:
-    """A copy that ends when it is waited for."""
-
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.ended, self.error = False, error
-
-    def wait(self) -> BaseException | None:
-        if isinstance(self.error, KeyboardInterrupt):
-            raise self.error
-        self.ended = True
-        return self.error
+from checkmate.host.store import BLOCK, Place, Run, Slots, Store, Wait, rounded
 
 
 class ByHand:
     """A mover that notes what it is asked."""
 
-    name, own_bytes = "the test's memory", 0
+    name = "the test's memory"
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.error: BaseException | None = None
 
-    def out(self, storage: torch.UntypedStorage, place: Place) -> Transfer:
+    def out(self, storage: torch.UntypedStorage, place: Place) -> Wait:
         self.asked.append("out")
-        return Copy(self.error)
+        return self.copied(self.error)
 
-    def back(self, place: Place, storage: torch.UntypedStorage) -> Transfer:
+    def back(self, place: Place, storage: torch.UntypedStorage) -> Wait:
         self.asked.append("back")
-        return Copy(self.error)
+        return self.copied(self.error)
+
+    def copied(self, error: BaseException | None) -> Wait:
+        def wait() -> BaseException | None:
+            if isinstance(error, KeyboardInterrupt):
+                raise error
+            return error
+
+        return wait
 
     def finish(self) -> None:
         self.asked.append("finish")
@@ -61,16 +56,15 @@ def sent(store: Store, key: int, nbytes: int) -> None:
 def test_bytes_there_are_counted_from_send_to_drop() -> None:
     store = Store(ByHand(), 10 * BLOCK)
     store.send(0, torch.UntypedStorage(2 * BLOCK + 1))
-    assert (store.bytes_there, store.peak_there) == (3 * BLOCK, 3 * BLOCK)
+    assert store.bytes_there == 3 * BLOCK
     sent(store, 1, 0)
     sent(store, 2, 1)
     store.wait(0)
     store.drop(0)
-    assert (store.bytes_there, store.peak_there) == (BLOCK, 4 * BLOCK)
+    assert store.bytes_there == BLOCK
     store.fetch(2, torch.UntypedStorage(1))
     store.wait(2)
     assert store.bytes_there == BLOCK
-    assert store.counts == Counts(sent=2 * BLOCK + 2, fetched=1, waits=4, blocked=4)
 
 
 def test_storages_live_until_the_wait_and_go_with_it() -> None:
@@ -185,3 +179,38 @@ def test_a_forked_child_must_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None
         store.send(0, torch.UntypedStorage(1))
     del store
     assert mover.asked == ["abandon"]
+
+
+def test_a_value_lies_in_pieces_where_no_gap_holds_it() -> None:
+    slots = Slots(5 * BLOCK)
+    values = [slots.take(BLOCK) for _ in range(5)]
+    slots.give(values[0])
+    slots.give(values[2])
+    slots.give(values[3])
+    assert slots.take(2 * BLOCK) == (Run(2 * BLOCK, 2 * BLOCK),)
+    slots.give(values[4])
+    assert slots.take(2 * BLOCK) == (Run(0, BLOCK), Run(4 * BLOCK, BLOCK))
+    assert slots.take(1) is None
+    assert slots.take(0) == ()
+
+
+def test_any_order_finds_room_for_as_many_bytes_as_there_are() -> None:
+    draw = random.Random(0)
+    for capacity in (0, 1, 7 * BLOCK, 40 * BLOCK):
+        slots, taken = Slots(capacity), []
+        for _ in range(400):
+            if taken and draw.random() < 0.5:
+                slots.give(taken.pop(draw.randrange(len(taken))))
+                continue
+            nbytes, free = draw.randrange(6 * BLOCK), slots.free
+            runs = slots.take(nbytes)
+            assert (runs is None) == (rounded(nbytes) > free)
+            if runs is not None:
+                assert sum(run.nbytes for run in runs) == rounded(nbytes)
+                taken.append(runs)
+            blocks = [b for runs in taken for run in runs for b in range(run.begin, run.end, BLOCK)]
+            assert len(blocks) == len({*blocks}) == (slots.capacity - slots.free) // BLOCK
+            assert all(0 <= block < slots.capacity for block in blocks)
+        for runs in taken:
+            slots.give(runs)
+        assert slots.take(capacity) == ((Run(0, rounded(capacity)),) if capacity else ())

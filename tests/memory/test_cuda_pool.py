@@ -13,7 +13,7 @@ import torch
 
 from checkmate.memory import cuda_pool
 from checkmate.memory.arena import PHASES, Lives
-from checkmate.memory.cuda_pool import BLOCK, SEGMENT, SMALL, CudaPool, segment_bytes, small_segments, split
+from checkmate.memory.cuda_pool import BLOCK, SEGMENT, SMALL, CudaPool, segment_bytes, split
 from checkmate.solvers.addresses import Block, overlaps
 from tests.support.bits import assert_same_bits
 
@@ -29,14 +29,13 @@ def lives(*blocks: tuple[float, int, int]) -> Lives:
 
 def test_the_smallest_gap_that_holds_a_block_is_split() -> None:
     some = lives((8, 0, 3), (2, 1, 9), (4, 2, 4), (2, 3, 9), (2, 5, 9))
-    assert (split(some, 16 * MIB).offsets // MIB).tolist() == [0, 8, 10, 14, 10]
-    assert not split(some, 12 * MIB).served
+    assert (split(some, 16 * MIB) // MIB).tolist() == [0, 8, 10, 14, 10]
+    assert (split(some, 12 * MIB) < 0).any()
 
 
 def test_what_would_leave_little_of_a_gap_takes_all_of_it() -> None:
     some = lives((4, 0, 2), (2, 1, 9), (3.5, 2, 9), (0.5, 3, 9))
-    assert (split(some, 8 * MIB).offsets / MIB).tolist() == [0, 4, 0, 6]
-    assert (split(some, 8 * MIB, keeps=0).offsets / MIB).tolist() == [0, 4, 0, 3.5]
+    assert (split(some, 8 * MIB) / MIB).tolist() == [0, 4, 0, 6]
 
 
 def test_the_segment_of_random_lives_serves_them_without_overlap() -> None:
@@ -49,16 +48,16 @@ def test_the_segment_of_random_lives_serves_them_without_overlap() -> None:
         placed = split(some, segment)
         rounded = -(-some.sizes // BLOCK) * BLOCK
         blocks = [Block(*map(int, block)) for block in zip(some.born, some.died, rounded, strict=True)]
-        assert not list(overlaps(blocks, placed.offsets.tolist()))
-        assert some.peak <= int((placed.offsets + rounded).max()) <= segment
+        assert not list(overlaps(blocks, placed.tolist()))
+        assert some.peak <= int((placed + rounded).max()) <= segment
         assert segment % SEGMENT == 0
-        assert segment == SEGMENT * -(-some.peak // SEGMENT) or not split(some, segment - SEGMENT).served
+        assert segment == SEGMENT * -(-some.peak // SEGMENT) or (split(some, segment - SEGMENT) < 0).any()
 
 
 def test_small_blocks_have_segments_of_their_own() -> None:
     some = lives((1, 0, 9), (1, 0, 9), (0.5, 1, 9), (3, 1, 9), (0.25, 2, 9))
-    assert (segment_bytes(some), small_segments(some)) == (4 * MIB, 4 * MIB)
-    assert (segment_bytes(lives((1, 0, 1))), small_segments(lives((1.5, 0, 1)))) == (0, 0)
+    assert segment_bytes(some) == 4 * MIB
+    assert segment_bytes(lives((1, 0, 1))) == 0
 
 
 class Device:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
+from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block, live_peak, overlaps, place
 from tests.support.blocks import NINE_ALIVE_TEN_NEEDED, cut_up, drawn, least_height
 
@@ -25,6 +27,22 @@ def test_hundreds_of_blocks(seed: int) -> None:
     placed = place(blocks, time_limit=0)
     assert not list(overlaps(blocks, placed.offsets))
     assert placed.bound == live_peak(blocks) <= placed.height <= sum(block.size for block in blocks)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_first_fit_puts_each_as_low_as_it_can_be(seed: int) -> None:
+    blocks = drawn(random.Random(seed), 12, moments=8)
+    data = np.array(blocks, dtype=np.int64)
+    order = np.arange(len(blocks))
+    offsets = addresses._first_fit(data, order).tolist()
+    for i, block in enumerate(blocks):
+        before = blocks[:i]
+        free = [
+            at
+            for at in [0, *(offsets[j] + b.size for j, b in enumerate(before))]
+            if not list(overlaps([*before, block], [*offsets[:i], at]))
+        ]
+        assert offsets[i] == min(free)
 
 
 def test_the_live_peak_is_counted_moment_by_moment() -> None:

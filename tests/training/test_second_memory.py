@@ -16,7 +16,7 @@ import checkmate
 from checkmate import HostError, InfeasibleBudget
 from checkmate.core import files
 from checkmate.core.simulator import simulate
-from checkmate.host import known_links
+from checkmate.host import opening
 from checkmate.memory import measure_peak
 from checkmate.solvers.background_search import News
 from tests.support.bits import assert_same_bits
@@ -70,7 +70,7 @@ def test_it_trains_below_what_recomputation_needs(tmp_path: Path, monkeypatch: p
     """With the bits of plain PyTorch, the bytes of the plan here and there, and the same plan in the next process."""
     budget = below()
     monkeypatch.setenv(files.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(known_links, "_measured", {})
+    monkeypatch.setattr(opening, "_measured", {})
     with pytest.raises(InfeasibleBudget):
         checkmate.compile(Net(), budget=budget, time_limit=1)(*batch())
     plain = Net()
@@ -87,7 +87,7 @@ def test_it_trains_below_what_recomputation_needs(tmp_path: Path, monkeypatch: p
     assert (use.where, use.calls, use.pending) == ("file:/dev/shm", 3, 0)
     assert "second memory" in str(model.memory())
 
-    monkeypatch.setattr(known_links, "_measured", {})  # as in another process
+    monkeypatch.setattr(opening, "_measured", {})  # as in another process
     again = compiled(Net())
     again(*batch()).backward()
     assert again.plans[0].plan == plan.plan

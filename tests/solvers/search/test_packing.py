@@ -11,7 +11,7 @@ import pytest
 
 from checkmate.solvers.addresses import Block, live_peak, overlaps
 from checkmate.solvers.search import packing
-from checkmate.solvers.search.packing import WAYS, contract, pack
+from checkmate.solvers.search.packing import contract, pack
 from checkmate.solvers.search.skyline import fill
 from tests.support.blocks import NINE_ALIVE_TEN_NEEDED, cut_up, drawn, least_height
 
@@ -68,13 +68,13 @@ def test_a_rectangle_cut_into_two_hundred_fits_again(seed: int) -> None:
     assert found == pack(blocks, 1 << 20, node_limit=20_000)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("stack", [True, False])
 @pytest.mark.parametrize("seed", range(5))
-def test_addresses_of_blocks_taken_together_are_addresses_of_all(way: packing.Way, seed: int) -> None:
+def test_addresses_of_blocks_taken_together_are_addresses_of_all(stack: bool, seed: int) -> None:
     """Whatever is taken together: here each such block lies above the one before, so that no two of them overlap."""
     rng = random.Random(seed)
     blocks = cut_up(rng, 60, moments=20, height=300)
-    parts = contract(blocks, way, rng)
+    parts = contract(blocks, rng, stack=stack)
     assert len(parts) < len(blocks)
     assert live_peak(Block(*part.block) for part in parts) == live_peak(blocks) == 300
     ends = [*accumulate((part.block[2] for part in parts), initial=0)]
@@ -87,7 +87,7 @@ def test_blocks_taken_together_wrongly_prove_nothing() -> None:
     """Some are of one size by chance: as one block they leave no way, and there is one."""
     lives = "0-1 1, 5-6 1, 1-2 1, 1-4 1, 2-5 1, 0-3 1, 3-6 1, 3-4 2, 2-6 2, 0-6 3, 0-1 4, 1-2 3, 4-6 3, 0-3 1, 2-3 1"
     blocks = [Block(int(life[0]), int(life[2]), int(size)) for life, size in map(str.split, lives.split(","))]
-    together = [part.block for part in contract(blocks, WAYS[0], random.Random(0))]
+    together = [part.block for part in contract(blocks, random.Random(0), stack=True)]
     assert fill(together, 10).impossible
     found = pack(blocks, 10)
     assert found.offsets is not None
