@@ -98,9 +98,7 @@ class Copies:
     def find(self, graph: fx.Graph) -> None:
         """Find out, from the joint graph, which weights are converted.
 
-        Raises:
-            Unsupported: for a weight that is converted more than once and written in a way that AOTAutograd traces as a
-                write to something else.
+        Refused is one that is converted twice, and written in a way that AOTAutograd traces as a write to another.
         """
         for node, versions in _versions(graph).items():
             position = getattr(node.meta.get("desc"), "idx", len(self.kept))
@@ -151,13 +149,7 @@ def _as_leaves(*weights: torch.Tensor) -> None:
 def refuse_products_within(module: fx.GraphModule) -> None:
     """Refuse ops whose kernels multiply matrices by other ops, under autocast: it changes these, in plain PyTorch.
 
-    Captured as one op, they would be computed in float32.
-
-    Args:
-        module: the graph as Dynamo captured it.
-
-    Raises:
-        Unsupported: naming the line of the user's code.
+    Captured by Dynamo as one op, they would be computed in float32.
     """
     around = any(map(torch.is_autocast_enabled, _DEVICES))
     for part in module.modules():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 
 from checkmate.torch_internals import kernels
 from checkmate.torch_internals.descriptions import suggest_memory_format
@@ -52,7 +53,7 @@ def is_for_cudnn(tensors: Sequence[fx.Node | None], training: bool, eps: float) 
     )
 
 
-def reserve_bytes(x: torch.Tensor) -> int:
+def reserve_bytes(x: Tensor) -> int:
     """What cuDNN keeps of a training forward for its backward, beyond what everyone does."""
     return int(kernels._get_cudnn_batch_norm_reserve_space_size(x, True))
 
@@ -86,15 +87,15 @@ def _fake(node: Any) -> Any:
 
 
 def batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    mean: torch.Tensor | None,
-    var: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor | None,
+    var: Tensor | None,
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Result, mean, 1 / standard deviation, the new running statistics where there are any, and cuDNN's reserve.
 
     The statistics handed in stay as they are, so that this can run again.
@@ -106,27 +107,15 @@ def batch_norm(
 
 
 def evaluate(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    mean: torch.Tensor,
-    var: torch.Tensor,
-    momentum: float,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Batch norm by the running statistics, and two empty tensors: its backward is PyTorch's own."""
     return aten.cudnn_batch_norm(x, weight, bias, mean, var, False, momentum, eps)[:3]
 
 
 def batch_norm_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    eps: float,
-    reserve: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, eps: float, reserve: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of input, weight and bias. cuDNN may write to its reserve, so that it gets a copy."""
     grad = grad.contiguous(memory_format=suggest_memory_format(x))
     return aten.cudnn_batch_norm_backward(x, grad, weight, None, None, mean, rstd, eps, reserve.clone())

@@ -42,11 +42,8 @@ _AS_MANY_WHATEVER_THE_VALUES = {  # without the underscore of those that draw in
     *("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "native_dropout", "normal"),
     *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "randperm", "uniform"),
 }
-_NUMBERS = {
-    torch.SymInt: 1,
-    torch.SymFloat: 0.5,
-    torch.SymBool: True,
-}  # any: what draws and takes one is refused
+# any will do: what draws and takes such a number is refused
+_NUMBERS = {torch.SymInt: 1, torch.SymFloat: 0.5, torch.SymBool: True}
 
 
 class CannotTellError(Exception):
@@ -113,11 +110,9 @@ def _made(arguments: Any) -> Any:
 
 
 def draws_of(nodes: Iterable[fx.Node], attributes: Mapping[str, Any]) -> dict[fx.Node, tuple[Draw, ...]]:
-    """What each node draws, of nodes from the beginning of a graph of Dynamo's on, in order.
+    """What each node draws, of nodes from the beginning of a graph of Dynamo's on, which keep what was found.
 
-    Args:
-        nodes: each has what Dynamo knows of its value. What was found is kept in them.
-        attributes: what the graph's ``get_attr`` nodes stand for.
+    ``attributes``: what the graph's ``get_attr`` nodes stand for.
 
     Raises:
         CannotTellError: if it cannot be told of a node.

@@ -121,7 +121,8 @@ def read_joint(
     for node in forward:
         found.add_op(node, "forward")
     let_go = found.made_for(read_at_return(step.forward_outputs, step.forward_descs))
-    found.add_return((*handed_in, *let_go))
+    if held := (*handed_in, *let_go):  # by the caller of the forward until it has returned, but not for the backward
+        found.add(Op("return", "autograd", held, (), "forward", "is done by autograd"))
     tangents = found.add_handed_in("tangents", [n for n in step.placeholders if n in step.after_tangent], "tangent")
     for node in backward:
         found.add_op(node, "backward")
@@ -162,21 +163,18 @@ class _Contents:
     def add_inputs(self) -> None:
         """Parameters, buffers and inputs, once for each storage."""
         step, position = self.step, 0
+        trained = {i for i, gradient in enumerate(step.backward_outputs) if isinstance(gradient, fx.Node)}
         for n in step.nodes:
             if n in step.numbers or n in step.draws:
                 position += 1
             elif n.op == "placeholder" and n not in step.after_tangent:
                 role: Role = "input"
                 if position in step.static_inputs:
-                    role = "parameter" if n.meta["val"].requires_grad or self._has_gradient(position) else "buffer"
+                    role = "parameter" if n.meta["val"].requires_grad or position in trained else "buffer"
                 position += _is_primal(n)
                 self._add_values(n, None, role)
             elif n.op == "get_attr":
                 self._add_values(n, None, "buffer")
-
-    def _has_gradient(self, position: int) -> bool:
-        gradients = self.step.backward_outputs
-        return position < len(gradients) and isinstance(gradients[position], fx.Node)
 
     def _add_values(self, node: fx.Node, producer: int | None, role: Role) -> tuple[int, ...]:
         """A value for each storage that the node makes; its faces are the node itself or its getitems."""
@@ -212,7 +210,8 @@ class _Contents:
             return terms.numel() * tensor.element_size()
         return tensor.untyped_storage().nbytes()
 
-    def _add(self, op: Op, node: fx.Node | None = None) -> None:
+    def add(self, op: Op, node: fx.Node | None = None) -> None:
+        """An op, and its node."""
         self.ops.append(op)
         self.nodes.append(node)
 
@@ -239,7 +238,7 @@ class _Contents:
         pinned = self.step.pinned(node)
         over = tuple(v for p in updated(node) for v in self.values_of(p))
         about: Any = {"where": where(node), "overwrites": over}
-        self._add(Op(node.name, target_name(node), tuple(read), made, phase, pinned, **about), node)
+        self.add(Op(node.name, target_name(node), tuple(read), made, phase, pinned, **about), node)
 
     def add_tags(self, noted: Noted) -> None:
         """Name the ops that make what the step has tagged."""
@@ -256,7 +255,7 @@ class _Contents:
         """
         made = tuple(v for n in nodes for v in self._add_values(n, len(self.ops), role))
         if made:
-            self._add(Op(name, "autograd", (), made, "forward", "is handed in by autograd"))
+            self.add(Op(name, "autograd", (), made, "forward", "is handed in by autograd"))
         return made
 
     def made_for(self, results: Sequence[fx.Node]) -> tuple[int, ...]:
@@ -264,11 +263,6 @@ class _Contents:
         shown = dict.fromkeys(v for n in results for v in self.values_of(n))
         others = {v for n in leaf_nodes(self.step.forward_outputs) if n not in results for v in self.values_of(n)}
         return tuple(v for v in shown if v not in others and self.values[v].producer is not None)
-
-    def add_return(self, held: tuple[int, ...]) -> None:
-        """The caller of the forward holds some values until it has returned, but not for the backward."""
-        if held:
-            self._add(Op("return", "autograd", held, (), "forward", "is done by autograd"))
 
     def results(self, tangents: Iterable[int], let_go: Collection[int]) -> tuple[int, ...]:
         """Values that are held to the end of the step: outputs, tangents, and gradients as autograd stores them."""
@@ -291,7 +285,7 @@ class _Contents:
                 size = as_allocated(like.numel() * like.element_size(), self.block_bytes)
                 v = self._add_value(Value(f"{grad.name}.grad", size, len(self.ops)))
                 name, read = f"{grad.name}_accumulate", self.values_of(grad)
-                self._add(Op(name, "autograd", read, (v,), "backward", "is done by autograd"))
+                self.add(Op(name, "autograd", read, (v,), "backward", "is done by autograd"))
                 stored.append(v)
         return stored
 

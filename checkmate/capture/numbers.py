@@ -50,11 +50,7 @@ class NotFree(Exception):
 
 @contextmanager
 def as_inputs(sources: Collection[str]) -> Iterator[None]:
-    """Have Dynamo capture these numbers as inputs, and leave them numbers: it would make tensors of them, which round.
-
-    Args:
-        sources: Dynamo's names of the numbers.
-    """
+    """Have Dynamo capture numbers, by its names, as inputs, and leave them numbers: as tensors they would round."""
 
     def is_dynamic(name: str, *where: Any) -> bool:
         return name in sources
@@ -86,11 +82,7 @@ def draws_of_python(module: fx.GraphModule) -> list[int]:
 def refuse_read(draws: Iterable[fx.Node]) -> None:
     """Refuse ops on such draws: Dynamo makes tensors of them, which take part in other kernels, and other types.
 
-    What a program asks of them, ``if random.uniform(0, 1) < 0.1:``, has been answered before: see
-    `checkmate.capture.questions`.
-
-    Raises:
-        Unsupported: naming the first op.
+    What a program asks of them, ``if random.uniform(0, 1) < 0.1:``, has been answered before: see `questions`.
     """
     for user in (user for draw in draws for user in draw.users):
         raise Unsupported(
@@ -154,14 +146,7 @@ def check_sizes(graph: fx.Graph, numbers: Mapping[int, str], name: Callable[[fx.
 
 
 def refuse_nested(names: Sequence[str], inputs: Sequence[Any]) -> None:
-    """Refuse nested tensors: how many bytes a step of theirs takes depends on the lengths of their parts.
-
-    Args:
-        names: of the inputs of a captured graph, as the user knows them; inputs: these.
-
-    Raises:
-        Unsupported: naming the first.
-    """
+    """Refuse nested tensors among inputs, by the user's names: how many bytes a step takes depends on their parts."""
     for name, value in zip(names, inputs, strict=False):
         if isinstance(value, torch.Tensor) and value.is_nested:
             raise Unsupported(
@@ -172,42 +157,25 @@ def refuse_nested(names: Sequence[str], inputs: Sequence[Any]) -> None:
 
 
 def refuse_sizes_of_data(module: fx.GraphModule) -> None:
-    """Refuse a step that computes with tensors whose sizes depend on data before it is traced into a joint graph.
+    """Refuse a step that is to be planned and computes with tensors whose sizes depend on data, before it is traced.
 
-    `check_sizes` would as well, but tracing with sizes that are not known takes minutes where a loop makes many.
-
-    Args:
-        module: what Dynamo captured, without its questions: what was only asked for a size is needed no more.
-
-    Raises:
-        Unsupported: if what needs a gradient is returned, so that this is to be planned.
+    `check_sizes` would as well, but tracing with sizes that are not known takes minutes where a loop makes many. The
+    questions of the step were taken out: what was only asked for a size is needed no more.
     """
-    sized = [node for node in module.graph.nodes if any(map(_is_sized_by_data, tensors(_example(node))))]
+    described = {node: tensors(node.meta.get("example_value")) for node in module.graph.nodes}
+    sized = [n for n, found in described.items() if any(free_unbacked_symbols(size) for t in found for size in t.shape)]
     output = module.graph.output_node()
-    if not sized or not any(t.requires_grad for n in output.all_input_nodes for t in tensors(_example(n))):
+    if not sized or not any(t.requires_grad for n in output.all_input_nodes for t in described[n]):
         return
-    needed = needed_by(output, [*module.graph.nodes], _computed_with)
-    reads_numbers = any(node.target == "item" for node in needed)  # `check_sizes` says more of these
-    if not reads_numbers and (first := next((n for n in sized if n in needed and not _is_summed(n)), None)):
-        raise Unsupported(_size_of_data(first))
-
-
-def _is_summed(node: fx.Node) -> bool:
-    """What a mask selects may be added up at once; see `rewrite.sum_what_masks_select`."""
-    return all(user.target in ("sum", torch.sum) for user in node.users)
-
-
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
-
-
-def _is_sized_by_data(tensor: torch.Tensor) -> bool:
-    return any(isinstance(size, torch.SymInt) and free_unbacked_symbols(size) for size in tensor.shape)
-
-
-def _computed_with(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an op reads; ``x.type_as(y)`` reads no y."""
-    return leaf_nodes(node.args[:1]) if node.target in _READ_ONE else node.all_input_nodes
+    needed = needed_by(
+        output, [*described], lambda n: leaf_nodes(n.args[:1]) if n.target in _READ_ONE else n.all_input_nodes
+    )
+    if any(node.target == "item" for node in needed):  # `check_sizes` says more of these
+        return
+    for node in sized:
+        is_summed = all(user.target in ("sum", torch.sum) for user in node.users)  # `rewrite.sum_what_masks_select`
+        if node in needed and not is_summed:
+            raise Unsupported(_size_of_data(node))
 
 
 def _size_of_data(node: fx.Node) -> str:
@@ -222,11 +190,7 @@ def _size_of_data(node: fx.Node) -> str:
 
 
 def _check_types(graph: fx.Graph) -> None:
-    """Refuse `min(1, x)` of a float x, an integer in one call and a float in another, where the types of tensors tell.
-
-    Raises:
-        NotFree: if such a number meets tensors that are not of floats.
-    """
+    """Refuse `min(1, x)` of a float x, an integer in one call and a float in another, if it meets other than floats."""
     either: set[fx.Node] = set()
     for node in graph.nodes:
         if is_sym_node(node):
@@ -250,9 +214,8 @@ def written_out(
     """What a joint graph computes with numbers put in, as data: two graphs that do the same are equal.
 
     Args:
-        graph: the joint graph; numbers: its placeholders that are numbers.
+        graph: the joint graph; numbers: its placeholders that are numbers; given: their values, by source.
         results: of the forward, then the gradients of all other placeholders: nodes or constants.
-        given: each number's value, by its source.
 
     Raises:
         NotFree: if the graph holds something that cannot be compared.
@@ -307,12 +270,7 @@ def _target(node: fx.Node) -> Any:
 
 
 def number_read(place: str, source: str) -> str:
-    """What to say where a number is read from a tensor, to be a size, an index or an argument.
-
-    Args:
-        place: the line of the user's code.
-        source: what to call the tensor.
-    """
+    """What to say where a number is read from a tensor, ``source``, to be a size, an index or an argument."""
     said = (
         f"{place}: a number is read from {source}, by int(), .item(), .tolist() or the like. A step is planned without "
         "the data of its tensors, so that no size, slice or argument can depend on it. Index with the tensor itself "

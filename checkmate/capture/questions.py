@@ -99,12 +99,10 @@ def program(
         last: for each generator that they depend on, the node before which all of its draws are made.
 
     Returns:
-        The module, to be run with `autocast_as_found`;
-        and its node for each of the graph's: of an input that is written to, its copy.
+        The module, and its node for each of the graph's: of an input that is written to, its copy.
 
     Raises:
-        CannotTellError: if it depends on what is no op: a module called as a whole, a checkpointed part; or if it
-            cannot be told what is drawn.
+        CannotTellError: if it depends on what is no op, or if it cannot be told what is drawn.
     """
     earlier = [*up_to(ends[-1])]
     needed = set[fx.Node]().union(*(needed_by(end, [*up_to(end)]) for end in ends))
@@ -159,10 +157,8 @@ def answer(
     """What a node of a graph that is being captured gives on the tensors of this call, and the generators it needs.
 
     Args:
-        node: of Dynamo's graph, as far as it is.
-        given: what this call has for each placeholder.
-        attributes: what the graph's ``get_attr`` nodes stand for.
-        writes: how often the step has written to each placeholder so far.
+        node: of Dynamo's graph, as far as it is; attributes: what its ``get_attr`` nodes stand for.
+        given: what this call has for each placeholder; writes: how often the step has written to each so far.
 
     Raises:
         CannotTellError: if it cannot be told before the step runs.
@@ -190,10 +186,10 @@ def _run(
         raise CannotTellError(_NO_DATA)
     statistics = {*_statistics(node, copies)}
     replayed = [n for n in inputs if copies[n].op != "placeholder"]
-    if any((writes[n] and n not in replayed) or memory_of(n) & statistics for n in inputs):
+    is_lost = any((writes[n] and n not in replayed) or memory_of(n) & statistics for n in inputs)
+    shares = any(memory_of(n) & memory_of(other) for n in replayed for other in inputs if other is not n)
+    if is_lost or shares:  # copies would not share memory
         raise CannotTellError(_OVERWRITTEN)
-    if any(memory_of(n) & memory_of(other) for n in replayed for other in inputs if other is not n):
-        raise CannotTellError(_OVERWRITTEN)  # a copy of each would not share memory
     values = [given[n] for n in inputs]
     run = fx.Interpreter(module, garbage_collect_values=False)
     run.extra_traceback = False  # what cannot be told is said in one sentence

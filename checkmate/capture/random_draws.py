@@ -84,10 +84,5 @@ def _empty(saved: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(shape, order, dtype=torch.bool)
 
 
-DRAWS: set[Any] = {
-    draw_mask,
-    draw_numbers,
-    draw_once,
-    save_state,
-}  # what may run only once, beside the ops that PyTorch marks
+DRAWS: set[Any] = {draw_mask, draw_numbers, draw_once, save_state}  # run once, beside the ops that PyTorch marks
 AGAIN: dict[Any, Callable[..., torch.Tensor]] = {draw_saved: draw_again}  # what runs in place of an op after its first

@@ -57,12 +57,7 @@ def not_compiling() -> Iterator[None]:
 
 
 def plain_if_possible(run: Callable[..., Any], answer: Answer) -> Callable[..., Any]:
-    """A compiled function that tells code it is not compiled, unless that cannot be captured; then a warning says so.
-
-    Args:
-        run: made by `torch.compile`; it captures when it is called.
-        answer: of its backend.
-    """
+    """Tell code that it is not compiled, unless that cannot be captured; then a warning says so."""
 
     @wraps(run)
     def plainly(*args: Any, **kwargs: Any) -> Any:
@@ -140,6 +135,7 @@ def _is_compiling(plain: Callable[..., Any], self: Any, tx: Any, *args: Any, **k
 
 
 def _install() -> None:
+    TorchInGraphFunctionVariable._get_handlers()  # where there are none, the map below is left as it is
     for question in (torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing):
         follow_function(question, _not_recorded)
         manual_torch_name_rule_map[f"{question.__module__}.{question.__name__}"] = TorchInGraphFunctionVariable

@@ -29,18 +29,8 @@ _should_fold = decompositions.should_fold
 _DROPOUT = torch.ops.aten.dropout.default
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _PREFIXES = (
-    "upsample_",
-    "_upsample_",
-    "multi_margin_loss",
-    "multilabel_margin_loss_forward",
-    "softshrink",
-    "hardshrink",
-    "rnn_tanh",
-    "rnn_relu",
-    "gru",
-    "lstm",
-    "broadcast_tensors",
-    "unsafe_chunk",
+    *("upsample_", "_upsample_", "multi_margin_loss", "multilabel_margin_loss_forward", "softshrink", "hardshrink"),
+    *("rnn_tanh", "rnn_relu", "gru", "lstm", "broadcast_tensors", "unsafe_chunk"),
 )
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,21 +31,13 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 def refuse_lost_leaves(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Refuse intermediates with ``requires_grad_()`` that train nothing, or whose own gradient can be asked for.
-
-    Args:
-        module: a graph as Dynamo captured it.
-        inputs: what it is called with.
-
-    Raises:
-        Unsupported: naming the line of the user's code.
-    """
+    """Refuse intermediates with ``requires_grad_()`` that train nothing, or whose own gradient can be asked for."""
     results = [n for n in module.graph.output_node().all_input_nodes if _requires_grad(n)]
-    kept = {storage(n.meta["example_value"]) for n in results}
+    kept = set(map(_storage, results))
     leaves = [*_leaves(module)]
     for leaf, made in leaves:
         hooked = any(getattr(user.target, "__name__", user.target) in _HOOKS for user in leaf.users)
-        if _requires_grad(leaf) and (hooked or storage(leaf.meta["example_value"]) in kept):
+        if _requires_grad(leaf) and (hooked or _storage(leaf) in kept):
             raise Unsupported(
                 f"{where(made)}: an intermediate is given requires_grad_() and its gradient is asked for, by a "
                 "hook or outside of the step. Only inputs, parameters and results have one of their own: compute "
@@ -83,23 +74,19 @@ def _leaves(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
     for node in module.graph.nodes:
         if node.op == "call_method" and node.target == "requires_grad_":
             yield node.args[0], node
-        for body in map(partial(_body, module), node.all_input_nodes):
-            results: Any = () if body is None else body.graph.output_node().args[0]
-            for leaf, made in () if body is None else _leaves(body):
+        held = (getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")
+        for body in (one for one in held if isinstance(one, fx.GraphModule)):
+            results: Any = body.graph.output_node().args[0]
+            for leaf, made in _leaves(body):
                 yield leaf, made
                 for user in node.users:
                     result = results[user.args[1]] if user.target is operator.getitem else None
-                    if isinstance(result, fx.Node) and _share(leaf, result):
+                    if isinstance(result, fx.Node) and _storage(leaf) == _storage(result):
                         yield user, made
 
 
-def _body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
-    held = getattr(module, str(node.target), None) if node.op == "get_attr" else None
-    return held if isinstance(held, fx.GraphModule) else None
-
-
-def _share(a: fx.Node, b: fx.Node) -> bool:
-    return storage(a.meta["example_value"]) == storage(b.meta["example_value"])
+def _storage(node: fx.Node) -> int:
+    return storage(node.meta["example_value"])
 
 
 def _requires_grad(node: fx.Node) -> bool:

@@ -43,17 +43,14 @@ _NUMBER = re.compile(r"%[-+ #0-9.]*[diouxXeEfFgG]")
 _made_of: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # exceptions of the user's own classes
 
 
-class Described:
+class Described(str):
     """Stands in a text for a value that is not known while a step is captured."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-
     def __repr__(self) -> str:
-        return self.text
+        return str(self)
 
     def __format__(self, spec: str) -> str:
-        return self.text
+        return str(self)
 
 
 def value_of(tx: Any, variable: Any, compute: bool) -> Any:

@@ -40,12 +40,7 @@ _OF_DATA = re.compile(
 
 
 def knowing_selections(run: Callable[..., Any], answer: Answer) -> Callable[..., Any]:
-    """A compiled function whose captures ask how much masks select, and which integers are read, if they fail without.
-
-    Args:
-        run: made by `torch.compile`; it captures when it is called.
-        answer: of its backend.
-    """
+    """Have captures ask how much masks select, and which integers are read, if they fail without."""
 
     @wraps(run)
     def running(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +145,7 @@ def _called(how: Callable[..., Any], plain: Callable[..., Any], self: Any, tx: A
 
 
 follow("BuiltinVariable._handle_insert_op_in_graph", _call_operator)
-put_in_place("x[mask]", BuiltinVariable.call_function_handler_cache.clear)  # of methods as they were
+put_in_place("x[mask]", lambda: BuiltinVariable.call_function_handler_cache.clear())  # of methods as they were
 follow_method("__setitem__", _set)
 _FUNCTIONS: dict[Any, Any] = {torch.masked_select: _select, torch.nonzero: _place, torch.where: _place_of_true}
 for function, how in _FUNCTIONS.items():

@@ -8,13 +8,13 @@ would count other bytes, and a backward could not be measured with what is descr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 aten = torch.ops.aten
-Types = list[torch.dtype | None]  # of each result; None: as described
+Types = list[torch.dtype | None]  # of each result on the CPU; None: as described
 
 
 def _statistics(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.dtype:
@@ -27,33 +27,16 @@ def _layer_or_group_norm(given: Mapping[str, Any]) -> Types:
     return [None, *[_statistics(given["input"], given["weight"], given["bias"])] * 2]
 
 
-def _group_norm_backward(given: Mapping[str, Any]) -> Types:
-    return [given["input"].dtype, None, None]
-
-
 def _batch_norm(given: Mapping[str, Any]) -> Types:
     running = [given[name] for name in ("running_mean", "running_var") if name in given]
     made = _statistics(given["input"], given["weight"], given["bias"], *running)
     return [None, made, made, *(t.dtype for t in running)]
 
 
-_TYPES: dict[Any, Callable[[Mapping[str, Any]], Types]] = {
+TYPES: dict[Any, Callable[[Mapping[str, Any]], Types]] = {
     aten.native_layer_norm.default: _layer_or_group_norm,
     aten.native_group_norm.default: _layer_or_group_norm,
-    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.native_group_norm_backward.default: lambda given: [given["input"].dtype, None, None],
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten._native_batch_norm_legit.no_stats: _batch_norm,
 }
-MAKES_STATISTICS = _TYPES.keys()
-
-
-def other_types(op: Any, given: Mapping[str, Any], results: Sequence[torch.Tensor | None]) -> Types:
-    """The types of what an op in `MAKES_STATISTICS` makes on the CPU; None where they are as described.
-
-    Args:
-        op: the op.
-        given: its arguments, by name.
-        results: what PyTorch describes.
-    """
-    found = zip(results, _TYPES[op](given), strict=True)
-    return [kind if described is not None and kind != described.dtype else None for described, kind in found]

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, trac
 from torch.fx.node import has_side_effect
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from checkmate.capture.patches.results.statistics import MAKES_STATISTICS, other_types
+from checkmate.capture.patches.results.statistics import TYPES
 from checkmate.capture.patches.results.values_only import without_vectors
 from checkmate.torch_internals.descriptions import (
     FakeTensor,
@@ -56,19 +57,10 @@ _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.d
 _LIKE_POINTWISE = {*_FILLS, aten.hardswish_.default}  # in all but their tag
 _ROUND_FACTORS = {aten._foreach_mul_.Scalar, aten._foreach_mul_.ScalarList}
 _IN_ORDER = {  # the strides are those that the kernel finds in its operands, the first one before the next
-    aten.copysign.Tensor,
-    aten.elu_backward.default,
-    aten.floor_divide.default,
-    aten.hardsigmoid_backward.default,
-    aten.hardswish_backward.default,
-    aten.hardtanh_backward.default,
-    aten.complex.default,
-    aten.logit_backward.default,
-    aten.native_dropout_backward.default,
-    aten.polar.default,
-    aten.softplus_backward.default,
-    aten.special_xlog1py.default,
-    aten.xlogy.Tensor,
+    *(aten.copysign.Tensor, aten.floor_divide.default, aten.special_xlog1py.default, aten.xlogy.Tensor),
+    *(aten.complex.default, aten.polar.default, aten.elu_backward.default, aten.hardsigmoid_backward.default),
+    *(aten.hardswish_backward.default, aten.hardtanh_backward.default, aten.logit_backward.default),
+    *(aten.native_dropout_backward.default, aten.softplus_backward.default),
 }
 _BY_OPERANDS = {  # those of these arguments, in this order
     aten._prelu_kernel_backward.default: ("self", "weight", "grad_output"),
@@ -80,22 +72,13 @@ _BY_OPERANDS = {  # those of these arguments, in this order
     aten.threshold_backward.default: ("self", "grad_output"),
 }
 _IN_THE_FORMAT = {  # the memory format that the argument ``self`` suggests
-    aten.channel_shuffle.default,
-    aten.reflection_pad2d_backward.default,
-    aten.replication_pad2d_backward.default,
-    aten.roll.default,
+    *(aten.channel_shuffle.default, aten.roll.default),
+    *(aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default),
 }
 _CONTIGUOUS = {
-    aten._log_softmax_backward_data.default,
-    aten.glu_backward.default,
-    aten.huber_loss_backward.default,
-    aten.isin.Tensor_Scalar,
-    aten.isin.Tensor_Tensor,
-    aten.log_sigmoid_forward.default,
-    aten.mse_loss_backward.default,
-    aten.native_layer_norm_backward.default,
-    aten.poisson.default,
-    aten.pow.Scalar,
+    *(aten._log_softmax_backward_data.default, aten.glu_backward.default, aten.huber_loss_backward.default),
+    *(aten.isin.Tensor_Scalar, aten.isin.Tensor_Tensor, aten.log_sigmoid_forward.default, aten.poisson.default),
+    *(aten.mse_loss_backward.default, aten.native_layer_norm_backward.default, aten.pow.Scalar),
     aten.smooth_l1_loss_backward.default,
 }
 _DESCRIBED_WRONG = _IN_ORDER | _BY_OPERANDS.keys() | _IN_THE_FORMAT | _CONTIGUOUS
@@ -163,11 +146,8 @@ def eager_strides() -> Iterator[None]:
                 _keep_strides(tensor)
         return result
 
-    FunctionalTensorMode.__torch_dispatch__ = keeping
-    try:
+    with patch.object(FunctionalTensorMode, "__torch_dispatch__", keeping):
         yield
-    finally:
-        FunctionalTensorMode.__torch_dispatch__ = functional
 
 
 def _with_rounded_factors(tensors: list[Any], by: Any) -> tuple[list[Any], list[Any]]:
@@ -316,20 +296,22 @@ def _strides_of_the_kernel(op: Any, given: Sequence[Any], result: torch.Tensor) 
     return tuple(compute_elementwise_output_strides(*operands)) if operands else result.stride()
 
 
+def _of_type(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    return x if x.dtype == kind else lay_out(x, tuple(x.shape), x.stride(), kind)
+
+
 def _as_the_kernels_lay_out(describe: Callable[..., Any]) -> Callable[..., Any]:
     """What finds the fake result of an op, with the strides and the types of the CPU's kernel."""
 
     @wraps(describe)
     def described(mode: FakeTensorMode, op: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         results = describe(mode, op, types, args, kwargs)
-        if op in MAKES_STATISTICS and args[0].device.type == "cpu":
+        if op in TYPES and args[0].device.type == "cpu":
             names = [a.name for a in op._schema.arguments]
             given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
+            pairs = zip(results, TYPES[op](given), strict=True)
             with mode:
-                return tuple(
-                    made if kind is None else lay_out(made, (*made.shape,), made.stride(), kind)
-                    for made, kind in zip(results, other_types(op, given, results), strict=True)
-                )
+                return tuple(x if x is None or kind is None else _of_type(x, kind) for x, kind in pairs)
         if op not in _DESCRIBED_WRONG:
             return results
 

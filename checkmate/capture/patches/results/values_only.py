@@ -22,20 +22,11 @@ Call = Callable[..., Any]
 
 
 def without_vectors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Any:
-    """What an op of a step makes without vectors; None: it is to be called as it is.
-
-    Args:
-        op, args, kwargs: the op, as it is traced.
-        call: calls an op with such arguments.
-    """
-    if op not in _OPS or _asks_for_vectors() or (args[0].requires_grad and torch.is_grad_enabled()):
+    """What an op of a step makes without vectors, by ``call`` of another; None: it is to be called as it is."""
+    if op not in _OPS or (args[0].requires_grad and torch.is_grad_enabled()):
         return None
-    return _OPS[op](call, *args, **kwargs)
-
-
-def _asks_for_vectors() -> bool:
     stack = traceback.get_current_meta().get("source_fn_stack") or [("", None)]
-    return stack[-1][1] not in _VALUES
+    return _OPS[op](call, *args, **kwargs) if stack[-1][1] in _VALUES else None
 
 
 def _svd(call: Call, a: Any, full_matrices: bool = False, compute_uv: bool = True, **kwargs: Any) -> Any:
