@@ -1,8 +1,9 @@
 """A better plan takes over between two steps, while the step is trained.
 
-Planning goes on in another process (`checkmate.solvers.background_search`). What it finds is verified and simulated here like any
-plan, and takes over before a forward: not while a graph of the step waits for its backward, and not while gradients are
-accumulated, which shows in parameters that have gradients and were not written to since the last forward.
+Planning goes on in another process (`checkmate.solvers.background_search`). What it finds is verified and simulated
+here like any plan, and takes over before a forward: not while a graph of the step waits for its backward, and not
+while gradients are accumulated, which shows in parameters that have gradients and were not written to since the last
+forward.
 """
 
 from __future__ import annotations
