@@ -19,7 +19,7 @@ from checkmate.codegen.writing_over import writable
 from checkmate.core.problem import Problem
 from checkmate.profiling.profilers import Profiler
 from checkmate.profiling.tried_here import tried_here
-from checkmate.solvers.late_results import late_results
+from checkmate.solvers.backward_order import late_results
 
 
 def problem_of(joint: Joint, profile: Profiler, *, tried: bool = True) -> Problem:

@@ -18,8 +18,8 @@ are asked for in these moments only, and the links' seconds stage by stage: that
 stays, in which order transfers are carried, is left out. No row was added because good plans obey it: the two that
 leave plans out, that a value is not kept, sent or made when nothing can read it any more, leave out useless steps only.
 
-What an answer has run and fetched in each stage becomes a plan as in all of `checkmate.solvers.host`, whose seconds the
-simulator tells. Where they are those of the bound, the plan is the best there is.
+What an answer runs and fetches in each stage becomes a plan, whose seconds the simulator tells; so do the best ways to
+run beside what it sends, or parts of that. Where the seconds are those of the bound, the plan is the best there is.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.placement import place
 from checkmate.solvers.common.runs import without_useless
 from checkmate.solvers.common.task import Task
+from checkmate.solvers.host.offload import Sets
 from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear import milp as linear
 from checkmate.solvers.linear.links import link_seconds
@@ -104,8 +105,11 @@ def milp(
     incumbent.prove(result.bound * unit)
     if incumbent.is_infeasible:
         return Remarks("no plan has all that ops need at hand within the budget")
+    sent = sendable(task.problem)
     if result.x is not None:
         offer(result.x)
+        sent = np.flatnonzero(program.model.value(result.x, program.F).any(axis=0)).tolist()
+    Sets(task, incumbent, linear.milp).attempt_parts(sent)
     return Remarks(details={"columns": program.model.columns, "rows": program.model.rows, "bound": result.bound * unit})
 
 
