@@ -20,7 +20,7 @@ from checkmate.core.solution import Solution
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.processes import Talk
 from checkmate.solvers.common.task import Clock
-from checkmate.solvers.recall import WAVER, Rest
+from checkmate.solvers.known_plans import WAVER, Rest
 from checkmate.solvers.solve import solve
 from checkmate.units import format_seconds
 

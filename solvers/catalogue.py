@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
+from checkmate.core.table import Table
 from checkmate.solvers.auto import auto
 from checkmate.solvers.baselines.chen import greedy, sqrt
 from checkmate.solvers.baselines.dtr import dtr
@@ -39,6 +39,7 @@ WIDTH = 110  # characters of a line
 COMMON: dict[str, object] = {"time_limit": 60.0, "gap": 1e-4, "threads": 1, "seed": 0}  # options, with their defaults
 ALL = tuple(COMMON)
 TIMED, SEEDED = ("time_limit",), ("time_limit", "seed")
+BESIDE: dict[str, Any] = {"sends": True, "needs_host": True}
 SOLVER, RELAXED = ("time_limit", "gap", "threads"), ("time_limit", "threads", "seed")
 
 
@@ -85,21 +86,8 @@ class Method:
         return incumbent.solution(self.name, self.run(incumbent.task, incumbent, **options))
 
 
-def _beside_host(
-    name: str, summary: str, source: str, run: Callable[..., Remarks], heeds: tuple[str, ...] = ()
-) -> Method:
-    return Method(name, summary, source, run, heeds, sends=True, needs_host=True)
-
-
 _TABLE = (
-    Method(
-        "auto",
-        "several methods in turn: a plan at once, a bound, then closing the gap between them",
-        JAIN,
-        auto,
-        ALL,
-        sends=True,
-    ),
+    Method("auto", "several methods in turn: a plan, a bound, then closing the gap", JAIN, auto, ALL, sends=True),
     Method("checkpoint-all", "keep everything, run nothing twice", "what PyTorch does", checkpoint_all),
     Method("last-node", "keep only what the op before made: the most recomputation", JAIN, last_node),
     Method("chen-sqrt", "on a chain of n ops, a checkpoint at every √n-th", CHEN, sqrt("chain")),
@@ -115,47 +103,28 @@ _TABLE = (
     Method("min-cut", "save a minimum cut between forward and backward", "He, AOTAutograd, 2022", min_cut, TIMED),
     Method("milp", "the integer program over R, S, U and FREE, exactly", JAIN, milp, SOLVER, sends=True),
     Method("lp-rounding", "its linear relaxation, rounded in two phases", f"{JAIN}, Section 5", lp_rounding, RELAXED),
-    _beside_host("offload-all", "send all that the backward reads to a second memory", HOOKS, offload_all),
-    _beside_host("capuchin", "swap what is unused for long, recompute what is cheap", PENG, capuchin, TIMED),
-    _beside_host("poet", "recompute and page in one integer program, on one device", PATIL, poet, SOLVER),
+    Method("offload-all", "send all that the backward reads to a second memory", HOOKS, offload_all, **BESIDE),
+    Method("capuchin", "swap what is unused for long, recompute what is cheap", PENG, capuchin, TIMED, **BESIDE),
+    Method("poet", "recompute and page in one integer program, on one device", PATIL, poet, SOLVER, **BESIDE),
 )
 METHODS = {method.name: method for method in _TABLE}
 
 
-class Catalogue(Mapping[str, Method]):
+class Catalogue(dict[str, Method]):
     """The methods by name; prints as a list, and is a table in a notebook."""
-
-    def __init__(self, table: Mapping[str, Method]) -> None:
-        self._table = dict(table)
-
-    def __getitem__(self, name: str) -> Method:
-        return self._table[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        return len(self._table)
 
     def __repr__(self) -> str:
         column = max(map(len, self), default=0) + 2
         lines = []
-        for name, method in self._table.items():
+        for name, method in self.items():
             lines += _wrapped(f"{name:<{column}}{method.summary}", column)
             lines += _wrapped(" " * column + f"source:  {method.source}", column + 9)
             lines += _wrapped(" " * column + f"options: {_options(method)}", column + 9)
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td><code>{html.escape(name)}</code></td>"
-            f"<td style='text-align: left'>{html.escape(method.summary)}</td>"
-            f"<td style='text-align: left'>{html.escape(method.source)}</td>"
-            f"<td style='text-align: left'><code>{html.escape(_options(method))}</code></td></tr>"
-            for name, method in self._table.items()
-        )
-        heads = "".join(f"<th>{head}</th>" for head in ("method", "what it does", "source", "options"))
-        return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+        rows = [(name, method.summary, method.source, _options(method)) for name, method in self.items()]
+        return Table(("method", "what it does", "source", "options"), rows).html()
 
 
 def methods() -> Catalogue:

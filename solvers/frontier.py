@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,24 +20,16 @@ from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
 from checkmate.core.solution import Solution, Status, check_problem
 from checkmate.core.table import Printed, Table
-from checkmate.errors import CheckmateError, SolverError
+from checkmate.errors import CheckmateError
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.certify import again, contradicts
 from checkmate.solvers.common.processes import Processes
-from checkmate.solvers.rules_in_the_way import refuse_unknown_rules
-from checkmate.solvers.solve import check_limits, check_method, min_budget, solve
+from checkmate.solvers.solve import check_limits, check_method, min_budget, refuse_unknown_rules, solve
 from checkmate.statusline import showing
 from checkmate.units import format_bytes, format_seconds, parse_bytes
 
 BUDGETS = 8  # where none are given
 log = logging.getLogger("checkmate.solve")
-
-
-class Client(Protocol):
-    """Whatever runs calls elsewhere: an executor of `concurrent.futures`, Dask's ``distributed.Client``, ..."""
-
-    def submit(self, call: Callable[..., Any], /, *arguments: Any) -> Any:
-        """Run a call; the answer has ``.result()``."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +113,7 @@ def frontier(
     time_limit: float = 60.0,
     gap: float = 1e-4,
     jobs: int | None = None,
-    client: Client | None = None,
+    client: Any = None,
     rules: Rules | None = None,
     **options: Any,
 ) -> Frontier:
@@ -206,21 +198,21 @@ Call = tuple[str, int, dict[str, Any]]  # method, budget, options
 
 def _solve_here(problem: Problem, calls: list[Call]) -> list[Solution]:
     solutions: list[Solution] = []
+    interrupted = False
     for method, budget, options in calls:
+        solution = _failed(problem, method, budget, "interrupted before it was solved")
         try:
-            solutions.append(solve(problem, budget, method=method, **options))
+            if not interrupted:
+                solution = solve(problem, budget, method=method, **options)
+                interrupted = solution.interrupted
         except CheckmateError as error:
-            solutions.append(_failed(problem, method, budget, str(error)))
+            solution = _failed(problem, method, budget, str(error))
         except KeyboardInterrupt:
             if not solutions:
                 raise
-            break
-        if solutions[-1].interrupted:
-            break
-    rest = calls[len(solutions) :]
-    return solutions + [
-        _failed(problem, method, budget, "interrupted before it was solved") for method, budget, _ in rest
-    ]
+            interrupted = True
+        solutions.append(solution)
+    return solutions
 
 
 def _solve_there(problem: Problem, calls: list[Call], client: Any) -> list[Solution]:
@@ -230,18 +222,18 @@ def _solve_there(problem: Problem, calls: list[Call], client: Any) -> list[Solut
     interrupted = False
     with showing(lambda: f"{len(solutions)} of {len(calls)} solved", share=lambda: len(solutions) / len(calls)):
         for (method, budget, _), future in zip(calls, futures, strict=True):
+            solution = _failed(problem, method, budget, "interrupted before it was solved")
             try:
-                if interrupted and not future.done():
-                    raise SolverError("interrupted before it was solved")
-                answer = replace(future.result(), problem=problem, budget=budget)
-                solutions.append(_certified(answer, answer.bound))
-                log.info("frontier: %d of %d solved", len(solutions), len(calls))
+                if not interrupted or future.done():
+                    answer = replace(future.result(), problem=problem, budget=budget)
+                    solution = _certified(answer, answer.bound)
+                    log.info("frontier: %d of %d solved", len(solutions) + 1, len(calls))
             except KeyboardInterrupt:
                 interrupted = True
-                solutions.append(_failed(problem, method, budget, "interrupted before it was solved"))
             except Exception as error:  # noqa: BLE001  # whatever happened there, the other rows are as good as before
                 log.warning("frontier: %s within %s failed: %s", method, format_bytes(budget), error)
-                solutions.append(_failed(problem, method, budget, str(error)))
+                solution = _failed(problem, method, budget, str(error))
+            solutions.append(solution)
     if interrupted and all(solution.plan is None for solution in solutions):
         raise KeyboardInterrupt
     return solutions
@@ -256,11 +248,11 @@ def _answer(problem: Problem, method: str, budget: int, options: dict[str, Any])
 
 def _certified(answer: Solution, bound: float) -> Solution:
     """The answer with this bound; its plan, where there is one, is verified here."""
-    s = answer
-    if s.schedule is None:
-        return replace(s, bound=bound)
-    about = {"seconds": s.seconds, "message": s.message, "details": s.details, "interrupted": s.interrupted}
-    return again(s, s.problem, s.budget, bound=bound, **about)
+    if answer.schedule is None:
+        status = Status.INFEASIBLE if bound == float("inf") else answer.status
+        return replace(answer, bound=bound, status=status)
+    about = {name: getattr(answer, name) for name in ("seconds", "message", "details", "interrupted")}
+    return again(answer, answer.problem, answer.budget, bound=bound, **about)
 
 
 def _failed(problem: Problem, method: str, budget: int, message: str) -> Solution:
@@ -270,39 +262,26 @@ def _failed(problem: Problem, method: str, budget: int, message: str) -> Solutio
 def _shared(rows: list[Row]) -> tuple[Row, ...]:
     """The rows with what they learn from each other: plans from smaller budgets, bounds from larger ones."""
     best: dict[str, Row] = {}  # by method, of the budgets so far
-    plans: list[Row] = []
+    shared = []
     for row in rows:
         known = best.get(row.method)
         if known is not None and known.cost < row.cost:
-            plans.append(_adopted(row, known))
-        else:
-            plans.append(row)
-            if row.solution.plan is not None:
-                best[row.method] = row
-    shared = []
-    for row in plans:
+            row = _adopted(row, known)
+        elif row.solution.plan is not None:
+            best[row.method] = row
         bounds = [other.bound for other in rows if other.budget >= row.budget]
         bound = max(b for b in [row.solution.problem.keep_all_cost, *bounds] if not contradicts(b, row.cost))
-        shared.append(_with_bound(row, bound))
+        if bound > row.bound:
+            row = Row.of(row.method, _certified(row.solution, bound), row.from_budget)
+        shared.append(row)
     return tuple(shared)
 
 
 def _adopted(row: Row, known: Row) -> Row:
     """The row with the plan of a smaller budget."""
     assert known.solution.schedule is not None
-    about = {"seconds": row.seconds, "details": row.solution.details, "interrupted": row.solution.interrupted}
-    message = row.message or f"the plan found for {format_bytes(known.budget)}"
+    about = {name: getattr(row.solution, name) for name in ("seconds", "details", "interrupted", "method")}
+    about["message"] = row.message or f"the plan found for {format_bytes(known.budget)}"
     bound = 0.0 if contradicts(row.bound, known.cost) else row.bound
-    about |= {"method": row.solution.method, "message": message}
     solution = again(known.solution, row.solution.problem, row.budget, bound=bound, **about)
     return Row.of(row.method, solution, known.budget)
-
-
-def _with_bound(row: Row, bound: float) -> Row:
-    """The row with a better bound; infinite where it is proven that no schedule fits."""
-    if bound <= row.bound:
-        return row
-    answer = _certified(row.solution, bound)
-    if bound == float("inf"):
-        answer = replace(answer, status=Status.INFEASIBLE)
-    return Row.of(row.method, answer, row.from_budget)

@@ -6,21 +6,20 @@ import logging
 import numbers
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.core.rules import Rules, with_rules
+from checkmate.core.rules import Rules, as_mapping, with_rules, without_rules
 from checkmate.core.schedule import KIND
 from checkmate.core.solution import Refusal, Solution, Status, check_problem
-from checkmate.errors import SolverError
+from checkmate.errors import RuleError, SolverError
 from checkmate.solvers.catalogue import METHODS, Method
-from checkmate.solvers.cheapest_split import cheapest_split
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import cost_of
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.rules_in_the_way import in_words, refuse_unknown_rules, smallest_without
 from checkmate.solvers.search.adapt import Start, as_schedule
 from checkmate.solvers.search.min_budget import TIME_LIMIT, MinBudget, bottleneck, least_runs, min_budget
 from checkmate.statusline import showing
@@ -34,6 +33,14 @@ PATIENCE = 1.0  # seconds to look for each budget that a refusal names; auto may
 SLOW = 0.5  # overhead of the plan of the smallest budget from which on a refusal says so, and names a roomier budget
 SAVES = 0.8  # times the step of the smallest budget: a roomier budget is named where its step takes less than this
 ROOM = 1.1  # times the smallest budget, where a plan is found soon
+SHARES_OF_SPLITS = (
+    1 / 2,
+    1 / 4,
+    1 / 8,
+)  # of the time limit, for the first splits; those that follow get as much as the last
+WORTH_A_SPLIT = 0.01  # of the cost: so much a further split has to save
+LEAST_SECONDS = 0.5  # to look for the smallest budget without each rule, at least
+FOLLOWS_ALL = ("auto", "milp", "lp-rounding", "next-use")  # the others know of ops that run once, and of no other rule
 
 
 def solve(
@@ -146,6 +153,39 @@ def refused(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Solution:
     return _explain(solution, patience, in_time=solution.seconds < time_limit)
 
 
+def cheapest_split(
+    problem: Problem, find: Callable[[Problem, float], Solution], time_limit: float, *, look_on: bool = True
+) -> Solution:
+    """What is found for the problem, or where that has no plan, the cheapest of what is found for it split further.
+
+    The first split that fits may not be the cheapest: one that holds more beside the rest leaves less room for what
+    need not be recomputed. So the next ones are looked at, too, as long as their ops, each run once, take less time.
+
+    Args:
+        find: an answer for a problem as it is, in so many seconds.
+        time_limit: seconds for the problem, of which each split has a share.
+        look_on: after the first split that has a plan.
+
+    Returns:
+        If none has a plan, the last answer.
+    """
+    best = find(problem, time_limit)
+    if best.plan is not None or best.interrupted:
+        return best
+    clock = Clock(time_limit)
+    for i, one in enumerate(islice(problem.and_smaller(), 1, None)):
+        rounds = one.rounding > best.problem.rounding  # that is for budgets which nothing else fits
+        if best.plan is not None and (clock.is_over or rounds or one.keep_all_cost >= (1 - WORTH_A_SPLIT) * best.cost):
+            break
+        found = find(one, SHARES_OF_SPLITS[min(i, len(SHARES_OF_SPLITS) - 1)] * time_limit)
+        if best.plan is None or (found.plan is not None and found.cost < best.cost):
+            best = found
+        enough = best.cost * (1 - WORTH_A_SPLIT) <= best.problem.keep_all_cost  # what is split further takes longer
+        if found.interrupted or (best.plan is not None and (not look_on or enough)):
+            break
+    return best
+
+
 def check_method(name: str, options: dict[str, Any]) -> Method:
     """The method of this name, if it takes these options; a ValueError names those that there are."""
     if not isinstance(name, str) or name not in METHODS:
@@ -236,7 +276,7 @@ def _without_plan(solution: Solution, ends: MinBudget, k: int, reason: str, pati
     problem = solution.problem
     without = smallest_without(problem, patience) if ends.peak > solution.budget else {}
     refusal = Refusal(ends.peak, problem.graph.ops[k].name, reason, without)
-    return replace(solution, refusal=refusal, message=f"{solution.message}{in_words(problem, ends, without)}")
+    return replace(solution, refusal=refusal, message=f"{solution.message}{_rules_in_words(problem, ends, without)}")
 
 
 def _way_out(problem: Problem, ends: MinBudget) -> str:
@@ -268,3 +308,45 @@ def _what_it_costs(problem: Problem) -> str:
 def _name(problem: Problem, k: int) -> str:
     op = problem.graph.ops[k]
     return f"{op.name} ({op.where})" if op.where else op.name
+
+
+def refuse_unknown_rules(problem: Problem, method: str) -> None:
+    """Raise a RuleError where a method cannot follow a rule of the problem."""
+    if method in FOLLOWS_ALL:
+        return
+    for rule in problem.rules:
+        if rule.pin is None:
+            raise RuleError(
+                f"Method {method!r} cannot follow the rule {rule.text}: of all rules it knows 'keep' and 'once' only. "
+                f"Methods that follow every rule: {', '.join(FOLLOWS_ALL)}."
+            )
+
+
+def smallest_without(problem: Problem, time_limit: float) -> dict[str, int]:
+    """For each pattern the smallest budget in bytes without its rule; for "" that without all. None without rules.
+
+    >>> dag = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[4, 1, 1, 1], forward=3)
+    >>> smallest_without(with_rules(dag, {"op": "once"}), 1.0)
+    {'op': 6}
+    """
+    rules = as_mapping(problem)
+    if not rules:
+        return {}
+    patterns = [*rules, ""] if len(rules) > 1 else [*rules]
+    seconds = max(LEAST_SECONDS, time_limit / len(patterns))
+    plain, found = without_rules(problem), {}
+    for pattern in patterns:
+        others = {name: asks for name, asks in rules.items() if pattern and name != pattern}
+        found[pattern] = min_budget(with_rules(plain, others), time_limit=seconds).peak
+    return found
+
+
+def _rules_in_words(problem: Problem, ends: MinBudget, without: dict[str, int]) -> str:
+    """Which rules ask for more bytes, and how many: sentences to end a refusal with."""
+    saving = {rule.pattern: rule.text for rule in problem.rules if without.get(rule.pattern, ends.peak) < ends.peak}
+    parts = [f"without {text}, {format_bytes(without[pattern])} would do" for pattern, text in saving.items()]
+    if (free := without.get("", ends.peak)) < min((without[pattern] for pattern in saving), default=ends.peak):
+        parts.append(f"without any rule, {format_bytes(free)}{'' if parts else ' would do'}")
+    if not parts:
+        return " No rule is in the way: the smallest budget is no smaller without them." if without else ""
+    return f" Rules are in the way: {'; '.join(parts)}."

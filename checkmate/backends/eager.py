@@ -59,7 +59,7 @@ from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Profiler
 from checkmate.profiling.trial import same_in_two
-from checkmate.solvers.recall import Rest
+from checkmate.solvers.known_plans import Rest
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
 from checkmate.torch_internals.aot import TracingContext, aot_autograd, functorch_config

@@ -18,11 +18,10 @@ from checkmate.core.rules import Rules, check, names_any, with_rules
 from checkmate.core.solution import Solution
 from checkmate.errors import BudgetError, InfeasibleBudget
 from checkmate.profiling.profilers import Choice, Profiler, profiler
-from checkmate.solvers import recall
-from checkmate.solvers.cheapest_split import cheapest_split
-from checkmate.solvers.recall import Rest
+from checkmate.solvers import known_plans
+from checkmate.solvers.known_plans import Rest
 from checkmate.solvers.search.min_budget import min_budget
-from checkmate.solvers.solve import check_host, check_method, refused
+from checkmate.solvers.solve import cheapest_split, check_host, check_method, refused
 from checkmate.units import check_positive, exact_bytes, format_bytes, parse_bytes
 
 log = logging.getLogger("checkmate.backends.planner")
@@ -260,7 +259,7 @@ class Planner:
 
         def find() -> Solution:
             nonlocal rest
-            found, rest = recall.begin(problem, within, earlier=earlier, cache=options.cache, wait=wait, **asked)
+            found, rest = known_plans.begin(problem, within, earlier=earlier, cache=options.cache, wait=wait, **asked)
             return found
 
         return ranks.one_plan(find, problem, within, **asked), rest

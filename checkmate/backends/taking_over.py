@@ -26,7 +26,7 @@ from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
 from checkmate.solvers.background_search import Search
 from checkmate.solvers.common.certify import certify_plan, contradicts
-from checkmate.solvers.recall import Rest
+from checkmate.solvers.known_plans import Rest
 from checkmate.statusline import showing
 from checkmate.units import format_seconds
 

@@ -112,10 +112,14 @@ def events(free: Away, plan: Plan) -> tuple[list[Event], int]:
     Fetches are `Need`. What an op makes again of what is fetched otherwise goes at once.
     """
     found: list[Event] = []
-    boundary, ran, made = 0, set[int](), set[int]()
+    boundary, ran, made, at_hand = 0, set[int](), set[int](), set[int]()
     graph = free.problem.graph
-    by_product = {k: [v for v in free.value[at + 1 : _end(free, at)] if v is not None] for at, k in _plain(free)}
-    at_hand = set[int]()
+    by_product: list[list[int]] = []  # of each plain op, what is fetched otherwise
+    for v in free.value:
+        if v is None:
+            by_product.append([])
+        else:
+            by_product[-1].append(v)
     for position, step in enumerate(plan.steps):
         if position == plan.boundary:
             boundary = len(found)
@@ -139,15 +143,3 @@ def events(free: Away, plan: Plan) -> tuple[list[Event], int]:
             found += [Free(w) for w in by_product[k] if w not in at_hand]
         ran.add(k)
     return found, boundary if plan.boundary < len(plan.steps) else len(found)
-
-
-def _plain(free: Away) -> list[tuple[int, int]]:
-    return [(at, k) for at, k in enumerate(free.op) if k is not None]
-
-
-def _end(free: Away, at: int) -> int:
-    """The place of the next plain op."""
-    end = at + 1
-    while end < len(free.op) and free.op[end] is None:
-        end += 1
-    return end

@@ -162,8 +162,7 @@ class Incumbent:
 
     def line(self) -> str:
         """What a line has room for: the overhead, the gap and the time."""
-        spent = f"{self.task.clock.elapsed:.0f} of {self.task.clock.limit:g} s"
-        return f"{self._plan()}, {spent}"
+        return f"{self._plan()}, {self.task.clock.elapsed:.0f} of {self.task.clock.limit:g} s"
 
     def _is_within(self, peak: int) -> bool:
         self.least_peak = peak if self.least_peak is None else min(peak, self.least_peak)

@@ -139,16 +139,14 @@ class Record:
         if len(problem.graph.ops) != self.ops:
             return None
         bound = self.bound if self.answers(Question.of(problem, budget, self.question.method)) else 0.0
+        about: dict[str, Any] = {"method": self.by, "bound": bound, "origin": "plan cache"}
         try:
-            if self.steps:
-                plan = Plan.from_lists(self.steps, self.boundary)
-                schedule = Schedule.of_plan(problem.graph, plan)
-                found = certify_plan(problem, budget, plan, schedule, method=self.by, bound=bound)
-            else:
-                found = certify(problem, budget, self.runs(), method=self.by, bound=bound)
+            if not self.steps:
+                return certify(problem, budget, self.runs(), **about)
+            plan = Plan.from_lists(self.steps, self.boundary)
+            return certify_plan(problem, budget, plan, Schedule.of_plan(problem.graph, plan), **about)
         except (SolverError, IndexError):
             return None
-        return replace(found, origin="plan cache")
 
 
 def folder() -> Path:
@@ -167,9 +165,9 @@ def lookup(question: Question) -> Record | None:
 
 def relatives(question: Question) -> list[Record]:
     """Plans of the same ops: those with the same sizes first, then others, in each the last used first."""
-    same = _latest(f"{question.structure[:16]}-{question.sizes[:16]}-*.json")
-    others = [path for path in _latest(f"{question.structure[:16]}-*.json") if path not in same]
-    found = [_read_or_warn(path) for path in [*same, *others] if path != question.path]
+    patterns = (f"{question.structure[:16]}-{question.sizes[:16]}-*.json", f"{question.structure[:16]}-*.json")
+    latest = [path for pattern in patterns for _, _, path in _by_age(pattern)[:MOST_READ]]
+    found = [_read_or_warn(path) for path in dict.fromkeys(latest) if path != question.path]
     return [record for record in found if record is not None and record.question.structure == question.structure]
 
 
@@ -238,30 +236,21 @@ def _hash(what: object) -> str:
 
 def _check(record: Record) -> None:
     """Raise a ValueError or TypeError for what is of the wrong kind or out of range."""
-    for field in fields(Question):
-        value = getattr(record.question, field.name)
-        if field.type == "int":
-            _require(type(value) is int and 0 <= value <= MAX_BYTES, field.name, value)
-        else:
-            _require(isinstance(value, str), field.name, value)
-    _require(isinstance(record.by, str), "by", record.by)
-    for name in ("time_limit", "cost", "bound"):
-        value = getattr(record, name)
-        _require(isinstance(value, float) and 0 <= value < math.inf, name, value)
-    _require(not contradicts(record.bound, record.cost), "bound", record.bound)
-    for name in ("keep_all_peak", "ops"):
-        value = getattr(record, name)
-        _require(type(value) is int and 0 < value <= MAX_BYTES, name, value)
+    asked = record.question
+    texts = [*(getattr(asked, field.name) for field in fields(Question) if field.type == "str"), record.by]
+    wrong = [text for text in texts if not isinstance(text, str)]
+    counts = (asked.resident, asked.budget, record.keep_all_peak, record.ops)
+    wrong += [count for count in counts if type(count) is not int or not 0 <= count <= MAX_BYTES]
+    figures = (record.time_limit, record.cost, record.bound)
+    wrong += [figure for figure in figures if not isinstance(figure, float) or not 0 <= figure < math.inf]
+    if wrong or not record.keep_all_peak or not record.ops or contradicts(record.bound, record.cost):
+        raise ValueError(f"{wrong[0] if wrong else 'a figure'!r:.100} is out of range")
     Plan.from_lists(record.steps, record.boundary)  # raises for what is none
-    _require(isinstance(record.again, list), "again", type(record.again))
-    for place in record.again:
-        t, k = place
-        _require(type(t) is int and type(k) is int and 0 <= k < t < record.ops, "again", place)
-
-
-def _require(holds: bool, name: str, value: object) -> None:
-    if not holds:
-        raise ValueError(f"{name} is {value!r:.100}")
+    if not isinstance(record.again, list):
+        raise TypeError(f"again is {type(record.again)}")
+    for t, k in record.again:
+        if type(t) is not int or type(k) is not int or not 0 <= k < t < record.ops:
+            raise ValueError(f"again has {(t, k)!r:.100}")
 
 
 def _read_or_warn(path: Path) -> Record | None:
@@ -279,10 +268,6 @@ def _merged(known: Record, new: Record) -> Record:
     best = new if new.cost <= known.cost else known
     bound = max((b for b in (known.bound, new.bound) if b <= best.cost), default=new.bound)
     return replace(best, bound=bound, time_limit=max(known.time_limit, new.time_limit))
-
-
-def _latest(pattern: str) -> list[Path]:
-    return [path for _, _, path in _by_age(pattern)[:MOST_READ]]
 
 
 def _by_age(pattern: str) -> list[tuple[float, int, Path]]:

@@ -33,7 +33,6 @@ from checkmate.solvers.common.task import OutOfTime, Task
 from checkmate.solvers.host.unroll import Swap, unroll
 from checkmate.units import exact_bytes
 
-METHOD = "capuchin"
 STEP = 0.01  # of the bytes of keeping all: so much more goes before the next plan is tried
 
 
@@ -73,10 +72,11 @@ def _search(task: Task, incumbent: Incumbent, policy: Policy) -> Remarks:
             peak = simulator.simulate(plan, task.problem).peak
             least = min(least, peak)
             if peak <= task.budget and not simulator.verify(plan, task.problem, task.budget):
-                incumbent.offer_plan(plan, METHOD)
+                incumbent.offer_plan(plan, "capuchin")
         if task.clock.is_over or not policy.take():
             break
-    return Remarks("" if incumbent.R is not None else _why(least))
+    why = f"with all that it swaps and makes again, its plan takes {exact_bytes(least)}"
+    return Remarks("" if incumbent.R is not None else why)
 
 
 class Policy:
@@ -213,7 +213,3 @@ def candidates(problem: Problem) -> list[Candidate]:
         times = float(begins[evicted + 1]), float(begins[back]), there, again
         found.append(Candidate(swap, float(seconds) - there - again, back, times))
     return found
-
-
-def _why(least: int) -> str:
-    return f"with all that it swaps and makes again, its plan takes {exact_bytes(least)}"

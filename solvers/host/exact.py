@@ -18,34 +18,37 @@ are asked for in these moments only, and the links' seconds stage by stage: that
 stays, in which order transfers are carried, is left out. No row was added because good plans obey it: the two that
 leave plans out, that a value is not kept, sent or made when nothing can read it any more, leave out useless steps only.
 
-What an answer has run and fetched in each stage becomes a plan as in all of `checkmate.solvers.host`, whose seconds the
-simulator tells. Where they are those of the bound, the plan is the best there is.
+What an answer runs and fetches in each stage becomes a plan, whose seconds the simulator tells; so do the best ways to
+run beside what it sends, or parts of that. Where the seconds are those of the bound, the plan is the best there is.
 """
 
 from __future__ import annotations
 
 import contextlib
+from itertools import chain
 
 import numpy as np
 
 from checkmate.core import simulator
 from checkmate.core.limits import lives
-from checkmate.core.plan import Plan
+from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.errors import SolverError
-from checkmate.solvers.common.away import away, events, sendable
+from checkmate.solvers.common.away import Event, away, events, sendable
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.obey import obeys
 from checkmate.solvers.common.placement import place
 from checkmate.solvers.common.runs import without_useless
 from checkmate.solvers.common.task import Task
+from checkmate.solvers.host.offload import Sets
 from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear import milp as linear
 from checkmate.solvers.linear.links import link_seconds
 from checkmate.solvers.linear.model import INF, NONE, Model, Term
 from checkmate.solvers.linear.touches import Touches
 
-SHARE_OF_RECOMPUTATION = 0.3  # of the time
+SHARE_OF_RECOMPUTATION, SHARE_OF_SETS = 0.3, 0.1  # of the time; of what is left, for what else could be sent
 
 
 def milp(
@@ -104,13 +107,17 @@ def milp(
     incumbent.prove(result.bound * unit)
     if incumbent.is_infeasible:
         return Remarks("no plan has all that ops need at hand within the budget")
+    sent = sendable(task.problem)
     if result.x is not None:
         offer(result.x)
+        sent = np.flatnonzero(program.model.value(result.x, program.F).any(axis=0)).tolist()
+    sets = Sets(task.within(SHARE_OF_SETS * task.clock.left), incumbent, linear.milp)
+    sets.attempt_parts(sent)
     return Remarks(details={"columns": program.model.columns, "rows": program.model.rows, "bound": result.bound * unit})
 
 
 def plan_of(problem: Problem, budget: int, R: np.ndarray, F: np.ndarray) -> Plan | None:
-    """The plan that runs R (T, T) and fetches F (T, V) in each stage, both bool; None where it does not fit.
+    """The plan that runs R (T, T) and fetches F (T, V) in each stage, both bool; None where it does not fit or obey.
 
     Values that are fetched anywhere are sent when they are made. Transfers begin and end where they are waited for
     least.
@@ -124,8 +131,18 @@ def plan_of(problem: Problem, budget: int, R: np.ndarray, F: np.ndarray) -> Plan
         if v is not None:
             again = F[:, v] | R[:, problem.graph.values[v].producer]
             runs[[stage for stage, wanted in zip(stages, again, strict=True) if wanted and stage > at], at] = True
-    schedule = Schedule.from_runs(free.problem.graph, without_useless(free.problem.graph, runs))
-    return place(problem, budget, *events(free, simulator.lower(free.problem, schedule)))
+    runs = without_useless(free.problem.graph, runs)
+    if not obeys(free.problem, runs):
+        return None
+    found = simulator.lower(free.problem, Schedule.from_runs(free.problem.graph, runs))
+    happens, boundary = events(free, found)
+    apart: list[list[Event]] = [  # what is on its way there is not written over: nothing waits for that
+        [Run(e.op), Free(e.over)] if isinstance(e, Run) and e.over is not None and e.over in sent else [e]
+        for e in happens
+    ]
+    later = sum(map(len, apart[:boundary]))
+    plans = [place(problem, budget, happens, boundary), place(problem, budget, [*chain(*apart)], later)]
+    return min((plan for plan in plans if plan), key=lambda plan: simulator.cost(plan, problem), default=None)
 
 
 class Program:

@@ -14,8 +14,6 @@ from checkmate.solvers.common.task import Task
 from checkmate.solvers.host.unroll import Swap, unroll
 from checkmate.units import exact_bytes
 
-METHOD = "offload-all"
-
 
 def offload_all(task: Task, incumbent: Incumbent, *, threshold: int = 0, ahead: int = 1) -> Remarks:
     """The plan that sends all larger values which the backward reads. No plan where it does not fit.
@@ -34,7 +32,7 @@ def offload_all(task: Task, incumbent: Incumbent, *, threshold: int = 0, ahead: 
     assert host is not None
     swaps = [swap for swap in every_swap(problem, ahead) if problem.sizes[swap.value] > threshold]
     plan = unroll(task, swaps, {})
-    if incumbent.offer_plan(plan, METHOD):
+    if incumbent.offer_plan(plan, "offload-all"):
         return Remarks(details={"sent": len(plan.sent)})
     usage = simulator.simulate(plan, problem)
     there = f" and {exact_bytes(usage.peak_there)} there" if usage.peak_there > host.budget else ""

@@ -30,7 +30,6 @@ from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear.links import link_seconds
 from checkmate.solvers.linear.model import NONE, Entry, Model
 
-METHOD = "poet"
 MOST_OPS = 200  # beyond this the program takes gigabytes, and finds nothing in minutes
 
 
@@ -56,7 +55,7 @@ def poet(task: Task, incumbent: Incumbent) -> Remarks:
     plan = plan_of(problem, task.budget, runs, pages)
     if plan is None:
         return Remarks("there is no room for its pages beside what ops need while they move", figures)
-    incumbent.offer_plan(plan, METHOD)
+    incumbent.offer_plan(plan, "poet")
     return Remarks(details=figures | {"overlapped": simulator.cost(plan, problem)})
 
 

@@ -8,11 +8,10 @@ only then do ops wait for it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
-from checkmate.core.problem import Problem
-from checkmate.solvers.common.task import Clock, OutOfTime, Task
+from checkmate.solvers.common.task import OutOfTime, Task
 
 LOOK = 500  # steps between two looks at the clock
 
@@ -36,38 +35,27 @@ def unroll(task: Task, swaps: Collection[Swap], dropped: Mapping[int, int]) -> P
     Raises:
         OutOfTime: where so much is made again, from what is itself made again, that the time is over.
     """
-    problem = task.problem
-    unrolling = _Unrolling(problem, task.budget, {swap.value: swap for swap in swaps}, dict(dropped), task.clock)
-    for k in range(len(problem.graph.ops)):
+    unrolling = _Unrolling(task, swaps, dropped)
+    for k in range(len(task.problem.graph.ops)):
         unrolling.advance(k)
     return unrolling.plan()
 
 
-@dataclass
 class _Unrolling:
-    problem: Problem
-    budget: int
-    swaps: dict[int, Swap]
-    dropped: dict[int, int]
-    clock: Clock
-    steps: list[Step] = field(default_factory=list)
-    boundary: int = 0
-    live: int = 0
-    looked_at: int = 0  # steps when the clock was looked at
-    here: set[int] = field(default_factory=set)
-    leaving: dict[int, None] = field(default_factory=dict)  # sent, still here, in the order of the link
-    coming: set[int] = field(default_factory=set)
-    there: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
+    def __init__(self, task: Task, swaps: Collection[Swap], dropped: Mapping[int, int]) -> None:
+        self.problem, self.budget, self.clock, self.dropped = task.problem, task.budget, task.clock, dropped
         graph = self.problem.graph
-        self.live = self.problem.resident
+        self.steps: list[Step] = []
+        self.boundary = self.looked_at = 0  # steps of the forward, and when the clock was looked at
+        self.live = self.problem.resident  # bytes
+        self.here, self.coming, self.there = set[int](), set[int](), set[int]()
+        self.leaving: dict[int, None] = {}  # sent, still here, in the order of the link
         self.results = set(graph.outputs)
         self.last = {v: max((value.producer or 0, *graph.users[v])) for v, value in enumerate(graph.values)}
         self.given = {v for v, value in enumerate(graph.values) if value.producer is None}
         self.sent_after: dict[int, list[int]] = {}
         self.fetched_before: dict[int, list[int]] = {}
-        for swap in self.swaps.values():
+        for swap in swaps:
             self.sent_after.setdefault(swap.after, []).append(swap.value)
             self.fetched_before.setdefault(swap.fetch, []).append(swap.value)
 

@@ -17,11 +17,11 @@ import pytest
 
 from checkmate import Problem, Solution, solve
 from checkmate.core.simulator import cost, verify
-from checkmate.solvers import background_search, recall
+from checkmate.solvers import background_search, known_plans
 from checkmate.solvers.background_search import News, Search
 from checkmate.solvers.common import plan_store, processes
 from checkmate.solvers.common.certify import certify
-from checkmate.solvers.recall import BETTER, Rest, begin
+from checkmate.solvers.known_plans import BETTER, Rest, begin
 from checkmate.solvers.search.min_budget import least_runs
 from tests.support.processes import ROOT, run_python
 
@@ -31,7 +31,7 @@ SEARCHING = f"""
 import time
 from checkmate import Problem, Solution, solve
 from checkmate.solvers.background_search import Search
-from checkmate.solvers.recall import Rest
+from checkmate.solvers.known_plans import Rest
 problem = Problem.from_json({str(UNET)!r})
 budget = int(0.3 * problem.keep_all_peak)
 plan = solve(problem, budget, method="next-use", time_limit=0.1)
@@ -143,7 +143,7 @@ def test_planning_that_begins_early_says_what_is_open(monkeypatch: pytest.Monkey
     def quick(*args: Any, **options: Any) -> Solution:
         return solve(*args, **{**options, "time_limit": 0.1})
 
-    monkeypatch.setattr(recall, "attempt", quick)
+    monkeypatch.setattr(known_plans, "attempt", quick)
     problem = Problem.from_json(UNET)
     budget = int(0.3 * problem.keep_all_peak)
     plan, rest = begin(problem, budget, wait=0.1, time_limit=20.0)
@@ -169,7 +169,7 @@ def test_ctrl_c_before_the_first_step_ends_planning(monkeypatch: pytest.MonkeyPa
     def interrupted(*args: Any, **options: Any) -> Solution:
         return replace(solve(*args, **{**options, "time_limit": 0.1}), interrupted=True)
 
-    monkeypatch.setattr(recall, "attempt", interrupted)
+    monkeypatch.setattr(known_plans, "attempt", interrupted)
     problem = Problem.from_json(UNET)
     plan, rest = begin(problem, int(0.3 * problem.keep_all_peak), wait=0.1)
     assert plan.gap > BETTER

@@ -23,7 +23,6 @@ from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.frontier import frontier
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.linear.places import restricted
-from checkmate.solvers.rules_in_the_way import FOLLOWS_ALL
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.drop_runs import slim
@@ -32,7 +31,7 @@ from checkmate.solvers.search.exchange import exchange
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from checkmate.solvers.search.next_use import GRID
 from checkmate.solvers.search.value_sets import Needs
-from checkmate.solvers.solve import solve
+from checkmate.solvers.solve import FOLLOWS_ALL, solve
 from tests.support.oracle import all_schedules, interesting_budgets, optimum, outcomes, random_ruled_problem
 from tests.support.sampling import few
 from tests.support.searches import found_from

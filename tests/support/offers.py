@@ -10,10 +10,9 @@ import pytest
 from checkmate import Problem, Solution, min_budget, solve
 from checkmate.backends import taking_over
 from checkmate.core.plan import Plan
-from checkmate.solvers import recall
 from checkmate.solvers.background_search import News
 from checkmate.solvers.common.certify import certify
-from checkmate.solvers.recall import Rest
+from checkmate.solvers.known_plans import Rest
 from checkmate.solvers.search.min_budget import least_runs
 
 SECONDS = 0.1  # for each plan
@@ -76,6 +75,6 @@ def offered() -> Iterator[list[Offers]]:
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recall, "begin", begin)
+        patch.setattr(known_plans, "begin", begin)
         patch.setattr(taking_over, "Search", search)
         yield made

@@ -74,7 +74,7 @@ def test_the_cheapest_plan_of_a_chain_counted_by_hand() -> None:
 
 
 @pytest.mark.parametrize("make", MAKES)
-@pytest.mark.parametrize(("first", "seeds"), [(0, 5), slow(5, 5), *(long(first, 5) for first in range(10, 150, 5))])
+@pytest.mark.parametrize(("first", "seeds"), [(0, 5), slow(5, 5), long(10, 50), long(60, 90)])
 def test_no_plan_is_below_the_bound_and_the_one_found_rarely_above_the_cheapest(
     make: Callable[..., Problem], first: int, seeds: int
 ) -> None:

@@ -15,7 +15,6 @@ from checkmate.core.problem import Problem
 from checkmate.core.simulator import verify
 from checkmate.core.solution import Status
 from checkmate.core.timing import timing
-from checkmate.solvers import recall
 from checkmate.solvers.auto import auto
 from checkmate.solvers.common.away import Need, away, events
 from checkmate.solvers.common.incumbent import Incumbent
@@ -31,6 +30,7 @@ from tests.support.oracle import (
     random_problem_with_ways,
     random_ruled_problem,
 )
+from tests.support.planned import plan
 
 
 def layers(n: int, *, seconds: float = 1.0, size: int = 8) -> Problem:
@@ -162,13 +162,13 @@ def test_the_smallest_budget_is_that_of_plans_which_send() -> None:
 def test_a_plan_that_sends_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKMATE_CACHE_DIR", str(tmp_path))
     problem = layers(12).with_host(Host(10**6, send=16.0, fetch=16.0))
-    first = recall.plan(problem, 8 * 6, time_limit=5)
-    again = recall.plan(problem, 8 * 6, time_limit=5)
+    first = plan(problem, 8 * 6, time_limit=5)
+    again = plan(problem, 8 * 6, time_limit=5)
     assert first.plan is not None
     assert first.plan.sent
     assert (again.plan, again.cost, again.origin) == (first.plan, first.cost, "plan cache")
     slower = layers(12).with_host(Host(10**6, send=1.0, fetch=1.0))
-    assert recall.plan(slower, 8 * 6, time_limit=5).origin != "plan cache"
+    assert plan(slower, 8 * 6, time_limit=5).origin != "plan cache"
 
 
 def test_a_known_plan_is_where_a_solve_begins() -> None:

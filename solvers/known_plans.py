@@ -24,7 +24,7 @@ from checkmate.core.solution import Solution, Status
 from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.plan_store import Question, Record
 from checkmate.solvers.common.task import Clock
-from checkmate.solvers.solve import attempt, refused
+from checkmate.solvers.solve import attempt
 from checkmate.units import format_seconds
 
 log = logging.getLogger("checkmate.solve")
@@ -39,34 +39,6 @@ WORTH_A_PROCESS = 2.5  # seconds: less is waited for, as a process takes half a 
 BETTER = 0.01  # of the step: a plan that saves less is not worth taking over while a step is trained
 
 
-def plan(
-    problem: Problem,
-    budget: int,
-    *,
-    method: str = "auto",
-    time_limit: float = 60.0,
-    earlier: Sequence[Solution] = (),
-    cache: bool = True,
-) -> Solution:
-    """The plan of a step, from what is known where that serves, else as `solve` finds it.
-
-    Args:
-        problem: what to schedule.
-        budget: bytes.
-        method: see `solve`. Plans are adapted by "auto" only.
-        time_limit: seconds.
-        earlier: solutions of this process, for other batches of the same step.
-        cache: read plans from disk, and keep this one there.
-
-    Returns:
-        What `solve` returns, of any status, but a problem is not split further. ``origin`` says "plan cache" where the
-        plan is as it was on disk; "other costs", "less time" or "another size" where it began with a plan that was
-        found for or in these.
-    """
-    solution, _ = begin(problem, budget, method=method, time_limit=time_limit, earlier=earlier, cache=cache)
-    return solution if solution.plan is not None else refused(solution, time_limit=time_limit)
-
-
 def begin(
     problem: Problem,
     budget: int,
@@ -79,10 +51,17 @@ def begin(
 ) -> tuple[Solution, Rest | None]:
     """The plan of a step after so many seconds, and what is then still open; None: nothing that could matter.
 
-    An answer without a plan does not say why; `checkmate.solvers.solve.refused` adds that.
+    An answer without a plan does not say why; `checkmate.solvers.solve.refused` adds that. ``origin`` says "plan cache"
+    where the plan is as it was on disk; "other costs", "less time" or "another size" where it began with a plan that
+    was found for or in these.
 
     Args:
-        problem, budget, method, time_limit, earlier, cache: as of `plan`.
+        problem: what to schedule; it is not split further.
+        budget: bytes.
+        method: see `solve`. Plans are adapted by "auto" only.
+        time_limit: seconds.
+        earlier: solutions of this process, for other batches of the same step.
+        cache: read plans from disk, and keep this one there.
         wait: seconds to look for a plan; longer where none is found meanwhile, and all of the time where the method is
             not "auto".
     """

@@ -9,7 +9,7 @@ import pytest
 
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
-from checkmate.solvers.late_results import late_results
+from checkmate.solvers.backward_order import late_results
 from checkmate.solvers.search.min_budget import min_budget
 
 

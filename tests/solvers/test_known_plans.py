@@ -15,14 +15,14 @@ from benchmarks.networks import dags
 from checkmate.core import files, simulator
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution, Status
-from checkmate.solvers import recall as planning
+from checkmate.solvers import known_plans as planning
 from checkmate.solvers.auto import Portfolio
 from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.plan_store import Question, Record, lookup, store
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.recall import plan
 from checkmate.solvers.solve import min_budget, solve
+from tests.support.planned import plan
 
 
 @pytest.fixture(autouse=True)
