@@ -356,8 +356,9 @@ def _without_defaults(part: Op | Way) -> dict[str, Any]:
 
 
 def _read_op(op: dict[str, Any]) -> Op:
-    tuples = {name: tuple(op[name]) for name in ("inputs", "outputs")}
-    return Op(**{**op, **tuples, **{name: tuple(op[name]) for name in ("tags", "overwrites") if name in op}})
+    made: dict[str, Any] = {**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])}
+    made |= {name: tuple(op[name]) for name in ("tags", "overwrites") if name in op}
+    return Op(**made)
 
 
 def _read_rule(rule: dict[str, Any]) -> Rule:
