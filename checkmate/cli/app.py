@@ -21,30 +21,17 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from checkmate import batch
-from checkmate.cli.argument_types import overhead, size
-from checkmate.cli.host import add_host_options, asked_host, host_of, with_host
+from checkmate.cli.arguments import asked_host, host_of, parser_of, with_host
 from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.cli.target import UsageError, find_function, maker
 from checkmate.errors import BudgetError, CheckmateError, RuleError
 from checkmate.statusline import hidden
 from checkmate.units import parse_bytes
-from checkmate.version import __version__
 
 if TYPE_CHECKING:
     from checkmate.core.problem import Problem
 
 DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
-TIME_LIMIT, GAP = 60.0, 1e-4
-
-_TARGET = """\
-TARGET is module:function or file.py:function, found from the current folder.
-The function returns (step, batch): a module or function as checkmate.compile
-takes it, and an example batch for it: a tuple of arguments, a dict of named
-ones, or one tensor. {more}
-"""
-_OF_SIZE = "With --size N it is called with N."
-_OF_ANY_SIZE = "It is called with the size: an integer that may mean anything."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,10 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     2
     """
     try:
-        args = _parser().parse_args(argv)
+        args = parser_of(_COMMANDS).parse_args(argv)
     except SystemExit as end:  # argparse has said why, or has shown the help
         return int(end.code or 0)
-    _watch(args)
+    if args.verbose:  # log everything on standard error; otherwise a line shows what goes on, on a terminal
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log = logging.getLogger("checkmate")
+        log.setLevel(logging.INFO)
+        log.handlers, log.propagate = [handler], False
     try:
         with hidden() if args.quiet or args.verbose else nullcontext():
             code: int = args.run(args)
@@ -80,131 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _say(message: str, code: int) -> int:
     sys.stderr.write(f"checkmate: {message}\n")
     return code
-
-
-def _watch(args: argparse.Namespace) -> None:
-    """Log everything on standard error if asked to; otherwise a line shows what goes on, on a terminal."""
-    if args.verbose:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        log = logging.getLogger("checkmate")
-        log.setLevel(logging.INFO)
-        log.handlers, log.propagate = [handler], False
-
-
-# ---------------------------------------------------------------------------------------------------------- arguments
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="checkmate", description="Plan training steps within a budget of bytes.", epilog="checkmate COMMAND --help"
-    )
-    parser.add_argument("--version", action="version", version=f"checkmate {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_plan(commands)
-    _add_solve(commands)
-    _add_frontier(commands)
-    _add_max_batch(commands)
-    _command(commands, "methods", _methods, "list the methods with their options")
-    _command(commands, "doctor", _doctor, "versions, device, solver and cache of this installation")
-    return parser
-
-
-def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, about: str = ""
-) -> argparse.ArgumentParser:
-    description = f"{summary[0].upper()}{summary[1:]}.\n\n{about}".strip()
-    as_written = argparse.RawDescriptionHelpFormatter
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=description, formatter_class=as_written
-    )
-    parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="answer as JSON")
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
-    parser.add_argument("--verbose", action="store_true", help="show all that is logged, on standard error")
-    parser.add_argument("--debug", action="store_true", help="end errors with a traceback")
-    return parser
-
-
-def _add_plan(commands: Any) -> None:
-    about = _TARGET.format(more=_OF_SIZE)
-    parser = _command(commands, "plan", _plan, "trace a step and plan it", about)
-    _add_target(parser)
-    parser.add_argument("--size", type=size, metavar="N", help="call the function with this size")
-    parser.add_argument("--save-problem", metavar="FILE", help="write what was traced, as for checkmate solve")
-    _add_solving(parser)
-
-
-def _add_solve(commands: Any) -> None:
-    parser = _command(commands, "solve", _solve, "plan a step from a problem file (Problem.to_json)")
-    parser.add_argument("problem", metavar="PROBLEM.json")
-    _add_solving(parser)
-
-
-def _add_frontier(commands: Any) -> None:
-    parser = _command(commands, "frontier", _frontier, "cost against peak of a problem file, for many budgets")
-    parser.add_argument("problem", metavar="PROBLEM.json")
-    parser.add_argument("--budget", nargs="+", metavar="BYTES", help="by default from the smallest to keeping all")
-    parser.add_argument("--methods", default="auto", metavar="A,B", help="by default auto")
-    parser.add_argument("--jobs", type=size, metavar="N", help="processes at a time")
-    add_host_options(parser)
-    _add_limits(parser, TIME_LIMIT)
-
-
-def _add_max_batch(commands: Any) -> None:
-    about = _TARGET.format(more=_OF_ANY_SIZE)
-    parser = _command(commands, "max-batch", _max_batch, "find the largest batch that fits", about)
-    _add_target(parser)
-    parser.add_argument("--budget", required=True, metavar="BYTES", help="such as 8GB or 512MiB")
-    parser.add_argument(
-        "--max-overhead",
-        type=overhead,
-        default="one-forward",
-        metavar="CAP",
-        help="one-forward (default), none, or a share of the step such as 0.3",
-    )
-    parser.add_argument("--baselines", action="store_true", help="find the largest sizes of other methods, too")
-    parser.add_argument("--measure", action="store_true", help="run the step at the answer and measure its peak")
-    add_host_options(parser)
-    parser.add_argument("--smallest", type=size, default=1, metavar="N")
-    parser.add_argument("--largest", type=size, default=batch.LARGEST, metavar="N")
-    _add_limits(parser, batch.TIME_LIMIT, gap=False)
-
-
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET", help="module:function")
-    costs = parser.add_mutually_exclusive_group()
-    costs.add_argument(
-        "--device", metavar="NAME", help="estimate for a device such as h100; nothing is allocated here or runs"
-    )
-    costs.add_argument("--profile", metavar="OPS.json", help="costs that were measured elsewhere")
-    parser.add_argument(
-        "--numerics",
-        choices=("exact", "rounding"),
-        default="exact",
-        help="rounding: sums over parts too, where else nothing fits",
-    )
-
-
-def _add_solving(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--budget", required=True, metavar="BYTES", help="such as 8GB or 512MiB")
-    parser.add_argument("--method", default="auto", help="see checkmate methods")
-    parser.add_argument("--save-plan", metavar="FILE", help="write the plan, step by step, as JSON")
-    parser.add_argument("--report", metavar="FILE", help="write the plan as one HTML page")
-    parser.add_argument(
-        "--rule", action="append", metavar="PATTERN=RULE", help="such as 'blocks.3=keep', again for more; see the guide"
-    )
-    add_host_options(parser)
-    _add_limits(parser, TIME_LIMIT)
-
-
-def _add_limits(parser: argparse.ArgumentParser, seconds: float, *, gap: bool = True) -> None:
-    parser.add_argument("--time-limit", type=float, default=seconds, metavar="S", help=f"by default {seconds:g} s")
-    if gap:
-        parser.add_argument("--gap", type=float, default=GAP, help=f"stop at this gap, by default {GAP:g}")
-
-
-# ----------------------------------------------------------------------------------------------------------- commands
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -239,7 +106,6 @@ def _check(args: argparse.Namespace) -> None:
     from checkmate.solvers.catalogue import METHODS
 
     read_rules(args.rule or ())
-
     if args.method not in METHODS:
         raise UsageError(f"there is no method {args.method!r}; the methods are {', '.join(METHODS)}")
 
@@ -335,20 +201,12 @@ def _doctor(args: argparse.Namespace) -> int:
 
     found = examine()
     width = max(map(len, found.facts)) + 2
-    lines = [f"{name:<{width}}{_shown(fact)}" for name, fact in found.facts.items()]
+    listed = ((name, fact if isinstance(fact, (list, tuple)) else [fact]) for name, fact in found.facts.items())
+    lines = [f"{name:<{width}}{', '.join(str(f) for f in facts if f is not None) or 'none'}" for name, facts in listed]
     _show(args, {"ok": not found.wrong, "wrong": found.wrong, **found.facts}, "\n".join(lines))
     for wrong in found.wrong:
         _say(wrong, REFUSED)
     return REFUSED if found.wrong else DONE
-
-
-def _shown(fact: Any) -> str:
-    if isinstance(fact, (list, tuple)):
-        return ", ".join(map(str, fact)) or "none"
-    return "none" if fact is None else str(fact)
-
-
-# --------------------------------------------------------------------------------------------------- target and output
 
 
 def _profile(args: argparse.Namespace) -> str:
@@ -394,3 +252,13 @@ def _out_json(document: Any) -> None:
 def _write_json(path: str, document: Any) -> None:
     with open(path, "w") as file:  # noqa: PTH123  # a device such as /dev/stdout will do, too
         json.dump(finite(document), file, allow_nan=False)
+
+
+_COMMANDS = {
+    "plan": _plan,
+    "solve": _solve,
+    "frontier": _frontier,
+    "max-batch": _max_batch,
+    "methods": _methods,
+    "doctor": _doctor,
+}

@@ -6,15 +6,18 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from checkmate.core.graph import Graph
 from checkmate.core.plan import Run, Step
 from checkmate.core.rules import as_mapping
-from checkmate.core.solution import Elsewhere, Solution
+from checkmate.core.solution import Solution
 
 
 def solution_record(solution: Solution) -> dict[str, Any]:
     """A solution as plain data: bytes, seconds, and what runs again how often."""
     s = solution
+    elsewhere: dict[str, float] = {}  # bytes, and seconds of the step in which a transfer is waited for
+    if away := s.elsewhere:
+        elsewhere = {"values": away.values, "peak": away.peak, "transfers": len(away.timing.transfers)}
+        elsewhere |= {"waited": away.waited, "hidden": away.timing.hidden}
     again = {} if s.schedule is None else enumerate(s.schedule.recomputed.tolist())
     return {
         "status": s.status.label,
@@ -31,39 +34,28 @@ def solution_record(solution: Solution) -> dict[str, Any]:
         "min_budget": None if s.refusal is None else s.refusal.min_budget,
         "op": None if s.refusal is None else s.refusal.op,
         "source": s.problem.profile.source,
-        "runs_over": 0 if s.plan is None else s.plan.runs_over,
+        "runs_over": s.runs_over,
         "runs_again": {s.problem.graph.ops[k].name: times for k, times in again if times},
         **({"host": asdict(s.problem.host)} if s.problem.host is not None else {}),
-        **({"elsewhere": _elsewhere(s.elsewhere)} if s.elsewhere is not None else {}),
+        **({"elsewhere": elsewhere} if s.elsewhere is not None else {}),
         **({"splits": list(s.problem.splits)} if s.problem.splits else {}),
         **({"rules": as_mapping(s.problem)} if s.problem.rules else {}),
         **({"min_budget_without": s.refusal.without} if s.refusal is not None and s.refusal.without else {}),
     }
 
 
-def _elsewhere(elsewhere: Elsewhere) -> dict[str, Any]:
-    """What waits in the second memory: bytes, and seconds of the step in which a transfer is waited for."""
-    timing = elsewhere.timing
-    return {
-        "values": elsewhere.values,
-        "peak": elsewhere.peak,
-        "transfers": len(timing.transfers),
-        "waited": timing.waited,
-        "hidden": timing.hidden,
-    }
-
-
 def steps_of(solution: Solution) -> list[dict[str, str]]:
     """The plan in order: which op runs, over which value if it writes over one; which value is freed, sent, ..."""
     assert solution.plan is not None
-    return [_step(step, solution.problem.graph) for step in solution.plan.steps]
+    graph = solution.problem.graph
 
+    def told(step: Step) -> dict[str, str]:
+        if not isinstance(step, Run):
+            return {type(step).__name__.lower(): graph.values[step.value].name}
+        over = {} if step.over is None else {"over": graph.values[step.over].name}
+        return {"run": graph.ops[step.op].name, **over}
 
-def _step(step: Step, graph: Graph) -> dict[str, str]:
-    if not isinstance(step, Run):
-        return {type(step).__name__.lower(): graph.values[step.value].name}
-    over = {} if step.over is None else {"over": graph.values[step.over].name}
-    return {"run": graph.ops[step.op].name, **over}
+    return [told(step) for step in solution.plan.steps]
 
 
 def finite(document: Any) -> Any:

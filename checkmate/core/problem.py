@@ -328,30 +328,22 @@ class Problem:
             OSError: if it cannot be read.
         """
         path = Path(path)
-        raw = read_bytes(path, MOST_BYTES)
         try:
-            document = json.loads(raw)
+            document = json.loads(read_bytes(path, MOST_BYTES))
         except (ValueError, RecursionError) as error:
             raise InvalidProblem(f"{path} is not JSON: {error}") from None
         newer = isinstance(document, dict) and document.get("version") in NEWER
         version = document["version"] if newer else VERSION
         check_header(document, path, format=FORMAT, version=version, what="problem file")
         try:
-            graph = Graph(
-                ops=tuple(
-                    Op(**{**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])})
-                    for op in map(_with_tuples, document["ops"])
-                ),
-                values=tuple(Value(**value) for value in document["values"]),
-                outputs=tuple(document["outputs"]),
-            )
+            ops = tuple(map(_read_op, document["ops"]))
+            graph = Graph(ops, tuple(Value(**value) for value in document["values"]), tuple(document["outputs"]))
             costs = {name: document[name] for name in ("seconds", "workspace_bytes", "resident_bytes", "source")}
-            ways = tuple(Way(**way) for way in document.get("ways", ()))
-            profile = Profile(
-                **costs, estimated=tuple(document.get("estimated", ())), ways=ways
-            )  # older files lack both
+            ways = tuple(Way(**way) for way in document.get("ways", ()))  # older files lack these, and what follows
+            rules = tuple(map(_read_rule, document.get("rules", ())))
+            profile = Profile(**costs, estimated=tuple(document.get("estimated", ())), ways=ways)
             host = Host(**document["host"]) if "host" in document else None
-            return cls(graph, profile, rules=tuple(map(_read_rule, document.get("rules", ()))), host=host)
+            return cls(graph, profile, rules=rules, host=host)
         except KeyError as error:
             raise InvalidProblem(f"{path} describes no valid problem: {error} is missing") from None
         except (TypeError, ValueError) as error:
@@ -363,8 +355,10 @@ def _without_defaults(part: Op | Way) -> dict[str, Any]:
     return {name: what for name, what in asdict(part).items() if name not in ("tags", "overwrites", "slower") or what}
 
 
-def _with_tuples(op: dict[str, Any]) -> dict[str, Any]:
-    return {**op, **{name: tuple(op[name]) for name in ("tags", "overwrites") if name in op}}
+def _read_op(op: dict[str, Any]) -> Op:
+    made: dict[str, Any] = {**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])}
+    made |= {name: tuple(op[name]) for name in ("tags", "overwrites") if name in op}
+    return Op(**made)
 
 
 def _read_rule(rule: dict[str, Any]) -> Rule:

@@ -88,15 +88,13 @@ def without_slower_ways(plan: Plan, problem: Problem, budget: int) -> Plan:
     """
     if not any(isinstance(step, Run) and (step.op, step.over) in problem.slower for step in plan.steps):
         return plan
-    bytes_at = iter(simulate(plan, problem).bytes_at)
     parts: list[tuple[Step, ...]] = []
-    for step in plan.steps:
+    for event in walk(plan, problem):
+        step = event.step
         part: tuple[Step, ...] = (step,)
-        if isinstance(step, Run):
-            live = next(bytes_at)
-            if step.over is not None and (step.op, step.over) in problem.slower:
-                fits = live + dict(problem.savings[step.op])[step.over] <= budget
-                part = (Run(step.op), Free(step.over)) if fits else part
+        if isinstance(step, Run) and step.over is not None and (step.op, step.over) in problem.slower:
+            fits = event.here + dict(problem.savings[step.op])[step.over] <= budget
+            part = (Run(step.op), Free(step.over)) if fits else part
         parts.append(part)
     return Plan(tuple(chain.from_iterable(parts)), sum(map(len, parts[: plan.boundary])))
 

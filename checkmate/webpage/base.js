@@ -120,6 +120,17 @@ function patch(pen, text, x, y, room) {
   pen.fillText(shown, x, y);
 }
 
+/** A line through these points, in pixels of the page. */
+function stroke(pen, ink, wide, dash, ...points) {
+  pen.strokeStyle = colour(ink);
+  pen.lineWidth = wide;
+  pen.setLineDash(dash);
+  pen.beginPath();
+  for (const point of points) pen.lineTo(...point);
+  pen.stroke();
+  pen.setLineDash([]);
+}
+
 const HATCH_PATHS = { // of a tile of 8 by 8
   "/": [[-2, 2, 2, -2], [-2, 10, 10, -2], [6, 10, 10, 6]],
   "\\": [[-2, 6, 2, 10], [-2, -2, 10, 10], [6, -2, 10, 2]],
@@ -151,6 +162,17 @@ function hatch(pen, { fill, hatch: word }, sharp) {
     ink.stroke();
   }
   return pen.createPattern(tile, "repeat");
+}
+
+/** What keys do in a picture, and what pointing at it does. */
+function controlled(area, keys, point) {
+  area.addEventListener("keydown", (event) => {
+    const act = event.ctrlKey || event.metaKey || event.altKey ? undefined : keys[event.key] || keys[event.key.toLowerCase()];
+    if (!act) return;
+    event.preventDefault();
+    act();
+  });
+  for (const moved of ["pointermove", "pointerdown"]) area.addEventListener(moved, point);
 }
 
 /** Draws now, and again whenever its size or the colours change. */

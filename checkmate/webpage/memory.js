@@ -74,19 +74,10 @@ const memory = (() => {
     pen.restore();
   }
 
-  function line(pen, ink, wide, dash, ...ends) {
-    pen.strokeStyle = colour(ink);
-    pen.lineWidth = wide;
-    pen.setLineDash(dash);
-    pen.beginPath();
-    for (const end of ends) pen.lineTo(...end);
-    pen.stroke();
-  }
-
   function drawHalves({ pen, x, left, top, width, height }) {
     const border = x(xs[data.moments.boundary]);
     if (!(data.moments.boundary > 0 && data.moments.boundary < N && border > left && border < left + width)) return;
-    line(pen, "ink", 1, [2, 3], [border, top - 22], [border, top + height]);
+    stroke(pen, "ink", 1, [2, 3], [border, top - 22], [border, top + height]);
     pen.fillStyle = colour("ink");
     pen.textBaseline = "top";
     for (const [half, align, shift] of [["forward", "right", -6], ["backward", "left", 6]]) {
@@ -97,7 +88,7 @@ const memory = (() => {
 
   function drawBudget({ pen, y, left, top, width }) {
     const level = y(data.budget.bytes);
-    if (!beyond) line(pen, "ink", 2, [9, 4], [left, level], [left + width, level]);
+    if (!beyond) stroke(pen, "ink", 2, [9, 4], [left, level], [left + width, level]);
     const label = data.budget.label + (beyond ? ", above this picture" : "");
     patch(pen, label, left + 8, beyond ? top + 36 : level - 13, width - 12);
   }
@@ -108,7 +99,7 @@ const memory = (() => {
     const at = x((xs[i] + xs[i + 1]) / 2);
     if (at < left || at > left + width) return;
     const foot = y(data.peak.bytes) - 1;
-    line(pen, "paper", 1.5, [], [at, foot], [at - 7, foot - 13], [at + 7, foot - 13], [at, foot]);
+    stroke(pen, "paper", 1.5, [], [at, foot], [at - 7, foot - 13], [at + 7, foot - 13], [at, foot]);
     pen.fillStyle = colour("mark");
     pen.fill();
     const wide = Math.min(pen.measureText(data.peak.label).width, width - 12);
@@ -212,19 +203,11 @@ const memory = (() => {
     r: () => again.length && show(again.find((i) => i > current) ?? again[0]),
     "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), 0: () => zoom(Infinity),
   };
-  area.addEventListener("keydown", (event) => {
-    const act = event.ctrlKey || event.metaKey || event.altKey ? undefined : keys[event.key] || keys[event.key.toLowerCase()];
-    if (!act) return;
-    event.preventDefault();
-    act();
-  });
-  const point = (event) => {
+  controlled(area, keys, (event) => {
     const box = chart.over.getBoundingClientRect();
     const [left, x] = [event.clientX - box.left, chart.posToVal(event.clientX - box.left, "x")];
     if (left >= 0 && left <= box.width) show(xs.findLastIndex((begin, i) => i < N && begin <= x));
-  };
-  area.addEventListener("pointermove", point);
-  area.addEventListener("pointerdown", point);
+  });
   scale.addEventListener("change", () => {
     xs = scale.value === "time" ? time : counted;
     chart.setData(columns());

@@ -17,7 +17,6 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
@@ -25,6 +24,7 @@ from checkmate.core.files import write_bytes
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution, Status, check_solution
 from checkmate.inspection.addresses import Addresses, addresses
+from checkmate.inspection.difference import same_problem
 from checkmate.inspection.peak import PeakExplanation, explain_peak
 from checkmate.inspection.timeline import Timeline, timeline
 from checkmate.units import format_bytes
@@ -81,7 +81,10 @@ def report(
         longer = "" if solution.status is Status.INFEASIBLE else ", or with a longer time_limit"
         raise ValueError(f"There is no plan to report on: {reason}. Solve again within a larger budget{longer}.")
     path = Path(path)
-    _check_target(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder. Name a file in it, such as {path / 'plan.html'}.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"The folder {path.parent} for the report {path.name} is missing. Make it, then again.")
     rows = None if frontier is None else _rows_of(frontier, solution.problem)
     line = timeline(solution.plan, solution.problem)
     peak = explain_peak(solution, prices=prices)
@@ -89,23 +92,13 @@ def report(
     return path
 
 
-def _check_target(path: Path) -> None:
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder. Name a file in it, such as {path / 'plan.html'}.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"The folder {path.parent} for the report {path.name} is missing. Make it, then again.")
-
-
 def _rows_of(frontier: Iterable[Row], problem: Problem) -> list[Row]:
     rows = list(frontier)
     if not rows:
         raise ValueError("There are no rows of a frontier to show; leave frontier=None for a report without one.")
     for row in rows:
-        other = row.solution.problem
-        if other is not problem and (
-            other.graph != problem.graph or not np.array_equal(other.seconds, problem.seconds)
-        ):
-            raise ValueError(f"The frontier is of another problem: {other!r}, not {problem!r}.")
+        if not same_problem(row.solution.problem, problem):
+            raise ValueError(f"The frontier is of another problem: {row.solution.problem!r}, not {problem!r}.")
     return rows
 
 
@@ -153,16 +146,12 @@ def _visible(document: Any) -> Any:
     {'name': 'a\\u202eb\\n'}
     """
     if isinstance(document, str):
-        return document if document.isprintable() else "".join(c if c.isprintable() else _written(c) for c in document)
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in document)
     if isinstance(document, dict):
         return {key: _visible(value) for key, value in document.items()}
     if isinstance(document, (list, tuple)):
         return [_visible(part) for part in document]
     return document
-
-
-def _written(character: str) -> str:
-    return character.encode("unicode_escape").decode()
 
 
 def _breakable(text: str) -> Markup:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.inspection.op_costs import costs_of
-from checkmate.inspection.peak import PeakExplanation
+from checkmate.inspection.peak import PRICE_HEADS, PeakExplanation, price_cells
 from checkmate.inspection.timeline import Timeline
 from checkmate.units import format_bytes, format_seconds
 
@@ -19,16 +19,27 @@ if TYPE_CHECKING:
 
 Cell = str | tuple[str, float | None]  # text, or text and what it sorts by; None stands last
 NONE = ("-", None)
+TEXTS = {  # heads of the columns that hold no numbers
+    "value", "role", "needed next by", "where", "op", "computes", "before", "of the", "written over", "direction",
+    "asked for after", "method", "status", "what happened",
+}  # fmt: skip
 
 
 def page_tables(
     line: Timeline, problem: Problem, peak: PeakExplanation, rows: list[Row] | None
 ) -> list[dict[str, Any]]:
     """In their order. ``heads`` are texts and whether numbers; ``go``: the moment that a row's name leads to."""
-    held, *prices = _peak_tables(line, peak)
-    *again, ops = _op_tables(line, problem)
-    crossed = [_crossings_table(line)] if line.crossings else []
-    return [held, *again, *prices, *crossed, ops, *([] if rows is None else [_frontier_table(rows)])]
+    again, ops = _op_tables(line, problem)
+    others = [table for table in (again, _prices_table(peak), _crossings_table(line)) if table["rows"]]
+    return [_peak_table(line, peak), *others, ops, *([] if rows is None else [_frontier_table(rows)])]
+
+
+def _table(
+    name: str, title: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]], go: list[int] | None = None
+) -> dict[str, Any]:
+    leads = {} if go is None else {"go": go}
+    heads_of = [(head, head not in TEXTS) for head in heads]
+    return {"id": f"table-{name}", "title": title, "heads": heads_of, "rows": rows, **leads}
 
 
 def stages_of(line: Timeline) -> list[int]:
@@ -37,144 +48,100 @@ def stages_of(line: Timeline) -> list[int]:
     return (first.cumsum() - first).tolist()
 
 
-def _peak_tables(line: Timeline, peak: PeakExplanation) -> Iterator[dict[str, Any]]:
+def _peak_table(line: Timeline, peak: PeakExplanation) -> dict[str, Any]:
     made = {span.value: span.first for span in line.alive(peak.moment.index)}
     sends = peak.there is not None
-    yield {
-        "id": "table-peak",
-        "title": f"Values at the peak ({len(peak)})",
-        "heads": [
-            ("value", False), ("bytes", True), ("role", False), ("needed next by", False), ("in", True),
-            ("dropping costs", True), *([("sending costs", True)] if sends else []), ("where", False),
-        ],
-        "rows": [
-            (
-                row.name, _bytes(row.bytes), row.role, row.next_op, _seconds(row.next_in),
-                _seconds(row.drop_seconds) if row.drop_seconds is not None else (row.why_not, None),
-                *([_seconds(row.send_seconds)] if sends else []), row.where,
-            )
-            for row in peak
-        ],
-        "go": [made[row.value] for row in peak],
-    }  # fmt: skip
-    if peak.prices:
-        yield {
-            "id": "table-prices",
-            "title": "What less or more memory would change",
-            "heads": [
-                ("memory", True), ("budget", True), ("step", True), ("plan found", True),
-                ("any schedule, proven", True), ("status", False),
-            ],
-            "rows": [
-                (
-                    _bytes(price.change_bytes, "+"), _bytes(price.budget), _seconds(price.cost),
-                    _seconds(price.found_change, "+"),
-                    ("none fits", None) if math.isinf(price.bound) else _seconds(price.proven_change, "+", "at least "),
-                    price.status.label,
-                )
-                for price in peak.prices
-            ],
-        }  # fmt: skip
+    heads = "value", "bytes", "role", "needed next by", "in", "dropping costs", *["sending costs"] * sends, "where"
+    rows = [
+        (
+            row.name, _bytes(row.bytes), row.role, row.next_op, _seconds(row.next_in),
+            _seconds(row.drop_seconds) if row.drop_seconds is not None else (row.why_not, None),
+            *[_seconds(row.send_seconds)] * sends, row.where,
+        )
+        for row in peak
+    ]  # fmt: skip
+    return _table("peak", f"Values at the peak ({len(peak)})", heads, rows, [made[row.value] for row in peak])
 
 
-def _op_tables(line: Timeline, problem: Problem) -> Iterator[dict[str, Any]]:
-    """What each op costs, the most seconds first; and of those that run again, what that takes."""
-    ops = costs_of(problem).rows
-    stages, moments = stages_of(line), line.moments
+def _prices_table(peak: PeakExplanation) -> dict[str, Any]:
+    rows: list[list[Cell]] = []
+    for price in peak.prices:
+        *texts, status = price_cells(price)
+        numbers = price.change_bytes, price.budget, price.cost, price.found_change, price.proven_change
+        sorts_by = (number if math.isfinite(number) else None for number in numbers)
+        rows.append([*zip(texts, sorts_by, strict=True), status])
+    return _table("prices", "What less or more memory would change", PRICE_HEADS, rows)
+
+
+def _op_tables(line: Timeline, problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of the ops that run again, what that takes; and what each op costs, the most seconds first."""
+    ops, stages, moments = costs_of(problem).rows, stages_of(line), line.moments
     executions: list[list[int]] = [[] for _ in ops]
-    for moment in line.moments:
+    for moment in moments:
         executions[moment.op].append(moment.index)
-    again = [op for op in ops if len(executions[op.op]) > 1]
-    if again:
-        times = {op.op: len(executions[op.op]) - 1 for op in again}
-        again.sort(key=lambda op: -times[op.op] * op.seconds)
-        before = {op.op: [stages[i] for i in executions[op.op][1:]] for op in again}
-        yield {
-            "id": "table-again",
-            "title": f"What is run again ({len(again)} ops)",
-            "heads": [
-                ("op", False), ("computes", False), ("times more", True), ("costs", True), ("makes", True),
-                ("before", False), ("where", False),
-            ],
-            "rows": [
-                (
-                    op.name, op.target, (str(times[op.op]), times[op.op]), _seconds(times[op.op] * op.seconds),
-                    _bytes(op.output_bytes), (", ".join(ops[t].name for t in before[op.op]), before[op.op][0]),
-                    op.where,
-                )
-                for op in again
-            ],
-            "go": [executions[op.op][1] for op in again],
-        }  # fmt: skip
-    over = [next((moments[i].over for i in executions[op.op] if moments[i].over), "") for op in ops]
+    times = [len(indices) for indices in executions]
+    again = sorted((op for op in ops if times[op.op] > 1), key=lambda op: -(times[op.op] - 1) * op.seconds)
+    before = {op.op: [stages[i] for i in executions[op.op][1:]] for op in again}
+    rows: list[Sequence[Cell]] = [
+        (
+            op.name, op.target, (str(times[op.op] - 1), times[op.op] - 1), _seconds((times[op.op] - 1) * op.seconds),
+            _bytes(op.output_bytes), (", ".join(ops[t].name for t in before[op.op]), before[op.op][0]), op.where,
+        )
+        for op in again
+    ]  # fmt: skip
+    heads = "op", "computes", "times more", "costs", "makes", "before", "where"
+    go = [executions[op.op][1] for op in again]
+    first = _table("again", f"What is run again ({len(again)} ops)", heads, rows, go)
+    over = [next((moments[i].over for i in indices if moments[i].over), "") for indices in executions]
     in_place = any(over)
-    spent = [len(executions[op.op]) * op.seconds for op in ops]
-    by_cost = sorted(ops, key=lambda op: -spent[op.op])
-    yield {
-        "id": "table-ops",
-        "title": f"Ops by cost ({len(ops)})",
-        "heads": [
-            ("op", False), ("computes", False), ("of the", False), ("runs", True), ("each", True), ("in all", True),
-            ("share", True), ("makes", True), *([("written over", False)] if in_place else []), ("workspace", True),
-            ("where", False),
-        ],
-        "rows": [
-            (
-                op.name, op.target, op.phase, (str(len(executions[op.op])), len(executions[op.op])),
-                _seconds(op.seconds), _seconds(spent[op.op]),
-                (f"{spent[op.op] / line.seconds:.2%}" if line.seconds else "", spent[op.op]),
-                _bytes(op.output_bytes), *([over[op.op]] if in_place else []), _bytes(op.workspace_bytes), op.where,
-            )
-            for op in by_cost
-        ],
-        "go": [executions[op.op][0] for op in by_cost],
-    }  # fmt: skip
+    by_cost = sorted(ops, key=lambda op: -times[op.op] * op.seconds)
+    heads_of_all = (
+        "op", "computes", "of the", "runs", "each", "in all", "share", "makes", *["written over"] * in_place,
+        "workspace", "where",
+    )  # fmt: skip
+    rows = []
+    for op in by_cost:
+        spent = times[op.op] * op.seconds
+        share = f"{spent / line.seconds:.2%}" if line.seconds else ""
+        told = op.name, op.target, op.phase, (str(times[op.op]), times[op.op]), _seconds(op.seconds), _seconds(spent)
+        makes = (share, spent), _bytes(op.output_bytes), *[over[op.op]] * in_place, _bytes(op.workspace_bytes)
+        rows.append((*told, *makes, op.where))
+    go = [executions[op.op][0] for op in by_cost]
+    return first, _table("ops", f"Ops by cost ({len(ops)})", heads_of_all, rows, go)
 
 
 def _crossings_table(line: Timeline) -> dict[str, Any]:
-    return {
-        "id": "table-transfers",
-        "title": f"Transfers ({len(line.crossings)})",
-        "heads": [
-            ("value", False), ("direction", False), ("bytes", True), ("asked for after", False), ("begins", True),
-            ("takes", True), ("waited for", True),
-        ],
-        "rows": [
-            (
-                c.name, "fetched" if c.back else "sent", _bytes(c.bytes), line.moments[c.after].name,
-                _seconds(c.begin), _seconds(c.end - c.begin), _seconds(c.waited),
-            )
-            for c in line.crossings
-        ],
-        "go": [c.after for c in line.crossings],
-    }  # fmt: skip
+    rows = [
+        (
+            c.name, "fetched" if c.back else "sent", _bytes(c.bytes), line.moments[c.after].name,
+            _seconds(c.begin), _seconds(c.end - c.begin), _seconds(c.waited),
+        )
+        for c in line.crossings
+    ]  # fmt: skip
+    heads = "value", "direction", "bytes", "asked for after", "begins", "takes", "waited for"
+    return _table("transfers", f"Transfers ({len(rows)})", heads, rows, [c.after for c in line.crossings])
 
 
-def _bytes(count: int, plus: str = "") -> Cell:
-    return f"{plus if count > 0 else ''}{format_bytes(count)}", count
+def _bytes(count: int | None) -> Cell:
+    return NONE if count is None else (format_bytes(count), count)
 
 
-def _seconds(seconds: float | None, plus: str = "", before: str = "") -> Cell:
-    if seconds is None or not math.isfinite(seconds):
-        return NONE
-    return f"{before}{plus if seconds > 0 else ''}{format_seconds(seconds)}", seconds
+def _seconds(seconds: float | None) -> Cell:
+    return NONE if seconds is None or not math.isfinite(seconds) else (format_seconds(seconds), seconds)
 
 
 def _frontier_table(rows: list[Row]) -> dict[str, Any]:
-    return {
-        "id": "table-frontier",
-        "title": f"Budgets and methods ({len(rows)})",
-        "heads": [
-            ("method", False), ("budget", True), ("peak", True), ("step", True), ("recomputed", True),
-            ("bound", True), ("gap", True), ("solved in", True), ("status", False), ("what happened", False),
-        ],
-        "rows": [
-            (
-                row.method, _bytes(row.budget), NONE if row.peak is None else _bytes(row.peak), _seconds(row.cost),
-                NONE if row.peak is None else (f"{row.overhead:.2%}", row.overhead), _seconds(row.bound),
-                NONE if row.peak is None else (f"{row.gap:.2%}", row.gap), _seconds(row.seconds),
-                row.status.label, row.message,
-            )
-            for row in rows
-        ],
-    }  # fmt: skip
+    def share(row: Row, of_step: float) -> Cell:
+        return NONE if row.peak is None else (f"{of_step:.2%}", of_step)
+
+    heads = (
+        "method", "budget", "peak", "step", "recomputed", "bound", "gap", "solved in", "status", "what happened",
+    )  # fmt: skip
+    cells = [
+        (
+            row.method, _bytes(row.budget), _bytes(row.peak), _seconds(row.cost), share(row, row.overhead),
+            _seconds(row.bound), share(row, row.gap), _seconds(row.seconds), row.status.label, row.message,
+        )
+        for row in rows
+    ]  # fmt: skip
+    return _table("frontier", f"Budgets and methods ({len(rows)})", heads, cells)

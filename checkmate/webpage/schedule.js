@@ -49,16 +49,7 @@ const schedule = (() => {
 
   function halves({ pen, side, x, y }) {
     if (!(data.forward > 0 && data.forward < T)) return;
-    pen.strokeStyle = colour("ink");
-    pen.lineWidth = 1;
-    pen.setLineDash([5, 4]);
-    pen.beginPath();
-    pen.moveTo(x(data.forward), margin.top);
-    pen.lineTo(x(data.forward), margin.top + side);
-    pen.moveTo(margin.left, y(data.forward));
-    pen.lineTo(margin.left + side, y(data.forward));
-    pen.stroke();
-    pen.setLineDash([]);
+    crossLines("ink", 1, [5, 4], data.forward, data.forward, { pen, side, x, y });
     pen.fillStyle = colour("ink");
     pen.textAlign = "center";
     pen.textBaseline = "top";
@@ -69,6 +60,12 @@ const schedule = (() => {
       pen.fillText(name, 0, 0);
       pen.restore();
     }
+  }
+
+  /** A line across the triangle at a stage, and one down it at an op. */
+  function crossLines(ink, wide, dash, t, k, { pen, side, x, y }) {
+    stroke(pen, ink, wide, dash, [margin.left, y(t)], [margin.left + side, y(t)]);
+    stroke(pen, ink, wide, dash, [x(k), margin.top], [x(k), margin.top + side]);
   }
 
   function cross(pen, x, y, half) {
@@ -104,14 +101,7 @@ const schedule = (() => {
   function drawCursor() {
     const { pen, side, cell, x, y } = frame(above);
     const [t, k] = at;
-    pen.strokeStyle = colour("mark");
-    pen.lineWidth = 0.7;
-    pen.beginPath();
-    pen.moveTo(margin.left, y(t + 0.5));
-    pen.lineTo(margin.left + side, y(t + 0.5));
-    pen.moveTo(x(k + 0.5), margin.top);
-    pen.lineTo(x(k + 0.5), margin.top + side);
-    pen.stroke();
+    crossLines("mark", 0.7, [], t + 0.5, k + 0.5, { pen, side, x, y });
     const wide = Math.max(9, cell);
     pen.lineWidth = 2;
     pen.strokeRect(x(k + 0.5) - wide / 2, y(t + 0.5) - wide / 2, wide, wide);
@@ -155,13 +145,7 @@ const schedule = (() => {
     Home: () => show(at[0], 0), End: () => show(at[0], at[0]),
     r: () => toAgain(1), R: () => toAgain(-1),
   };
-  area.addEventListener("keydown", (event) => {
-    const act = event.ctrlKey || event.metaKey || event.altKey ? undefined : keys[event.key];
-    if (!act) return;
-    event.preventDefault();
-    act();
-  });
-  const point = (event) => {
+  controlled(area, keys, (event) => {
     const bounds = area.getBoundingClientRect();
     const side = Math.min(bounds.width - margin.left - margin.right, bounds.height - margin.top - margin.bottom);
     const [px, py] = [event.clientX - bounds.left - margin.left, event.clientY - bounds.top - margin.top];
@@ -174,9 +158,7 @@ const schedule = (() => {
       if (away < nearest) [nearest, best] = [away, [Math.floor(c / T), c % T]];
     }
     if (best[0] !== at[0] || best[1] !== at[1]) show(...best);
-  };
-  area.addEventListener("pointermove", point);
-  area.addEventListener("pointerdown", point);
+  });
 
   const signs = [["first", "", "first execution (R)"], ["again", "✕", "run again (R)"],
     ["kept", "", "at hand when the stage begins (S)"]];

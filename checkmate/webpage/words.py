@@ -53,8 +53,7 @@ def _price_in_words(solution: Solution) -> str:
         return f"No op runs twice: the step takes {format_seconds(solution.cost)}."
     ops, times = int((again > 0).sum()), int(again.sum())
     once = solution.problem.keep_all_cost
-    waited = 0.0 if solution.elsewhere is None else solution.elsewhere.waited
-    added = solution.cost - once - waited
+    added = solution.cost - once - solution.waited
     share = f" ({added / once:+.2%})" if once else ""
     return (
         f"To stay within it, {_counted(ops, 'op')} {'run' if ops > 1 else 'runs'} again, "
@@ -86,10 +85,6 @@ def _proof_in_words(solution: Solution) -> str:
     )
 
 
-def _runs_over(solution: Solution) -> int:
-    return 0 if solution.plan is None else solution.plan.runs_over
-
-
 def _counted(count: int, word: str) -> str:
     return f"{count:,} {word}{'s' * (count != 1)}"
 
@@ -109,7 +104,7 @@ def figures(solution: Solution) -> Iterator[tuple[str, str, str]]:
             f"{_counted(away.values, 'value')}, hidden {away.timing.hidden:.1%}, waited {format_seconds(away.waited)}"
         )
         yield "in the second memory", format_bytes(away.peak), more
-    if over := _runs_over(solution):
+    if over := solution.runs_over:
         yield "in place", f"{over:,}", "runs write over an input that is not needed any more"
     yield "solved by", solution.method, f"in {format_seconds(solution.seconds)}"
 
@@ -158,7 +153,7 @@ def memory_text(solution: Solution, line: Timeline) -> str:
         held = line.moments[line.boundary - 1].bytes
         between = f" When the forward ends, {format_bytes(held)} are at hand."
     over = f", written over {moment.over}" if moment.over else ""
-    written = _runs_over(solution)
+    written = solution.runs_over
     in_place = f" What goes with a run may be written over by it: {_counted(written, 'run')} do so." if written else ""
     return (
         f"Bytes at hand while each op runs, from {format_bytes(int(line.bytes[0]))} at the first op to "
