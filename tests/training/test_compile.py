@@ -250,6 +250,14 @@ def test_the_budget_may_stand_in_its_place() -> None:
     assert checkmate.compile(lambda x: x, "1 MB")._options.total == 10**6
 
 
+def test_an_option_that_there_is_none_of_is_refused_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"^checkmate.compile has no option 'methd'. Did you mean 'method'\?$"):
+        checkmate.compile(torch.nn.Linear(4, 4), "1 MB", methd="auto")
+    optimizer = torch.optim.SGD((model := torch.nn.Linear(4, 4)).parameters())
+    with pytest.raises(TypeError, match=r"^checkmate.training_step has no option 'backend'. Its options are method, "):
+        checkmate.training_step(lambda x: model(x).sum(), optimizer, "1 MB", backend="inductor")
+
+
 def test_keyword_arguments_and_results_in_a_dict() -> None:
     net, x, y = _net()
 
