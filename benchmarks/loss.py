@@ -29,7 +29,7 @@ import checkmate
 from benchmarks import graphs
 from benchmarks.common.rows import Row, add_names, append, origin
 from benchmarks.common.timing import distance
-from checkmate.backends.state import differing
+from checkmate.backends.tensor_state import differing
 from checkmate.core.table import Table
 from checkmate.memory import measure_peak
 from checkmate.solvers.search.min_budget import ends_of

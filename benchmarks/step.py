@@ -21,7 +21,7 @@ import checkmate
 from benchmarks.common import timing as measuring
 from benchmarks.common.rows import Row, add_names, append, origin, plan_facts
 from benchmarks.networks import CASES, Case
-from checkmate.backends.state import differing
+from checkmate.backends.tensor_state import differing
 from checkmate.core.table import Table
 from checkmate.memory import measure_peak
 

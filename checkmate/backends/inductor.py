@@ -25,7 +25,7 @@ import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from checkmate.backends.eager import Backend, forbid_donation
-from checkmate.backends.state import unchanged
+from checkmate.backends.tensor_state import unchanged
 from checkmate.capture import random_draws as randomness
 from checkmate.capture import rewrite
 from checkmate.capture.device import main_device

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from checkmate.backends.state import tensors_within
+from checkmate.backends.tensor_state import tensors_within
 from checkmate.capture.device import as_allocated, held_outside, main_device
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage

@@ -15,7 +15,7 @@ from torch import nn
 
 from checkmate.backends.eager import Backend
 from checkmate.backends.planner import Options
-from checkmate.backends.state import tensors_within, unchanged
+from checkmate.backends.tensor_state import tensors_within, unchanged
 from checkmate.capture.device import main_device
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.compiler import CompiledStep

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from checkmate.backends.state import same_bits
+from checkmate.backends.tensor_state import same_bits
 from checkmate.capture.splits.arguments import _COPIES, _ONCE, _ORDER, _ROWS, _VECTORS, Argument, argument_of
 from checkmate.capture.splits.dimensions import _RULES, _UNTAGGED, Split, split_of
 from checkmate.capture.splits.lanes import VECTORS, same_lanes
