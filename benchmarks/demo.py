@@ -27,7 +27,7 @@ from benchmarks.common.rows import documented
 from benchmarks.networks import language_model
 from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.resnet import resnet18
-from checkmate.backends.state import differing
+from checkmate.backends.tensor_state import differing
 from checkmate.core.table import Table
 from checkmate.memory import measure_peak
 from checkmate.units import exact_bytes, format_bytes, format_seconds

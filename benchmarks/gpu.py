@@ -49,7 +49,7 @@ from benchmarks.networks.vit import ViT
 from benchmarks.peers import comparison as peers
 from benchmarks.peers import report as peers_report
 from benchmarks.peers.subjects import on_a_gpu
-from checkmate.backends.state import differing
+from checkmate.backends.tensor_state import differing
 from checkmate.core.table import Table
 from checkmate.memory import MemoryUse, measure_peak
 

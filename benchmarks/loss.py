@@ -28,7 +28,7 @@ from benchmarks import graphs
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import distance
-from checkmate.backends.state import differing
+from checkmate.backends.tensor_state import differing
 from checkmate.memory import measure_peak
 from checkmate.solvers.search.min_budget import ends_of
 from checkmate.units import format_bytes, format_seconds

@@ -29,7 +29,7 @@ from benchmarks.common.merged_forms import FORMS, Form, ResNet50
 from benchmarks.common.rows import Row, latest, plan_facts, read, renewed, shown
 from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import Batch, Step, distance, nothing_on_disk, step_and_back, train
-from checkmate.backends.state import differing
+from checkmate.backends.tensor_state import differing
 from checkmate.core.table import Table
 from checkmate.memory import measure_peak
 from checkmate.units import format_bytes, format_seconds

@@ -39,7 +39,7 @@ from benchmarks.networks import CASES, CLASSES, Case, Step, language_model
 from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.unet import AttentionUNet
-from checkmate.backends import eager, in_parts
+from checkmate.backends import eager, step_problem
 from checkmate.backends.planner import Planner
 from checkmate.core.files import VARIABLE
 from checkmate.core.table import Table
@@ -161,7 +161,7 @@ def first_step(name: str, budget: int, time_limit: float) -> Row:
     _adds_up(eager.Backend, "__call__", "backend", spent)
     _adds_up(eager, "problem_of", "measure", spent)
     _adds_up(Planner, "_plan", "plan", spent)
-    _adds_up(in_parts, "emit", "code", spent)
+    _adds_up(step_problem, "emit", "code", spent)
     _adds_up(eager, "writing_over", "code", spent)
     compiled = checkmate.compile(step, budget=budget, time_limit=time_limit)
     first, second = _seconds(compiled, batch), _seconds(compiled, batch)

@@ -20,7 +20,7 @@ from benchmarks.common import timing as measuring
 from benchmarks.common.rows import Row, plan_facts
 from benchmarks.common.runner import Benchmark
 from benchmarks.networks import CASES
-from checkmate.backends.state import differing
+from checkmate.backends.tensor_state import differing
 from checkmate.memory import measure_peak
 
 HEADER = (

@@ -13,7 +13,7 @@ from checkmate.backends.captures import capture, drawing_nothing
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, quietly
 from checkmate.backends.planner import OF_EXPLAIN, OF_TRACE, Options
-from checkmate.backends.state import tensors_within, unchanged
+from checkmate.backends.tensor_state import tensors_within, unchanged
 from checkmate.capture.meta_tensors import is_fake, meta_as_cpu
 from checkmate.capture.patches.ours import Answer
 from checkmate.capture.provenance import is_users

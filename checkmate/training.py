@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from checkmate.backends import ranks
 from checkmate.backends.planner import Bytes, Options, StepOptions
-from checkmate.backends.state import modules_within
+from checkmate.backends.tensor_state import modules_within
 from checkmate.compiler import CompiledStep, Planned, new_backend, refuse_what_is_no_step
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported

@@ -19,7 +19,7 @@ from benchmarks.census import images as census_images
 from benchmarks.census import text as census_text
 from benchmarks.common import timing as measuring
 from benchmarks.common.rows import Row
-from checkmate.backends.state import same_bits
+from checkmate.backends.tensor_state import same_bits
 from checkmate.core.problem import Problem
 from checkmate.errors import CheckmateError
 from checkmate.memory import measure_peak

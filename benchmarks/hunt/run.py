@@ -23,7 +23,7 @@ import checkmate
 from benchmarks.common.rows import Row
 from benchmarks.hunt.write import load
 from checkmate.backends import taking_over
-from checkmate.backends.state import differing
+from checkmate.backends.tensor_state import differing
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError

@@ -49,7 +49,7 @@ from benchmarks.peers.settings import (
     peers,
 )
 from benchmarks.peers.subjects import NETWORKS, Network, Subject
-from checkmate.backends.state import differing
+from checkmate.backends.tensor_state import differing
 from checkmate.memory import CPU, measure_peak, record_allocations
 
 RESULTS = Path(__file__).parents[1] / "results" / "peers.jsonl"

@@ -123,18 +123,12 @@ class _Capture:
 
 
 class Captures:
-    """A function that is captured anew for each kind of call.
-
-    Args:
-        fn: what is captured.
-        backend: compiles each capture; its plans are those of the captures that are kept.
-        most: how many are kept.
-    """
+    """A function that is captured anew for each kind of call by a backend; so many captures at ``most`` are kept."""
 
     def __init__(self, fn: Callable[..., Any], backend: Backend, most: int) -> None:
         self._fn, self._backend, self._most = fn, backend, most
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
-        self._kept: dict[Any, list[_Capture]] = {}  # by kind, the last used first
+        self._kept: list[_Capture] = []
         self._calls = itertools.count(1)
         self._fixed: set[str] = set()  # Dynamo's names of numbers that cannot be inputs
         self._warned = False
@@ -149,14 +143,10 @@ class Captures:
         self._compile_graph = compile_graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's results, by the capture for this call, which is made if there is none.
-
-        Raises:
-            Unsupported: if a value that changes from call to call has used up the captures that are kept.
-        """
+        """The function's results, by the capture for this call, which is made if there is none."""
         kind, other = (within_region(), _kind((args, kwargs))), None
         found: list[tuple[bool | int, ...]] = []  # answers of this call, each from the first question on
-        for place, known in enumerate(self._kept.get(kind, ())):
+        for known in self._of_kind(kind):
             if any(_goes_another_way(known.answers, answers) for answers in found):
                 continue
             state = _random_states() if known.draws else None
@@ -172,7 +162,7 @@ class Captures:
                 _draw_again_from(state)
                 result = self._fn(*args, **kwargs)
             if result is not MISS:
-                self._note_use(known, place)
+                known.used = next(self._calls)
                 return result
         return self._anew(kind, args, kwargs, other)
 
@@ -206,7 +196,7 @@ class Captures:
 
     def _nearest(self, kind: Any, args: Any, kwargs: Any) -> tuple[_Capture | None, list[Reason]]:
         """A capture that is not for a call because of values alone, as far as one knows, and these."""
-        for one in self._kept.get(kind, ()):
+        for one in self._of_kind(kind):
             if reasons := why_not(one.own, self._fn, args, kwargs):
                 return one, reasons
         return None, []
@@ -271,41 +261,33 @@ class Captures:
         made.running += backend.running[planned:]
         made.draws = made.draws or _have_drawn(state)
         self._fixed.update(numbers & constants(own).keys())
-        self._kept.setdefault(kind, []).insert(0, made)
-        self._note_use(made, 0)
+        made.used = next(self._calls)
+        self._kept.append(made)
         self._warn_at_half(because)
         return result
 
-    def _note_use(self, one: _Capture, place: int) -> None:
-        one.used = next(self._calls)
-        if place:
-            same = self._kept[one.kind]
-            same.insert(0, same.pop(place))
-
-    def _all(self) -> Iterator[_Capture]:
-        return itertools.chain.from_iterable(self._kept.values())
+    def _of_kind(self, kind: Any) -> list[_Capture]:
+        """Those for calls of a kind, the last used first."""
+        return sorted((one for one in self._kept if one.kind == kind), key=lambda one: -one.used)
 
     def _make_room(self, because: Reason | None) -> None:
         """Forget captures until there is room for one more, those first that were not used for longest.
 
-        Raises:
-            Unsupported: if half of them were made because of the same value, and that is not a random one.
+        Refused if half of them were made because of the same value, and that is not a random one.
         """
-        while len(kept := sorted(self._all(), key=lambda one: one.used)) >= self._most:
+        while len(kept := sorted(self._kept, key=lambda one: one.used)) >= self._most:
             reasons = [one.because for one in kept if one.because and because and one.because.source == because.source]
             if because and not because.drawn and len(reasons) >= self._most // 2:
                 raise Unsupported(too_many(self._fn, self._name, [*reasons, because], self._most))
             self._forget(kept[0])
 
     def _forget(self, one: _Capture) -> None:
-        self._kept[one.kind].remove(one)
-        if not self._kept[one.kind]:
-            del self._kept[one.kind]
+        self._kept.remove(one)
         self._backend.forget(one.running)
         reset_code(one.own.__code__)  # at once, and not when garbage is collected
 
     def _warn_at_half(self, because: Reason | None) -> None:
-        count = sum(1 for _ in self._all())
+        count = len(self._kept)
         if self._warned or count < self._most // 2 or count < 2:
             return
         self._warned = True

@@ -170,11 +170,7 @@ class Backend:
 
     @showing("capturing")
     def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
-        """What `torch.compile` calls for each captured graph.
-
-        Raises:
-            Unsupported: if ops are to be measured on tensors without data, or cannot be traced with their own bits.
-        """
+        """What `torch.compile` calls for each captured graph."""
         questions, call, names = taken_out(module), self.call, input_names(module)
         call.answers = questions.answers
         _refuse_inexact(module)
@@ -305,11 +301,7 @@ class Backend:
         facts.needs = needs_of(joint, modules, facts.names)
         if rest is None:
             return modules.forward, modules.backward
-        facts.code = Changing(num_fwd_outputs)
-        lower, pools = (
-            self.lower,
-            self.pools,
-        )  # alone: a backend that is dropped is gone at once, what goes on for it too
+        lower, pools = self.lower, self.pools  # alone: a backend that is dropped is gone at once, and what goes on too
 
         def write(plan: Solution) -> tuple[Any, Any] | None:
             modules = plan.modules

@@ -172,7 +172,7 @@ def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
     if not isinstance(error, dynamo.TorchDynamoException):
         return error
     log.debug("%s failed in capture", name, exc_info=error)
-    if isinstance(error, dynamo.TorchRuntimeError) and _UNKNOWN_SIZE.search(_call(error)):
+    if isinstance(error, dynamo.TorchRuntimeError) and _UNKNOWN_SIZE.search(_explanation(error)):
         return Unsupported(f"Cannot capture {name}: {_OF_DATA}.{_place(error)}\n{_advice(_OF_DATA, _ONE_GRAPH)}")
     if isinstance(error, dynamo.TorchRuntimeError):  # plain PyTorch fails as well
         return RuntimeError(f"{_as_eager(_message(error))}{_place(error)}")
@@ -234,19 +234,13 @@ def quietly() -> Iterator[None]:
         _capturing.reset(before)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    return not (_capturing.get() and str(record.msg).startswith("failed while attempting to run meta"))
-
-
-logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_news)
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(
+    lambda record: not (_capturing.get() and str(record.msg).startswith("failed while attempting to run meta"))
+)
 
 
 def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Refuse modules without parameters yet: capture would make them from random numbers that it then gives back.
-
-    Raises:
-        Unsupported: naming the first such parameter.
-    """
+    """Refuse modules without parameters yet: capture would make them from random numbers that it then gives back."""
     for module in held_modules(fn, args):
         for name, parameter in module.named_parameters():
             if isinstance(parameter, nn.UninitializedParameter):
@@ -258,11 +252,7 @@ def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 def held_modules(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[nn.Module]:
     """The modules among the arguments, and those that a function holds."""
     code = getattr(fn, "__code__", None)
-    held = [
-        getattr(fn, "__self__", None),
-        *args,
-        *contents_of_cells(fn),
-    ]
+    held = [getattr(fn, "__self__", None), *args, *contents_of_cells(fn)]
     held += [fn.__globals__.get(name) for name in code.co_names] if code is not None else []
     return [module for module in held if isinstance(module, nn.Module)]
 
@@ -278,14 +268,12 @@ def contents_of_cells(fn: Any) -> Iterator[Any]:
 
 def _reason(error: Exception) -> str:
     """The first line of what Dynamo says, and its explanation."""
-    text = str(error)
-    first = text.strip().splitlines()[0].strip()
-    explanation = re.search(r"Explanation: (.+)", text)
-    return f"{first}. {explanation.group(1).strip()}" if explanation else first
+    first, explanation = str(error).strip().splitlines()[0].strip(), _explanation(error)
+    return f"{first}. {explanation.strip()}" if explanation else first
 
 
-def _call(error: Exception) -> str:
-    """The op that fails, with the shapes of what it is given."""
+def _explanation(error: Exception) -> str:
+    """What Dynamo says more; of an op that fails, its call with the shapes of what it is given."""
     said = re.search(r"Explanation: (.+)", str(error))
     return said.group(1) if said else ""
 
@@ -294,9 +282,8 @@ def _message(error: Exception) -> str:
     """What PyTorch itself said of an op that fails on the shapes or types it was given."""
     text = str(error)
     raised = re.search(r"got \w+\((['\"])(?P<said>.+?)\1\)", text, re.DOTALL)
-    found = raised or re.search(r"Explanation: (?P<said>.+)", text)
-    said = found["said"] if found else text
-    return f"{said} {_NO_DATA}" if found and re.search(r"\bmeta\b", said) else said
+    said = raised["said"] if raised else _explanation(error)
+    return f"{said} {_NO_DATA}" if re.search(r"\bmeta\b", said) else said or text
 
 
 def _place(error: Exception) -> str:

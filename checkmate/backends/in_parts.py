@@ -48,13 +48,9 @@ def with_parts(
 ) -> Problem:
     """The problem of a step, from which the same step with its loss, then other ops, in more parts can be had.
 
-    Args:
-        problem: of the step as it is.
-        module: the joint graph, prepared and whole.
-        read: makes a captured step of such a graph.
-        pose: makes a problem of a captured step.
-        tried: the bits of a split are tried before it is offered. Without data nothing can be.
-        rounding: where none with the bits of the whole gains any more, regions may sum over parts.
+    ``module``: its joint graph, prepared; ``read`` makes a captured step of such a graph, and ``pose`` a problem of
+    that. Bits of a split are ``tried`` before it is offered: without data nothing can be. With ``rounding`` regions may
+    sum over parts, where nothing with the bits of the whole gains any more.
     """
     step = _Step(module, read, pose, tried, rounding)
     return _Chain(partial(step.splits, problem, module)).linked(problem, 0)

@@ -25,7 +25,7 @@ import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from checkmate.backends.eager import Backend, forbid_donation
-from checkmate.backends.state import unchanged
+from checkmate.backends.tensor_state import unchanged
 from checkmate.capture import random_draws as randomness
 from checkmate.capture import rewrite
 from checkmate.capture.device import main_device
@@ -78,12 +78,7 @@ class Inductor(Backend):
         return self.budget
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
-        """As of `Backend`; what has a backward has then run once.
-
-        Raises:
-            InfeasibleBudget: if no plan fits, or each that was tried takes more when it runs.
-            Unsupported: if the step is not on the CPU, or Inductor cannot compile it.
-        """
+        """As of `Backend`; what has a backward has then run once. Each plan that was tried may take more: refused."""
         if (device := main_device(inputs)) != CPU:
             raise Unsupported(f'backend="inductor" is for steps on the CPU so far, not on {device}. {_INSTEAD}')
         self.rounds_in |= {t.dtype for n in module.graph.nodes for t in tensors(n.meta.get("example_value"))}
@@ -157,11 +152,7 @@ def _refusal(budget: int, tried: list[tuple[Solution, int]]) -> InfeasibleBudget
 
 @cache
 def require_compiler() -> None:
-    """Have Inductor compile something small, once in a process.
-
-    Raises:
-        Unsupported: saying what is missing.
-    """
+    """Have Inductor compile something small, once in a process; where it cannot, an error says what is missing."""
     try:
         internals.get_cpp_compiler()
         torch.compile(lambda x: x + 1, backend="inductor")(torch.ones(8, device=CPU))

@@ -219,11 +219,7 @@ class Planner:
         return self._plan(problem, self.options.set_aside + beside, inf)[0]
 
     def begin(self, problem: Problem) -> tuple[Solution, Rest | None]:
-        """The plan to begin with, and what is open of it, if a better one may come. Ranks wait for the best.
-
-        Raises:
-            InfeasibleBudget, RuleError: as for `plan`.
-        """
+        """The plan to begin with, and what is open of it, if a better one may come. Ranks wait for the best."""
         wait = inf if ranks.train_together() else self.options.patience
         return self._plan(problem, self.options.set_aside, wait)
 

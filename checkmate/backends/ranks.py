@@ -46,20 +46,10 @@ POLL_SECONDS = 0.02  # between two looks for a plan: a look locks the store, so 
 def one_plan(
     plan: Callable[[], Solution], problem: Problem, budget: int, *, method: str, time_limit: float
 ) -> Solution:
-    """The solution of ``plan()``, which is called on one of the ranks that ask for the same.
+    """The solution of ``plan()``, which is called on one of the ranks that ask for the same, or by who trains alone.
 
-    In a process that trains alone it is called. A plan of another rank that does not fit here, where more is resident,
-    is not followed: this rank plans for itself then, with a warning.
-
-    Args:
-        plan: finds the solution, within the budget.
-        problem: what is planned. The solution of another rank comes with that rank's costs in place of its seconds.
-        budget: bytes.
-        method: how ``plan`` plans.
-        time_limit: seconds that it may take.
-
-    Raises:
-        SolverError: if the rank that plans fails, or does not answer.
+    A plan of another rank comes with that rank's seconds. Where it does not fit, as more is resident here, this rank
+    plans for itself, with a warning. A SolverError says that the rank that plans fails, or does not answer.
 
     >>> from checkmate.solvers.solve import solve
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
@@ -156,11 +146,7 @@ def _follow(document: dict[str, Any], problem: Problem, budget: int, planner: st
 
 
 def refuse_wrapped(fn: object) -> None:
-    """Refuse a module that is wrapped, sharded or compiled already: what it does beside its forward is in no plan.
-
-    Raises:
-        Unsupported: with the order that works.
-    """
+    """Refuse a module that is wrapped, sharded or compiled already: what it does beside its forward is in no plan."""
     if isinstance(fn, OptimizedModule):
         raise Unsupported("torch.compile has compiled this module already. Give checkmate.compile the plain one.")
     if isinstance(fn, nn.Module) and (advice := _advice(fn)):
@@ -168,13 +154,10 @@ def refuse_wrapped(fn: object) -> None:
 
 
 def refuse_inner(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Refuse a step within which parts of the model speak with other ranks.
-
-    Raises:
-        Unsupported: naming the part, with what to do instead.
-    """
+    """Refuse a step within which parts of the model speak with other ranks, naming the part."""
     for module in held_modules(fn, args):
-        around = module if args and module is args[0] and _is_forward_of(fn, module) else None  # hooks run outside
+        is_forward = inspect.unwrap(type(module).forward, stop=lambda f: f is fn) is fn
+        around = module if args and module is args[0] and is_forward else None  # hooks run outside
         for name, part in module.named_modules():
             if part is not around and (advice := _advice(part)):
                 raise Unsupported(f"{name or type(module).__name__} is a part of the step. {advice}")
@@ -193,17 +176,11 @@ def _advice(module: nn.Module) -> str | None:
     return None
 
 
-def _is_forward_of(fn: Callable[..., Any], module: nn.Module) -> bool:
-    return inspect.unwrap(type(module).forward, stop=lambda f: f is fn) is fn
-
-
 def in_one_piece() -> AbstractContextManager[Any]:
     """Keep Dynamo from splitting what `DistributedDataParallel` calls at the ends of its buckets.
 
     Each piece would be planned alone, within the whole budget.
     """
-    if _get_active_ddp_module() is None:
-        return nullcontext()
-    if get_optimize_ddp_mode() != "ddp_optimizer":
+    if _get_active_ddp_module() is None or get_optimize_ddp_mode() != "ddp_optimizer":
         return nullcontext()
     return dynamo_config.patch(optimize_ddp=False)

@@ -44,13 +44,9 @@ def constants(own: types.FunctionType) -> dict[str, Constant]:
 
 
 def why_not(own: types.FunctionType, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Reason]:
-    """The values that differ between a call and the capture, so that this capture cannot be used.
+    """The values that differ between a call and what was captured of ``own``, a function of any arguments.
 
     None, if it is something else, such as a shape or a mode, or if Dynamo does not say.
-
-    Args:
-        own: what was captured, a function of any arguments which calls ``fn``.
-        fn: the user's; args, kwargs: of the call.
     """
     given = {"args": args, "kwargs": kwargs, "fn": fn}
     try:
@@ -165,10 +161,7 @@ def _parameters(fn: Callable[..., Any]) -> Iterable[str]:
 def too_many(fn: Callable[..., Any], name: str, reasons: Sequence[Reason], most: int) -> str:
     """What to tell the user of a value that changes from call to call, as often as captures are kept.
 
-    Args:
-        fn: the step; name: of the step.
-        reasons: of the last captures, oldest first.
-        most: how many captures are kept.
+    ``reasons``: of the last captures, oldest first.
     """
     last = reasons[-1]
     changed = spelled(last.source, fn)

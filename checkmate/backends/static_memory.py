@@ -30,11 +30,9 @@ Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 def arenas(memory: Memory | None, *, cache: bool) -> Callable[[], Arena | None]:
-    """What makes an arena for each captured step. What they need is built meanwhile, and kept with ``cache``.
+    """What makes an arena for each captured step. What they need is built meanwhile, and kept on disk with ``cache``.
 
-    Args:
-        memory: what a user asked for. Where they did not, nobody is warned that there can be none.
-        cache: keep what is built on disk.
+    Where a user did not ask for a memory, nobody is warned that there can be none.
     """
     if memory == "allocator":
         return lambda: None
@@ -45,16 +43,15 @@ def arenas(memory: Memory | None, *, cache: bool) -> Callable[[], Arena | None]:
 def serving(memory: Static | None, plan: Solution, device: torch.device, *, pools: bool) -> Static | None:
     """What a step that follows a plan allocates from: its arena, told what it will take, or a pool on a CUDA device.
 
-    Args:
-        memory: what served the step before, or would on the CPU; None: PyTorch's allocator.
-        plan: of the step.
-        device: of the step.
-        pools: on CUDA a step has a pool of its own. No device has run these yet: a user asks for them.
+    ``memory``: what served it before, or would on the CPU. No device has run pools yet: a user asks for them.
     """
     if memory is None or plan.peak is None:
         return None
     if device.type == "cuda":
-        return CudaPool(device, segment_bytes(_lives(plan))) if pools else None
+        lives = lives_of(plan)
+        born, died, sizes = (np.array([getattr(life, name) for life in lives]) for name in ("born", "died", "bytes"))
+        made = Lives(sizes.astype(np.int64), born.astype(np.int64), died.astype(np.int64))
+        return CudaPool(device, segment_bytes(made)) if pools else None
     if device.type != "cpu" or isinstance(memory, CudaPool):
         return None
     memory.expect(plan.peak - plan.problem.resident)
@@ -66,13 +63,6 @@ def within(memory: Static | None, phase: Phase, lower: Lower) -> Lower:
     if memory is None:
         return lower
     return lambda module, inputs: takes_one_list(memory.within(phase, lower(module, inputs)))
-
-
-def _lives(plan: Solution) -> Lives:
-    """Of what a plan makes."""
-    lives = lives_of(plan)
-    born, died, sizes = (np.array([getattr(life, name) for life in lives]) for name in ("born", "died", "bytes"))
-    return Lives(sizes.astype(np.int64), born.astype(np.int64), died.astype(np.int64))
 
 
 def place(lives: Lives) -> Placement:

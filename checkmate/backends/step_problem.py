@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from checkmate.backends.state import tensors_within
+from checkmate.backends.tensor_state import tensors_within
 from checkmate.capture.device import as_allocated, held_outside, main_device
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage
@@ -59,11 +59,7 @@ def problem_of(joint: Joint, profile: Profiler, *, tried: bool = True) -> Proble
 
 
 def with_second_memory(problem: Problem, memory: SecondMemory) -> Problem:
-    """The problem of a captured step, whose values may wait elsewhere.
-
-    Raises:
-        HostError: if there is no such memory.
-    """
+    """The problem of a captured step, whose values may wait elsewhere."""
     assert isinstance(problem.emit, Write)
     return replace(problem, host=memory.host(problem.graph), emit=replace(problem.emit, begin=memory.begin))
 
@@ -71,10 +67,7 @@ def with_second_memory(problem: Problem, memory: SecondMemory) -> Problem:
 def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 0) -> Problem:
     """The problem with all that is in use on the device before the step as resident, known to the step or not.
 
-    Args:
-        problem: what is resident in it is what the graph reads.
-        allocated: bytes; None, on the CPU and for a step whose tensors have no data: only what the step holds.
-        unread: bytes of what the step holds and the graph does not read.
+    That is what the graph reads, what the step holds ``unread``, and on CUDA whatever else is ``allocated``; in bytes.
     """
     resident = problem.resident + unread
     resident += 0 if allocated is None else held_outside(allocated, resident)
@@ -84,14 +77,7 @@ def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 
 
 
 def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_bytes: int) -> int:
-    """Bytes of the tensors that a step holds and its graph does not read, each storage once.
-
-    Args:
-        reach: the step and its arguments: parameters and buffers of modules, and tensors, are found in it.
-        known: what the graph is given.
-        device: of the step; elsewhere nothing is counted.
-        block_bytes: the allocator rounds every size up to a multiple of these.
-    """
+    """Bytes of the tensors on its device that a step holds and its graph is not given, each storage once."""
 
     def storages(tensors: Iterable[Any]) -> dict[int, int]:
         dense = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided]
@@ -104,14 +90,9 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
 
 
 def asked_bytes(plan: Solution, questions: Questions, inputs: list[Any], given: int, limit: int) -> int:
-    """Bytes that it takes to ask what is asked before the step, beside what is resident.
+    """Bytes that it takes to ask what is asked before the step, beside what is resident; refused above the limit.
 
-    Args:
-        given: bytes of the inputs that are made anew at each call.
-        limit: bytes that the step may take.
-
-    Raises:
-        Unsupported: where they are above the limit.
+    ``given``: bytes of the inputs that are made anew at each call.
     """
     device = main_device(inputs)
     taken = given + aside(partial(measure_peak, partial(questions.ask, inputs), device)).peak

@@ -69,14 +69,10 @@ class Running:
         self._write: Write | None = None  # None: no plan can take over
 
     def go_on(self, rest: Rest, code: Changing, write: Write, *, asked: int = 0) -> None:
-        """Have planning go on.
+        """Have planning go on. What AOTAutograd was given is ``code``.
 
-        Args:
-            rest: what is open of the plan.
-            code: what AOTAutograd was given.
-            write: makes of a plan the functions of its forward and backward; None if these do not fit what AOTAutograd
-                was told of the first.
-            asked: bytes that it takes, beside what is resident, to ask what a step asks of its tensors.
+        ``write`` makes of a plan the functions of its forward and backward; None if these do not fit what AOTAutograd
+        was told of the first. ``asked``: bytes that it takes, beside what is resident, to ask what the step asks.
         """
         self._began, self._code, self._write, self._asked = self.plan.seconds, code, write, asked
         self._tried: Any = None  # the last news that were looked at

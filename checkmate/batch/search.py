@@ -18,17 +18,21 @@ from torch import nn
 
 from checkmate.backends.planner import Bytes, Numerics, Options
 from checkmate.batch import LARGEST, TIME_LIMIT
-from checkmate.batch.bracket import AUTO, KEEP_ALL, Attempt, Hunt, spread_sizes
-from checkmate.batch.interpolation import (
+from checkmate.batch.result import LargestBatch, SizePoint
+from checkmate.batch.sizes import (
+    AUTO,
+    KEEP_ALL,
     ONE_FORWARD,
+    Attempt,
     Family,
+    Hunt,
     Overhead,
     check_overhead,
     is_within,
     most_seconds,
     plan_within,
+    spread_sizes,
 )
-from checkmate.batch.result import LargestBatch, SizePoint
 from checkmate.batch.steps import SizedSteps, maker_of, real_tensors
 from checkmate.core.fingerprint import same_ops
 from checkmate.core.host import Host
@@ -226,11 +230,7 @@ class _Search:
         return hunt
 
     def run(self) -> None:
-        """Find the largest size, beginning with those that keep all.
-
-        Raises:
-            InfeasibleBudget: if there is none.
-        """
+        """Find the largest size, beginning with those that keep all; an InfeasibleBudget says that there is none."""
         kept = self._hunt(KEEP_ALL, SHARES["keep all"], sure=True)
         self.kept, self.kept_in_time = kept.low, kept.low is None or not kept.is_open()
         if self.interrupted:

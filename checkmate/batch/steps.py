@@ -15,7 +15,7 @@ from torch import nn
 
 from checkmate.backends.eager import Backend
 from checkmate.backends.planner import Options
-from checkmate.backends.state import tensors_within, unchanged
+from checkmate.backends.tensor_state import tensors_within, unchanged
 from checkmate.capture.device import main_device
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.compiler import CompiledStep
@@ -82,12 +82,7 @@ class SizedSteps:
     host: Host | None = None  # a second memory that is not measured
 
     def make(self, size: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The step and its arguments.
-
-        Raises:
-            Unsupported: naming the size, if the user's functions fail.
-            TypeError: if ``make_step`` gives no step.
-        """
+        """The step and its arguments; an error names the size where the user's functions fail."""
         name = "make_step"
         try:
             step = self.make_step(size)
@@ -103,12 +98,7 @@ class SizedSteps:
         return step, args, kwargs
 
     def problem(self, size: int) -> Problem:
-        """The step traced.
-
-        Raises:
-            Unsupported: naming the size, if it cannot be.
-            HostError: if its second memory cannot be had.
-        """
+        """The step traced; an error names the size where it cannot be."""
         step, args, kwargs = self.make(size)
         began = time.perf_counter()
         try:
@@ -123,11 +113,7 @@ class SizedSteps:
         return problem
 
     def measured_peak(self, size: int, solution: Solution) -> int:
-        """Run a plan of a size on real tensors: the most bytes in use. No parameter, buffer or random state changes.
-
-        Raises:
-            Unsupported: if the tensors have no data, or the step is not the one that was traced.
-        """
+        """Run a plan of a size on real tensors: the most bytes in use. No parameter, buffer or random state changes."""
         step, args, kwargs = self.make(size)
         if isinstance(step, TrainingStep):
             raise Unsupported("measure=True runs no updates: call the training step itself, and measure that.")
@@ -151,11 +137,7 @@ class SizedSteps:
 
 
 def real_tensors(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a step reaches, each once.
-
-    Raises:
-        Unsupported: if one of them has no data.
-    """
+    """The tensors that a step reaches, each once; refused if one of them has no data."""
     reached = tensors_within((step, args, kwargs))
     if any(map(is_fake, reached)):
         raise Unsupported("measure=True runs the step: its model and its batch cannot be fake or on the meta device.")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from checkmate.backends.eager import Backend
-from checkmate.backends.state import differing, names_of, restored, tensors_within
+from checkmate.backends.tensor_state import differing, names_of, restored, tensors_within
 from checkmate.capture.device import main_device, random_states
 from checkmate.codegen.arrival_order import reachable
 from checkmate.core.simulator import simulate

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from checkmate.backends.state import same_bits
+from checkmate.backends.tensor_state import same_bits
 from checkmate.errors import VerificationError
 from checkmate.torch_internals.kernels import default_tolerances
 

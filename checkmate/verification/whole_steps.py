@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from checkmate.backends.state import differing, names_of, restored, tensors_within
+from checkmate.backends.tensor_state import differing, names_of, restored, tensors_within
 from checkmate.capture.device import main_device
 from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -45,6 +45,24 @@ def problem(model: _Model) -> Problem:
 
 def _floor(problem: Problem) -> int:
     return int(problem.unavoidable_bytes.max())
+
+
+def test_splits_go_on_where_ctrl_c_ended_one() -> None:
+    """An iterator that has raised is over: it once would have said that the step cannot be split further."""
+    problems = [Problem.from_dag([[]], [1], [size]) for size in (8, 4, 2)]
+    interrupted = iter([True])
+
+    def splits() -> Iterator[Problem]:
+        yield problems[1]
+        if next(interrupted, False):
+            raise KeyboardInterrupt
+        yield problems[2]
+
+    first = in_parts._Chain(splits).linked(problems[0], 0)
+    with pytest.raises(KeyboardInterrupt):
+        list(first.and_smaller())
+    assert [one.keep_all_peak for one in first.and_smaller()] == [8, 4, 2]
+    assert first.smaller() is first.smaller()
 
 
 @pytest.mark.slow

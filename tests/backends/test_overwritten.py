@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.backends.state import same_bits
+from checkmate.backends.tensor_state import same_bits
 
 
 def _compiled(step: Any, budget: int) -> Any:

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 import checkmate
 from benchmarks.networks.dags import unit_chain
 from checkmate import HostError, InfeasibleBudget, LargestBatch, Problem, Unsupported, max_batch_size, trace
-from checkmate.batch.bracket import Hunt
-from checkmate.batch.interpolation import ONE_FORWARD, is_within, most_seconds, plan_within
 from checkmate.batch.search import BASELINES
+from checkmate.batch.sizes import ONE_FORWARD, Hunt, is_within, most_seconds, plan_within
 from checkmate.core import simulator
-from tests.batch.test_interpolation import grown
+from tests.batch.test_sizes import grown
 from tests.support.bits import assert_same_bits
 
 ROOFLINE = "roofline:h100"

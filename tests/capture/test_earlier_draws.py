@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import checkmate
-from checkmate.backends.state import same_bits
+from checkmate.backends.tensor_state import same_bits
 from checkmate.capture.earlier_draws import _AS_MANY_WHATEVER_THE_VALUES
 from checkmate.capture.patches import branches  # noqa: F401  # has Dynamo ask
 from checkmate.capture.patches.ours import Answer

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import checkmate
 from checkmate.backends import eager as backend
-from checkmate.backends.state import same_bits
+from checkmate.backends.tensor_state import same_bits
 from checkmate.codegen import contributions
 from checkmate.codegen.contributions import UNKNOWN, Sharing, counted_contributions, terms_of
 from checkmate.memory import measure_peak

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import checkmate
-from checkmate.backends.state import same_bits
+from checkmate.backends.tensor_state import same_bits
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 MOMENTS = {

@@ -21,7 +21,7 @@ from benchmarks.common.rows import add_names, append, latest, origin, read
 from benchmarks.common.runner import Benchmark
 from benchmarks.demo import Row
 from benchmarks.networks import CASES
-from checkmate.backends.state import differing
+from checkmate.backends.tensor_state import differing
 from tests.support.bits import assert_same_bits
 from tests.support.processes import run_python
 

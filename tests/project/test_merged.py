@@ -11,7 +11,7 @@ from benchmarks.common import merged_forms
 from benchmarks.common.merged_forms import FORMS
 from benchmarks.common.rows import read, renewed
 from benchmarks.merged import BENCHMARK, OURS, PAGE, Size
-from checkmate.backends.state import differing
+from checkmate.backends.tensor_state import differing
 
 TINY = Size(batch=4, side=32, base=8, classes=10)
 SAME_BITS = {"plain", "plain, inplace=True", "by hand, recomputing"}

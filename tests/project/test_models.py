@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.networks import CASES
-from checkmate.backends.state import differing
+from checkmate.backends.tensor_state import differing
 
 
 def _losses(name: str, steps: int = 3) -> list[float]:

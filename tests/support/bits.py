@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from checkmate.backends.state import differing
+from checkmate.backends.tensor_state import differing
 
 SHOWN = 8
 

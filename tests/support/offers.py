@@ -10,6 +10,7 @@ import pytest
 from checkmate import Problem, Solution, min_budget, solve
 from checkmate.backends import taking_over
 from checkmate.core.plan import Plan
+from checkmate.solvers import known_plans
 from checkmate.solvers.background_search import News
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.known_plans import Rest

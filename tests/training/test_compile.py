@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -248,6 +249,15 @@ def test_without_gradients_nothing_is_planned() -> None:
 
 def test_the_budget_may_stand_in_its_place() -> None:
     assert checkmate.compile(lambda x: x, "1 MB")._options.total == 10**6
+
+
+def test_an_option_that_there_is_none_of_is_refused_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"^checkmate.compile has no option 'methd'. Did you mean 'method'\?$"):
+        checkmate.compile(torch.nn.Linear(4, 4), "1 MB", methd="auto")
+    optimizer = torch.optim.SGD((model := torch.nn.Linear(4, 4)).parameters())
+    other: dict[str, Any] = {"backend": "inductor"}  # of `compile` only
+    with pytest.raises(TypeError, match=r"^checkmate.training_step has no option 'backend'. Its options are method, "):
+        checkmate.training_step(lambda x: model(x).sum(), optimizer, "1 MB", **other)
 
 
 def test_keyword_arguments_and_results_in_a_dict() -> None:

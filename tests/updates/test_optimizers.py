@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import checkmate
-from checkmate.backends.state import differing
+from checkmate.backends.tensor_state import differing
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import every
 from tests.support.updated import BATCH, AllKinds, Setting, new_optimizers

@@ -16,7 +16,7 @@ from torch._dynamo.backends import registry
 from torch.utils.checkpoint import checkpoint
 
 import checkmate
-from checkmate.backends.state import same_bits
+from checkmate.backends.tensor_state import same_bits
 from checkmate.capture.questions import AnotherAnswer
 from checkmate.memory import measure_peak
 from tests.support.stepping import assert_same, train

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import checkmate
-from checkmate.backends.state import same_bits
+from checkmate.backends.tensor_state import same_bits
 from tests.support.versions import needs
 
 FOLLOWED = needs("2.12", "Dynamo refuses requires_grad_() of what a step computes")

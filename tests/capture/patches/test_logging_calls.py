@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.backends.state import same_bits
+from checkmate.backends.tensor_state import same_bits
 
 logger = logging.getLogger("tests.model")
 X = torch.linspace(-1, 2, 16).view(4, 4)

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from checkmate.backends.state import same_bits
+from checkmate.backends.tensor_state import same_bits
 from checkmate.capture.splits.lanes import VECTORS, same_lanes
 from checkmate.capture.splits.letters import pointwise
 from checkmate.capture.splits.table import TABLE, Argument, Split, argument_of, split_of

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.backends.state import same_bits
 from checkmate.backends.step_problem import joint_of
+from checkmate.backends.tensor_state import same_bits
 from checkmate.capture.splits import equal_bits
 from checkmate.capture.splits import loss as functions
 from checkmate.capture.splits.find_loss import Loss, losses

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from checkmate.backends.state import same_bits as same
+from checkmate.backends.tensor_state import same_bits as same
 from checkmate.capture.splits.equal_bits import is_argued, same_bits
 from checkmate.capture.splits.parts import InParts, Region, apart, in_parts
 from checkmate.capture.splits.table import Argument, Split, argument_of, split_of

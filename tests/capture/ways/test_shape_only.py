@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkmate
-from checkmate.backends.state import same_bits
+from checkmate.backends.tensor_state import same_bits
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward, stand_in
 from checkmate.memory import measure_peak
 from tests.support.sampling import every

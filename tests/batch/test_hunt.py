@@ -9,9 +9,8 @@ import pytest
 
 from benchmarks.networks.dags import unit_chain
 from checkmate import Problem
-from checkmate.batch.bracket import KEEP_ALL, Attempt, Hunt, spread_sizes
-from checkmate.batch.interpolation import ONE_FORWARD, Family, most_seconds
-from tests.batch.test_interpolation import grown
+from checkmate.batch.sizes import KEEP_ALL, ONE_FORWARD, Attempt, Family, Hunt, most_seconds, spread_sizes
+from tests.batch.test_sizes import grown
 from tests.support.oracle import optimum, outcomes, random_problem
 
 

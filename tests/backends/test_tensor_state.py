@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from checkmate.backends.state import differing, names_of, same_bits, tensors_within, unchanged
+from checkmate.backends.tensor_state import differing, names_of, same_bits, tensors_within, unchanged
 from tests.support.bits import assert_same_bits
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.networks.dags import unet
 from checkmate import Problem
-from checkmate.batch.interpolation import (
+from checkmate.batch.sizes import (
     ONE_FORWARD,
     Family,
     check_overhead,
