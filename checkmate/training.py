@@ -30,7 +30,7 @@ from checkmate.updates import averaging
 from checkmate.updates.exchange import as_their_modules, exchange_of, refuse_special, stand_aside, wrapped_in
 from checkmate.updates.gradients import Clipping, Sums, checked_scaler
 from checkmate.updates.insert import Insert
-from checkmate.updates.supported import checked, refuse_hooks
+from checkmate.updates.optimizers import checked, refuse_hooks
 from checkmate.updates.updates import Updates
 from checkmate.verification.whole_steps import compare_whole
 

@@ -40,7 +40,7 @@ from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.questions import asking_first, taken_out
 from checkmate.codegen.changing import Changing, may_change
-from checkmate.codegen.contributions import Sharing, counted_contributions, fan_out, sharing_of, with_contributions
+from checkmate.codegen.contributions import Sharing, counted_contributions, fan_out, lowered, sharing_of
 from checkmate.codegen.refused_backwards import added_within, computed_from, refuse_views, refuse_watching
 from checkmate.codegen.second_memory import SecondMemories
 from checkmate.codegen.shared_copies import sharing_copies
@@ -49,7 +49,6 @@ from checkmate.codegen.undefined_gradients import (
     keep_undefined,
     leave_unreached,
     unreached,
-    with_undefined,
 )
 from checkmate.codegen.writing_over import writing_over
 from checkmate.core.problem import Problem
@@ -75,7 +74,7 @@ _BY_CUDNN = (torch.lstm, torch.gru)
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Run the generated code as it is."""
     forbid_donation()
-    return with_contributions(module, partial(with_undefined, boxed=writing_over))
+    return lowered(module, writing_over)
 
 
 def forbid_donation() -> None:

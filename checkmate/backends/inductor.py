@@ -34,7 +34,7 @@ from checkmate.capture.patches import recurrent
 from checkmate.capture.patches.results import strides as layouts
 from checkmate.capture.provenance import where
 from checkmate.codegen.boxed import boxed
-from checkmate.codegen.undefined_gradients import with_undefined
+from checkmate.codegen.contributions import lowered
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, Unsupported
@@ -168,7 +168,7 @@ def require_compiler() -> None:
 def lower(module: fx.GraphModule, inputs: list[Any]) -> Callable[[list[Any]], Any]:
     """Compile a module; what is left of it where gradients that are handed in are None runs as it is."""
     forbid_donation()
-    return with_undefined(module, lambda part: _compiled(part, inputs) if part is module else boxed(part))
+    return lowered(module, lambda part: _compiled(part, inputs) if part is module else boxed(part))
 
 
 def _compiled(module: fx.GraphModule, inputs: list[Any]) -> Any:

@@ -74,14 +74,10 @@ def _detach_all_views() -> None:
 
 
 class Changing:
-    """The forward and the backward that AOTAutograd is given, and what they run.
-
-    Args:
-        results: how many of the forward's outputs are not saved tensors.
-    """
+    """The forward and the backward that AOTAutograd is given, and what they run."""
 
     def __init__(self, results: int) -> None:
-        self._results = results
+        self._results = results  # how many of the forward's outputs are not saved tensors
         self._runs: dict[str, dict[int, Run]] = {"forward": {}, "backward": {}}  # by the number of the plan
         self._calls = itertools.count()
         self._alive: dict[int, weakref.ref[np.ndarray]] = {}  # by call: dies with what the call has saved

@@ -29,13 +29,19 @@ from checkmate.capture.rewrite import without_dead_code
 from checkmate.codegen.arrival_order import contributed_before, reachable, verdicts
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.codegen.transfers import as_made
-from checkmate.codegen.undefined_gradients import before_backward, compiled_functions
+from checkmate.codegen.undefined_gradients import before_backward, compiled_functions, without
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.aot import _is_tangent
 from checkmate.torch_internals.dispatcher import functorch
 from checkmate.torch_internals.engine import _current_autograd_node
 
 aten = torch.ops.aten
 Run = Callable[[list[Any]], Any]
+_BATCH = (  # ATen's should_fold, by which a batch of products becomes one product or stays a batch
+    "A batch of gradients (is_grads_batched=True, or vectorize=True) of a compiled step: PyTorch runs its products one "
+    "way or another by which saved tensors require a gradient, and those of a plan do not, so that the last digits "
+    "may differ from plain PyTorch. Take the gradients one after another, or those of the plain step."
+)
 _APART = "apart"  # in the meta data of a backward's output node: how many contributions its gradients have
 
 
@@ -210,27 +216,38 @@ def terms_of(total: fx.Node, count: int) -> list[fx.Node] | None:
     return [total, *reversed(terms)]
 
 
-def with_contributions(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> Run:
-    """The function of a module, which for a backward returns contributions one by one where they are asked for."""
-    counts: dict[int, int] = module.graph.output_node().meta.get(_APART, {})
-    whole = lower(module)
-    if not counts:
-        return whole
-    gradients = tuple(counts)
+def lowered(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Run]) -> Run:
+    """The function of a module; of a backward for any gradients that are handed in, and any that are asked for.
 
-    length = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    Those handed in may be None. Contributions are returned one by one to a `Fan` where that needs them.
+
+    Raises:
+        Unsupported: when it is called with a batch of gradients.
+    """
+    given, output = module.graph.find_nodes(op="placeholder"), module.graph.output_node()
+    counts: dict[int, int] = output.meta.get(_APART, {})
+    tangents = [i for i, node in enumerate(given) if _is_tangent(node)]
+    whole = lower(module)
+    if not counts and not tangents:
+        return whole
+    gradients, length = tuple(counts), len(output.args[0])  # type: ignore[arg-type]
 
     @cache
-    def variant(wanted: tuple[int, ...]) -> Run:
-        return lower(handing_over(module, wanted))
+    def variant(wanted: tuple[int, ...], missing: tuple[int, ...]) -> Run:
+        part = handing_over(module, wanted) if wanted else module
+        return lower(without(part, [given[i].name for i in missing]) if missing else part)
 
     @takes_one_list
     def run(inputs: list[Any]) -> Any:
-        fan = fan_of_this_call()
+        if any(isinstance(inputs[i], torch.Tensor) and functorch.is_legacy_batchedtensor(inputs[i]) for i in tangents):
+            raise Unsupported(_BATCH)
+        fan: Any = fan_of_this_call() if counts else None
         wanted = tuple(gradients[slot] for slot in verdicts(fan)) if fan is not None else ()
+        missing = tuple(i for i in tangents if inputs[i] is None)
+        results = (variant(wanted, missing) if wanted or missing else whole)(inputs)
         if not wanted:
-            return whole(inputs)
-        results = [*variant(wanted)(inputs)]
+            return results
+        results = [*results]
         rest = iter(results[length:])
         for i in wanted:
             terms = [results[i], *(next(rest) for _ in range(counts[i] - 1))]

@@ -249,9 +249,8 @@ class _Writer:
         v, call = step.value, self.call
         assert call is not None
         faces = self.joint.faces[v]
-        at = (
-            call if isinstance(step, Send) else self.sent.get(v, call)
-        )  # not the call itself: where a part of the backward runs, what is not sent stays
+        # not the call itself: where a part of the backward runs, what is not sent stays
+        at = call if isinstance(step, Send) else self.sent.get(v, call)
         if not isinstance(step, Land):
             read = map(self._at_hand, faces) if isinstance(step, (Send, Wait)) else ()
             node = self.graph.call_function(_CALLED[type(step)], (at, v, *read))

@@ -203,9 +203,7 @@ class SecondMemory:
         """Let what no call uses go."""
         self._end_what_was_left()
         with self._books:
-            free, self._free = self._free, []
-        for store in free:
-            store.close()
+            self._let_go()
 
     def _taken(self, capacity: int) -> Store:
         with self._books:
@@ -213,15 +211,15 @@ class SecondMemory:
             if fitting:
                 store = min(fitting, key=lambda store: store.capacity)
                 self._free.remove(store)
-                self._used.add(store)
-                return store
-            small, self._free = self._free, []
-        for store in small:  # before there is another: both may not have room
-            store.close()
-        store = open_store(self.where, capacity, self.device)
-        with self._books:
+            else:
+                self._let_go()  # before there is another: both may not have room
+                store = open_store(self.where, capacity, self.device)
             self._used.add(store)
         return store
+
+    def _let_go(self) -> None:
+        while self._free:
+            self._free.pop().close()
 
     def _end_what_was_left(self) -> None:
         while self.left:

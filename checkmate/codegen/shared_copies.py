@@ -30,12 +30,7 @@ _ANEW = "checkmate.compile captures such a call anew; a backend that torch.compi
 
 
 def sharing_copies(run: Callable[..., Any], copies: Copies) -> Callable[..., Any]:
-    """A compiled function that may be called within a region of autocast.
-
-    Args:
-        run: the compiled function.
-        copies: of its weights; what is converted may be found later.
-    """
+    """A compiled function that may be called within a region of autocast; what it converts may be found later."""
     if not any(copies.kept):
         return run
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -23,18 +23,12 @@ import torch.fx as fx
 from checkmate.capture.nodes import leaf_nodes, storage, tensors, written
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.capture.splits.parts import InParts
-from checkmate.codegen.boxed import takes_one_list
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import InputMutationAOTOutput, PlainAOTInput, TangentAOTInput, _is_tangent
-from checkmate.torch_internals.dispatcher import OpOverload, functorch
+from checkmate.torch_internals.dispatcher import OpOverload
 from checkmate.torch_internals.trees import tree_leaves
 
 aten = torch.ops.aten
-_BATCH = (  # ATen's should_fold, by which a batch of products becomes one product or stays a batch
-    "A batch of gradients (is_grads_batched=True, or vectorize=True) of a compiled step: PyTorch runs its products one "
-    "way or another by which saved tensors require a gradient, and those of a plan do not, so that the last digits "
-    "may differ from plain PyTorch. Take the gradients one after another, or those of the plain step."
-)
 _OVERWRITTEN = (
     "A call of the compiled step reads an input that an earlier call has overwritten with what needs a gradient. It "
     "leads back into that call, whose backward has run. Detach what is written, buffer.copy_(value.detach()), or "
@@ -42,39 +36,6 @@ _OVERWRITTEN = (
 )
 _Known = tuple[fx.Node | None, bool]  # what stands for a node, None: undefined; whether a gradient handed in is in it
 DEPTH = 3  # views between a result and what the compiled function returned
-
-
-def with_undefined(
-    module: fx.GraphModule, boxed: Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
-) -> Callable[[list[Any]], Any]:
-    """The function of a module, of which gradients that are handed in may be None.
-
-    Raises:
-        Unsupported: when it is called with a batch of gradients.
-    """
-    whole = boxed(module)
-    names = [node for node in module.graph.nodes if node.op == "placeholder"]
-    tangents = [i for i, node in enumerate(names) if _is_tangent(node)]
-    if not tangents:
-        return whole
-
-    @cache
-    def without_some(missing: tuple[int, ...]) -> Callable[[list[Any]], Any]:
-        return boxed(without(module, [names[i].name for i in missing]))
-
-    @takes_one_list
-    def run(inputs: list[Any]) -> Any:
-        if any(_is_batch(inputs[i]) for i in tangents):
-            raise Unsupported(_BATCH)
-        missing = tuple(i for i in tangents if inputs[i] is None)
-        return without_some(missing)(inputs) if missing else whole(inputs)
-
-    return run
-
-
-def _is_batch(tangent: Any) -> bool:
-    """Whether a gradient stands for a batch of them."""
-    return isinstance(tangent, torch.Tensor) and functorch.is_legacy_batchedtensor(tangent)
 
 
 def keep_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,8 +86,7 @@ def _need_nothing_for_nothing(compiled: Any) -> None:
 def unreached(joint: fx.GraphModule, results: int) -> list[int]:
     """Positions of inputs that a step reads and never differentiates, and neither writes to nor hands out undetached.
 
-    Args:
-        joint: a joint graph of AOTAutograd; results: how many of its outputs are of the forward.
+    ``results``: how many of the outputs of the joint graph are of the forward.
     """
     output = joint.graph.output_node()
     outputs: Any = output.args[0]
@@ -200,11 +160,8 @@ def drop_gradients_of_writes(joint: fx.GraphModule, inputs: Sequence[Any]) -> No
     """Take the gradients that autograd never hands in out of a joint graph, and what depends on nothing else.
 
     They belong to new values of leaves, such as a parameter whose ``.data`` is clamped: AOTAutograd traces the step as
-    if the new value had a gradient of its own, and writes it back where autograd does not see it.
-
-    Args:
-        joint: a joint graph of AOTAutograd.
-        inputs: what the step is called with, in the order of what was traced.
+    if the new value had a gradient of its own, and writes it back where autograd does not see it. ``inputs`` are what
+    the step is called with, in the order of what was traced.
     """
     missing = [n for n in joint.graph.find_nodes(op="placeholder") if _belongs_to_leaf(n.meta.get("desc"), inputs)]
     if missing:

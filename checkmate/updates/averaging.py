@@ -135,10 +135,8 @@ def _average(like: AveragedModel, tensor: torch.Tensor, averaged: torch.Tensor, 
 def _module_of(tensor: torch.Tensor) -> nn.Module:
     """A module that has this tensor only."""
     module = nn.Module()
-    if isinstance(tensor, nn.Parameter):
-        module.register_parameter("only", tensor)
-    else:
-        module.register_buffer("only", tensor)
+    register: Any = module.register_parameter if isinstance(tensor, nn.Parameter) else module.register_buffer
+    register("only", tensor)
     return module
 
 

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.errors import Unsupported
 from checkmate.torch_internals import engine
-from checkmate.updates.one_parameter import parameters_of
+from checkmate.updates.optimizers import parameters_of
 
 AGREEING_BYTES = 2 * 8  # that ranks compare
 PATIENCE = 1.0  # seconds that a thread of the backend may take to let go of what it has sent
@@ -51,19 +51,12 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str], ...] = (  # of a module, what
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Ranks that train together, and what they share.
+    """Ranks that train together, and what they share."""
 
-    Args:
-        group: of the ranks.
-        parameters: those whose gradients are averaged, as they are now.
-        buffers: those that follow the first rank, as they are now.
-        held_bytes: that are held for the exchange, and are in no plan.
-    """
-
-    group: Any
-    parameters: Callable[[], Iterable[torch.Tensor]]
-    buffers: Callable[[], Iterable[torch.Tensor]]
-    held_bytes: int = 0
+    group: Any  # of the ranks
+    parameters: Callable[[], Iterable[torch.Tensor]]  # those whose gradients are averaged, as they are now
+    buffers: Callable[[], Iterable[torch.Tensor]]  # those that follow the first rank, as they are now
+    held_bytes: int = 0  # that are held for the exchange, and are in no plan
 
     @property
     def ranks(self) -> int:
@@ -81,11 +74,7 @@ class Exchange:
         return part
 
     def agree(self, gradients: Sequence[object], device: torch.device) -> None:
-        """Have all ranks be about to send the same gradients.
-
-        Args:
-            gradients: what this rank will send, in words that mean the same on each.
-            device: of what is sent.
+        """Have all ranks be about to send the same gradients; these are said in words that mean the same on each.
 
         Raises:
             Unsupported: on every rank, if they are not the same.

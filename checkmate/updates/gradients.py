@@ -37,7 +37,7 @@ from checkmate.torch_internals.kernels import (
     _group_tensors_by_device_and_dtype,
 )
 from checkmate.units import check_positive
-from checkmate.updates.one_parameter import parameters_of
+from checkmate.updates.optimizers import parameters_of
 
 HELD_BYTES = 6 * 8  # scale, its inverse, its count of steps; the scaled loss, its gradient, and what was found
 TINY = 1e-6  # that PyTorch adds to the norm
@@ -172,20 +172,14 @@ def largest_of(gradient: torch.Tensor) -> torch.Tensor:
 class Clipping:
     """How gradients are clipped.
 
-    Args:
-        most: the largest norm of all gradients; None: they are not clipped by it.
-        order: of the norm.
-        finite: a norm that is not finite is an error.
-        value: the largest absolute value of an element; None: they are not clipped by it.
-
     Raises:
         ValueError: if a limit is no positive number, or there are two, or the order is no number.
     """
 
-    most: float | None = None
-    order: float = 2.0
-    finite: bool = False
-    value: float | None = None
+    most: float | None = None  # the largest norm of all gradients; None: they are not clipped by it
+    order: float = 2.0  # of the norm
+    finite: bool = False  # a norm that is not finite is an error
+    value: float | None = None  # the largest absolute value of an element; None: they are not clipped by it
     norm: torch.Tensor | None = field(default=None, init=False)  # of all gradients of the last step, before clipping
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from checkmate.torch_internals.aot import _is_primal
 from checkmate.torch_internals.dispatcher import _disable_current_modes
 from checkmate.updates import operations
 from checkmate.updates.gradients import largest_of, norm_of, order_of
-from checkmate.updates.one_parameter import Update, parameters_of
+from checkmate.updates.optimizers import Update, parameters_of
 from checkmate.updates.updates import Updates
 
 aten = torch.ops.aten
@@ -35,15 +35,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Insert:
-    """Puts what is done with gradients into traced steps.
-
-    Args:
-        updates: that.
-        last: the steps are of the last micro-batch before an update; the others only add to sums.
-    """
+    """Puts what is done with gradients into traced steps."""
 
     updates: Updates
-    last: bool = True
+    last: bool = True  # the steps are of the last micro-batch before an update; the others only add to sums
 
     def __call__(
         self, module: fx.GraphModule, given: Sequence[Any], num_fwd_outputs: int, names: Sequence[str]
@@ -242,12 +237,12 @@ class _Writer:
     def _next(self, target: Callable[..., Any], args: tuple[Any, ...], suffix: str) -> fx.Node:
         """A node behind its first argument."""
         with self.output.graph.inserting_after(args[0]):
-            return _call(self.output.graph, args[0], target, args, f"{args[0].name}_{suffix}")
+            return _call(args[0], target, args, f"{args[0].name}_{suffix}")
 
     def _last(self, target: Callable[..., Any], args: tuple[Any, ...], origin: fx.Node, name: str) -> fx.Node:
         """A node behind all others."""
         with self.output.graph.inserting_before(self.output):
-            return _call(self.output.graph, origin, target, args, name)
+            return _call(origin, target, args, name)
 
 
 def _refuse_unreached(updates: Updates, reached: Collection[optim.Optimizer]) -> None:
@@ -303,9 +298,9 @@ def _strides(gradient: fx.Node, parameter: fx.Node) -> tuple[int, ...]:
     return tuple(like.stride() if dense else torch.empty(like.shape, device="meta").stride())
 
 
-def _call(graph: fx.Graph, origin: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
+def _call(origin: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
     """A node with the provenance of another, and its fake result."""
-    node = graph.create_node("call_function", target, args, name=name)
+    node = origin.graph.create_node("call_function", target, args, name=name)
     run = target.rehearsal() if hasattr(target, "rehearsal") else target
     with origin.meta["val"].fake_mode, torch.no_grad():
         node.meta = _meta(origin, run(*fx.node.map_arg(args, lambda n: n.meta["val"])))

@@ -18,7 +18,7 @@ from torch import nn, optim
 from checkmate.capture.ways.table import Written
 from checkmate.updates.exchange import AGREEING_BYTES, Exchange
 from checkmate.updates.gradients import Clipping, Scaling, are_not_finite, total
-from checkmate.updates.one_parameter import Update, parameters_of
+from checkmate.updates.optimizers import Update, parameters_of
 from checkmate.updates.updates import Updates
 
 Op = Callable[..., Any]

@@ -14,32 +14,22 @@ from torch import nn, optim
 from checkmate.updates.averaging import Average
 from checkmate.updates.exchange import Exchange
 from checkmate.updates.gradients import HELD_BYTES, Clipping, Scaling, Sums
-from checkmate.updates.one_parameter import Update, about, parameters_of
+from checkmate.updates.optimizers import Update, about, parameters_of
 
 NORM_BYTES = 8  # of the last step's norm, which is kept until there is another
 
 
 @dataclass(eq=False)
 class Updates:
-    """What is done with gradients.
+    """What is done with gradients."""
 
-    Args:
-        optimizers: those whose parameters are updated, as `checkmate.updates.supported.checked` gives them.
-        clipping: of gradients.
-        keep: they are results of the step as well.
-        sums: of gradients of several micro-batches; None: each step updates.
-        scaling: of the loss.
-        average: of the parameters.
-        exchange: with other ranks.
-    """
-
-    optimizers: Sequence[optim.Optimizer]
-    clipping: Clipping = field(default_factory=Clipping)
-    keep: bool = False
-    sums: Sums | None = None
-    scaling: Scaling | None = None
-    average: Average | None = None
-    exchange: Exchange | None = None
+    optimizers: Sequence[optim.Optimizer]  # whose parameters are updated, as `optimizers.checked` gives them
+    clipping: Clipping = field(default_factory=Clipping)  # of gradients
+    keep: bool = False  # gradients are results of the step as well
+    sums: Sums | None = None  # of gradients of several micro-batches; None: each step updates
+    scaling: Scaling | None = None  # of the loss
+    average: Average | None = None  # of the parameters
+    exchange: Exchange | None = None  # with other ranks
     ready: bool = field(default=False, init=False)  # gradients are unscaled and clipped, in the update that goes on
     _updated: set[torch.Tensor] = field(default_factory=set, init=False)  # in the update that goes on
     _exchanged: set[torch.Tensor] = field(default_factory=set, init=False)  # sums, in the same
@@ -84,11 +74,7 @@ class Updates:
             self.average.begin()
 
     def agree(self, order: Sequence[torch.Tensor]) -> None:
-        """Have all ranks be about to send the same gradients.
-
-        Args:
-            order: of the parameters whose gradients are sent first; those follow that have one already.
-        """
+        """Have all ranks be about to send the same gradients: in this order, then those that are there already."""
         if self.exchange is not None:
             places = {p: n for n, p in enumerate(parameters_of(self.optimizers))}
             sent = [*order, *(p for p in self._rest() if p not in {*order})]

@@ -238,10 +238,7 @@ def _outcome(
     device: torch.device,
     calls: int,
 ) -> Outcome:
-    """What a step leaves behind, held on the CPU: on the step's device it would stand in the way of the next.
-
-    Several calls are differentiated at once, each with a factor of its own: 1, -1/2, 1/3, ...
-    """
+    """What a step leaves behind. Several calls are differentiated at once, with factors 1, -1/2, 1/3, ..."""
 
     def step() -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
         made = [(i, t) for i in range(calls) for t in tree_leaves(fn(*args, **kwargs)) if isinstance(t, torch.Tensor)]
@@ -255,20 +252,20 @@ def _outcome(
 
     use = measure_peak(step, device)
     outputs, leaves, grads = use.result
-    results = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    results = {f"output {i}": t for i, t in enumerate(outputs)}
     results |= {
         f"the gradient of {names.get(id(leaf), f'tensor {id(leaf):#x}')} of shape {tuple(leaf.shape)}": grad
         for leaf, grad in zip(leaves, grads, strict=True)
         if grad is not None
     }
-    results |= {f"{names[id(t)]} of shape {tuple(t.shape)}": t.detach().clone() for t in state}
-    on_host = {name: tensor.to(CPU) for name, tensor in results.items()}
-    return Outcome(on_host, all_random_states(device), use.peak)
+    results |= {f"{names[id(t)]} of shape {tuple(t.shape)}": t for t in state}
+    return outcome_of(results, device, use.peak)
 
 
-def all_random_states(device: torch.device) -> dict[str, Any]:
-    """Those of torch, Python and NumPy."""
-    return {TORCH: random_states(device), _PYTHON: random.getstate(), _NUMPY: np.random.get_state()}  # noqa: NPY002
+def outcome_of(results: dict[str, torch.Tensor], device: torch.device, peak: int) -> Outcome:
+    """What is there now, held on the CPU: on the step's device it would stand in the way of the next step."""
+    states = {TORCH: random_states(device), _PYTHON: random.getstate(), _NUMPY: np.random.get_state()}  # noqa: NPY002
+    return Outcome({name: t.detach().to(CPU, copy=True) for name, t in results.items()}, states, peak)
 
 
 def _leaves(root: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -120,7 +120,8 @@ class _Notes:
             torch.set_rng_state(self.states[0])
             if len(self.states) > 1:
                 torch.cuda.set_rng_state(self.states[1], self.device)
-            recorder = _PartsRecorder(joint.module, self.as_captured.__setitem__, self.off_in_parts.append)
+            recorder = _PartsRecorder(joint.module, self.as_captured.__setitem__)
+            recorder.off = self.off_in_parts
             recorder.run(*(given[node.name] for node in joint.placeholders))
 
     def by_plan(self) -> str | None:
@@ -191,13 +192,9 @@ class _Recorder(fx.Interpreter):
 
 
 class _PartsRecorder(_Recorder):
-    """The same, which runs at once what runs in parts, and tells of each whose bits differ, but for sums over them."""
+    """The same, which runs at once what runs in parts, and notes each whose bits differ, but for sums over them."""
 
-    def __init__(
-        self, module: fx.GraphModule, tell: Callable[[str, Prints], None], tell_off: Callable[[str], None]
-    ) -> None:
-        super().__init__(module, tell)
-        self.tell_off = tell_off
+    off: list[str]
 
     def run_node(self, n: fx.Node) -> Any:
         if not isinstance(n.target, InParts):
@@ -205,7 +202,7 @@ class _PartsRecorder(_Recorder):
         at_once = _prints(fx.GraphModule({}, n.target.whole)(*self.fetch_args_kwargs_from_env(n)[0]))
         result = super().run_node(n)
         if any(a != b for a, b, summed in zip(at_once, _prints(result), n.target.summed, strict=True) if not summed):
-            self.tell_off(n.name)
+            self.off.append(n.name)
         return result
 
 

@@ -22,7 +22,8 @@ from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError
 from checkmate.memory import CPU, measure_peak
 from checkmate.torch_internals.trees import tree_leaves
-from checkmate.verification.compare import all_random_states, check_peak
+from checkmate.updates.optimizers import parameters_of
+from checkmate.verification.compare import check_peak, outcome_of
 from checkmate.verification.outcomes import (
     PLAIN_RUNS,
     Outcome,
@@ -60,7 +61,7 @@ def compare_whole(
     Raises:
         VerificationError: naming what differs, or the measured peak where it is above the planned one.
     """
-    parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizers)
     state = list({id(t): t for t in (*tensors_within(reach), *parameters)}.values())
     names, device = names_of(state, (reach, parameters)), main_device(state)
 
@@ -182,5 +183,4 @@ def _outcome(
         for p, values in optimizer.state.items():
             kept = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
             results |= {f"{name} of {type(optimizer).__name__} for {names[id(p)]}": t for name, t in kept.items()}
-    on_host = {name: tensor.detach().to(CPU, copy=True) for name, tensor in results.items()}
-    return Outcome(on_host, all_random_states(device), use.peak)
+    return outcome_of(results, device, use.peak)

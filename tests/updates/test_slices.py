@@ -11,8 +11,8 @@ from torch import Tensor, nn, optim
 
 import checkmate
 from checkmate.memory import measure_peak
-from checkmate.updates import one_parameter
-from checkmate.updates.one_parameter import Update
+from checkmate.updates import optimizers
+from checkmate.updates.optimizers import Update
 from tests.support.bits import assert_same_bits
 from tests.updates.test_optimizers import HAS
 
@@ -23,7 +23,7 @@ ONCE = [setting for setting in HAS if not setting[1].get("fused")]
 @pytest.mark.parametrize(("kind", "settings"), ONCE, ids=str)
 def test_same_bits_as_the_whole(kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of odd sizes, in any layout, states that are there and that are not; on one thread and on two."""
-    monkeypatch.setattr(one_parameter, "SLICE", 1024)
+    monkeypatch.setattr(optimizers, "SLICE", 1024)
     torch.manual_seed(0)
     for size, dtype in [(size, dtype) for size in SIZES for dtype in (torch.float32, torch.bfloat16)]:
         if kind == "Muon" and len(size) != 2:

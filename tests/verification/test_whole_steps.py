@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import checkmate
-from checkmate.updates.one_parameter import Update
+from checkmate.updates.optimizers import Update
 from checkmate.verification.outcomes import Outcome, names_that_differ
 from checkmate.verification.whole_steps import NORM, compare_but_for_sums
 from tests.support.bits import assert_same_bits
