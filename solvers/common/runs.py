@@ -16,8 +16,6 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.errors import SolverError
 
-MOST_PLACES = 20_000
-
 
 def on_demand(problem: Problem, kept_after: Mapping[int, Iterable[int]]) -> np.ndarray:
     """R (T, T) bool: the runs of a step that lets go of values after some stages, and makes again what it misses.
@@ -111,44 +109,3 @@ def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:
             needed.difference_update(op.outputs)
             needed.update(op.inputs)
     return R
-
-
-def choose_places(
-    problem: Problem, candidates: Iterable[int], *, also: np.ndarray | None = None, most: int = MOST_PLACES
-) -> np.ndarray:
-    """(P, 2) int: stages and ops in the order in which they run, where running a candidate again can be of use at once.
-
-    In stage t those are the candidates whose values op t reads, those that may not run later and whose values may be
-    read then, those whose values they read, and so on; the ones farthest from t are left out where there are too many.
-
-    Args:
-        candidates: ops that may run again; pinned ones never do.
-        also: (T, T) bool, runs of a known schedule to have among the places.
-        most: places at most, not counting those of each op's first execution and of ``also``.
-    """
-    graph = problem.graph
-    free = {k for k in candidates if graph.ops[k].pinned is None}
-    deps = [[d for d in ds if d in free] for ds in graph.deps]
-    until, closing = problem.limits.until, problem.limits.closing
-    last = [until.get(k, len(graph.ops)) for k in range(len(graph.ops))]
-    layers: list[list[tuple[int, int]]] = []  # by distance from the stage's own op
-    reached = [{t} for t in range(len(graph.ops))]
-    border = [[t] for t in range(len(graph.ops))]
-    closes = {t: [k for v in vs if (k := graph.values[v].producer) in free] for t, vs in closing.items()}
-    count = 0
-    while count <= most and any(border):
-        layer = []
-        for t, ks in enumerate(border):
-            following = {d for k in ks for d in deps[k] if t <= last[d]}.union(closes.pop(t, ()))
-            border[t] = sorted(following - reached[t])
-            reached[t].update(border[t])
-            layer += [(t, k) for k in border[t]]
-        layers.append(layer)
-        count += len(layer)
-    if count > most and len(layers) > 1:
-        layers.pop()
-    T = len(graph.ops)
-    there = np.eye(T, dtype=bool) if also is None else np.eye(T, dtype=bool) | also
-    t, k = np.array([place for layer in layers for place in layer], dtype=np.int64).reshape(-1, 2).T
-    there[t, k] = True
-    return np.argwhere(there)

@@ -7,6 +7,8 @@ again. And passes of eviction let go first of what the known plan does not keep:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from checkmate.core import simulator
@@ -20,9 +22,9 @@ from checkmate.solvers.common.obey import obeys
 from checkmate.solvers.common.runs import as_matrix, cost_of, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.search.drop_runs import slim
-from checkmate.solvers.search.eviction import Stuck
+from checkmate.solvers.search.eviction import Stuck, run_pass
 from checkmate.solvers.search.exchange import exchange
-from checkmate.solvers.search.next_use import Guide, Passes, variants
+from checkmate.solvers.search.next_use import GRID
 
 Start = Solution | Schedule
 PASSES = 4  # of eviction, at most
@@ -78,10 +80,10 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
 def _passes(task: Task, R: np.ndarray) -> list[np.ndarray]:
     """Passes that let go first of what the schedule does not keep for the next stage; those that fit."""
     kept = Schedule.from_runs(task.problem.graph, R).S
-    guide = Guide(tuple((t, kept[t + 1]) for t in range(len(kept) - 1)))
-    passes, found = Passes(Tables.of(task.problem), task.budget), []
-    for weights, _ in zip(variants(guide), range(PASSES), strict=False):
-        stages = passes.run(weights)
+    outside = tuple((t, ~kept[t + 1]) for t in range(len(kept) - 1))
+    tables, found = Tables.of(task.problem), []
+    for weights in GRID[:PASSES]:
+        stages = run_pass(tables, task.budget, replace(weights, outside=outside))
         if not isinstance(stages, Stuck):
             found.append(as_matrix(stages))
         if task.clock.is_over:

@@ -15,10 +15,10 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.runs import choose_places
 from checkmate.solvers.common.task import Clock, Task
 
 DEPTH = 6  # runs added at most in exchange for one
+MOST_PLACES = 8  # times the ops, beside those that run
 LESS = 1 - 1e-12  # times a cost: what is not below may be the same sum in another order
 TRIES = 5  # values tried at most for each of these
 
@@ -114,13 +114,40 @@ def _perturb(line: Line, rng: np.random.Generator, count: int) -> None:
                 line.flip(p)
 
 
+def places_of(problem: Problem, R: np.ndarray) -> np.ndarray:
+    """(P, 2) int: stages and ops in the order in which they run, of R (T, T) and where more runs can be of use at once.
+
+    In stage t those are the ops whose values op t reads, those that may not run later and whose values may be read
+    then, those whose values they read, and so on; the ones farthest from t are left out where there are too many.
+    """
+    graph, until, T = problem.graph, problem.limits.until, len(problem.graph.ops)
+    free = {k for k, op in enumerate(graph.ops) if op.pinned is None}
+    deps = [[d for d in ds if d in free] for ds in graph.deps]
+    closes = {t: free.intersection(graph.values[v].producer for v in vs) for t, vs in problem.limits.closing.items()}
+    layers: list[list[tuple[int, int]]] = []  # by distance from the stage's own op
+    reached = [{t} for t in range(T)]
+    border = [[t] for t in range(T)]
+    while sum(map(len, layers)) <= MOST_PLACES * T and any(border):
+        for t, ks in enumerate(border):
+            following = {d for k in ks for d in deps[k] if t <= until.get(d, T)}.union(closes.pop(t, ()))
+            border[t] = sorted(following - reached[t])
+            reached[t].update(border[t])
+        layers.append([(t, k) for t, ks in enumerate(border) for k in ks])
+    if sum(map(len, layers)) > MOST_PLACES * T and len(layers) > 1:
+        layers.pop()
+    there = np.eye(T, dtype=bool) | R
+    t, k = np.array([place for layer in layers for place in layer], dtype=np.int64).reshape(-1, 2).T
+    there[t, k] = True
+    return np.argwhere(there)
+
+
 class Line:
     """Places in the order in which they run, which of them are on, and the bytes at hand at each."""
 
     def __init__(self, problem: Problem, budget: int, R: np.ndarray) -> None:
         tables, T = Tables.of(problem), len(R)
         self.tables, self.T, self.room = tables, T, budget - tables.resident
-        places = choose_places(problem, range(T), also=R, most=8 * T)
+        places = places_of(problem, R)
         self.stage, self.op = places.T
         self.op_at: list[int] = self.op.tolist()
         self.on: np.ndarray = R[self.stage, self.op].copy()

@@ -15,7 +15,7 @@ from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import as_matrix, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
-from checkmate.solvers.search.exchange import Line, exchange
+from checkmate.solvers.search.exchange import Line, exchange, places_of
 from tests.support.oracle import random_problem, random_problem_with_ways
 
 Make = Callable[..., Problem]
@@ -96,3 +96,17 @@ def test_a_value_goes_with_the_run_that_writes_over_it() -> None:
     dear[3, 0] = True
     found = exchange(Task(problem, 12, Clock(5.0)), dear)
     assert found.sum(axis=0).tolist() == [1, 2, 1, 1]
+
+
+def test_places_are_of_use_and_in_order() -> None:
+    problem = Problem.from_dag([[], [0], [1], [2], [1, 3]], seconds=[1] * 5, sizes=[1] * 5)
+    places = places_of(problem, np.eye(5, dtype=bool)).tolist()
+    assert places == sorted(places)
+    assert [k for t, k in places if t == 4] == [0, 1, 2, 3, 4]
+
+
+def test_pinned_ops_have_one_place() -> None:
+    for seed in range(60):
+        problem = random_problem(seed)
+        for t, k in places_of(problem, np.eye(len(problem.graph.ops), dtype=bool)).tolist():
+            assert t == k or problem.graph.ops[k].pinned is None

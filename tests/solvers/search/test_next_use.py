@@ -19,7 +19,7 @@ from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import as_matrix, peak_of
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.min_budget import least_runs, min_budget
-from checkmate.solvers.search.next_use import GRID, Guide
+from checkmate.solvers.search.next_use import GRID
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every
 
@@ -187,7 +187,6 @@ def test_a_guide_decides_what_goes_first() -> None:
         stages = run_pass(Tables.of(problem), 6, Weights(outside=((3, ~kept),)))
         assert not isinstance(stages, Stuck)
         assert stages[4] == [first, 4]
-        check(next_use(problem, 6, guide=Guide(((3, kept),))))
 
 
 def test_where_no_pass_fits_it_says_who_is_in_the_way() -> None:

@@ -13,7 +13,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.search.tilting import Tilts
+from checkmate.solvers.search.next_use import Tilts
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 
 next_use = METHODS["next-use"].solve
