@@ -28,7 +28,7 @@ from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import lifted_runs, moment_bound
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
-from checkmate.solvers.search.backward_bound import backward_bound
+from checkmate.solvers.search.backward_beam import backward_bound
 from checkmate.solvers.search.detours import Detours
 from checkmate.solvers.search.drop_runs import slim
 from checkmate.solvers.search.exchange import exchange

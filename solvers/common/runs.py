@@ -96,6 +96,18 @@ def peak_of(problem: Problem, R: np.ndarray) -> int:
     return simulator.simulate(simulator.lower(problem, schedule), problem).peak
 
 
+def bytes_in_stages(problem: Problem, R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(T,), (T,) int64: the most bytes at hand in each stage of a schedule (T, T), and those while its own op runs."""
+    usage = simulator.simulate(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem)
+    most, own = np.zeros(len(R), dtype=np.int64), np.zeros(len(R), dtype=np.int64)
+    stage = 0
+    for op, live in zip(usage.ops, usage.bytes_at, strict=True):
+        most[stage] = max(most[stage], live)
+        if op == stage:
+            own[stage], stage = live, stage + 1
+    return most, own
+
+
 def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:
     """R (T, T) without the runs that make nothing which is read before it is made again."""
     R = R.copy()

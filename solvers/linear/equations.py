@@ -68,15 +68,14 @@ def build(problem: Problem, budget: int, *, formulation: str = "strengthened") -
         raise ValueError(f"Unknown formulation {formulation!r}: it is one of {', '.join(FORMULATIONS)}.")
     model, touches = Model(), Touches.of(problem)
     R, S, FREE = _where(problem, budget, touches)
+    saved = most_saved_bytes(problem) / size_unit(problem)
     paper, cost = formulation == "paper", problem.seconds / cost_unit(problem)
     x = Variables(
         R=model.variables(R, name="R", lower=np.eye(len(R)), cost=cost, integer=True),  # (1a, 8a)
         S=model.variables(S, name="S", integer=True),
         FREE=model.variables(FREE, name="FREE", integer=paper),
         OVER=model.variables(FREE & (touches.saved > 0), name="OVER"),
-        U=model.variables(
-            np.tril(np.ones_like(R)), name="U", upper=_capacity(problem, budget)[:, None] + R * _most_saved(problem)
-        ),
+        U=model.variables(np.tril(np.ones_like(R)), name="U", upper=_capacity(problem, budget)[:, None] + R * saved),
         touches=touches,
     )
     if paper:
@@ -250,7 +249,7 @@ def fit(model: Model, x: Variables, problem: Problem, budget: int) -> None:
     W_k with what op k makes that is a result or that nobody reads; W_w the workspace of the way that writes over v.
     """
     W, touch = _working_bytes(problem, x.touches), x.touches
-    there = (x.R != NONE) & ((W > 0) | (_most_saved(problem) > 0))
+    there = (x.R != NONE) & ((W > 0) | (most_saved_bytes(problem) > 0))
     t, k = np.nonzero(there)
     rows = np.full(x.R.shape, NONE)
     rows[t, k] = own = np.arange(len(t))
@@ -303,7 +302,7 @@ def fit_first_runs(model: Model, x: Variables, problem: Problem, budget: int) ->
         if len(problem.savings[k]) == 1:
             written[k] = kept[k, problem.savings[k][0][0]]
         kept[k, [*op.inputs, *op.outputs]] = NONE
-    saved = _most_saved(problem)
+    saved = most_saved_bytes(problem) / size_unit(problem)
     t = np.flatnonzero((kept != NONE).any(axis=1))
     room = (_capacity(problem, budget) - own + saved)[t]
     model.constrain("fit first runs", [(kept[t], M), (written[t], saved[t])], upper=room)
@@ -381,11 +380,6 @@ def _own_bytes(problem: Problem) -> np.ndarray:
 def most_saved_bytes(problem: Problem) -> np.ndarray:
     """(T,) int64: what the best way of each op saves where its value goes."""
     return np.array([of[0][1] if of else 0 for of in problem.savings], dtype=np.int64)
-
-
-def _most_saved(problem: Problem) -> np.ndarray:
-    """(T,): the same in units of size."""
-    return most_saved_bytes(problem) / size_unit(problem)
 
 
 def _made_bytes(problem: Problem, touch: Touches) -> np.ndarray:

@@ -84,14 +84,12 @@ class Model:
                 are summed over. `NONE` is left out.
             lower, upper: a number, or one for each row.
         """
-        count = len(terms[0][0])
-        rows = np.arange(self.rows, self.rows + count)
-        for columns, coefficients in terms:
-            coefficients = np.broadcast_to(np.asarray(coefficients, dtype=np.float64), columns.shape)
-            of_row = np.broadcast_to(rows.reshape(-1, *[1] * (columns.ndim - 1)), columns.shape)
-            there = columns != NONE
-            self._entries.append((of_row[there], columns[there], coefficients[there]))
-        self._close_family(name, count, lower, upper)
+        own = np.arange(len(terms[0][0]))
+        entries = [
+            (np.broadcast_to(own.reshape(-1, *[1] * (columns.ndim - 1)), columns.shape), columns, coefficients)
+            for columns, coefficients in terms
+        ]
+        self.constrain_sparse(name, len(own), entries, lower=lower, upper=upper)
 
     def constrain_sparse(
         self,
@@ -103,15 +101,12 @@ class Model:
         upper: np.ndarray | float = INF,
     ) -> None:
         """``count`` rows whose terms differ in number: entries are (row within the family, column, coefficient)."""
+        if name in self.families:
+            raise ValueError(f"There is a family of constraints named {name!r} already.")
         for rows, columns, coefficients in entries:
             coefficients = np.broadcast_to(np.asarray(coefficients, dtype=np.float64), columns.shape)
             there = columns != NONE
             self._entries.append((self.rows + rows[there], columns[there], coefficients[there]))
-        self._close_family(name, count, lower, upper)
-
-    def _close_family(self, name: str, count: int, lower: np.ndarray | float, upper: np.ndarray | float) -> None:
-        if name in self.families:
-            raise ValueError(f"There is a family of constraints named {name!r} already.")
         self._row_lower.append(np.broadcast_to(np.asarray(lower, dtype=np.float64), (count,)))
         self._row_upper.append(np.broadcast_to(np.asarray(upper, dtype=np.float64), (count,)))
         self.families[name] = slice(self.rows, self.rows + count)

@@ -19,8 +19,11 @@ moment, all of them count as at hand at it, and OVER[i, v] takes off what writin
 Where there is a second memory, `checkmate.solvers.linear.links` adds what its links do between the moments.
 
 Any schedule maps to such R and X at no more cost: the least cost here is a bound for all of them. It has O(T m)
-variables, where the exact model has O(T^2). Which moments matters more than how many: `moment_bound` starts with two
-and adds those that `checkmate.solvers.linear.moment_choice` finds lacking.
+variables, where the exact model has O(T^2). Which moments matters more than how many. A model of few moments lets an op
+run once between two of them, whenever it likes, and holds no memory in between; so `moment_bound` starts with two, and
+there are two signs that one is missing. Where the plan that the model's answer suggests breaks the budget, the model
+holds more than there is room for. And where a plan that fits runs an op twice between two moments, the model pays for
+one run only: it cannot prove what the other is for, unless a moment comes between them.
 
 What only one op j reads, and nothing else that comes and goes goes into j, need not be kept where j may run instead:
 what j makes of it is kept as well in as few bytes. So X[i, v] = 0 for such v, from the first execution of j on.
@@ -28,32 +31,34 @@ what j makes of it is kept as well in as few bytes. So X[i, v] = 0 for such v, f
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from checkmate.core import simulator
 from checkmate.core.limits import lives
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.obey import obeys
-from checkmate.solvers.common.runs import on_demand
+from checkmate.solvers.common.runs import bytes_in_stages, on_demand, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
 from checkmate.solvers.linear.highs import Outcome
 from checkmate.solvers.linear.links import Links, add_links, bind_links, negligible, time_segments
 from checkmate.solvers.linear.model import NONE, Model, Term
-from checkmate.solvers.linear.moment_choice import default_moments, where_it_breaks, where_runs_repeat
 
 log = logging.getLogger("checkmate.solve")
 EXACT = 1e-6  # a smaller gap than this is none
 LAST_MODEL = 0.98  # of the time: later than that no model is begun
 FAR = 0.01  # of the best plan's seconds: a bound that is farther off lacks more than one moment
 ADDED = 2  # moments at a time then, where the answer breaks the budget
+CLEAR = 3e-3  # of the budget: what breaks it by less is a sign only if nothing breaks it by more
+WORTH = 0.01  # of the plan's seconds: a moment that has the model pay less is not worth its variables
+ALIKE = 1e-6  # of the plan's seconds
 COARSE = 0.2  # of the gap to the best plan: what models are solved to that others follow
 
 
@@ -112,10 +117,10 @@ def moment_bound(
     """
     problem, clock = task.problem, task.clock
     at = sorted(set(moments)) if moments is not None else default_moments(problem)
-    best = Bound(problem.keep_all_cost)
+    best, finest = Bound(problem.keep_all_cost), False
     while True:
-        others_follow = len(at) < most
-        gap = max(task.gap, COARSE * (incumbent.gap if incumbent.R is not None else 0.0) * others_follow)
+        coarse = 0.0 if finest or len(at) >= most or incumbent.R is None else COARSE * incumbent.gap
+        gap = max(task.gap, coarse)
         best = _round(replace(task, gap=gap), incumbent, at, best, on_runs)
         incumbent.prove(best.value)
         in_time = clock.elapsed < LAST_MODEL * clock.limit
@@ -125,7 +130,7 @@ def moment_bound(
         if at == list(best.moments):
             if gap == task.gap:
                 return best
-            most = len(at)  # the same once more, as well as can be
+            finest = True  # the same once more, as well as can be
 
 
 def _round(
@@ -138,7 +143,7 @@ def _round(
 
     def answer(values: np.ndarray) -> None:
         if on_runs is not None:
-            on_runs(_lifted(problem, at, x.model.value(values, x.X) > 0.5))
+            on_runs(lifted_runs(problem, Bound(0.0, tuple(at), x.model.value(values, x.X) > 0.5)))
 
     result = highs.run(
         x.model,
@@ -159,8 +164,7 @@ def _round(
     sent = () if x.links is None else np.flatnonzero((x.model.value(result.x, x.links.F) > 0.5).any(axis=0))
     found = Bound(value, tuple(at), kept, R, tuple(map(int, sent)), cut=result.outcome is Outcome.STOPPED)
     schedule = lift(problem, found)
-    fits = simulator.simulate(simulator.lower(problem, schedule), problem).peak <= budget
-    fits = fits and obeys(problem, schedule.R)
+    fits = peak_of(problem, schedule.R) <= budget and obeys(problem, schedule.R)
     proven = schedule.cost(problem) <= value * (1 + EXACT)
     return replace(found, schedule=schedule if fits and proven else None)
 
@@ -286,11 +290,8 @@ def lift(problem: Problem, bound: Bound) -> Schedule:
 
 def lifted_runs(problem: Problem, bound: Bound) -> np.ndarray:
     """R (T, T) bool of the lifted schedule."""
-    return _lifted(problem, bound.moments, bound.kept)
-
-
-def _lifted(problem: Problem, moments: Sequence[int], kept: np.ndarray) -> np.ndarray:
-    return on_demand(problem, {t: np.flatnonzero(at).tolist() for t, at in zip(moments, kept, strict=True)})
+    kept = zip(bound.moments, bound.kept, strict=True)
+    return on_demand(problem, {t: np.flatnonzero(at).tolist() for t, at in kept})
 
 
 def next_moments(problem: Problem, budget: int, bound: Bound, incumbent: Incumbent, *, most: int) -> list[int]:
@@ -309,3 +310,57 @@ def next_moments(problem: Problem, budget: int, bound: Bound, incumbent: Incumbe
         room -= len(found)
         found += where_runs_repeat(problem, incumbent.R, [*bound.moments, *found], most=max(0, room))
     return sorted({*bound.moments, *found})
+
+
+def default_moments(problem: Problem) -> list[int]:
+    """Where keeping everything peaks, where most is unavoidable, and before the backward if a rule speaks of that."""
+    begin = [problem.graph.forward_length - 1] if problem.limits.gone else []
+    return sorted({int(np.argmax(problem.live_bytes)), int(np.argmax(problem.unavoidable_bytes)), *begin})
+
+
+def where_it_breaks(
+    problem: Problem, budget: int, R: np.ndarray, moments: Sequence[int], *, most: int = 1
+) -> list[int]:
+    """Stages in which a schedule (T, T) breaks the budget: the worst in each of ``most`` gaps between moments.
+
+    Of several those that break it by next to nothing are left out.
+    """
+    excess = bytes_in_stages(problem, R)[0] - budget
+    excess[list(moments)] = 0
+    worst: dict[int, int] = {}  # by how many moments are before it
+    for t in np.argsort(-excess, kind="stable").tolist():
+        if excess[t] <= (CLEAR * budget if worst else 0) or len(worst) >= most:
+            break
+        worst.setdefault(bisect.bisect(moments, t), t)
+    return list(worst.values())
+
+
+def where_runs_repeat(problem: Problem, R: np.ndarray, moments: Sequence[int], *, most: int) -> list[int]:
+    """Moments, ``most`` at most, that come between runs (T, T) of the same ops, those of the dearest ones first.
+
+    Of moments that are alike in this it is the one at whose first execution the most is at hand.
+    """
+    T, seconds, cost = len(R), problem.seconds, float(R.sum(axis=0) @ problem.seconds)
+    at: list[int] = sorted(moments)
+    found: list[int] = []
+    fullest = bytes_in_stages(problem, R)[1]
+    gains = np.zeros(T)  # of each stage as a moment: seconds of the ops that run both before and after it in its gap
+    for begin, end in zip([0, *(o + 1 for o in at)], [*(o + 1 for o in at), T], strict=True):
+        gains[begin:end] = _gains(R[begin:end], seconds)
+    while len(found) < most and gains.max() > WORTH * cost:
+        best = np.flatnonzero(gains >= gains.max() - ALIKE * cost)
+        t = int(best[np.argmax(fullest[best])])
+        i = bisect.bisect(at, t)
+        begin, end = at[i - 1] + 1 if i else 0, at[i] + 1 if i < len(at) else T
+        for some in (slice(begin, t + 1), slice(t + 1, end)):
+            gains[some] = _gains(R[some], seconds)
+        at.insert(i, t)
+        found.append(t)
+    return found
+
+
+def _gains(R: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """(n,) seconds of the ops that run up to each of n stages (n, T) and after it."""
+    before = np.logical_or.accumulate(R, axis=0)
+    after = np.logical_or.accumulate(R[::-1], axis=0)[::-1]
+    return np.append((before[:-1] & after[1:]) @ seconds, np.zeros(min(1, len(R))))

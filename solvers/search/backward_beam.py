@@ -8,17 +8,26 @@ eviction get stuck or let the wrong value go, this finds what they do not. (Beam
 decision diagram: Bergman, Cire, van Hoeve and Hooker, "Decision Diagrams for Optimization", 2016.)
 
 The states of a known plan go along, so that a detour from it counts as soon as it needs no more than the plan does.
+
+With each value free to be made again in each stage, and two states merged into one that needs what both need and has
+taken what the cheaper one has, nothing is lost that a schedule could do: the least seconds of a state at the first
+stage are a bound (a relaxed decision diagram). Where nothing had to be merged the cheapest state is the best schedule.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from checkmate.core.schedule import Schedule
-from checkmate.solvers.common.task import Clock
+from checkmate.solvers.common.incumbent import Incumbent
+from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.runs import bytes_in_stages
+from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.search.min_budget import grain_of
 from checkmate.solvers.search.value_sets import Needs
 
 Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and the op that runs again in it, or `KNOWN`
@@ -28,6 +37,10 @@ Pending = dict[tuple[int, int], State]  # and by what op t and its reruns read t
 KNOWN = -1  # what runs after this stage is what the known plan runs
 CHUNK = 256  # states that are compared at a time
 LEAST_GROUP = 4  # states; fewer are not merged
+WIDTHS = (64, 256, 1024, 4096)  # states of the bound that go on, unmerged: more of them prove more, in more time
+BEHIND = 0.25  # of the seconds that are proven to run again: what proves less of them does not catch up when wider
+GRAIN = 5e-4  # of the budget: what all values below the grain have together
+WORTH = 10.0  # times the forward: the price of all bytes in all stages, that says what is merged
 NEVER = 1e3  # times the step: the price of keeping what does not fit
 
 
@@ -68,8 +81,6 @@ class Beam:
     def bound(self) -> tuple[float, np.ndarray | None]:
         """Seconds of what every schedule runs again, at most ``most``; and R (T, T) of just that, if there is one.
 
-        Every value may be made again in every stage, and where there are too many states two of them become one, that
-        needs what both need and has taken what the cheaper one has: whatever plan goes on from either goes on from it.
         0.0 where the time is over.
         """
         self.every = self.merge = True
@@ -329,3 +340,38 @@ def prices(needs: Needs, budget: int, worth: np.ndarray) -> np.ndarray:
                 begun = np.concatenate([[0.0], of_op[k, k + 1 :]])  # at its op, or again in a later stage
                 price[needs.index(v), k + 1 :] = np.minimum(kept + np.minimum.accumulate(begun - kept), never)
     return price
+
+
+def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = WIDTHS) -> None:
+    """Prove what can be proven in time of the least seconds, with more and more states, merged where they are too many.
+
+    Close to the smallest budget few sets of values fit, and that is where other bounds are far off. Values so small
+    that all of them together do not matter count as if they were always at hand once made; only a schedule that fits
+    with them as well is offered.
+
+    Args:
+        widths: how many states go on, unmerged, in one search after another.
+
+    >>> from checkmate.core.problem import Problem
+    >>> task = Task(Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4), budget=3)
+    >>> incumbent = Incumbent(task)
+    >>> backward_bound(task, incumbent)
+    >>> incumbent.cost, incumbent.bound
+    (4.0, 4.0)
+    """
+    problem, budget, once = task.problem, task.budget, task.problem.keep_all_cost
+    needs = Needs(problem, grain=max(0, grain_of(problem, int(GRAIN * budget))))
+    R = np.eye(needs.T, dtype=bool) if incumbent.R is None else incumbent.R
+    worth = bytes_in_stages(problem, R)[0] / budget
+    forward = problem.seconds[: problem.graph.forward_length].sum()
+    price = prices(needs, budget, WORTH * forward / (problem.keep_all_peak * worth.sum() or 1.0) * worth)
+    for width in widths:
+        beam = Beam(needs, budget, width, price, task.clock, most=incumbent.cost - once)
+        again, found = beam.bound()
+        incumbent.prove(once + again)
+        if found is not None and obeys(problem, found):
+            incumbent.offer(found, "backward bound")
+        if again < BEHIND * (incumbent.bound - once):
+            return
+        if beam.complete or task.clock.is_over or incumbent.cost - incumbent.bound <= task.gap * incumbent.cost:
+            return

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from checkmate.core import simulator
-from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.obey import obeys
-from checkmate.solvers.common.runs import cost_of
+from checkmate.solvers.common.runs import bytes_in_stages, cost_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.backward_beam import Beam, prices
 from checkmate.solvers.search.exchange import exchange
@@ -33,6 +30,7 @@ class Detours:
     Args:
         task: its seed is that of what is drawn. The same seed gives the same plans where no clock binds.
 
+    >>> from checkmate.core.problem import Problem
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     >>> everything = np.tril(np.ones((4, 4), dtype=bool))
     >>> Detours(Task(problem, 3)).search(everything, Clock(1.0)).sum(axis=0)
@@ -67,19 +65,9 @@ class Detours:
 
     def _beam(self, R: np.ndarray, clock: Clock) -> np.ndarray | None:
         problem, budget, rng = self.task.problem, self.task.budget, self.rng
-        worth = fullness(problem, budget, R) ** rng.choice(POWERS)
+        worth = (bytes_in_stages(problem, R)[0] / budget) ** rng.choice(POWERS)  # of how full each stage is
         forward = problem.seconds[: problem.graph.forward_length].sum()
         worth *= np.exp(rng.uniform(*np.log(WORTHS))) * forward / (problem.keep_all_peak * worth.sum())
         price = prices(self.needs, budget, worth)
         price *= np.exp(rng.normal(0.0, rng.choice(NOISES), (len(price), 1))).astype(np.float32)
         return Beam(self.needs, budget, self.width, price, clock).search(R)
-
-
-def fullness(problem: Problem, budget: int, R: np.ndarray) -> np.ndarray:
-    """(T,) float: the most bytes that a schedule (T, T) has at hand in each stage, as a share of the budget."""
-    usage = simulator.simulate(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem)
-    ops, bytes_at = np.array(usage.ops), np.array(usage.bytes_at)
-    first = np.concatenate([[0], np.maximum.accumulate(ops)[:-1] + 1])  # ops run for the first time in their order
-    most = np.zeros(len(R))
-    np.maximum.at(most, np.minimum(first, len(R) - 1), bytes_at)
-    return most / budget

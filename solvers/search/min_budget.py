@@ -51,17 +51,7 @@ SHARE_OF_TWICE = 0.4  # of what is left of that: plans of one width that make gr
 GRAIN = 5e-4  # of the smallest budget: what all values below the grain have together
 CLOSE = 1e-3  # a smaller gap is not worth more time
 CLOSE_PASSES, CLOSE_PROOFS = 0.01, 0.1 * CLOSE  # the gaps at which bisections end: by eviction passes, by proofs
-WIDTHS = (
-    1,
-    4,
-    8,
-    16,
-    24,
-    32,
-    64,
-    128,
-    256,
-)  # states that a search pursues at most; wider ones find more, and take longer
+WIDTHS = (1, 4, 8, 16, 24, 32, 64, 128, 256)  # states that a search pursues at most: more find more, and take longer
 WIDTH_TWICE = 4  # of the first searches where gradients can be made twice
 REMEMBERED = 32  # problems
 NEAR_WIDER = 16  # times as many states are pursued there

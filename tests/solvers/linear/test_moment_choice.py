@@ -10,8 +10,15 @@ from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.linear.moment_choice import default_moments, where_it_breaks, where_runs_repeat
-from checkmate.solvers.linear.moments import EXACT, Bound, moment_bound, next_moments
+from checkmate.solvers.linear.moments import (
+    EXACT,
+    Bound,
+    default_moments,
+    moment_bound,
+    next_moments,
+    where_it_breaks,
+    where_runs_repeat,
+)
 from checkmate.solvers.search.next_use import next_use
 
 # op 0 makes what ops 1, 3 and 5 read; op 4 is large

@@ -12,8 +12,8 @@ from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.search import backward_bound as module
-from checkmate.solvers.search.backward_bound import backward_bound
+from checkmate.solvers.search import backward_beam as module
+from checkmate.solvers.search.backward_beam import backward_bound
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.support.sampling import every
 

@@ -9,9 +9,9 @@ from benchmarks.networks import dags
 from checkmate.core import simulator
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.certify import certify
-from checkmate.solvers.common.runs import cost_of, peak_of
+from checkmate.solvers.common.runs import bytes_in_stages, cost_of, peak_of
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.search.detours import Detours, fullness
+from checkmate.solvers.search.detours import Detours
 from checkmate.solvers.search.min_budget import least_runs
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
 from tests.support.sampling import every
@@ -53,7 +53,7 @@ def test_without_time_the_plan_stays() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_fullness_is_the_peak_of_each_stage(seed: int) -> None:
+def test_bytes_in_stages_are_the_peak_of_each_stage(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     R = np.tril(np.ones((len(problem.graph.ops),) * 2, dtype=bool))
     R[:, [op.pinned is not None for op in problem.graph.ops]] = False
@@ -63,4 +63,4 @@ def test_fullness_is_the_peak_of_each_stage(seed: int) -> None:
     for op, live in zip(usage.ops, usage.bytes_at, strict=True):
         most[stage] = max(most[stage], live)
         stage += op == stage
-    assert fullness(problem, 10, R).tolist() == [live / 10 for live in most]
+    assert bytes_in_stages(problem, R)[0].tolist() == most
