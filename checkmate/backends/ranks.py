@@ -156,8 +156,7 @@ def refuse_wrapped(fn: object) -> None:
 def refuse_inner(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Refuse a step within which parts of the model speak with other ranks, naming the part."""
     for module in held_modules(fn, args):
-        is_forward = inspect.unwrap(type(module).forward, stop=lambda f: f is fn) is fn
-        around = module if args and module is args[0] and is_forward else None  # hooks run outside
+        around = module if args and module is args[0] and _is_forward_of(fn, module) else None  # hooks run outside
         for name, part in module.named_modules():
             if part is not around and (advice := _advice(part)):
                 raise Unsupported(f"{name or type(module).__name__} is a part of the step. {advice}")
@@ -174,6 +173,10 @@ def _advice(module: nn.Module) -> str | None:
             "what comes out as one unit: fully_shard(checkmate.compile(model, budget=...))."
         )
     return None
+
+
+def _is_forward_of(fn: Callable[..., Any], module: nn.Module) -> bool:
+    return inspect.unwrap(type(module).forward, stop=lambda f: f is fn) is fn
 
 
 def in_one_piece() -> AbstractContextManager[Any]:

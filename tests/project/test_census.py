@@ -50,11 +50,13 @@ def _study(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor] |
         def compiled(step: Any, **options: Any) -> Any:
             found: Any = compile_it(step, **options)
 
-            def other(**batch: Tensor) -> Tensor:
-                return change(found(**batch))
+            class Other:
+                plans = property(lambda self: found.plans)
 
-            other.plans = found.plans
-            return other
+                def __call__(self, **batch: Tensor) -> Tensor:
+                    return change(found(**batch))
+
+            return Other()
 
         monkeypatch.setattr(checkmate, "compile", compiled)
     return census_study.study("small", lambda at: None)

@@ -1,0 +1,49 @@
+"""The runner of benchmarks; no PyTorch here, which each process of a case would import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common import runner
+from benchmarks.common.rows import read
+from benchmarks.common.runner import Benchmark
+
+
+def _squares(name: str, power: int, terms: list[int]) -> list[dict[str, Any]]:
+    return [{"of": name, "sum": sum(term**power for term in terms)}]
+
+
+def test_a_benchmark_measures_each_case_once_a_commit_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "sums.jsonl"
+    written: list[Path] = []
+    benchmark = Benchmark(
+        "Sums of powers.",
+        "sums.jsonl",
+        _squares,
+        ("of", "sum"),
+        lambda row: (row["of"], str(row["sum"])),
+        names=("one", "two"),
+        options={"power": ((2, 3), "of each term"), "terms": ([1, 2], "to add up")},
+        quick={"names": ["two"], "terms": [3]},
+        report=written.append,
+    )
+    commit = {"commit": "0123"}
+    monkeypatch.setattr(runner, "origin", lambda *packages: commit)
+    benchmark.run(["one", "--out", str(out)])
+    assert [row["sum"] for row in read(out)] == [5, 9]
+    assert read(out)[0]["asked"] == {"name": "one", "power": 2, "terms": [1, 2]}
+    benchmark.run(["--power", "3", "--out", str(out)])  # one is there already
+    assert [(row["of"], row["sum"]) for row in read(out)[2:]] == [("two", 9)]
+    benchmark.run(["--quick", "--out", str(out)])
+    assert [(row["of"], row["sum"]) for row in read(out)[3:]] == [("two", 9), ("two", 27)]
+    benchmark.run(["--report", "--out", str(out)])
+    assert written == [out] * 4
+    assert "two  27" in capsys.readouterr().out
+    commit["commit"] = "0123-dirty"
+    with pytest.raises(SystemExit, match="commit first"):
+        benchmark.run(["one"])
