@@ -24,7 +24,7 @@ from checkmate.capture.numbers import value_of
 from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.random_draws import save_state
 from checkmate.capture.splits.parts import InParts
-from checkmate.capture.ways.made_up import packet_of
+from checkmate.capture.ways.rounding_probes import packet_of
 from checkmate.torch_internals.aot import is_with_effects
 from checkmate.torch_internals.dispatcher import OpOverload
 from checkmate.torch_internals.trees import tree_map

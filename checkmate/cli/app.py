@@ -155,7 +155,7 @@ def _frontier(args: argparse.Namespace) -> int:
 def _max_batch(args: argparse.Namespace) -> int:
     parse_bytes(args.budget)
     host = asked_host(args)
-    from checkmate.batch.search import max_batch_size
+    from checkmate.batch.max_batch_size import max_batch_size
 
     profile, make = _profile(args), _target(args)
     last: dict[int, tuple[Any, Any]] = {}

@@ -98,7 +98,7 @@ class Slots:
 
 
 @dataclass
-class Place:
+class Slot:
     """Where a value lies in a second memory."""
 
     nbytes: int
@@ -114,10 +114,10 @@ class Mover(Protocol):
 
     name: str  # for errors
 
-    def out(self, storage: torch.UntypedStorage, place: Place) -> Wait:
+    def out(self, storage: torch.UntypedStorage, slot: Slot) -> Wait:
         """Begin to copy a value there."""
 
-    def back(self, place: Place, storage: torch.UntypedStorage) -> Wait:
+    def back(self, slot: Slot, storage: torch.UntypedStorage) -> Wait:
         """Begin to copy a value here."""
 
     def finish(self) -> None:
@@ -132,7 +132,7 @@ class Mover(Protocol):
 
 @dataclass
 class _Value:
-    place: Place
+    slot: Slot
     kept: torch.UntypedStorage | None  # source or landing, alive until its copy has ended
     pending: Wait | None = None
     arrived: bool = False  # its bytes are there, whole
@@ -183,8 +183,8 @@ class Store:
                     f"No room for value {key} of {exact_bytes(nbytes)} in {self._mover.name}: "
                     f"{exact_bytes(self.bytes_there)} of {exact_bytes(self.capacity)} are taken."
                 )
-            self._values[key] = value = _Value(Place(nbytes, runs), storage)  # kept before anything is copied
-            value.pending = self._mover.out(storage, value.place)
+            self._values[key] = value = _Value(Slot(nbytes, runs), storage)  # kept before anything is copied
+            value.pending = self._mover.out(storage, value.slot)
 
     def fetch(self, key: int, landing: torch.UntypedStorage) -> None:
         """Begin to copy a value back, into a storage of as many bytes. It is there until `drop` all the same.
@@ -194,11 +194,11 @@ class Store:
         """
         with self._opened():
             value = self._settled(key, "fetched")
-            if landing.nbytes() != value.place.nbytes:
-                sizes = (exact_bytes(value.place.nbytes), exact_bytes(landing.nbytes()))
+            if landing.nbytes() != value.slot.nbytes:
+                sizes = (exact_bytes(value.slot.nbytes), exact_bytes(landing.nbytes()))
                 raise HostError(f"Value {key} has {sizes[0]}, and is to land in {sizes[1]}.")
             value.kept = landing
-            value.pending = self._mover.back(value.place, landing)
+            value.pending = self._mover.back(value.slot, landing)
 
     def wait(self, key: int) -> None:
         """Until the copy of a value that was begun last has ended. From then on its source may go, its landing be read.
@@ -222,7 +222,7 @@ class Store:
             elif not value.arrived and self._values.get(key) is value:
                 self._forget(key)
         if error is not None:
-            size = exact_bytes(value.place.nbytes)
+            size = exact_bytes(value.slot.nbytes)
             raise HostError(f"The copy of {size} {way} {self._mover.name} failed: {error}") from error
 
     def drop(self, key: int) -> None:
@@ -263,7 +263,7 @@ class Store:
         return value
 
     def _forget(self, key: int) -> None:
-        self._slots.give(self._values.pop(key).place.runs)
+        self._slots.give(self._values.pop(key).slot.runs)
 
     @contextmanager
     def _opened(self) -> Iterator[None]:

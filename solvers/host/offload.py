@@ -2,8 +2,8 @@
 
     plans of recomputation alone
     -> the bound of moments with links (`checkmate.solvers.linear.links`), whose answer says what to send
-    -> what is left to decide then, as a problem of recomputation (`checkmate.solvers.common.away`)
-    -> the transfers of its plan (`checkmate.solvers.common.placement`), whose seconds the simulator tells
+    -> what is left to decide then, as a problem of recomputation (`checkmate.solvers.common.fetch_ops`)
+    -> the transfers of its plan (`checkmate.solvers.common.place_transfers`), whose seconds the simulator tells
     -> more moments, other sets: without what is waited for, with what runs again for long
 
 The first plan is that of recomputation alone, so that a second memory never makes a step slower.
@@ -24,9 +24,9 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.timing import timing
 from checkmate.errors import SolverError
-from checkmate.solvers.common.away import away, events, sendable
+from checkmate.solvers.common.fetch_ops import plain_events, sendable, with_fetches
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.placement import place
+from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import Bound, moment_bound, next_moments
 from checkmate.solvers.search.min_budget import with_most_sent
@@ -184,19 +184,19 @@ class Sets:
 
     def _plan(self, sent: frozenset[int], budget: int) -> Plan | None:
         """The best plan soon found that sends these values and keeps the others within the budget."""
-        free = away(self.task.problem, sent)
-        if budget < free.problem.unavoidable_bytes.max():
+        fetching = with_fetches(self.task.problem, sent)
+        if budget < fetching.problem.unavoidable_bytes.max():
             return None
         clock = Clock(min(self.task.clock.left, max(LEAST_TRY, SHARE_OF_TRY * self.task.clock.limit)))
-        inner = Incumbent(replace(self.task, problem=free.problem, budget=budget, clock=clock, gap=1e-3))
+        inner = Incumbent(replace(self.task, problem=fetching.problem, budget=budget, clock=clock, gap=1e-3))
         try:
             self.recompute(inner.task, inner)
         except SolverError as error:
             log.warning("what to do beside transfers was not found: %s", error)
         if inner.R is None:
             return None
-        found = simulator.lower(free.problem, Schedule.from_runs(free.problem.graph, inner.R))
-        return place(self.task.problem, self.task.budget, *events(free, found))
+        found = simulator.lower(fetching.problem, Schedule.from_runs(fetching.problem.graph, inner.R))
+        return place_transfers(self.task.problem, self.task.budget, *plain_events(fetching, found))
 
 
 def _worth(problem: Problem, v: int) -> float:

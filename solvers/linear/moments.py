@@ -42,7 +42,7 @@ from checkmate.core.limits import lives
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.runs import bytes_in_stages, on_demand, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
@@ -164,7 +164,7 @@ def _round(
     sent = () if x.links is None else np.flatnonzero((x.model.value(result.x, x.links.F) > 0.5).any(axis=0))
     found = Bound(value, tuple(at), kept, R, tuple(map(int, sent)), cut=result.outcome is Outcome.STOPPED)
     schedule = lift(problem, found)
-    fits = peak_of(problem, schedule.R) <= budget and obeys(problem, schedule.R)
+    fits = peak_of(problem, schedule.R) <= budget and obeys_limits(problem, schedule.R)
     proven = schedule.cost(problem) <= value * (1 + EXACT)
     return replace(found, schedule=schedule if fits and proven else None)
 

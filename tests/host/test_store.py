@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkmate.errors import CheckmateError, HostError
-from checkmate.host.store import BLOCK, Place, Run, Slots, Store, Wait, rounded
+from checkmate.host.store import BLOCK, Run, Slot, Slots, Store, Wait, rounded
 
 
 class ByHand:
@@ -22,11 +22,11 @@ class ByHand:
         self.asked: list[str] = []
         self.error: BaseException | None = None
 
-    def out(self, storage: torch.UntypedStorage, place: Place) -> Wait:
+    def out(self, storage: torch.UntypedStorage, slot: Slot) -> Wait:
         self.asked.append("out")
         return self.copied(self.error)
 
-    def back(self, place: Place, storage: torch.UntypedStorage) -> Wait:
+    def back(self, slot: Slot, storage: torch.UntypedStorage) -> Wait:
         self.asked.append("back")
         return self.copied(self.error)
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
-from checkmate.capture.patches.ours import follow
+from checkmate.capture.patches.only_our_captures import follow
 from checkmate.capture.questions import AnotherAnswer
 from checkmate.torch_internals.dynamo import (
     GraphArg,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from checkmate.capture.patches.branches import decide, value_now
-from checkmate.capture.patches.ours import Answer, answer_now, follow, follow_function, follow_method
+from checkmate.capture.patches.only_our_captures import Answer, answer_now, follow, follow_function, follow_method
 from checkmate.capture.questions import CannotTellError
 from checkmate.torch_internals.dynamo import (
     BuiltinVariable,

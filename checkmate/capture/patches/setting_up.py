@@ -27,7 +27,7 @@ from torch import fx, nn
 from checkmate.capture.dependencies import is_write, written_by
 from checkmate.capture.device import main_device, random_states
 from checkmate.capture.earlier_draws import CannotTellError, draws_of
-from checkmate.capture.patches.ours import follow
+from checkmate.capture.patches.only_our_captures import follow
 from checkmate.torch_internals.dynamo import (
     AttributeMutationNew,
     ConstantVariable,
