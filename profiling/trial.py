@@ -1,4 +1,4 @@
-"""Whether an op that writes over an argument leaves the bits that it leaves otherwise: it is tried.
+"""Try whether an op that writes over an argument leaves the bits that it leaves otherwise, before a plan uses it.
 
 An op of the table of candidates (`checkmate.capture.ways.table`) runs plainly and over each of its arguments, in the
 shapes, strides and types of the trace, on sets of numbers:

@@ -1,4 +1,4 @@
-"""A captured step with ops in parts, for budgets that no plan of the whole fits.
+"""Where no plan fits the budget: split the captured step further and further, so that its large ops run in parts.
 
 That is found out only when it is asked for: each further split is captured, tried and measured when a solver has no
 plan for the one before, so that a step whose budget needs none pays nothing.

@@ -1,4 +1,4 @@
-"""How a captured step is planned: what a user asked for, checked once, and what plans by it."""
+"""The options of `checkmate.compile` and its like, checked once, and the `Planner` that plans each captured step."""
 
 from __future__ import annotations
 

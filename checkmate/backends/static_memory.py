@@ -1,4 +1,4 @@
-"""What a captured step allocates from, an arena or a pool: where addresses come from, its place around both phases."""
+"""Make the arena (CPU) or the pool (CUDA) that a compiled step allocates from, as large as its plan needs."""
 
 from __future__ import annotations
 

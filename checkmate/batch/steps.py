@@ -1,4 +1,4 @@
-"""The user's step at any size: made, traced, run with a plan and measured."""
+"""The user's step at any size, for `checkmate.max_batch_size`: made, traced, run with a plan and measured."""
 
 from __future__ import annotations
 

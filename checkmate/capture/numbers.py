@@ -1,4 +1,4 @@
-"""Numbers that change from call to call, as inputs of a captured step.
+"""Python numbers that change from call to call, as inputs of a captured step, where Dynamo makes them constants.
 
 Dynamo makes a number a part of what it captures. Told to, it makes it an input: a symbol of its own kind, which passes
 through arithmetic and into ops as their scalar arguments. The ops that run are those of plain PyTorch, on the same

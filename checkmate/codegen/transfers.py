@@ -1,4 +1,4 @@
-"""What generated code calls to have values wait in a second memory.
+"""What generated code calls to have values wait in a second memory: send, fetch, wait for either, drop.
 
 A value is a storage. `send` begins to copy it there, and `arrive` waits for that; `fetch` allocates a storage on the
 thread of the step, by the allocator that serves the step, and begins to copy into it; `land` waits for that, and gives

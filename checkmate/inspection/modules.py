@@ -1,4 +1,4 @@
-"""Where in the user's code ops come from: their modules, neighbours together until few enough are left to be shown."""
+"""Modules and lines of the user's code that ops come from; neighbours are folded until few enough are left to show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step in which some values can be had again for nothing: what is left to decide once it is known what is sent.
+"""A problem with a second memory as one without: of each value that is sent, an op that costs little fetches it.
 
 For a value v that is sent to the second memory when it is made, an op q_v that reads nothing stands behind the op that
 makes it: from then on v is q_v's. To run q_v again is to fetch v. It takes no seconds, or few, so that what the solvers

@@ -1,4 +1,4 @@
-"""When transfers begin and are waited for: around what runs in what order, which is given.
+"""Put transfers into a given order of runs: when each send and fetch begins, and where it is waited for.
 
 What is sent is sent when it is made. Where it would be let go of before it is there, it stays until its transfer ends
 or its room is needed; only then do ops wait for the link. What is fetched comes as late as the link allows for it to be

@@ -1,4 +1,4 @@
-"""The exact model beside a second memory: what every plan obeys, as an integer program, and the plans of its answers.
+"""The exact model with a second memory: an integer program whose rows every plan obeys, and the plans of its answers.
 
 A plan is looked at in the moments in which ops run for the first time. Stage t is what happens after the first
 execution of op t - 1 up to the end of that of op t, whatever it is and in whatever order. Of a plan,

@@ -1,4 +1,4 @@
-"""What the bound of moments knows of a second memory: values leave and come back by links while ops run.
+"""Variables and rows of a linear model for a second memory: values leave and come back by links while ops run.
 
 Between moments i-1 and i a link carries a part out[i, v] of value v there and a part in[i, v] back, from 0 to 1.
 H[i, v] is how much of a copy is there at moment i, L[i, v] how much has landed of a value that is not whole yet, and

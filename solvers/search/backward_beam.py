@@ -1,4 +1,4 @@
-"""Cheap plans by a search backwards over what must be at hand, with as many states as there is time for.
+"""Beam search from the last op to the first over sets of values to have at hand: cheap plans for tight budgets.
 
 As in `checkmate.solvers.search.backward_search` a state is the set of values that what runs later needs, and going
 backwards each of them is made again or was kept from before. Here the cost counts: of the states of a stage those go on

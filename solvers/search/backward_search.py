@@ -1,4 +1,4 @@
-"""A search backwards over what must be at hand: plans of a small peak, and proofs that no schedule has a smaller one.
+"""Search from the last op to the first over sets of values to have at hand: plans of a small peak, and lower bounds.
 
 What a schedule has at hand is fixed by what runs later: going backwards, a run of op k takes what k makes out of the
 set of values needed and puts in what k reads (`checkmate.core.schedule.Schedule.from_runs`). So a state is a set of

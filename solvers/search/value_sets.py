@@ -1,4 +1,4 @@
-"""Sets of values as the bits of an integer, and their bytes: the tables of `checkmate.solvers.search.backward_search`.
+"""Sets of values as the bits of an integer, with their bytes: the tables of the searches from last op to first.
 
 A set of values is one Python int, a bit for each value, in the order of their producers: set operations on hundreds of
 values take a fraction of a microsecond. Only values that may come and go have a bit: those that an op makes and an op

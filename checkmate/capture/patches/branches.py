@@ -1,4 +1,4 @@
-"""Questions on tensors while a step is captured: answered by running them, where Dynamo would stop.
+"""Questions on tensors while a step is captured, ``if x.sum() > 0:``: answered by running them; Dynamo would stop.
 
 They are asked by a jump (``if``, ``while``, ``and``, ``assert``), by ``bool(tensor)``, by a number that Python needs
 (``range(tensor.item())``, ``sizes[int(tensor.item())]``), by `torch.equal` and its like, and by PyTorch's own checks

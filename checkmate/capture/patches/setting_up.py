@@ -1,4 +1,4 @@
-"""What a model does once, in its first call, to set itself up: done plainly before that call is captured.
+"""Run what a model does once, in its first call, to set itself up: plainly, before that call is captured.
 
 A procedure that is given modules and constants and returns nothing may put another part in place for this kind of
 input, or install hooks under a lock. Dynamo captures neither parameters that a step makes nor locks, and a compiled

@@ -1,4 +1,4 @@
-"""Which ops of a step run in parts together, and how they are made one call.
+"""Find the ops around a large one that can run in parts together with it, and make them one call.
 
 It begins with an op that needs many bytes, and a dimension of what it makes. What it reads is made within the region
 too, if it is large and is made independently along that dimension: an op of the forward is then computed once more, in

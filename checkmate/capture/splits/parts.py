@@ -1,4 +1,4 @@
-"""Some ops of a step as one call that runs them part by part, so that only a part of their inner values is there."""
+"""`InParts`: some ops of a step as one call that runs them part by part, with few of their inner values at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step split further: the ops that need the most bytes run in parts, with what is large beside them."""
+"""Split a step further: have the ops that need the most bytes run in parts, with what is large beside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a step may run in parts, along which dimension, and why its bits are equal then: one table of ops.
+"""The table of ops that may run in parts: along which dimensions, and why the bits are those of the whole.
 
 Each op has letters for the dimensions of what it reads and makes, as `torch.einsum` has them:
 

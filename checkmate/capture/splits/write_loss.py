@@ -1,4 +1,4 @@
-"""How a linear layer and its cross entropy are made to run in parts: as few calls in a copy of the joint graph."""
+"""Rewrite a linear layer and its cross entropy in a copy of the joint graph, so that they run in parts."""
 
 from __future__ import annotations
 
