@@ -20,7 +20,7 @@ import torch.fx as fx
 
 from checkmate.capture.device import main_device
 from checkmate.capture.nodes import is_collective, target_name, tensors
-from checkmate.capture.numbers import value_of
+from checkmate.capture.number_inputs import value_of
 from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.random_draws import save_state
 from checkmate.capture.splits.parts import InParts

@@ -18,7 +18,7 @@ from typing import Any
 from checkmate.core.plan import Plan
 from checkmate.core.solution import Solution
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.processes import Talk
+from checkmate.solvers.common.processes import BackgroundProcess
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.known_plans import WAVER, UnfinishedSearch
 from checkmate.solvers.solve import solve
@@ -40,7 +40,7 @@ class News:
     over: bool = False  # this is the last
 
 
-class Search(Talk):
+class Search(BackgroundProcess):
     """A search that goes on beside the training; what it has found is read from it at any time.
 
     Args:

@@ -30,7 +30,7 @@ from checkmate.capture.autocast import Copies, keeping_copies, refuse_products_w
 from checkmate.capture.device import BLOCK_BYTES, allocated_on, device_of
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
-from checkmate.capture.numbers import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
+from checkmate.capture.number_inputs import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
 from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes
 from checkmate.capture.patches.formulas import eager_formulas
 from checkmate.capture.patches.kernels import eager_kernels

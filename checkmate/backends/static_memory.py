@@ -20,7 +20,7 @@ from checkmate.memory.arena import Arena, Lives, Phase
 from checkmate.memory.cuda_pool import CudaPool, segment_bytes
 from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block, Placement
-from checkmate.solvers.common.processes import Aside
+from checkmate.solvers.common.processes import BackgroundCall
 
 PLACE_SECONDS = 0.5  # to place what a step allocates: the second step waits for it
 PLACE_LOWER_SECONDS = 30.0  # to place it lower, in a process of its own
@@ -70,9 +70,11 @@ def place_soon(lives: Lives) -> Placement:
     return addresses.place_blocks(_blocks(lives), time_limit=PLACE_SECONDS, gap=PLACE_GAP)
 
 
-def place_lower(lives: Lives) -> Aside:
+def place_lower(lives: Lives) -> BackgroundCall:
     """The same with more time, in a process of its own."""
-    return Aside(partial(addresses.place_blocks, time_limit=PLACE_LOWER_SECONDS, gap=PLACE_GAP), _blocks(lives))
+    return BackgroundCall(
+        partial(addresses.place_blocks, time_limit=PLACE_LOWER_SECONDS, gap=PLACE_GAP), _blocks(lives)
+    )
 
 
 def _blocks(lives: Lives) -> list[Block]:

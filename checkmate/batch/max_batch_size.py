@@ -33,7 +33,7 @@ from checkmate.batch.size_search import (
     spread_sizes,
 )
 from checkmate.batch.sized_problems import SizedProblems
-from checkmate.batch.steps import SizedSteps, maker_of, real_tensors
+from checkmate.batch.sized_steps import SizedSteps, maker_of, real_tensors
 from checkmate.core.fingerprint import same_ops
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem

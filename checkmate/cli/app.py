@@ -76,7 +76,7 @@ def _say(message: str, code: int) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     _check(args)  # before anything that takes time
-    from checkmate.batch.steps import arguments_of
+    from checkmate.batch.sized_steps import arguments_of
     from checkmate.tracing import trace
 
     profile, make = _profile(args), _target(args)

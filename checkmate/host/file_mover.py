@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from checkmate.errors import HostError
-from checkmate.host.store import BLOCK, Run, Slot, Wait, rounded
+from checkmate.host.store import BLOCK, Extent, Slot, Wait, rounded
 from checkmate.units import exact_bytes
 
 PIECE = 16 << 20  # bytes of one call
@@ -191,7 +191,7 @@ class _Lane:
         """Copy a value: its body first, then its edges, head and tail, which lie in blocks of their own."""
         body = (slot.nbytes - slot.head) // BLOCK * BLOCK
         tail = slot.nbytes - slot.head - body
-        for offset, start, count in _spans(slot.runs, 0, body):
+        for offset, start, count in _spans(slot.extents, 0, body):
             begin = address + slot.head + start
             if begin % self._alignment == 0:
                 self._move(offset, begin, count)
@@ -200,7 +200,7 @@ class _Lane:
                 piece = min(BOUNCE, count - done)
                 self._by_way([(begin + done, piece)], [(offset + done, 0, piece)])
         edges = [(address, slot.head), (address + slot.head + body, tail)]
-        self._by_way(edges, _spans(slot.runs, body, rounded(slot.head + tail)))
+        self._by_way(edges, _spans(slot.extents, body, rounded(slot.head + tail)))
 
     def _by_way(self, pieces: list[tuple[int, int]], spans: Iterable[tuple[int, int, int]]) -> None:
         """Copy pieces of memory, address and bytes, by way of the buffer, in which they lie side by side."""
@@ -215,14 +215,14 @@ class _Lane:
                 ctypes.memmove(address, place, count)
 
 
-def _spans(runs: tuple[Run, ...], begin: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+def _spans(extents: tuple[Extent, ...], begin: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
     """Where bytes of a slot lie, from its byte `begin` on: offset in the file, bytes since `begin`, and how many."""
     passed, end = 0, begin + nbytes
-    for run in runs:
-        first, last = max(begin, passed), min(end, passed + run.nbytes)
+    for extent in extents:
+        first, last = max(begin, passed), min(end, passed + extent.nbytes)
         if first < last:
-            yield run.begin + first - passed, first - begin, last - first
-        passed += run.nbytes
+            yield extent.begin + first - passed, first - begin, last - first
+        passed += extent.nbytes
 
 
 def _no_room(folder: Path, nbytes: int, error: OSError) -> HostError:

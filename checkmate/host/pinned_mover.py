@@ -64,9 +64,9 @@ class PinnedMover:
         stream.wait_event(torch.cuda.current_stream(self._device).record_event())
         done = 0
         with torch.cuda.stream(stream):
-            for run in slot.runs:
-                count = min(run.nbytes, slot.nbytes - done)
-                pinned, piece = self._pinned[run.begin : run.begin + count], there[done : done + count]
+            for extent in slot.extents:
+                count = min(extent.nbytes, slot.nbytes - done)
+                pinned, piece = self._pinned[extent.begin : extent.begin + count], there[done : done + count]
                 to, source = (pinned, piece) if out else (piece, pinned)
                 to.copy_(source, non_blocking=True)
                 done += count

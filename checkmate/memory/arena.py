@@ -61,8 +61,8 @@ class Placed(Protocol):
         """(N,) bytes from the begin of the arena."""
 
 
-class Later(Protocol):
-    """Places that are looked for elsewhere."""
+class PendingPlaces(Protocol):
+    """Places for allocations that are looked for in another process."""
 
     @property
     def is_over(self) -> bool:
@@ -74,7 +74,7 @@ class Later(Protocol):
 
 
 PlaceSoon = Callable[[Lives], Placed]
-PlaceLower = Callable[[Lives], Later]
+PlaceLower = Callable[[Lives], PendingPlaces]
 
 
 class _Noted(NamedTuple):
@@ -119,7 +119,7 @@ class Arena:
     def __init__(self, place_soon: PlaceSoon, capacity: int = 0, place_lower: PlaceLower | None = None) -> None:
         self._place_soon, self._place_lower, self.capacity = place_soon, place_lower, capacity
         self._noted: _Noted | None = None  # by which addresses were planned
-        self._lower: Later | None = None  # others, for the same
+        self._lower: PendingPlaces | None = None  # others, for the same
         self.live_peak = 0  # bytes alive at once, in the step for which addresses were planned
         self.outside = 0  # bytes that the first steps made the machine give beside the mapping
         self._watched = 2 * TOLD_STEPS  # calls, forward and backward, for which that is measured yet

@@ -41,7 +41,7 @@ from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.runs import without_useless
 from checkmate.solvers.common.task import Task
-from checkmate.solvers.host.offload import Sets
+from checkmate.solvers.host.offload import SentSets
 from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear import milp as linear
 from checkmate.solvers.linear.links import link_seconds
@@ -111,7 +111,7 @@ def milp(
     if result.x is not None:
         offer(result.x)
         sent = np.flatnonzero(program.model.value(result.x, program.F).any(axis=0)).tolist()
-    sets = Sets(task.within(SHARE_OF_SETS * task.clock.left), incumbent, linear.milp)
+    sets = SentSets(task.within(SHARE_OF_SETS * task.clock.left), incumbent, linear.milp)
     sets.attempt_parts(sent)
     return Remarks(details={"columns": program.model.columns, "rows": program.model.rows, "bound": result.bound * unit})
 

@@ -63,7 +63,7 @@ def offload(
         incumbent.offer(alone.R, "recomputation")
     if task.budget >= problem.keep_all_peak:
         return remarks
-    sets = Sets(task, incumbent, recompute, settle)
+    sets = SentSets(task, incumbent, recompute, settle)
     if incumbent.R is None:
         sets.attempt(sendable(problem))
     if incumbent.R is None:
@@ -85,7 +85,7 @@ def offload(
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedSet:
     """What came of sending some values, with some room left for what is on its way."""
 
     seconds: float
@@ -95,14 +95,14 @@ class Tried:
 
 
 @dataclass
-class Sets:
+class SentSets:
     """Sets of values to send, and what came of them."""
 
     task: Task
     incumbent: Incumbent
     recompute: Solver
     settle: float = 0.0
-    best: Tried | None = None
+    best: TriedSet | None = None
     tried: dict[tuple[frozenset[int], int], float] = field(default_factory=dict)  # -> seconds
 
     @property
@@ -146,7 +146,7 @@ class Sets:
         self.incumbent.offer_plan(plan, "sending")
         fits = problem.host is not None and there <= problem.host.budget
         if fits and plan.sent and (self.best is None or seconds < self.best.seconds):
-            self.best = Tried(seconds, plan.sent, room, plan)
+            self.best = TriedSet(seconds, plan.sent, room, plan)
         return seconds
 
     def improve(self) -> None:
@@ -161,7 +161,7 @@ class Sets:
             if self.best is before and len(self.tried) == tried:
                 return
 
-    def _beside(self, best: Tried) -> Iterator[tuple[frozenset[int], int]]:
+    def _beside(self, best: TriedSet) -> Iterator[tuple[frozenset[int], int]]:
         """Sets with some values less, which are waited for or soon made again, or more, which run again for long."""
         problem = self.task.problem
         late = _waited_for(best.plan, problem)
@@ -175,7 +175,7 @@ class Sets:
             yield best.sent.difference(cheap[:n]).union(dear[:n]), best.room
             yield best.sent, max(0, best.room + largest * (1 if n % 3 == 1 else -1) // max(1, n // 2))
 
-    def _at_random(self, best: Tried, rng: np.random.Generator) -> Iterator[tuple[frozenset[int], int]]:
+    def _at_random(self, best: TriedSet, rng: np.random.Generator) -> Iterator[tuple[frozenset[int], int]]:
         """Sets with a few values more and a few less."""
         pool = sendable(self.task.problem)
         for _ in range(AT_RANDOM):

@@ -48,7 +48,7 @@ from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
 from checkmate.solvers.linear.highs import Outcome
-from checkmate.solvers.linear.links import Links, add_links, bind_links, negligible, time_segments
+from checkmate.solvers.linear.links import LinkColumns, add_links, bind_links, negligible, time_segments
 from checkmate.solvers.linear.model import NONE, Model, Term
 
 log = logging.getLogger("checkmate.solve")
@@ -85,7 +85,7 @@ class Relaxed:
     X: np.ndarray
     carried: np.ndarray  # X as what follows a moment finds it: without what a rule has made again in the backward
     OVER: np.ndarray  # (m, V): the op of moment i writes over value v
-    links: Links | None = None  # where there is a second memory
+    links: LinkColumns | None = None  # where there is a second memory
 
     def fetched(self, s: np.ndarray, v: np.ndarray) -> list[Term]:
         """F of segments and values, in an equation on whose other side it stands."""

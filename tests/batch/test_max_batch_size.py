@@ -52,7 +52,7 @@ def on_paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Problem]:
     def fake(step: object, batch: tuple[Tensor], *given: object) -> Problem:
         return grown(base, len(batch[0]))
 
-    monkeypatch.setattr("checkmate.batch.steps.traced", fake)
+    monkeypatch.setattr("checkmate.batch.sized_steps.traced", fake)
     return lambda n: grown(base, n)
 
 
@@ -235,7 +235,7 @@ def test_where_more_is_measured_than_predicted_there_is_room_made(
     monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
 ) -> None:
     monkeypatch.setattr(
-        "checkmate.batch.steps.SizedSteps.measured_peak", lambda self, size, solution: solution.peak + 10
+        "checkmate.batch.sized_steps.SizedSteps.measured_peak", lambda self, size, solution: solution.peak + 10
     )
     options = {"make_step": lambda: _make_step("cpu"), "make_batch": partial(_make_batch, device="cpu")}
     plain, found = _search(90, **options), _search(90, measure=True, **options)

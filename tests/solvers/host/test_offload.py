@@ -21,7 +21,7 @@ from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.frontier import frontier
-from checkmate.solvers.host.offload import Sets
+from checkmate.solvers.host.offload import SentSets
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.solve import min_budget, solve
 from tests.support.oracle import (
@@ -132,7 +132,7 @@ def test_whatever_is_sent_the_plan_is_right_and_no_bound_is_above_it(seed: int) 
     budget = int(rng.integers(plain.unavoidable_bytes.max(), plain.keep_all_peak + 1))
     task = Task(problem, budget, Clock(20.0))
     incumbent = Incumbent(task)
-    sets = Sets(task, incumbent, auto)
+    sets = SentSets(task, incumbent, auto)
     may = [v for v in range(len(plain.sizes)) if plain.sizes[v] and v not in {*plain.graph.outputs, *plain.limits.gone}]
     for _ in range(3 if may else 0):
         sets.attempt(rng.choice(may, int(rng.integers(1, len(may) + 1)), replace=False).tolist())  # raises if wrong
