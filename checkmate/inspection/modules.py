@@ -25,7 +25,7 @@ def code_place_of(where: str | None) -> CodePlace:
     """The parts of `Op.where`.
 
     >>> code_place_of("layer1.0.conv2 (Conv2d, resnet.py:31)")
-    Place(module='layer1.0.conv2', kind='Conv2d', line='resnet.py:31')
+    CodePlace(module='layer1.0.conv2', kind='Conv2d', line='resnet.py:31')
     >>> code_place_of("train.py:7").line, code_place_of(None).line
     ('train.py:7', '')
     """
