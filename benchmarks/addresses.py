@@ -21,7 +21,7 @@ import checkmate
 from benchmarks.common.rows import Row, append, origin
 from checkmate.core.table import Table
 from checkmate.inspection.addresses import ALIGNMENT, lives_of
-from checkmate.solvers.addresses import Block, Placement, live_peak, overlaps, place
+from checkmate.solvers.addresses import Block, Placement, live_peak, overlaps, place_blocks
 from checkmate.solvers.search.packing import pack
 
 HERE = Path(__file__).parent
@@ -80,7 +80,7 @@ def plan_rows(graph: str, time_limit: float) -> Iterator[Row]:
 def placed(blocks: Sequence[Block], time_limit: float) -> Row:
     """Place blocks, and what came of it."""
     began = time.perf_counter()
-    placement = place(blocks, time_limit=time_limit)
+    placement = place_blocks(blocks, time_limit=time_limit)
     return figures(blocks, placement, time.perf_counter() - began)
 
 
@@ -93,7 +93,7 @@ def figures(blocks: Sequence[Block], placement: Placement, seconds: float) -> Ro
         "live_peak": live_peak(blocks),
         "height": placement.height,
         "bound": placement.bound,
-        "first_fit": place(blocks, time_limit=0).height,
+        "first_fit": place_blocks(blocks, time_limit=0).height,
         "seconds": seconds,
     }
 

@@ -33,8 +33,8 @@ from checkmate.version import __version__ as __version__
 if TYPE_CHECKING:
     from checkmate import memory as memory
     from checkmate import plot as plot
+    from checkmate.batch.max_batch_size import max_batch_size as max_batch_size
     from checkmate.batch.result import LargestBatch as LargestBatch
-    from checkmate.batch.search import max_batch_size as max_batch_size
     from checkmate.compiler import compile as compile
     from checkmate.compiler import verify as verify
     from checkmate.costs import profile as profile
@@ -64,7 +64,7 @@ _LAZY = {  # what needs PyTorch or a solver, and where it is
     name: f"checkmate.{module}"
     for module, names in {
         "batch.result": "LargestBatch",
-        "batch.search": "max_batch_size",
+        "batch.max_batch_size": "max_batch_size",
         "compiler": "compile verify",
         "costs": "profile",
         "inspection.addresses": "Addresses addresses",

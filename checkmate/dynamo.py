@@ -19,7 +19,7 @@ import torch.fx as fx
 from checkmate.backends.planner import Options, no_option
 from checkmate.capture.meta_tensors import letting_go
 from checkmate.capture.patches.is_compiling import warn
-from checkmate.capture.patches.ours import Answer
+from checkmate.capture.patches.only_our_captures import Answer
 from checkmate.compiler import compile
 from checkmate.errors import Unsupported
 

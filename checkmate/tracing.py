@@ -15,7 +15,7 @@ from checkmate.backends.error_messages import explained, quietly
 from checkmate.backends.planner import OF_EXPLAIN, OF_TRACE, Options
 from checkmate.backends.tensor_state import tensors_within, unchanged
 from checkmate.capture.meta_tensors import is_fake, meta_as_cpu
-from checkmate.capture.patches.ours import Answer
+from checkmate.capture.patches.only_our_captures import Answer
 from checkmate.capture.provenance import is_users
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.core.problem import Problem

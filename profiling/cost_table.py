@@ -1,9 +1,9 @@
 """Measured costs of ops kept on disk, for the next process and for other machines.
 
-One JSON file for each place, in the folder of `checkmate.core.files`: device, version of PyTorch, number of threads.
-Within it an op is known by what `checkmate.profiling.one_op.key_of` says: target, shapes, strides, types and other
-arguments. Several processes may write at once: each adds its ops to what it finds, under a lock, and replaces the file
-as a whole.
+One JSON file for the same conditions (device, version of PyTorch, number of threads), in the folder of
+`checkmate.core.files`. Within it an op is known by what `checkmate.profiling.one_op.key_of` says: target, shapes,
+strides, types and other arguments. Several processes may write at once: each adds its ops to what it finds, under a
+lock, and replaces the file as a whole.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class OpCost:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where and how ops were measured: costs hold for one place only."""
+class Conditions:
+    """Under which conditions ops were measured: costs hold for these only."""
 
     device: str  # e.g. "cpu AMD EPYC 7B12", "cuda NVIDIA L4"
     torch: str  # its version
@@ -63,10 +63,10 @@ class Place:
         return ", ".join(filter(None, [self.device.partition(" ")[0], threads, self.settings]))
 
 
-def place_of(device: torch.device) -> Place:
+def conditions_on(device: torch.device) -> Conditions:
     """Where ops are measured now: the device, PyTorch's version, its number of threads and its settings."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    return Place(f"{device.type} {name}", torch.__version__, torch.get_num_threads(), _settings(device.type))
+    return Conditions(f"{device.type} {name}", torch.__version__, torch.get_num_threads(), _settings(device.type))
 
 
 def _settings(kind: str) -> str:
@@ -109,19 +109,19 @@ Costs = Mapping[str, OpCost | None]  # by key; None: the op does not run on its 
 
 @dataclass(frozen=True)
 class OpTable:
-    """What was measured at a place."""
+    """What was measured under the same conditions."""
 
-    place: Place
+    conditions: Conditions
     ops: Costs
 
 
-def path_of(place: Place) -> Path:
-    """The file of a place.
+def path_of(conditions: Conditions) -> Path:
+    """The file of what was measured under these conditions.
 
-    >>> path_of(Place("cpu x/y z", "2.13.0+cpu", 2)).name
+    >>> path_of(Conditions("cpu x/y z", "2.13.0+cpu", 2)).name
     'cpu-x-y-z_torch-2.13.0-cpu_2-threads.json'
     """
-    parts = (place.device, f"torch-{place.torch}", f"{place.threads}-threads", place.settings)
+    parts = (conditions.device, f"torch-{conditions.torch}", f"{conditions.threads}-threads", conditions.settings)
     safe = [re.sub(r"[^\w.]+", "-", part, flags=re.ASCII).strip("-.") for part in parts if part]
     return files.folder() / f"{'_'.join(safe)}.json"
 
@@ -135,15 +135,15 @@ def read(path: str | os.PathLike[str]) -> OpTable:
     """
     document = files.read_json(Path(path), format=FORMAT, version=(WITHOUT_WAYS, VERSION), what="table of measured ops")
     try:
-        place = Place(**document["place"])
-        if not isinstance(place.threads, int) or not all(
-            isinstance(text, str) for text in (place.device, place.torch, place.settings)
+        conditions = Conditions(**document["place"])
+        if not isinstance(conditions.threads, int) or not all(
+            isinstance(text, str) for text in (conditions.device, conditions.torch, conditions.settings)
         ):
-            raise ValueError(f"{place!r} is no place")
+            raise ValueError(f"{conditions!r} are no conditions to measure in")
         ops = {key: None if cost is None else _cost(*cost) for key, cost in document["ops"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidProblem(f"{path} is no valid table of measured ops: {error}") from None
-    return OpTable(place, ops)
+    return OpTable(conditions, ops)
 
 
 def _cost(seconds: Any, allocated: Any, *tried: Any) -> OpCost:
@@ -165,13 +165,13 @@ def write(path: str | os.PathLike[str], table: OpTable) -> None:
         key: None if cost is None else (cost.seconds, cost.allocated_bytes, *cost.over.items())
         for key, cost in table.ops.items()
     }
-    document = {"format": FORMAT, "version": VERSION, "place": asdict(table.place), "ops": ops}
+    document = {"format": FORMAT, "version": VERSION, "place": asdict(table.conditions), "ops": ops}
     files.write_json(Path(path), document, indent=0)
 
 
-def load(place: Place) -> Costs:
-    """The ops measured at a place so far; none, with a warning, if the file is damaged or cannot be read."""
-    path = path_of(place)
+def load(conditions: Conditions) -> Costs:
+    """The ops measured under these conditions; none, with a warning, if the file is damaged or cannot be read."""
+    path = path_of(conditions)
     try:
         table = read(path)
     except FileNotFoundError:
@@ -179,18 +179,21 @@ def load(place: Place) -> Costs:
     except (InvalidProblem, OSError) as error:
         log.warning("Ops are measured anew, and the file replaced: %s", error)
         return {}
-    if table.place != place:
-        log.warning("Ops are measured anew, and the file replaced: %s was measured at %s.", path, table.place)
+    if table.conditions != conditions:
+        log.warning("Ops are measured anew, and the file replaced: %s was measured at %s.", path, table.conditions)
         return {}
     return table.ops
 
 
-def store(place: Place, ops: Costs) -> None:
-    """Add ops to the file of a place; of an op the latest cost counts. A warning says if the file cannot be written."""
-    path = path_of(place)
+def store(conditions: Conditions, ops: Costs) -> None:
+    """Add ops to the file of these conditions; of an op the latest cost counts.
+
+    A warning says if the file cannot be written.
+    """
+    path = path_of(conditions)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(path):
-            write(path, OpTable(place, {**load(place), **ops}))
+            write(path, OpTable(conditions, {**load(conditions), **ops}))
     except OSError as error:
         log.warning("What was measured is not kept for the next time: %s", error)

@@ -27,7 +27,7 @@ from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
 from checkmate.errors import Unsupported
 from checkmate.profiling import cpu, cuda
-from checkmate.profiling.cost_table import OpCost, OpTable, Place, load, place_of, store, write
+from checkmate.profiling.cost_table import Conditions, OpCost, OpTable, conditions_on, load, store, write
 from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
 from checkmate.profiling.roofline import DEVICES, moved_bytes_of, roofline_seconds
 from checkmate.statusline import showing
@@ -36,7 +36,7 @@ from checkmate.torch_internals.dispatcher import _disable_current_modes
 log = logging.getLogger("checkmate.profiling")
 
 BY_DEVICE = {"cpu": cpu.measure_ops, "cuda": cuda.measure_ops}
-Key = tuple[Place, str]
+Key = tuple[Conditions, str]
 LIKE = {"cpu": "laptop", "cuda": "a100"}  # the device that ops are estimated for, by kind of device; then scaled
 
 _known: dict[Key, OpCost | None] = {}  # what this process measured
@@ -51,8 +51,8 @@ class Measure:
     write over an argument where it was tried and left the same bits.
 
     Args:
-        cache: take what was measured before at the same place, on disk too, and keep what is measured now. False
-            measures anew and keeps nothing.
+        cache: take what was measured before under the same conditions, on disk too, and keep what is measured now.
+            False measures anew and keeps nothing.
     """
 
     cache: bool = True
@@ -65,19 +65,19 @@ class Measure:
         """
         _refuse_other_devices(joint)
         nodes = [node for node in joint.nodes if node is not None]
-        places = {device: place_of(device) for device in {device_of_op(node) for node in nodes}}
-        keys = [None if node is None else (places[device_of_op(node)], key_of(node)) for node in joint.nodes]
+        all_conditions = {device: conditions_on(device) for device in {device_of_op(node) for node in nodes}}
+        keys = [None if node is None else (all_conditions[device_of_op(node)], key_of(node)) for node in joint.nodes]
         distinct = {key: node for key, node in zip(keys, joint.nodes, strict=True) if key and node}
-        known = _recall(list(places.values())) if self.cache else {}
+        known = _recall(list(all_conditions.values())) if self.cache else {}
         found = _measure_ops({key: node for key, node in distinct.items() if _is_new(key, node, known)})
         if self.cache:
             _known.update(found)
-            for place in {place for place, _ in found}:
-                store(place, {key: cost for (at, key), cost in found.items() if at == place})
+            for conditions in {conditions for conditions, _ in found}:
+                store(conditions, {key: cost for (at, key), cost in found.items() if at == conditions})
         known |= found
         if failed := sorted({target_name(node) for key, node in distinct.items() if known[key] is None}):
             log.warning("Could not run these ops on their own, so their cost is estimated: %s", ", ".join(failed))
-        source = "measured on " + " and ".join(sorted({str(place) for place in places.values()}))
+        source = "measured on " + " and ".join(sorted({str(conditions) for conditions in all_conditions.values()}))
         return fill(joint, [None if key is None else known[key] for key in keys], source)
 
 
@@ -110,11 +110,11 @@ def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
     """
     if not os.fspath(path).endswith(".json"):
         raise ValueError(f"The name of a file of measured ops ends in .json, and {os.fspath(path)!r} does not.")
-    place = place_of(torch.device(device))
-    ops = {key: cost for (at, key), cost in _recall([place]).items() if at == place}
+    conditions = conditions_on(torch.device(device))
+    ops = {key: cost for (at, key), cost in _recall([conditions]).items() if at == conditions}
     if not ops:
-        raise Unsupported(f"Nothing has been measured on {place} yet: trace a step on this machine first.")
-    write(path, OpTable(place, ops))
+        raise Unsupported(f"Nothing has been measured on {conditions} yet: trace a step on this machine first.")
+    write(path, OpTable(conditions, ops))
 
 
 def _refuse_other_devices(joint: Joint) -> None:
@@ -127,8 +127,8 @@ def _refuse_other_devices(joint: Joint) -> None:
                 )
 
 
-def _recall(places: list[Place]) -> dict[Key, OpCost | None]:
-    return {(place, key): cost for place in places for key, cost in load(place).items()} | _known
+def _recall(all_conditions: list[Conditions]) -> dict[Key, OpCost | None]:
+    return {(conditions, key): cost for conditions in all_conditions for key, cost in load(conditions).items()} | _known
 
 
 def _measure_ops(new: dict[Key, fx.Node]) -> dict[Key, OpCost | None]:

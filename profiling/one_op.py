@@ -20,11 +20,11 @@ import torch.fx as fx
 
 from checkmate.capture.device import main_device
 from checkmate.capture.nodes import is_collective, target_name, tensors
-from checkmate.capture.numbers import value_of
+from checkmate.capture.number_inputs import value_of
 from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.random_draws import save_state
 from checkmate.capture.splits.parts import InParts
-from checkmate.capture.ways.made_up import packet_of
+from checkmate.capture.ways.rounding_probes import packet_of
 from checkmate.torch_internals.aot import is_with_effects
 from checkmate.torch_internals.dispatcher import OpOverload
 from checkmate.torch_internals.trees import tree_map

@@ -30,7 +30,7 @@ def listed(joint: Joint, table: OpTable, name: str) -> Profile:
     """
     nodes = {k: node for k, node in enumerate(joint.nodes) if node is not None}
     kinds = {device_of_op(node).type for node in nodes.values()}
-    kind = table.place.device.partition(" ")[0]
+    kind = table.conditions.device.partition(" ")[0]
     if kind not in kinds:
         raise Unsupported(
             f"{name} was measured on {kind}, and this step is traced on {' and '.join(sorted(kinds))}, where "
@@ -43,11 +43,11 @@ def listed(joint: Joint, table: OpTable, name: str) -> Profile:
     if lacking:
         more = f", and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
         raise Unsupported(
-            f"{name}, measured on {table.place}, lacks ops of this step: "
+            f"{name}, measured on {table.conditions}, lacks ops of this step: "
             f"{'; '.join(lacking[:SHOWN])}{more}. Trace the step once on that machine, with these shapes, and "
             'export again (checkmate.profiling.measure.export); or estimate all ops with profile="roofline:NAME".'
         )
-    return fill(joint, costs, f"{name}: measured on {table.place}")
+    return fill(joint, costs, f"{name}: measured on {table.conditions}")
 
 
 def given(joint: Joint, profile: Profile) -> Profile:

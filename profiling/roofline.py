@@ -31,7 +31,7 @@ from checkmate.capture.nodes import is_view, storage, tensors
 from checkmate.capture.splits.loss import estimate
 from checkmate.capture.splits.parts import InParts
 from checkmate.capture.ways.legal import Candidate, candidates
-from checkmate.capture.ways.made_up import packet_of
+from checkmate.capture.ways.rounding_probes import packet_of
 from checkmate.capture.ways.shape_only import convolution_backward_input
 from checkmate.capture.ways.table import block_bytes, written_of
 from checkmate.core.problem import Profile

@@ -1,4 +1,4 @@
-"""Whether an op that writes over an argument leaves the bits that it leaves otherwise: it is tried.
+"""Try whether an op that writes over an argument leaves the bits that it leaves otherwise, before a plan uses it.
 
 An op of the table of candidates (`checkmate.capture.ways.table`) runs plainly and over each of its arguments, in the
 shapes, strides and types of the trace, on sets of numbers:
@@ -7,7 +7,7 @@ shapes, strides and types of the trace, on sets of numbers:
     special    the same, and in the first elements of each tensor infinities, NaNs and the largest numbers
     usual      between 0.1 and 0.9, as for its seconds
     cancelling  finite, the terms of its sums opposite in pairs, so that another order of summation shows in half
-               precision too (`checkmate.capture.ways.made_up`)
+               precision too (`checkmate.capture.ways.rounding_probes`)
 
 What is special spreads to no other element where each is made of the same element of the arguments: such ops run on the
 special set only. What runs block by block takes long, and from its weights the special spreads to all that it makes, so
@@ -40,10 +40,10 @@ import torch.fx as fx
 
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import tensors
-from checkmate.capture.ways.made_up import cancel, same_bytes
+from checkmate.capture.ways.rounding_probes import cancel, same_bytes
 from checkmate.capture.ways.table import call_over, positions_to_try, written_of
 from checkmate.core.problem import Profile
-from checkmate.profiling.cost_table import Place, place_of
+from checkmate.profiling.cost_table import Conditions, conditions_on
 from checkmate.profiling.one_op import attempt, call_of, device_of_op, flat, key_of, repeat
 from checkmate.torch_internals.dispatcher import _disable_current_modes
 
@@ -57,7 +57,7 @@ STRIDE = 5003  # by how many numbers the sets of two arguments are apart; a prim
 Call = Callable[[], Any]
 Count = Callable[[int, Call], Any]  # makes a call over the argument at a position, and counts its bytes
 
-_known: dict[tuple[str, Place, str], dict[int, bool]] = {}  # by trial, place and op, what this process tried
+_known: dict[tuple[str, Conditions, str], dict[int, bool]] = {}  # by trial, conditions and op, what this process tried
 
 
 def ways_of(node: fx.Node, run: partial[Any], count: Count) -> dict[int, bool]:
@@ -189,9 +189,9 @@ def _is_same_in_two(node: fx.Node) -> bool:
 
 
 def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dict[int, bool]:
-    """What a trial of an op finds at this place; nothing where the op does not run on made-up inputs."""
+    """What a trial of an op finds here; nothing where the op does not run on made-up inputs."""
     device = device_of_op(node)
-    key = name, place_of(device), key_of(node)
+    key = name, conditions_on(device), key_of(node)
     if key not in _known:
         found: dict[int, bool] = {}
         cards = [device.index or 0] if device.type == "cuda" else []

@@ -46,7 +46,7 @@ class Placement:
         return (self.height - self.bound) / self.height if self.height else 0.0
 
 
-def place(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT, gap: float = 0.0) -> Placement:
+def place_blocks(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT, gap: float = 0.0) -> Placement:
     """Find an address for each block, in an arena as low as can be found.
 
     Args:
@@ -58,7 +58,7 @@ def place(blocks: Sequence[Block], *, time_limit: float = TIME_LIMIT, gap: float
         ValueError: for a block that dies before it is born, or has fewer bytes than none.
         SolverError: if a search has placed blocks upon each other; it is wrong then, not the blocks.
 
-    >>> place([Block(0, 2, 64), Block(1, 3, 64), Block(2, 4, 64)])
+    >>> place_blocks([Block(0, 2, 64), Block(1, 3, 64), Block(2, 4, 64)])
     Placement(offsets=(0, 64, 0), height=128, bound=128)
     """
     until = time.perf_counter() + time_limit
@@ -149,7 +149,7 @@ def overlaps(blocks: Sequence[Block], offsets: Sequence[int]) -> Iterator[tuple[
     """The pairs of blocks that are alive at the same moment and share bytes: a checker that knows no placement.
 
     Args:
-        blocks: as `place` got them.
+        blocks: as `place_blocks` got them.
         offsets: the address of each.
     """
     events = [(b.died, 0, i) for i, b in enumerate(blocks) if b.died > b.born and b.size]

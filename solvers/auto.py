@@ -22,7 +22,7 @@ from checkmate.core.solution import OPTIMAL_GAP, Solution
 from checkmate.errors import SolverError
 from checkmate.solvers.baselines.nothing_chosen import checkpoint_all
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
@@ -30,7 +30,7 @@ from checkmate.solvers.linear.moments import lifted_runs, moment_bound
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
 from checkmate.solvers.search.backward_beam import backward_bound
 from checkmate.solvers.search.detours import Detours
-from checkmate.solvers.search.drop_runs import slim
+from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.exchange import exchange
 from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_runs
 from checkmate.solvers.search.next_use import Tilts, next_use
@@ -131,7 +131,7 @@ def _known(search: Portfolio, task: Task) -> None:
     """The plan to begin with, as it is if that closes the gap, or adapted."""
     if search.known is None:
         return
-    if obeys(task.problem, search.known):
+    if obeys_limits(task.problem, search.known):
         search.incumbent.offer(search.known, "start")
     if search.is_open and (R := adapt(task, search.known)) is not None:
         search.incumbent.offer(R, "start, adapted")
@@ -152,7 +152,7 @@ def _least(search: Portfolio, task: Task) -> None:
     if budget < ends.bound:
         search.incumbent.prove(float("inf"))
     if budget >= ends.peak:
-        search.incumbent.offer(slim(problem, budget, least_runs(problem, time_limit=0.0)[1], task.clock), "least")
+        search.incumbent.offer(drop_runs(problem, budget, least_runs(problem, time_limit=0.0)[1], task.clock), "least")
 
 
 def _backward_bound(search: Portfolio, task: Task) -> None:

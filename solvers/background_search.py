@@ -18,9 +18,9 @@ from typing import Any
 from checkmate.core.plan import Plan
 from checkmate.core.solution import Solution
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.processes import Talk
+from checkmate.solvers.common.processes import BackgroundProcess
 from checkmate.solvers.common.task import Clock
-from checkmate.solvers.known_plans import WAVER, Rest
+from checkmate.solvers.known_plans import WAVER, UnfinishedSearch
 from checkmate.solvers.solve import solve
 from checkmate.units import format_seconds
 
@@ -40,19 +40,19 @@ class News:
     over: bool = False  # this is the last
 
 
-class Search(Talk):
+class Search(BackgroundProcess):
     """A search that goes on beside the training; what it has found is read from it at any time.
 
     Args:
-        rest: what is still open, and the plan to begin with.
+        unfinished: what is still open, and the plan to begin with.
     """
 
     level, failed = logging.WARNING, "Planning beside the training has failed; the step keeps its plan. %s"
 
-    def __init__(self, rest: Rest) -> None:
-        self.rest = rest.bare()  # a thread holds it as long as it goes on
-        super().__init__(search, self.rest)
-        self.news = News(rest.start.cost, rest.start.bound, 0.0)  # the last
+    def __init__(self, unfinished: UnfinishedSearch) -> None:
+        self.unfinished = unfinished.bare()  # a thread holds it as long as it goes on
+        super().__init__(search, self.unfinished)
+        self.news = News(unfinished.start.cost, unfinished.start.bound, 0.0)  # the last
         self.better: News | None = None  # the last with a plan
         _searches.add(self)
 
@@ -107,17 +107,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_without_the_parents)
 
 
-def search(rest: Rest, tell: Callable[[News], None]) -> Solution:
+def search(unfinished: UnfinishedSearch, tell: Callable[[News], None]) -> Solution:
     """Look for better plans from a known one on, until the time is over or no notably better one can be.
 
     It is what the process does.
 
     Args:
-        rest: what is open.
+        unfinished: what is open.
         tell: is given what is found, at most each `TELL_SECONDS`; and at the end.
     """
     clock, watched, over = Clock(), list[Incumbent](), threading.Event()
-    told = rest.start.cost
+    told = unfinished.start.cost
 
     def look() -> None:
         nonlocal told
@@ -125,23 +125,28 @@ def search(rest: Rest, tell: Callable[[News], None]) -> Solution:
             if not watched or watched[0].R is None:
                 continue
             best, better = watched[0], None
-            if rest.is_better(best.cost, told):
+            if unfinished.is_better(best.cost, told):
                 known = best.now("auto")
                 told, better = known.cost, known.plan
-                rest.keep(known, clock.elapsed)
+                unfinished.keep(known, clock.elapsed)
             tell(News(best.cost, min(best.bound, best.cost), clock.elapsed, better))
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
-    asked: dict[str, Any] = {"time_limit": rest.seconds, "gap": rest.gap, "settle": WAVER, "start": rest.start}
+    asked: dict[str, Any] = {
+        "time_limit": unfinished.seconds,
+        "gap": unfinished.gap,
+        "settle": WAVER,
+        "start": unfinished.start,
+    }
     try:
-        found = solve(rest.problem, rest.budget, progress=False, watch=watched.append, **asked)
+        found = solve(unfinished.problem, unfinished.budget, progress=False, watch=watched.append, **asked)
     finally:
         over.set()
         looking.join()
-    if found.schedule is None or found.cost >= rest.start.cost:  # it never is worse, but for what sums round
-        found = replace(rest.start, bound=max(rest.start.bound, min(found.bound, rest.start.cost)))
-    rest.keep(found, rest.seconds)
-    better = found.plan if rest.is_better(found.cost, told) else None
+    if found.schedule is None or found.cost >= unfinished.start.cost:  # it never is worse, but for what sums round
+        found = replace(unfinished.start, bound=max(unfinished.start.bound, min(found.bound, unfinished.start.cost)))
+    unfinished.keep(found, unfinished.seconds)
+    better = found.plan if unfinished.is_better(found.cost, told) else None
     tell(News(found.cost, found.bound, clock.elapsed, better, over=True))
     return found

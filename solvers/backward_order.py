@@ -1,4 +1,4 @@
-"""Another order of the backward, where PyTorch's is what keeps the smallest budget up: results that can wait, last.
+"""Reorder a step's backward: large gradients that nothing reads are made last, where they keep the smallest budget up.
 
 A gradient that nothing reads stays from the moment it is made. Where it is larger than what it is made of, it is better
 made at the end: the gradient of a fully connected layer's weight behind a convolutional network has hundreds

@@ -48,7 +48,7 @@ def begin(
     earlier: Sequence[Solution] = (),
     cache: bool = True,
     wait: float = inf,
-) -> tuple[Solution, Rest | None]:
+) -> tuple[Solution, UnfinishedSearch | None]:
     """The plan of a step after so many seconds, and what is then still open; None: nothing that could matter.
 
     An answer without a plan does not say why; `checkmate.solvers.solve.refused` adds that. ``origin`` says "plan cache"
@@ -90,12 +90,12 @@ def begin(
     solution = replace(solution, seconds=clock.elapsed)
     if not early or solution.plan is None:
         return solution, None
-    rest = Rest(problem, budget, solution, wish.limit - spent, wish.gap, spent, cache)
-    return solution, None if rest.is_closed else rest
+    unfinished = UnfinishedSearch(problem, budget, solution, wish.limit - spent, wish.gap, spent, cache)
+    return solution, None if unfinished.is_closed else unfinished
 
 
 @dataclass(frozen=True)
-class Rest:
+class UnfinishedSearch:
     """What is still open where a plan was taken before planning had come to its end."""
 
     problem: Problem
@@ -115,7 +115,7 @@ class Rest:
         """Whether a plan of this cost is worth taking over from one of another."""
         return cost <= (1 - BETTER) * than
 
-    def bare(self) -> Rest:
+    def bare(self) -> UnfinishedSearch:
         """The same without PyTorch: another process can be sent it."""
         problem = replace(self.problem, emit=None, smaller=None)
         return replace(self, problem=problem, start=replace(self.start, problem=problem, details={}))

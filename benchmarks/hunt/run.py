@@ -30,7 +30,7 @@ from checkmate.errors import CheckmateError
 from checkmate.solvers import known_plans
 from checkmate.solvers.background_search import News
 from checkmate.solvers.common.certify import certify
-from checkmate.solvers.known_plans import Rest
+from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.solve import solve
 
@@ -248,10 +248,10 @@ def outcome(text: str) -> Row:
 class _Turns:
     """Stands for planning that goes on beside the training: what it finds are plans of less and less memory."""
 
-    def __init__(self, rest: Rest) -> None:
-        self.rest, self.failure, self.goes_on = rest, "", True
-        self.news, self.better = News(rest.start.cost, 0.0, 0.0), cast("News | None", None)
-        problem, most = rest.problem, rest.problem.keep_all_peak
+    def __init__(self, unfinished: UnfinishedSearch) -> None:
+        self.unfinished, self.failure, self.goes_on = unfinished, "", True
+        self.news, self.better = News(unfinished.start.cost, 0.0, 0.0), cast("News | None", None)
+        problem, most = unfinished.problem, unfinished.problem.keep_all_peak
         smallest, runs = least_runs(problem, time_limit=PLANNING)
         plans = [solve(problem, (smallest + most) // 2, time_limit=PLANNING).plan] if smallest < most - 1 else []
         plans += [certify(problem, most, runs, method="auto").plan] if smallest < most else []
@@ -260,7 +260,7 @@ class _Turns:
     def offer(self) -> None:
         """The next plan."""
         if self.plans:
-            self.news = self.better = News(self.rest.start.cost, 0.0, len(self.plans), self.plans.pop(0))
+            self.news = self.better = News(self.unfinished.start.cost, 0.0, len(self.plans), self.plans.pop(0))
 
     def start(self) -> None:
         """Nothing runs."""
@@ -278,12 +278,12 @@ def taking_turns() -> Iterator[Callable[[], None]]:
     """Within the block steps keep everything at first; each call of what it gives has all go on by less memory."""
     made: list[_Turns] = []
 
-    def begin(problem: Problem, budget: int, **options: Any) -> tuple[Solution, Rest]:
+    def begin(problem: Problem, budget: int, **options: Any) -> tuple[Solution, UnfinishedSearch]:
         plan = solve(problem, budget, time_limit=PLANNING)
-        return plan, Rest(problem, budget, plan, seconds=10.0, gap=1e-4, spent=1.0, cache=False)
+        return plan, UnfinishedSearch(problem, budget, plan, seconds=10.0, gap=1e-4, spent=1.0, cache=False)
 
-    def search(rest: Rest) -> _Turns:
-        made.append(_Turns(rest))
+    def search(unfinished: UnfinishedSearch) -> _Turns:
+        made.append(_Turns(unfinished))
         return made[-1]
 
     def offer() -> None:

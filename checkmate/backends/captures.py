@@ -32,7 +32,7 @@ from checkmate.backends.taking_over import Running
 from checkmate.capture.autocast import within_region
 from checkmate.capture.joint import Joint
 from checkmate.capture.meta_tensors import letting_go
-from checkmate.capture.numbers import NotFree, Number, as_inputs, written_out
+from checkmate.capture.number_inputs import NotFree, Number, as_inputs, written_out
 from checkmate.capture.patches.is_compiling import plain_if_possible
 from checkmate.capture.patches.recurrent import with_recurrent_modules
 from checkmate.capture.patches.selections import knowing_selections

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.backends.in_parts import with_parts
-from checkmate.backends.overwritten import Needs, explain_writes, needs_of
+from checkmate.backends.overwritten import NeededTensors, explain_writes, needed_tensors
 from checkmate.backends.static_memory import Static, serving, within
 from checkmate.backends.step_problem import (
     asked_bytes,
@@ -30,18 +30,18 @@ from checkmate.capture.autocast import Copies, keeping_copies, refuse_products_w
 from checkmate.capture.device import BLOCK_BYTES, allocated_on, device_of
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
-from checkmate.capture.numbers import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
+from checkmate.capture.number_inputs import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
 from checkmate.capture.patches import context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes
 from checkmate.capture.patches.formulas import eager_formulas
 from checkmate.capture.patches.kernels import eager_kernels
-from checkmate.capture.patches.leaves import refuse_lost_leaves
-from checkmate.capture.patches.ours import Answer
+from checkmate.capture.patches.only_our_captures import Answer
+from checkmate.capture.patches.refused_leaves import refuse_lost_leaves
 from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.questions import asking_first, taken_out
-from checkmate.codegen.changing import Changing, may_change
 from checkmate.codegen.contributions import Sharing, counted_contributions, fan_out, lowered, sharing_of
 from checkmate.codegen.refused_backwards import added_within, computed_from, refuse_views, refuse_watching
+from checkmate.codegen.replaceable_code import ReplaceableCode, may_change
 from checkmate.codegen.second_memory import SecondMemories
 from checkmate.codegen.shared_copies import sharing_copies
 from checkmate.codegen.undefined_gradients import (
@@ -58,7 +58,7 @@ from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Profiler
 from checkmate.profiling.trial import same_in_two
-from checkmate.solvers.known_plans import Rest
+from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
 from checkmate.torch_internals.aot import TracingContext, aot_autograd, functorch_config
@@ -108,10 +108,10 @@ class _Facts:
     users: dict[int, tuple[int, ...]] = field(default_factory=dict)  # results that others are computed from
     within: dict[int, list[set[int]]] = field(default_factory=dict)  # what it adds to gradients of results from outside
     sharing: Sharing = field(default_factory=Sharing)
-    needs: Needs = field(default_factory=Needs)
+    needed: NeededTensors = field(default_factory=NeededTensors)
     unreached: list[int] = field(default_factory=list)  # inputs that are never differentiated
     running: Running | None = None  # by which plan, until it is lowered; None: nothing was planned
-    code: Changing | None = None  # that another plan may take over
+    code: ReplaceableCode | None = None  # that another plan may take over
     go_on: Callable[..., None] | None = None  # begins to look for that plan
 
 
@@ -133,7 +133,7 @@ class Backend:
     takes_none: bool = True
     new_arena: Callable[[], Arena | None] = lambda: None  # for a graph that is captured; None: PyTorch's allocator
     pools: bool = False  # on CUDA each has a pool of its own
-    begin: Callable[[Problem], tuple[Solution, Rest | None]] | None = None  # a plan, and what is open of it
+    begin: Callable[[Problem], tuple[Solution, UnfinishedSearch | None]] | None = None  # a plan, and what is open of it
     updates: Insert | None = None  # of parameters, that are part of the step
     elsewhere: SecondMemories | None = None  # where values may wait
     rounding: bool = False  # sums over parts may be taken, with numbers that are plain PyTorch's but for rounding
@@ -214,7 +214,7 @@ class Backend:
             run = keep_undefined(run)
         run = leave_unreached(run, facts.unreached)
         run = refuse_views(run, facts.within) if self.exact else run
-        run = refuse_watching(explain_writes(fan_out(run, facts.sharing), facts.needs), facts.users)
+        run = refuse_watching(explain_writes(fan_out(run, facts.sharing), facts.needed), facts.users)
         if running is not None and go_on is not None:
             go_on(asked=asked)
             run = running.around(run)
@@ -282,13 +282,13 @@ class Backend:
             problem = with_what_is_held(problem_of(joint, self.profile, tried=tried), allocated, unread=unread)
             return problem if memory is None else with_second_memory(problem, memory)
 
-        problem, rest = pose(joint), None
+        problem, unfinished = pose(joint), None
         if self.exact:
             again = partial(read, prepared=True)
             about: dict[str, bool] = {"tried": not fakes and self.block_bytes == 1, "rounding": self.rounding}
             problem = with_parts(problem, joint_module, again, pose, **about)
         if self.begin is not None and may_change(joint):
-            solution, rest = self.begin(problem)
+            solution, unfinished = self.begin(problem)
         else:
             solution = self.plan(problem)
         modules, joint = solution.modules, joint_of(solution.problem)
@@ -297,8 +297,8 @@ class Backend:
         facts.memory = serving(facts.memory, solution, device, pools=self.pools)
         if self.exact:
             facts.sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)
-        facts.needs = needs_of(joint, modules, facts.names)
-        if rest is None:
+        facts.needed = needed_tensors(joint, modules, facts.names)
+        if unfinished is None:
             return modules.forward, modules.backward
         lower, pools = self.lower, self.pools  # alone: a backend that is dropped is gone at once, and what goes on too
 
@@ -308,12 +308,12 @@ class Backend:
             if sharing != facts.sharing:
                 return None
             facts.memory = serving(facts.memory, plan, device, pools=pools)
-            facts.needs.become(needs_of(joint, modules, facts.names))
+            facts.needed.become(needed_tensors(joint, modules, facts.names))
             forward, backward = (within(facts.memory, phase, lower) for phase in PHASES)
             return forward(modules.forward, []), backward(modules.backward, [])
 
-        facts.code = Changing(num_fwd_outputs)
-        facts.go_on = partial(facts.running.go_on, rest, facts.code, write)
+        facts.code = ReplaceableCode(num_fwd_outputs)
+        facts.go_on = partial(facts.running.go_on, unfinished, facts.code, write)
         return modules.forward, modules.backward
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from checkmate.capture.numbers import CHOSEN, EXPERTS
+from checkmate.capture.number_inputs import CHOSEN, EXPERTS
 from checkmate.capture.provenance import is_users
 from checkmate.errors import CheckmateError, Unsupported
 from checkmate.torch_internals import dynamo

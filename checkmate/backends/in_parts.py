@@ -1,4 +1,4 @@
-"""A captured step with ops in parts, for budgets that no plan of the whole fits.
+"""Where no plan fits the budget: split the captured step further and further, so that its large ops run in parts.
 
 That is found out only when it is asked for: each further split is captured, tried and measured when a solver has no
 plan for the one before, so that a step whose budget needs none pays nothing.
@@ -24,8 +24,8 @@ from checkmate.capture.provenance import where
 from checkmate.capture.splits import equal_bits
 from checkmate.capture.splits.find_loss import Loss, losses
 from checkmate.capture.splits.parts import InParts
-from checkmate.capture.splits.split_largest import Need, StaysWhole, regions_of, split_further
-from checkmate.capture.splits.write_loss import LossSplit, in_parts, splits_of
+from checkmate.capture.splits.split_largest import OpNeeds, StaysWhole, regions_of, split_further
+from checkmate.capture.splits.write_loss import LossSplit, in_parts, loss_splits_of
 from checkmate.capture.ways.batch_norm import gradient_of_input
 from checkmate.core.problem import Problem
 from checkmate.errors import Unsupported
@@ -136,7 +136,7 @@ class _Step:
         most less is also enough.
         """
         found = losses(self.whole.graph)
-        hows = splits_of(found)
+        hows = loss_splits_of(found)
         if not found or not self._is_at_loss(problem, hows, place, near=near):
             return
         for after, how in enumerate(hows[place:], place + 1):
@@ -265,11 +265,11 @@ def _gains(split: Problem, before: Problem) -> bool:
     return bool(split.unavoidable_bytes.max() <= (1 - GAIN) * before.unavoidable_bytes.max())
 
 
-def _needs(problem: Problem) -> Iterator[Need]:
+def _needs(problem: Problem) -> Iterator[OpNeeds]:
     for k, op in enumerate(problem.graph.ops):
         saved = max((saved for _, saved in problem.savings[k]), default=0)
         own = int(problem.sizes[[*op.inputs, *op.outputs]].sum() + problem.workspace[k]) - saved
-        yield Need(op.name, int(problem.unavoidable_bytes[k]), own)
+        yield OpNeeds(op.name, int(problem.unavoidable_bytes[k]), own)
 
 
 def _threads() -> str:

@@ -26,7 +26,7 @@ from checkmate.torch_internals.aot import SavedForBackwardsAOTOutput
 
 
 @dataclass(frozen=True)
-class Need:
+class NeededTensor:
     """What a backward needs a tensor for."""
 
     name: str  # of the tensor, as the user knows it
@@ -51,18 +51,18 @@ class Need:
 
 
 @dataclass
-class Needs:
+class NeededTensors:
     """What the backward of a step needs of the step's inputs and results, each by position."""
 
-    inputs: Mapping[int, Need] = field(default_factory=dict)
-    results: Mapping[int, Need] = field(default_factory=dict)
+    inputs: Mapping[int, NeededTensor] = field(default_factory=dict)
+    results: Mapping[int, NeededTensor] = field(default_factory=dict)
 
-    def become(self, other: Needs) -> None:
+    def become(self, other: NeededTensors) -> None:
         """Be those of another plan, which takes over."""
         self.inputs, self.results = other.inputs, other.results
 
 
-def needs_of(joint: Joint, modules: Modules, names: Sequence[str]) -> Needs:
+def needed_tensors(joint: Joint, modules: Modules, names: Sequence[str]) -> NeededTensors:
     """What the backward of a plan reads of the inputs and results of its forward; ``names``: of the inputs."""
     output = modules.forward.graph.output_node()
     outputs: Any = output.args[0]
@@ -71,14 +71,14 @@ def needs_of(joint: Joint, modules: Modules, names: Sequence[str]) -> Needs:
     forward = {op.name for op in joint.graph.ops if op.phase == "forward"}
     in_plain = {v for op in joint.graph.ops if op.phase == "backward" for v in op.inputs}
     values = {node.name: set(found) for node, found in joint.value_of.items()}
-    inputs: dict[int, Need] = {}
-    results: dict[int, Need] = {}
+    inputs: dict[int, NeededTensor] = {}
+    results: dict[int, NeededTensor] = {}
 
-    def add(found: dict[int, Need], position: int, name: str, node: fx.Node) -> None:
+    def add(found: dict[int, NeededTensor], position: int, name: str, node: fx.Node) -> None:
         reader = readers[node.name]
         again = reader is not None and reader.name.split(AGAIN)[0] in forward
         op = f"{target_name(reader)} of {where(reader)}" if reader is not None else "what hands it on as a gradient"
-        found[position] = Need(name, op, again, bool(values[node.name] & in_plain))
+        found[position] = NeededTensor(name, op, again, bool(values[node.name] & in_plain))
 
     for node, desc in zip(outputs[count:], output.meta["desc"][count:], strict=True):
         if not isinstance(desc, SavedForBackwardsAOTOutput):  # written to within the step itself
@@ -89,7 +89,7 @@ def needs_of(joint: Joint, modules: Modules, names: Sequence[str]) -> Needs:
         elif node in outputs[:count]:
             shape = tuple(node.meta["val"].shape)
             add(results, outputs.index(node), f"A result of the compiled step, of shape {shape},", node)
-    return Needs(inputs, results)
+    return NeededTensors(inputs, results)
 
 
 def _reader(node: fx.Node) -> fx.Node | None:
@@ -101,20 +101,20 @@ def _reader(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def explain_writes(run: Callable[..., Any], needs: Needs) -> Callable[..., Any]:
+def explain_writes(run: Callable[..., Any], needed: NeededTensors) -> Callable[..., Any]:
     """Have the backward of a compiled function refuse, in words, what was written to since its call.
 
-    ``needs``: those at each call; they may change in between.
+    ``needed``: those at each call; they may change in between.
     """
 
     @wraps(run)
     def explaining(*args: Any) -> Any:
         results = run(*args)
-        if not (needs.inputs or needs.results):
+        if not (needed.inputs or needed.results):
             return results
         functions = [*compiled_functions(results, args)]
-        given = [(args[i], need) for i, need in needs.inputs.items()]
-        made = [(t, needs.results.get(t.output_nr)) for t in results if getattr(t, "grad_fn", None) in functions]
+        given = [(args[i], need) for i, need in needed.inputs.items()]
+        made = [(t, needed.results.get(t.output_nr)) for t in results if getattr(t, "grad_fn", None) in functions]
         kept = [
             (weakref.ref(tensor), tensor._version, need)
             for tensor, need in (*given, *made)
@@ -127,7 +127,7 @@ def explain_writes(run: Callable[..., Any], needs: Needs) -> Callable[..., Any]:
     return explaining
 
 
-def _check(kept: Iterable[tuple[weakref.ref[torch.Tensor], int, Need]]) -> Callable[[Any], None]:
+def _check(kept: Iterable[tuple[weakref.ref[torch.Tensor], int, NeededTensor]]) -> Callable[[Any], None]:
     def check(grads: Any) -> None:
         for tensor, version, need in kept:
             found = tensor()

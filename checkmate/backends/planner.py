@@ -1,4 +1,4 @@
-"""How a captured step is planned: what a user asked for, checked once, and what plans by it."""
+"""The options of `checkmate.compile` and its like, checked once, and the `Planner` that plans each captured step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import BudgetError, InfeasibleBudget
 from checkmate.profiling.profilers import Choice, Profiler, profiler
 from checkmate.solvers import known_plans
-from checkmate.solvers.known_plans import Rest
+from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import cheapest_split, check_host, check_method, refused
 from checkmate.units import check_positive, exact_bytes, format_bytes, parse_bytes
@@ -218,20 +218,20 @@ class Planner:
         """
         return self._plan(problem, self.options.set_aside + beside, inf)[0]
 
-    def begin(self, problem: Problem) -> tuple[Solution, Rest | None]:
+    def begin(self, problem: Problem) -> tuple[Solution, UnfinishedSearch | None]:
         """The plan to begin with, and what is open of it, if a better one may come. Ranks wait for the best."""
         wait = inf if ranks.train_together() else self.options.patience
         return self._plan(problem, self.options.set_aside, wait)
 
-    def _plan(self, problem: Problem, reserve: int, wait: float) -> tuple[Solution, Rest | None]:
+    def _plan(self, problem: Problem, reserve: int, wait: float) -> tuple[Solution, UnfinishedSearch | None]:
         options, problem = self.options, self._ruled(problem)
         if options.total <= reserve:
             raise _nothing_left(problem, options.total, reserve)
-        rests: dict[int, Rest | None] = {}
+        unfinished_of: dict[int, UnfinishedSearch | None] = {}
 
         def find(one: Problem, seconds: float) -> Solution:
-            solution, rest = self._plan_one(one, options.total - reserve, wait, seconds)
-            rests[id(solution)] = rest
+            solution, unfinished = self._plan_one(one, options.total - reserve, wait, seconds)
+            unfinished_of[id(solution)] = unfinished
             return solution
 
         look_on = wait == inf and not ranks.train_together()  # ranks, whose costs differ, have to ask alike
@@ -245,20 +245,24 @@ class Planner:
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
             raise InfeasibleBudget(f"{solution.message}{note}", budget=options.total, min_budget=smallest, op=op)
         self._made = [*(known for known in self._made if known() is not None), weakref.ref(solution)]
-        return solution, rests[id(solution)]
+        return solution, unfinished_of[id(solution)]
 
-    def _plan_one(self, problem: Problem, within: int, wait: float, seconds: float) -> tuple[Solution, Rest | None]:
+    def _plan_one(
+        self, problem: Problem, within: int, wait: float, seconds: float
+    ) -> tuple[Solution, UnfinishedSearch | None]:
         """The same of a problem as it is, not split further; an answer without a plan does not say why."""
-        options, rest = self.options, None
+        options, unfinished = self.options, None
         earlier = tuple(solution for known in self._made if (solution := known()) is not None)
         asked: dict[str, Any] = {"method": options.method, "time_limit": seconds}
 
         def find() -> Solution:
-            nonlocal rest
-            found, rest = known_plans.begin(problem, within, earlier=earlier, cache=options.cache, wait=wait, **asked)
+            nonlocal unfinished
+            found, unfinished = known_plans.begin(
+                problem, within, earlier=earlier, cache=options.cache, wait=wait, **asked
+            )
             return found
 
-        return ranks.one_plan(find, problem, within, **asked), rest
+        return ranks.one_plan(find, problem, within, **asked), unfinished
 
     def _ruled(self, problem: Problem) -> Problem:
         """With the rules. One that named an op before is no mistake where a part of the step is left out."""

@@ -1,4 +1,4 @@
-"""What a captured step allocates from, an arena or a pool: where addresses come from, its place around both phases."""
+"""Make the arena (CPU) or the pool (CUDA) that a compiled step allocates from, as large as its plan needs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from checkmate.memory.arena import Arena, Lives, Phase
 from checkmate.memory.cuda_pool import CudaPool, segment_bytes
 from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block, Placement
-from checkmate.solvers.common.processes import Aside
+from checkmate.solvers.common.processes import BackgroundCall
 
 PLACE_SECONDS = 0.5  # to place what a step allocates: the second step waits for it
-PLACE_ON_SECONDS = 30.0  # to place it lower, in a process of its own
+PLACE_LOWER_SECONDS = 30.0  # to place it lower, in a process of its own
 PLACE_GAP = 1e-3  # an arena that could be lower by a smaller share is low enough
 Static = Arena | CudaPool
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -37,7 +37,7 @@ def arenas(memory: Memory | None, *, cache: bool) -> Callable[[], Arena | None]:
     if memory == "allocator":
         return lambda: None
     build.start(keep=cache, level=logging.INFO if memory is None else logging.WARNING)
-    return lambda: Arena(place, place_on=place_on)
+    return lambda: Arena(place_soon, place_lower=place_lower)
 
 
 def serving(memory: Static | None, plan: Solution, device: torch.device, *, pools: bool) -> Static | None:
@@ -65,14 +65,16 @@ def within(memory: Static | None, phase: Phase, lower: Lower) -> Lower:
     return lambda module, inputs: takes_one_list(memory.within(phase, lower(module, inputs)))
 
 
-def place(lives: Lives) -> Placement:
+def place_soon(lives: Lives) -> Placement:
     """An offset for each, soon."""
-    return addresses.place(_blocks(lives), time_limit=PLACE_SECONDS, gap=PLACE_GAP)
+    return addresses.place_blocks(_blocks(lives), time_limit=PLACE_SECONDS, gap=PLACE_GAP)
 
 
-def place_on(lives: Lives) -> Aside:
+def place_lower(lives: Lives) -> BackgroundCall:
     """The same with more time, in a process of its own."""
-    return Aside(partial(addresses.place, time_limit=PLACE_ON_SECONDS, gap=PLACE_GAP), _blocks(lives))
+    return BackgroundCall(
+        partial(addresses.place_blocks, time_limit=PLACE_LOWER_SECONDS, gap=PLACE_GAP), _blocks(lives)
+    )
 
 
 def _blocks(lives: Lives) -> list[Block]:

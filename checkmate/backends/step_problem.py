@@ -1,4 +1,4 @@
-"""A captured step as a problem, and the bytes of its peak that are none of its ops': what is in use beside it."""
+"""From a captured step to the `Problem` that solvers get: its ops, and the bytes that are in use beside them."""
 
 from __future__ import annotations
 

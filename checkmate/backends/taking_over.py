@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from checkmate.backends.step_problem import with_asked
-from checkmate.codegen.changing import Changing
+from checkmate.codegen.replaceable_code import ReplaceableCode
 from checkmate.core.plan import Plan
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
 from checkmate.solvers.background_search import Search
 from checkmate.solvers.common.certify import certify_plan, contradicts
-from checkmate.solvers.known_plans import Rest
+from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.statusline import showing
 from checkmate.units import format_seconds
 
@@ -68,7 +68,7 @@ class Running:
         self._search: Search | None = None  # None: nothing is open
         self._write: Write | None = None  # None: no plan can take over
 
-    def go_on(self, rest: Rest, code: Changing, write: Write, *, asked: int = 0) -> None:
+    def go_on(self, unfinished: UnfinishedSearch, code: ReplaceableCode, write: Write, *, asked: int = 0) -> None:
         """Have planning go on. What AOTAutograd was given is ``code``.
 
         ``write`` makes of a plan the functions of its forward and backward; None if these do not fit what AOTAutograd
@@ -78,7 +78,7 @@ class Running:
         self._tried: Any = None  # the last news that were looked at
         self._versions = -1  # of all parameters together, at the last forward
         self._looking = threading.Lock()
-        self._search = Search(rest)
+        self._search = Search(unfinished)
         weakref.finalize(self, self._search.end)
         self._search.start()
 

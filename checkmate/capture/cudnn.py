@@ -1,4 +1,4 @@
-"""Batch norm by cuDNN, where eager PyTorch takes it, as ops of the joint graph.
+"""Have cuDNN's batch norm in the joint graph where eager PyTorch runs it: AOTAutograd traces another kernel.
 
 ``aten.cudnn_batch_norm`` writes the running statistics without saying so in its schema. AOTAutograd therefore traces
 PyTorch's own kernel in its place, whose sums are in another order: other bits than eager's. Here the node becomes a

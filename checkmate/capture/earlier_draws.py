@@ -1,4 +1,4 @@
-"""Make all the random draws that come before one whose value a step asks for, so that this one is what it will be.
+"""For a question that depends on random draws: make these ahead of the step, in order, and put the generator back.
 
 A question that depends on draws has its answer beforehand if all draws of the same generator that come before it are
 made first, in the same order, with the same shapes and types, and the generator is put back afterwards: the step then

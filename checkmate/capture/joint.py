@@ -27,7 +27,7 @@ from checkmate.capture.nodes import (
     tensors,
     updated,
 )
-from checkmate.capture.numbers import DRAW_BYTES, check_sizes, hands_out_number, refuse_read
+from checkmate.capture.number_inputs import DRAW_BYTES, check_sizes, hands_out_number, refuse_read
 from checkmate.capture.patches.results.strides import obeys_layout
 from checkmate.capture.phases import Traced, let_overwrite, phases
 from checkmate.capture.provenance import where
@@ -97,7 +97,7 @@ def read_joint(
         on_cpu: the step is planned for the CPU: masks of dropout may be drawn again.
         as_is: its ops run as they are captured, by no other compiler.
         in_two: whether the backward of a convolution has the same bits in two calls; None: each has.
-        numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.capture.numbers`.
+        numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.capture.number_inputs`.
         draws: positions of the inputs that are draws of Python's generator.
         noted: what the step has tagged.
         prepared: the graph is that of a joint that was read before, or made of it.

@@ -1,4 +1,4 @@
-"""Tensors without data: how a model that fits no memory here is traced."""
+"""Trace a step on tensors without data: for models that fit in no memory here."""
 
 from __future__ import annotations
 

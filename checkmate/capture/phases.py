@@ -23,7 +23,7 @@ from checkmate.capture.nodes import (
     updated,
     written,
 )
-from checkmate.capture.numbers import number_placeholders
+from checkmate.capture.number_inputs import number_placeholders
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import save_state
 from checkmate.errors import Unsupported

@@ -76,7 +76,7 @@ def _say(message: str, code: int) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     _check(args)  # before anything that takes time
-    from checkmate.batch.steps import arguments_of
+    from checkmate.batch.sized_steps import arguments_of
     from checkmate.tracing import trace
 
     profile, make = _profile(args), _target(args)
@@ -155,7 +155,7 @@ def _frontier(args: argparse.Namespace) -> int:
 def _max_batch(args: argparse.Namespace) -> int:
     parse_bytes(args.budget)
     host = asked_host(args)
-    from checkmate.batch.search import max_batch_size
+    from checkmate.batch.max_batch_size import max_batch_size
 
     profile, make = _profile(args), _target(args)
     last: dict[int, tuple[Any, Any]] = {}

@@ -1,4 +1,4 @@
-"""Tell, while a backward runs, whether another part of it adds to a gradient before a given node of autograd does.
+"""While a backward runs, tell whether another part of it adds to a gradient before a given autograd node does.
 
 Autograd runs a backward in the order of descending sequence numbers: what was computed last comes first. So the
 question is whether a node of a higher number leads to the same gradient and is a part of this backward. From a node

@@ -1,4 +1,4 @@
-"""Make a function of a generated module: it looks up each op once, takes its inputs in a list, and lets go of them."""
+"""Make a function of a generated module: ops are looked up once, inputs come in one list and can be let go of."""
 
 from __future__ import annotations
 

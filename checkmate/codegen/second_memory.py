@@ -45,7 +45,7 @@ _GONE = (
 _HAS_FAILED = "This call of the step has failed, and what waited in the second memory for it was let go of then."
 
 
-class Face(NamedTuple):
+class TensorLayout(NamedTuple):
     """How a tensor lies in its storage."""
 
     dtype: torch.dtype
@@ -71,7 +71,7 @@ class Call:
     sent: int = 0
     fetched: int = 0
     waited: float = 0.0  # seconds
-    faces: dict[int, list[Face]] = field(default_factory=dict)  # of each value that is there or on its way
+    faces: dict[int, list[TensorLayout]] = field(default_factory=dict)  # of each value that is there or on its way
     bytes: dict[int, int] = field(default_factory=dict)
     kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # what has no storage of its own: it stays
     landing: dict[int, torch.UntypedStorage] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Refuse gradients of a weight that plain PyTorch adds in half precision, in a step and beside it.
+"""Refuse backwards where gradients of a weight, of a step and beside it, meet in autocast's half-precision copy.
 
 A region of autocast that is entered before a step is called, and left after it, keeps the converted copy of a weight
 for other uses (`checkmate.capture.autocast`). In plain PyTorch the gradients of all of them meet in the copy. A

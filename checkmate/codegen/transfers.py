@@ -1,4 +1,4 @@
-"""What generated code calls to have values wait in a second memory.
+"""What generated code calls to have values wait in a second memory: send, fetch, wait for either, drop.
 
 A value is a storage. `send` begins to copy it there, and `arrive` waits for that; `fetch` allocates a storage on the
 thread of the step, by the allocator that serves the step, and begins to copy into it; `land` waits for that, and gives
@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import has_side_effect
 
-from checkmate.codegen.second_memory import HAS_RUN, Call, Face, call_of, running
+from checkmate.codegen.second_memory import HAS_RUN, Call, TensorLayout, call_of, running
 from checkmate.core.graph import Graph
 from checkmate.core.plan import Drop, Fetch, Plan, Send, Step, Wait
 from checkmate.errors import HostError, Unsupported
@@ -60,7 +60,9 @@ def send(token: torch.Tensor, v: int, *faces: torch.Tensor) -> torch.Tensor:
         return token
     storage = faces[0].untyped_storage()
     call.store.send(v, storage)
-    call.faces[v] = [Face(t.dtype, t.device, int(t.storage_offset()), tuple(t.shape), t.stride()) for t in faces]
+    call.faces[v] = [
+        TensorLayout(t.dtype, t.device, int(t.storage_offset()), tuple(t.shape), t.stride()) for t in faces
+    ]
     call.bytes[v] = storage.nbytes()
     call.sent += storage.nbytes()
     call.there += storage.nbytes()

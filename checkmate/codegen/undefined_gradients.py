@@ -1,4 +1,4 @@
-"""The backward of a step where some of its results have no gradient.
+"""The backward of a step where some of its results have no gradient: without the ops that only these need.
 
 A step may return more than is differentiated: ``loss, logits``. Plain PyTorch then leaves out what only the logits
 need. AOTAutograd hands in zeros instead, which are not the same: a parameter that only they reach gets a gradient of

@@ -1,4 +1,4 @@
-"""What two problems have in common, as hashes: the graph, the bytes, the seconds."""
+"""Hashes of a problem's graph, bytes and seconds: by these, plans of the same or of a similar step are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What binds the plans of a problem beside its budget: rules of a person, and ops that overwrite what others read.
+"""How often and until when ops may run, and what must be gone before the backward: limits by rules and overwrites.
 
 A rule that lets an op run once pins it, as an op is pinned that draws random numbers: `checkmate.core.graph.Op.pinned`
 says so in its words. The others are two limits of their own: how often an op may run, and which values are not at hand

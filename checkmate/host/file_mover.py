@@ -7,7 +7,7 @@ bytes are taken from the disk when it is opened, so that a full disk is known th
 
 Where the file is used past the page cache, addresses are multiples of 512 bytes for most disks, and PyTorch's are of
 64. So a value's begin up to such an address, its head, and what is behind its last whole block go by way of a small
-buffer, into the last blocks of its place; all between goes straight. A landing that lies otherwise than the source did
+buffer, into the last blocks of its slot; all between goes straight. A landing that lies otherwise than the source did
 is filled by way of the buffer.
 """
 
@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from checkmate.errors import HostError
-from checkmate.host.store import BLOCK, Place, Run, Wait, rounded
+from checkmate.host.store import BLOCK, Extent, Slot, Wait, rounded
 from checkmate.units import exact_bytes
 
 PIECE = 16 << 20  # bytes of one call
@@ -137,15 +137,15 @@ class FileMover:
         self._out, self._back = _Lane(True, buffer), _Lane(False, buffer)
         self._begun: list[Future[None]] = []  # not known to have ended
 
-    def out(self, storage: torch.UntypedStorage, place: Place) -> Wait:
+    def out(self, storage: torch.UntypedStorage, slot: Slot) -> Wait:
         """Begin to copy a value into the file."""
         address = storage.data_ptr()
-        place.head = min(-address % self._buffer.alignment, place.nbytes)
-        return self._begin(self._out, place, address)
+        slot.head = min(-address % self._buffer.alignment, slot.nbytes)
+        return self._begin(self._out, slot, address)
 
-    def back(self, place: Place, storage: torch.UntypedStorage) -> Wait:
+    def back(self, slot: Slot, storage: torch.UntypedStorage) -> Wait:
         """Begin to copy a value from the file."""
-        return self._begin(self._back, place, storage.data_ptr())
+        return self._begin(self._back, slot, storage.data_ptr())
 
     def finish(self) -> None:
         """Wait for what the threads are at; what is behind it never begins."""
@@ -162,9 +162,9 @@ class FileMover:
         """Close the file; a forked child has no threads to end."""
         self._buffer.close()
 
-    def _begin(self, lane: _Lane, place: Place, address: int) -> Wait:
+    def _begin(self, lane: _Lane, slot: Slot, address: int) -> Wait:
         self._begun = [future for future in self._begun if not future.done()]
-        self._begun.append(lane.thread.submit(lane.copy, place, address))
+        self._begun.append(lane.thread.submit(lane.copy, slot, address))
         return partial(_ended, self._begun[-1])
 
 
@@ -187,20 +187,20 @@ class _Lane:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self.thread.submit(int).result()  # a thread that cannot start is known when the store is opened
 
-    def copy(self, place: Place, address: int) -> None:
+    def copy(self, slot: Slot, address: int) -> None:
         """Copy a value: its body first, then its edges, head and tail, which lie in blocks of their own."""
-        body = (place.nbytes - place.head) // BLOCK * BLOCK
-        tail = place.nbytes - place.head - body
-        for offset, start, count in _spans(place.runs, 0, body):
-            begin = address + place.head + start
+        body = (slot.nbytes - slot.head) // BLOCK * BLOCK
+        tail = slot.nbytes - slot.head - body
+        for offset, start, count in _spans(slot.extents, 0, body):
+            begin = address + slot.head + start
             if begin % self._alignment == 0:
                 self._move(offset, begin, count)
                 continue
             for done in range(0, count, BOUNCE):
                 piece = min(BOUNCE, count - done)
                 self._by_way([(begin + done, piece)], [(offset + done, 0, piece)])
-        edges = [(address, place.head), (address + place.head + body, tail)]
-        self._by_way(edges, _spans(place.runs, body, rounded(place.head + tail)))
+        edges = [(address, slot.head), (address + slot.head + body, tail)]
+        self._by_way(edges, _spans(slot.extents, body, rounded(slot.head + tail)))
 
     def _by_way(self, pieces: list[tuple[int, int]], spans: Iterable[tuple[int, int, int]]) -> None:
         """Copy pieces of memory, address and bytes, by way of the buffer, in which they lie side by side."""
@@ -215,14 +215,14 @@ class _Lane:
                 ctypes.memmove(address, place, count)
 
 
-def _spans(runs: tuple[Run, ...], begin: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """Where bytes of a place lie, from its byte `begin` on: offset in the file, bytes since `begin`, and how many."""
+def _spans(extents: tuple[Extent, ...], begin: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """Where bytes of a slot lie, from its byte `begin` on: offset in the file, bytes since `begin`, and how many."""
     passed, end = 0, begin + nbytes
-    for run in runs:
-        first, last = max(begin, passed), min(end, passed + run.nbytes)
+    for extent in extents:
+        first, last = max(begin, passed), min(end, passed + extent.nbytes)
         if first < last:
-            yield run.begin + first - passed, first - begin, last - first
-        passed += run.nbytes
+            yield extent.begin + first - passed, first - begin, last - first
+        passed += extent.nbytes
 
 
 def _no_room(folder: Path, nbytes: int, error: OSError) -> HostError:

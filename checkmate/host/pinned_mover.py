@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from checkmate.errors import HostError
-from checkmate.host.store import Place, Wait
+from checkmate.host.store import Slot, Wait
 from checkmate.units import exact_bytes
 
 
@@ -36,13 +36,13 @@ class PinnedMover:
         self._pinned = _pin(nbytes)
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def out(self, storage: torch.UntypedStorage, place: Place) -> Wait:
+    def out(self, storage: torch.UntypedStorage, slot: Slot) -> Wait:
         """Begin to copy a value into the host's memory."""
-        return self._copy(self._out, storage, place, out=True)
+        return self._copy(self._out, storage, slot, out=True)
 
-    def back(self, place: Place, storage: torch.UntypedStorage) -> Wait:
+    def back(self, slot: Slot, storage: torch.UntypedStorage) -> Wait:
         """Begin to copy a value from the host's memory."""
-        return self._copy(self._back, storage, place, out=False)
+        return self._copy(self._back, storage, slot, out=False)
 
     def finish(self) -> None:
         """Wait for the copies that are under way; here the host waits, since the step has ended."""
@@ -58,15 +58,15 @@ class PinnedMover:
     def abandon(self) -> None:
         """Nothing: CUDA does not work in a forked child."""
 
-    def _copy(self, stream: Any, storage: torch.UntypedStorage, place: Place, *, out: bool) -> Wait:
+    def _copy(self, stream: Any, storage: torch.UntypedStorage, slot: Slot, *, out: bool) -> Wait:
         """Copy each piece after all that the compute stream was given."""
-        there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (place.nbytes,), (1,))
+        there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (slot.nbytes,), (1,))
         stream.wait_event(torch.cuda.current_stream(self._device).record_event())
         done = 0
         with torch.cuda.stream(stream):
-            for run in place.runs:
-                count = min(run.nbytes, place.nbytes - done)
-                pinned, piece = self._pinned[run.begin : run.begin + count], there[done : done + count]
+            for extent in slot.extents:
+                count = min(extent.nbytes, slot.nbytes - done)
+                pinned, piece = self._pinned[extent.begin : extent.begin + count], there[done : done + count]
                 to, source = (pinned, piece) if out else (piece, pinned)
                 to.copy_(source, non_blocking=True)
                 done += count

@@ -27,8 +27,8 @@ from checkmate.units import exact_bytes
 BLOCK = 4096  # bytes: what a file is read and written by without the page cache
 
 
-class Run(NamedTuple):
-    """Bytes side by side."""
+class Extent(NamedTuple):
+    """Bytes side by side in a second memory."""
 
     begin: int
     nbytes: int
@@ -48,26 +48,26 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
 
-class Slots:
-    """Free and taken bytes, in blocks.
+class FreeSpace:
+    """The bytes of a second memory that are free, in blocks.
 
-    >>> slots = Slots(4 * BLOCK)
-    >>> first, second = slots.take(5000), slots.take(1)
-    >>> slots.give(first)
-    >>> [(run.begin // BLOCK, run.nbytes // BLOCK) for run in slots.take(3 * BLOCK)]
+    >>> space = FreeSpace(4 * BLOCK)
+    >>> first, second = space.take(5000), space.take(1)
+    >>> space.give(first)
+    >>> [(extent.begin // BLOCK, extent.nbytes // BLOCK) for extent in space.take(3 * BLOCK)]
     [(0, 2), (3, 1)]
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = rounded(capacity)
-        self._free = [Run(0, self.capacity)] if self.capacity else []  # sorted, none touches another
+        self._free = [Extent(0, self.capacity)] if self.capacity else []  # sorted, none touches another
 
     @property
     def free(self) -> int:
         """Bytes that nobody has."""
-        return sum(run.nbytes for run in self._free)
+        return sum(extent.nbytes for extent in self._free)
 
-    def take(self, nbytes: int) -> tuple[Run, ...] | None:
+    def take(self, nbytes: int) -> tuple[Extent, ...] | None:
         """Bytes for a value: the first gap that holds it, or else the lowest gaps together; None where that is all."""
         need = rounded(nbytes)
         if need > self.free:
@@ -77,32 +77,32 @@ class Slots:
         for gap in whole or [*self._free]:
             if not need:
                 break
-            run = Run(gap.begin, min(need, gap.nbytes))
+            extent = Extent(gap.begin, min(need, gap.nbytes))
             self._free.remove(gap)
-            if run.end < gap.end:
-                insort(self._free, Run(run.end, gap.end - run.end))
-            taken.append(run)
-            need -= run.nbytes
+            if extent.end < gap.end:
+                insort(self._free, Extent(extent.end, gap.end - extent.end))
+            taken.append(extent)
+            need -= extent.nbytes
         return tuple(taken)
 
-    def give(self, runs: tuple[Run, ...]) -> None:
+    def give(self, extents: tuple[Extent, ...]) -> None:
         """Have bytes back that were taken."""
-        for run in runs:
-            insort(self._free, run)
-        merged: list[Run] = []
-        for run in self._free:
-            touches = bool(merged) and merged[-1].end == run.begin
-            begin = merged.pop().begin if touches else run.begin
-            merged.append(Run(begin, run.end - begin))
+        for extent in extents:
+            insort(self._free, extent)
+        merged: list[Extent] = []
+        for extent in self._free:
+            touches = bool(merged) and merged[-1].end == extent.begin
+            begin = merged.pop().begin if touches else extent.begin
+            merged.append(Extent(begin, extent.end - begin))
         self._free = merged
 
 
 @dataclass
-class Place:
+class Slot:
     """Where a value lies in a second memory."""
 
     nbytes: int
-    runs: tuple[Run, ...]
+    extents: tuple[Extent, ...]
     head: int = 0  # bytes at the value's begin that lie behind all others; noted by the mover that wrote them
 
 
@@ -114,10 +114,10 @@ class Mover(Protocol):
 
     name: str  # for errors
 
-    def out(self, storage: torch.UntypedStorage, place: Place) -> Wait:
+    def out(self, storage: torch.UntypedStorage, slot: Slot) -> Wait:
         """Begin to copy a value there."""
 
-    def back(self, place: Place, storage: torch.UntypedStorage) -> Wait:
+    def back(self, slot: Slot, storage: torch.UntypedStorage) -> Wait:
         """Begin to copy a value here."""
 
     def finish(self) -> None:
@@ -132,7 +132,7 @@ class Mover(Protocol):
 
 @dataclass
 class _Value:
-    place: Place
+    slot: Slot
     kept: torch.UntypedStorage | None  # source or landing, alive until its copy has ended
     pending: Wait | None = None
     arrived: bool = False  # its bytes are there, whole
@@ -151,7 +151,7 @@ class Store:
     """
 
     def __init__(self, mover: Mover, capacity: int) -> None:
-        self._mover, self._slots = mover, Slots(capacity)
+        self._mover, self._space = mover, FreeSpace(capacity)
         self._values: dict[int, _Value] = {}
         self._books = threading.Lock()
         self._process = os.getpid()
@@ -160,12 +160,12 @@ class Store:
     @property
     def capacity(self) -> int:
         """Bytes of the second memory."""
-        return self._slots.capacity
+        return self._space.capacity
 
     @property
     def bytes_there(self) -> int:
         """Bytes that values take in the second memory now: each `rounded`, from its `send` to its `drop`."""
-        return self._slots.capacity - self._slots.free
+        return self._space.capacity - self._space.free
 
     def send(self, key: int, storage: torch.UntypedStorage) -> None:
         """Begin to copy a value out. Its storage stays as it is until `wait`.
@@ -177,14 +177,14 @@ class Store:
         with self._opened():
             if key in self._values:
                 raise HostError(f"Value {key} is in {self._mover.name} already: drop it before it is sent again.")
-            runs = self._slots.take(nbytes)
-            if runs is None:
+            extents = self._space.take(nbytes)
+            if extents is None:
                 raise HostError(
                     f"No room for value {key} of {exact_bytes(nbytes)} in {self._mover.name}: "
                     f"{exact_bytes(self.bytes_there)} of {exact_bytes(self.capacity)} are taken."
                 )
-            self._values[key] = value = _Value(Place(nbytes, runs), storage)  # kept before anything is copied
-            value.pending = self._mover.out(storage, value.place)
+            self._values[key] = value = _Value(Slot(nbytes, extents), storage)  # kept before anything is copied
+            value.pending = self._mover.out(storage, value.slot)
 
     def fetch(self, key: int, landing: torch.UntypedStorage) -> None:
         """Begin to copy a value back, into a storage of as many bytes. It is there until `drop` all the same.
@@ -194,11 +194,11 @@ class Store:
         """
         with self._opened():
             value = self._settled(key, "fetched")
-            if landing.nbytes() != value.place.nbytes:
-                sizes = (exact_bytes(value.place.nbytes), exact_bytes(landing.nbytes()))
+            if landing.nbytes() != value.slot.nbytes:
+                sizes = (exact_bytes(value.slot.nbytes), exact_bytes(landing.nbytes()))
                 raise HostError(f"Value {key} has {sizes[0]}, and is to land in {sizes[1]}.")
             value.kept = landing
-            value.pending = self._mover.back(value.place, landing)
+            value.pending = self._mover.back(value.slot, landing)
 
     def wait(self, key: int) -> None:
         """Until the copy of a value that was begun last has ended. From then on its source may go, its landing be read.
@@ -222,7 +222,7 @@ class Store:
             elif not value.arrived and self._values.get(key) is value:
                 self._forget(key)
         if error is not None:
-            size = exact_bytes(value.place.nbytes)
+            size = exact_bytes(value.slot.nbytes)
             raise HostError(f"The copy of {size} {way} {self._mover.name} failed: {error}") from error
 
     def drop(self, key: int) -> None:
@@ -243,7 +243,7 @@ class Store:
         with self._opened():
             self._mover.finish()
             _let_go(self._values)
-            self._slots = Slots(self.capacity)
+            self._space = FreeSpace(self.capacity)
 
     def close(self) -> None:
         """Let the second memory go, after what is under way has ended. Closing again does nothing."""
@@ -263,7 +263,7 @@ class Store:
         return value
 
     def _forget(self, key: int) -> None:
-        self._slots.give(self._values.pop(key).place.runs)
+        self._space.give(self._values.pop(key).slot.extents)
 
     @contextmanager
     def _opened(self) -> Iterator[None]:

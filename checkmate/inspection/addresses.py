@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from checkmate.core.solution import Solution, check_solution
 from checkmate.core.table import Printed, Table
 from checkmate.inspection.timeline import Span, timeline
-from checkmate.solvers.addresses import TIME_LIMIT, Block, place
+from checkmate.solvers.addresses import TIME_LIMIT, Block, place_blocks
 from checkmate.units import format_bytes
 
 ALIGNMENT = 64  # bytes; PyTorch's allocator on the CPU gives such addresses
@@ -117,7 +117,7 @@ def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresse
         raise ValueError(f"There are no addresses without a plan: {solution.status.meaning}.")
     lives = lives_of(solution)
     blocks = [Block(life.born, life.died, -(-life.bytes // ALIGNMENT) * ALIGNMENT) for life in lives]
-    placed = place(blocks, time_limit=time_limit)
+    placed = place_blocks(blocks, time_limit=time_limit)
     boxes = tuple(box for offset, life in zip(placed.offsets, lives, strict=True) for box in _boxes(life, offset))
     return Addresses(boxes, placed.height, placed.bound)
 

@@ -1,4 +1,4 @@
-"""Where in the user's code ops come from: their modules, neighbours together until few enough are left to be shown."""
+"""Modules and lines of the user's code that ops come from; neighbours are folded until few enough are left to show."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Path = tuple[str, ...]  # layer1.0.conv2 is ("layer1", "0", "conv2")
 
 
 @dataclass(frozen=True)
-class Place:
+class CodePlace:
     """Where in the user's code an op comes from, each part empty where not known."""
 
     module: str = ""  # path, such as "layer1.0.conv2"
@@ -21,12 +21,12 @@ class Place:
     line: str = ""  # file and line, such as "resnet.py:31"
 
 
-def place_of(where: str | None) -> Place:
+def code_place_of(where: str | None) -> CodePlace:
     """The parts of `Op.where`.
 
-    >>> place_of("layer1.0.conv2 (Conv2d, resnet.py:31)")
-    Place(module='layer1.0.conv2', kind='Conv2d', line='resnet.py:31')
-    >>> place_of("train.py:7").line, place_of(None).line
+    >>> code_place_of("layer1.0.conv2 (Conv2d, resnet.py:31)")
+    CodePlace(module='layer1.0.conv2', kind='Conv2d', line='resnet.py:31')
+    >>> code_place_of("train.py:7").line, code_place_of(None).line
     ('train.py:7', '')
     """
     match = _WHERE.fullmatch(where or "")
@@ -35,8 +35,8 @@ def place_of(where: str | None) -> Place:
     line = last if _LINE.fullmatch(last) else ""
     named = ", ".join(kind if line else [*kind, last])
     if not match and not line:  # a bare path, or words such as "generated code"
-        return Place(module="" if " " in facts else facts)
-    return Place(module, named, line)
+        return CodePlace(module="" if " " in facts else facts)
+    return CodePlace(module, named, line)
 
 
 @dataclass(frozen=True)

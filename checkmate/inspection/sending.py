@@ -1,4 +1,4 @@
-"""What it would cost to have one more value of a plan in the second memory while the plan is at its peak."""
+"""For `explain_peak`: what it would cost to have one more value in the second memory while the plan is at its peak."""
 
 from __future__ import annotations
 

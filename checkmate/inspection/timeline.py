@@ -18,7 +18,7 @@ from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.timing import Event, walk
 from checkmate.core.ways import Way
-from checkmate.inspection.modules import Place, fold, place_of
+from checkmate.inspection.modules import CodePlace, code_place_of, fold
 
 RESIDENT = ("parameters", "buffers", "inputs", "other resident")
 ROLES = (
@@ -51,7 +51,7 @@ class Moment:
     workspace: int  # bytes that it needs while it runs
     over: str  # name of the value that it writes over, which is gone then; empty where it writes over none
     where: str  # as `Op.where`, empty where not known
-    place: Place  # the same in parts
+    place: CodePlace  # the same in parts
     waited: float  # seconds between it and the next execution, in which a transfer is waited for
     position: int  # of the step in the plan
     tick: int  # of `checkmate.core.timing.Event`
@@ -78,7 +78,7 @@ class Span:
     uses: tuple[int, ...]  # indices of the Moments that read this copy, ascending
     continues: int | None  # index of the Span in whose storage it is, which ends where this begins; None: in its own
     where: str  # of the producer
-    place: Place
+    place: CodePlace
     born: int  # the tick from which on it is at hand
     died: int  # the tick from which on it is gone
 
@@ -226,7 +226,7 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
     events = list(walk(plan, problem))
     if not events or events[-1].run < 0:
         raise ValueError("The plan runs nothing: it has no timeline.")
-    places = [place_of(op.where) for op in problem.graph.ops]
+    places = [code_place_of(op.where) for op in problem.graph.ops]
     moments, ticks = _moments(plan, problem, events, places)
     there = tuple(max(event.there for event in group) for group in _by_run(events))
     levels = ((event.at, event.there) for event in events if isinstance(event.step, (Send, Drop)))
@@ -249,7 +249,7 @@ def _by_run(events: list[Event]) -> Iterator[list[Event]]:
 
 
 def _moments(
-    plan: Plan, problem: Problem, events: list[Event], places: list[Place]
+    plan: Plan, problem: Problem, events: list[Event], places: list[CodePlace]
 ) -> tuple[tuple[Moment, ...], list[int]]:
     """Each execution; and the tick from it to the next at which most bytes are at hand."""
     ways, times = _best_ways(problem), [0] * len(problem.graph.ops)
@@ -272,7 +272,7 @@ def _moments(
     return tuple(moments), ticks
 
 
-def _spans(problem: Problem, events: list[Event], places: list[Place]) -> tuple[Span, ...]:
+def _spans(problem: Problem, events: list[Event], places: list[CodePlace]) -> tuple[Span, ...]:
     """Each copy of a value."""
     graph, sizes, ways = problem.graph, problem.sizes.tolist(), _best_ways(problem)
     made: list[dict[str, Any]] = []  # of each, what is known of its `Span`

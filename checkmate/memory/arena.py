@@ -61,8 +61,8 @@ class Placed(Protocol):
         """(N,) bytes from the begin of the arena."""
 
 
-class Later(Protocol):
-    """Places that are looked for elsewhere."""
+class PendingPlaces(Protocol):
+    """Places for allocations that are looked for in another process."""
 
     @property
     def is_over(self) -> bool:
@@ -73,8 +73,8 @@ class Later(Protocol):
         """What was found, if anything was."""
 
 
-Place = Callable[[Lives], Placed]
-PlaceOn = Callable[[Lives], Later]
+PlaceSoon = Callable[[Lives], Placed]
+PlaceLower = Callable[[Lives], PendingPlaces]
 
 
 class _Noted(NamedTuple):
@@ -111,15 +111,15 @@ class Arena:
     """What one captured step allocates from.
 
     Args:
-        place: finds an offset for each allocation, at once.
-        place_on: looks longer, where the arena could be lower by `WORTH`; what it finds holds from a later step on.
+        place_soon: finds an offset for each allocation, at once.
+        place_lower: looks longer, where the arena could be lower by `WORTH`; what it finds holds from a later step on.
         capacity: bytes that the step is expected to allocate at most, at once; `expect` can say it later.
     """
 
-    def __init__(self, place: Place, capacity: int = 0, place_on: PlaceOn | None = None) -> None:
-        self._place, self._place_on, self.capacity = place, place_on, capacity
+    def __init__(self, place_soon: PlaceSoon, capacity: int = 0, place_lower: PlaceLower | None = None) -> None:
+        self._place_soon, self._place_lower, self.capacity = place_soon, place_lower, capacity
         self._noted: _Noted | None = None  # by which addresses were planned
-        self._lower: Later | None = None  # others, for the same
+        self._lower: PendingPlaces | None = None  # others, for the same
         self.live_peak = 0  # bytes alive at once, in the step for which addresses were planned
         self.outside = 0  # bytes that the first steps made the machine give beside the mapping
         self._watched = 2 * TOLD_STEPS  # calls, forward and backward, for which that is measured yet
@@ -206,10 +206,10 @@ class Arena:
     def _lay_out(self) -> None:
         """Plan addresses for what the last step allocated."""
         self._noted = noted = self._record()
-        height = self._lay(noted, self._place(noted.lives))
+        height = self._lay(noted, self._place_soon(noted.lives))
         self.live_peak = noted.lives.peak
         could_be_lower = height - self.live_peak >= WORTH * self.live_peak
-        self._lower = self._place_on(noted.lives) if self._place_on is not None and could_be_lower else None
+        self._lower = self._place_lower(noted.lives) if self._place_lower is not None and could_be_lower else None
 
     def _lay_lower(self, placed: Placed | None) -> None:
         """Take other addresses for the same allocations, if they are worth it."""

@@ -1,4 +1,4 @@
-"""What the arenas of a compiled step did when it last ran, and its second memory."""
+"""The report on a compiled step's memory: what its arenas and its second memory did when it last ran."""
 
 from __future__ import annotations
 

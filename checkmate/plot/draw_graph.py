@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.inspection.modules import fold, place_of
+from checkmate.inspection.modules import code_place_of, fold
 from checkmate.plot.style import BLUE, axes_of, pyplot
 from checkmate.units import format_bytes, format_seconds
 
@@ -79,7 +79,7 @@ def _nodes(problem: Problem, most: int) -> list[_Node]:
     halves = [half for half in (range(forward), range(forward, len(ops))) if half]
     folded = []
     for half in halves:
-        paths = _filled([place_of(ops[k].where).module for k in half])
+        paths = _filled([code_place_of(ops[k].where).module for k in half])
         room = max(1, most // len(halves)) if len(ops) > most else len(ops)
         groups = fold(paths, room) if len(half) > room else fold(paths, len(half))
         folded.append([(group, half[group.first : group.last + 1]) for group in groups])

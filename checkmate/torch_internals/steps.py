@@ -1,4 +1,4 @@
-"""What stands around a step: hooks of optimizers, and processes that train together."""
+"""Names that stand around a step: hooks of optimizers, and processes that train together."""
 
 from __future__ import annotations
 

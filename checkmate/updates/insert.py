@@ -1,4 +1,4 @@
-"""Put what is done with gradients into a traced step: each goes to its update, and is no result of the step.
+"""Rewrite a traced step so that each gradient goes to its parameter's update, and is no result of the step.
 
 gradient -> as autograd stores it -> (mean of all ranks) -> (without the scale) -> (clipped) -> update
 

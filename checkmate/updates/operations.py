@@ -1,4 +1,4 @@
-"""The ops of a step that do something with gradients, as functions for the nodes of its graph.
+"""The functions that a step's graph calls on gradients: sum, exchange, unscale, clip, update, as ops of the backward.
 
 ``does``: what an op does beside what it makes, in words with a place for the name of its second argument, a parameter;
 such an op runs once. ``updates``: positions of the arguments that it overwrites. ``rehearsal``: makes a function that

@@ -10,7 +10,7 @@ import numpy as np
 
 from checkmate.core.solution import Solution
 from checkmate.inspection.addresses import Addresses
-from checkmate.inspection.modules import Place, place_of
+from checkmate.inspection.modules import CodePlace, code_place_of
 from checkmate.inspection.peak import PeakExplanation, nth
 from checkmate.inspection.timeline import Span, Timeline
 from checkmate.plot.draw_frontier import by_method, proven_seconds
@@ -31,7 +31,7 @@ def page_data(
     problem, graph = solution.problem, solution.problem.graph
     assert solution.schedule is not None
     texts = _Texts()
-    places = [place_of(op.where) for op in graph.ops]
+    places = [code_place_of(op.where) for op in graph.ops]
     roles = line.by_role()
     names = list(roles)
     sizes, workspace = problem.sizes.tolist(), [moment.workspace for moment in line.moments]
@@ -134,7 +134,7 @@ def _over(line: Timeline, span: Span) -> str:
     return "" if span.continues is None else line.spans[span.continues].name
 
 
-def _module(place: Place) -> str:
+def _module(place: CodePlace) -> str:
     return f"{place.module} ({place.kind})" if place.module and place.kind else place.module or place.kind
 
 

@@ -1,4 +1,4 @@
-"""Two methods that choose nothing: keep everything, and keep only what the op before made.
+"""Two yardsticks that choose nothing: keep everything, and keep only what the op before made.
 
 Keeping everything, each op runs once, each value stays until its last use: what PyTorch does by itself.
 

@@ -1,4 +1,4 @@
-"""Which ops of the backward run a second time, and when, where what they make would wait too long to stay.
+"""Which backward ops run twice where gradients wait to be clipped: they are made again in place of being kept.
 
 A gradient that is clipped by the norm of all waits until the last of them is known. What waits so can be kept, or let
 go and made again when it is read: the backward runs twice then, or as much of it as leads there. In between are plans

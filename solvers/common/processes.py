@@ -2,8 +2,9 @@
 
 `Processes` has the interface of `concurrent.futures`. Unlike `concurrent.futures.ProcessPoolExecutor`, a process here
 never imports the caller's script, so that scripts need no ``if __name__ == "__main__"``; and one that dies, for want of
-memory say, takes no other call with it. `Talk` and `Aside` are for what works beside the training: of low priority, of
-one thread, the first that the kernel takes where memory is short; and Ctrl-C is left to who trains.
+memory say, takes no other call with it. `BackgroundProcess` and `BackgroundCall` are for what works beside the
+training: of low priority, of one thread, the first that the kernel takes where memory is short; and Ctrl-C is left to
+who trains.
 
 The kernel is asked to end each process with its parent, and its input ends then, too.
 """
@@ -155,7 +156,7 @@ class Processes:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
-class Talk:
+class BackgroundProcess:
     """A process beside the training, and a thread that hears what it tells.
 
     Args:
@@ -202,10 +203,10 @@ class Talk:
             self.over.set()
 
 
-class Aside:
+class BackgroundCall:
     """One call in a process beside the training, which ends when nobody waits for its result any more.
 
-    >>> aside = Aside(divmod, 7, 3)
+    >>> aside = BackgroundCall(divmod, 7, 3)
     >>> aside.wait(), aside.result
     (True, (2, 1))
     """
@@ -230,7 +231,7 @@ class Aside:
         return self._held.over.wait(timeout)
 
 
-class _Call(Talk):
+class _Call(BackgroundProcess):
     result: Any = None
 
     def hear(self, answer: Any) -> bool:

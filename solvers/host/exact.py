@@ -1,4 +1,4 @@
-"""The exact model beside a second memory: what every plan obeys, as an integer program, and the plans of its answers.
+"""The exact model with a second memory: an integer program whose rows every plan obeys, and the plans of its answers.
 
 A plan is looked at in the moments in which ops run for the first time. Stage t is what happens after the first
 execution of op t - 1 up to the end of that of op t, whatever it is and in whatever order. Of a plan,
@@ -35,13 +35,13 @@ from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.errors import SolverError
-from checkmate.solvers.common.away import Event, away, events, sendable
+from checkmate.solvers.common.fetch_ops import Event, plain_events, sendable, with_fetches
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.obey import obeys
-from checkmate.solvers.common.placement import place
+from checkmate.solvers.common.obeys_limits import obeys_limits
+from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.runs import without_useless
 from checkmate.solvers.common.task import Task
-from checkmate.solvers.host.offload import Sets
+from checkmate.solvers.host.offload import SentSets
 from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear import milp as linear
 from checkmate.solvers.linear.links import link_seconds
@@ -111,7 +111,7 @@ def milp(
     if result.x is not None:
         offer(result.x)
         sent = np.flatnonzero(program.model.value(result.x, program.F).any(axis=0)).tolist()
-    sets = Sets(task.within(SHARE_OF_SETS * task.clock.left), incumbent, linear.milp)
+    sets = SentSets(task.within(SHARE_OF_SETS * task.clock.left), incumbent, linear.milp)
     sets.attempt_parts(sent)
     return Remarks(details={"columns": program.model.columns, "rows": program.model.rows, "bound": result.bound * unit})
 
@@ -123,25 +123,28 @@ def plan_of(problem: Problem, budget: int, R: np.ndarray, F: np.ndarray) -> Plan
     least.
     """
     sent = np.flatnonzero(F.any(axis=0)).tolist()
-    free = away(problem, sent)
-    runs = np.eye(len(free.op), dtype=bool)
-    stages = [at for at, k in enumerate(free.op) if k is not None]
+    fetching = with_fetches(problem, sent)
+    runs = np.eye(len(fetching.op), dtype=bool)
+    stages = [at for at, k in enumerate(fetching.op) if k is not None]
     runs[np.ix_(stages, stages)] |= R
-    for at, v in enumerate(free.value):
+    for at, v in enumerate(fetching.value):
         if v is not None:
             again = F[:, v] | R[:, problem.graph.values[v].producer]
             runs[[stage for stage, wanted in zip(stages, again, strict=True) if wanted and stage > at], at] = True
-    runs = without_useless(free.problem.graph, runs)
-    if not obeys(free.problem, runs):
+    runs = without_useless(fetching.problem.graph, runs)
+    if not obeys_limits(fetching.problem, runs):
         return None
-    found = simulator.lower(free.problem, Schedule.from_runs(free.problem.graph, runs))
-    happens, boundary = events(free, found)
+    found = simulator.lower(fetching.problem, Schedule.from_runs(fetching.problem.graph, runs))
+    happens, boundary = plain_events(fetching, found)
     apart: list[list[Event]] = [  # what is on its way there is not written over: nothing waits for that
         [Run(e.op), Free(e.over)] if isinstance(e, Run) and e.over is not None and e.over in sent else [e]
         for e in happens
     ]
     later = sum(map(len, apart[:boundary]))
-    plans = [place(problem, budget, happens, boundary), place(problem, budget, [*chain(*apart)], later)]
+    plans = [
+        place_transfers(problem, budget, happens, boundary),
+        place_transfers(problem, budget, [*chain(*apart)], later),
+    ]
     return min((plan for plan in plans if plan), key=lambda plan: simulator.cost(plan, problem), default=None)
 
 

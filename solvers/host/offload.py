@@ -2,8 +2,8 @@
 
     plans of recomputation alone
     -> the bound of moments with links (`checkmate.solvers.linear.links`), whose answer says what to send
-    -> what is left to decide then, as a problem of recomputation (`checkmate.solvers.common.away`)
-    -> the transfers of its plan (`checkmate.solvers.common.placement`), whose seconds the simulator tells
+    -> what is left to decide then, as a problem of recomputation (`checkmate.solvers.common.fetch_ops`)
+    -> the transfers of its plan (`checkmate.solvers.common.place_transfers`), whose seconds the simulator tells
     -> more moments, other sets: without what is waited for, with what runs again for long
 
 The first plan is that of recomputation alone, so that a second memory never makes a step slower.
@@ -24,9 +24,9 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.timing import timing
 from checkmate.errors import SolverError
-from checkmate.solvers.common.away import away, events, sendable
+from checkmate.solvers.common.fetch_ops import plain_events, sendable, with_fetches
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.placement import place
+from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import Bound, moment_bound, next_moments
 from checkmate.solvers.search.min_budget import with_most_sent
@@ -63,7 +63,7 @@ def offload(
         incumbent.offer(alone.R, "recomputation")
     if task.budget >= problem.keep_all_peak:
         return remarks
-    sets = Sets(task, incumbent, recompute, settle)
+    sets = SentSets(task, incumbent, recompute, settle)
     if incumbent.R is None:
         sets.attempt(sendable(problem))
     if incumbent.R is None:
@@ -85,7 +85,7 @@ def offload(
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedSet:
     """What came of sending some values, with some room left for what is on its way."""
 
     seconds: float
@@ -95,14 +95,14 @@ class Tried:
 
 
 @dataclass
-class Sets:
+class SentSets:
     """Sets of values to send, and what came of them."""
 
     task: Task
     incumbent: Incumbent
     recompute: Solver
     settle: float = 0.0
-    best: Tried | None = None
+    best: TriedSet | None = None
     tried: dict[tuple[frozenset[int], int], float] = field(default_factory=dict)  # -> seconds
 
     @property
@@ -146,7 +146,7 @@ class Sets:
         self.incumbent.offer_plan(plan, "sending")
         fits = problem.host is not None and there <= problem.host.budget
         if fits and plan.sent and (self.best is None or seconds < self.best.seconds):
-            self.best = Tried(seconds, plan.sent, room, plan)
+            self.best = TriedSet(seconds, plan.sent, room, plan)
         return seconds
 
     def improve(self) -> None:
@@ -161,7 +161,7 @@ class Sets:
             if self.best is before and len(self.tried) == tried:
                 return
 
-    def _beside(self, best: Tried) -> Iterator[tuple[frozenset[int], int]]:
+    def _beside(self, best: TriedSet) -> Iterator[tuple[frozenset[int], int]]:
         """Sets with some values less, which are waited for or soon made again, or more, which run again for long."""
         problem = self.task.problem
         late = _waited_for(best.plan, problem)
@@ -175,7 +175,7 @@ class Sets:
             yield best.sent.difference(cheap[:n]).union(dear[:n]), best.room
             yield best.sent, max(0, best.room + largest * (1 if n % 3 == 1 else -1) // max(1, n // 2))
 
-    def _at_random(self, best: Tried, rng: np.random.Generator) -> Iterator[tuple[frozenset[int], int]]:
+    def _at_random(self, best: TriedSet, rng: np.random.Generator) -> Iterator[tuple[frozenset[int], int]]:
         """Sets with a few values more and a few less."""
         pool = sendable(self.task.problem)
         for _ in range(AT_RANDOM):
@@ -184,19 +184,19 @@ class Sets:
 
     def _plan(self, sent: frozenset[int], budget: int) -> Plan | None:
         """The best plan soon found that sends these values and keeps the others within the budget."""
-        free = away(self.task.problem, sent)
-        if budget < free.problem.unavoidable_bytes.max():
+        fetching = with_fetches(self.task.problem, sent)
+        if budget < fetching.problem.unavoidable_bytes.max():
             return None
         clock = Clock(min(self.task.clock.left, max(LEAST_TRY, SHARE_OF_TRY * self.task.clock.limit)))
-        inner = Incumbent(replace(self.task, problem=free.problem, budget=budget, clock=clock, gap=1e-3))
+        inner = Incumbent(replace(self.task, problem=fetching.problem, budget=budget, clock=clock, gap=1e-3))
         try:
             self.recompute(inner.task, inner)
         except SolverError as error:
             log.warning("what to do beside transfers was not found: %s", error)
         if inner.R is None:
             return None
-        found = simulator.lower(free.problem, Schedule.from_runs(free.problem.graph, inner.R))
-        return place(self.task.problem, self.task.budget, *events(free, found))
+        found = simulator.lower(fetching.problem, Schedule.from_runs(fetching.problem.graph, inner.R))
+        return place_transfers(self.task.problem, self.task.budget, *plain_events(fetching, found))
 
 
 def _worth(problem: Problem, v: int) -> float:

@@ -1,4 +1,4 @@
-"""A plan from what a heuristic decided: which values are swapped, which are made again, and where.
+"""Make a plan of what a swapping heuristic decided: which values are swapped, which are made again, and where.
 
 The ops run in order. A swapped value is sent after one op and fetched before another; a dropped one goes after an op
 and is made again when an op misses it. What is on its way there goes as soon as room is needed for something else, and

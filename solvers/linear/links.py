@@ -1,4 +1,4 @@
-"""What the bound of moments knows of a second memory: values leave and come back by links while ops run.
+"""Variables and rows of a linear model for a second memory: values leave and come back by links while ops run.
 
 Between moments i-1 and i a link carries a part out[i, v] of value v there and a part in[i, v] back, from 0 to 1.
 H[i, v] is how much of a copy is there at moment i, L[i, v] how much has landed of a value that is not whole yet, and
@@ -39,7 +39,7 @@ SMALL = 2e-3  # of the bytes that keeping everything takes: values that take les
 
 
 @dataclass(frozen=True, eq=False)
-class Links:
+class LinkColumns:
     """Columns, of m moments and V values, `NONE` where zero."""
 
     out: np.ndarray  # (m + 1, V)
@@ -58,7 +58,7 @@ def negligible(problem: Problem) -> np.ndarray:
     return small
 
 
-def add_links(model: Model, problem: Problem, ends: np.ndarray, made_by: np.ndarray, fixed: np.ndarray) -> Links:
+def add_links(model: Model, problem: Problem, ends: np.ndarray, made_by: np.ndarray, fixed: np.ndarray) -> LinkColumns:
     """The columns of the links between moments.
 
     Args:
@@ -74,11 +74,11 @@ def add_links(model: Model, problem: Problem, ends: np.ndarray, made_by: np.ndar
     out = model.variables(sent, name="out")
     back = model.variables(sent, name="in")
     F = model.variables(later, name="F")
-    return Links(out, back, F, model.variables(sent[:-1], name="H"), model.variables(sent[:-1], name="L"))
+    return LinkColumns(out, back, F, model.variables(sent[:-1], name="H"), model.variables(sent[:-1], name="L"))
 
 
 def bind_links(
-    model: Model, links: Links, R: np.ndarray, X: np.ndarray, problem: Problem, host: Host, made_by: np.ndarray
+    model: Model, links: LinkColumns, R: np.ndarray, X: np.ndarray, problem: Problem, host: Host, made_by: np.ndarray
 ) -> None:
     """The equations of the links but for (1b', 1c', 9'), which are those of the moments."""
     before = np.vstack([np.full_like(X[:1], NONE), X]) if len(X) else np.full(links.out.shape, NONE)
@@ -108,7 +108,7 @@ def link_seconds(problem: Problem, host: Host) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(there, LARGEST), np.minimum(back, LARGEST)
 
 
-def time_segments(model: Model, links: Links, R: np.ndarray, problem: Problem, host: Host) -> None:
+def time_segments(model: Model, links: LinkColumns, R: np.ndarray, problem: Problem, host: Host) -> None:
     """A column for the time of each segment, which is what the model makes small."""
     D = model.variables((len(R),), upper=np.inf, cost=1.0, name="D")[:, None]
     send, fetch = link_seconds(problem, host)

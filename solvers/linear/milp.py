@@ -13,7 +13,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.errors import SolverError
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
@@ -69,7 +69,7 @@ def milp(
         most = exact_bytes(budget)
         message = f"at least {exact_bytes(needed.max())} are at hand while {worst} runs, and the budget is {most}"
         return Remarks(message, method=method)
-    if start is not None and obeys(problem, start.R):
+    if start is not None and obeys_limits(problem, start.R):
         incumbent.offer(start.R, "start")
     known, margin = incumbent.R, 0
     for _ in range(ATTEMPTS):

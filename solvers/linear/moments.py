@@ -42,13 +42,13 @@ from checkmate.core.limits import lives
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.runs import bytes_in_stages, on_demand, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
 from checkmate.solvers.linear.highs import Outcome
-from checkmate.solvers.linear.links import Links, add_links, bind_links, negligible, time_segments
+from checkmate.solvers.linear.links import LinkColumns, add_links, bind_links, negligible, time_segments
 from checkmate.solvers.linear.model import NONE, Model, Term
 
 log = logging.getLogger("checkmate.solve")
@@ -85,7 +85,7 @@ class Relaxed:
     X: np.ndarray
     carried: np.ndarray  # X as what follows a moment finds it: without what a rule has made again in the backward
     OVER: np.ndarray  # (m, V): the op of moment i writes over value v
-    links: Links | None = None  # where there is a second memory
+    links: LinkColumns | None = None  # where there is a second memory
 
     def fetched(self, s: np.ndarray, v: np.ndarray) -> list[Term]:
         """F of segments and values, in an equation on whose other side it stands."""
@@ -164,7 +164,7 @@ def _round(
     sent = () if x.links is None else np.flatnonzero((x.model.value(result.x, x.links.F) > 0.5).any(axis=0))
     found = Bound(value, tuple(at), kept, R, tuple(map(int, sent)), cut=result.outcome is Outcome.STOPPED)
     schedule = lift(problem, found)
-    fits = peak_of(problem, schedule.R) <= budget and obeys(problem, schedule.R)
+    fits = peak_of(problem, schedule.R) <= budget and obeys_limits(problem, schedule.R)
     proven = schedule.cost(problem) <= value * (1 + EXACT)
     return replace(found, schedule=schedule if fits and proven else None)
 

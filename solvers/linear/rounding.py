@@ -19,7 +19,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.runs import cost_of, peak_of, without_useless
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear.milp import relax
@@ -71,7 +71,7 @@ def _offer(task: Task, incumbent: Incumbent, R: np.ndarray) -> bool:
     """Offer R without the runs that it can do without, if it fits and may then be cheaper than the best."""
     if cost_of(task.problem, R) >= WORTH_A_LOOK * incumbent.cost or not incumbent.fits(R):
         return False
-    if not obeys(task.problem, R):
+    if not obeys_limits(task.problem, R):
         return False
     return incumbent.offer(_without_needless(task, R), METHOD)
 
@@ -85,7 +85,7 @@ def _without_needless(task: Task, R: np.ndarray) -> np.ndarray:
             fewer = R.copy()
             fewer[t, k] = False
             fewer = without_useless(problem.graph, fewer)
-            R = fewer if obeys(problem, fewer) and peak_of(problem, fewer) <= task.budget else R
+            R = fewer if obeys_limits(problem, fewer) and peak_of(problem, fewer) <= task.budget else R
     return R
 
 

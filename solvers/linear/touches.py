@@ -1,4 +1,4 @@
-"""Who reads or makes which value: the places in a stage where a value can begin and end to be at hand."""
+"""All pairs of a value and an op that makes or reads it, as arrays: the columns of FREE and OVER in exact models."""
 
 from __future__ import annotations
 

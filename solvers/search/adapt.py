@@ -18,10 +18,10 @@ from checkmate.core.rules import without_rules
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.runs import as_matrix, cost_of, peak_of
 from checkmate.solvers.common.task import Task
-from checkmate.solvers.search.drop_runs import slim
+from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.eviction import Stuck, run_pass
 from checkmate.solvers.search.exchange import exchange
 from checkmate.solvers.search.next_use import GRID
@@ -72,8 +72,12 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
     np.int64(4)
     """
     found = _passes(task, R)
-    if (not found or not task.clock.is_over) and obeys(task.problem, R) and peak_of(task.problem, R) <= task.budget:
-        found.append(slim(task.problem, task.budget, R, task.clock))
+    if (
+        (not found or not task.clock.is_over)
+        and obeys_limits(task.problem, R)
+        and peak_of(task.problem, R) <= task.budget
+    ):
+        found.append(drop_runs(task.problem, task.budget, R, task.clock))
     return exchange(task, min(found, key=lambda runs: cost_of(task.problem, runs))) if found else None
 
 

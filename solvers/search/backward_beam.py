@@ -1,4 +1,4 @@
-"""Cheap plans by a search backwards over what must be at hand, with as many states as there is time for.
+"""Beam search from the last op to the first over sets of values to have at hand: cheap plans for tight budgets.
 
 As in `checkmate.solvers.search.backward_search` a state is the set of values that what runs later needs, and going
 backwards each of them is made again or was kept from before. Here the cost counts: of the states of a stage those go on
@@ -24,11 +24,11 @@ import numpy as np
 
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.runs import bytes_in_stages
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.min_budget import grain_of
-from checkmate.solvers.search.value_sets import Needs
+from checkmate.solvers.search.value_sets import ValueSets
 
 Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and the op that runs again in it, or `KNOWN`
 State = tuple[float, int, "Trail | None"]  # seconds of what runs again later, bytes that must be at hand, what runs
@@ -57,7 +57,7 @@ class Beam:
         price: (values with a bit, T + 1) float32, as `prices` gives it.
     """
 
-    needs: Needs
+    sets: ValueSets
     budget: int
     width: int
     price: np.ndarray
@@ -69,14 +69,14 @@ class Beam:
 
     def search(self, known: np.ndarray | None = None) -> np.ndarray | None:
         """R (T, T) of the cheapest plan that is found, never dearer than the known one; None without time or plan."""
-        beside = None if known is None else _Known(self.needs, known)
+        beside = None if known is None else _Known(self.sets, known)
         if beside is not None:
             self.most = float(beside.seconds[0])
         states = self._states(beside)
         if not states:
             return None
         _, _, trail = min(states.values(), key=lambda state: state[0])
-        return _runs(self.needs, trail, known)
+        return _runs(self.sets, trail, known)
 
     def bound(self) -> tuple[float, np.ndarray | None]:
         """Seconds of what every schedule runs again, at most ``most``; and R (T, T) of just that, if there is one.
@@ -88,12 +88,12 @@ class Beam:
         if not states:
             return (0.0 if self.clock.is_over else self.most), None
         seconds, _, trail = min(states.values(), key=lambda state: state[0])
-        return seconds, _runs(self.needs, trail, None) if self.complete else None
+        return seconds, _runs(self.sets, trail, None) if self.complete else None
 
     def _states(self, beside: _Known | None) -> States:
         """The states at the begin of the step, all of which need nothing; none without time or plan."""
         states: States = {0: (0.0, 0, None)}
-        for t in reversed(range(self.needs.T)):
+        for t in reversed(range(self.sets.T)):
             begun = {needed: state for needed, state in self._stage(t, states).items() if self._fits(t - 1, needed)}
             states = self._thin(begun, t)
             if beside is not None:
@@ -104,22 +104,22 @@ class Beam:
 
     def _stage(self, t: int, states: States) -> States:
         """What must be at hand when stage t begins, for each state at its end."""
-        needs, waiting = self.needs, _Waiting(self.needs)
+        sets, waiting = self.sets, _Waiting(self.sets)
         done: States = {}
-        of, seconds_of, room = needs.bytes_of, needs.tables.seconds, self.budget - needs.base[t]
-        reads, writes, ways = needs.inputs[t], needs.outputs[t], needs.savings[t]
-        earlier, asked_for = needs.free[t] & needs.below[t], reads | needs.closing[t]
+        of, seconds_of, room = sets.bytes_of, sets.tables.seconds, self.budget - sets.base[t]
+        reads, writes, ways = sets.inputs[t], sets.outputs[t], sets.savings[t]
+        earlier, asked_for = sets.free[t] & sets.below[t], reads | sets.closing[t]
         for needed, (seconds, held, trail) in states.items():
-            short = held + of((reads | writes) & ~needed) + needs.working[t] - room
-            if short <= 0 or (ways and short <= needs.saved(t, t, needed)):
+            short = held + of((reads | writes) & ~needed) + sets.working[t] - room
+            if short <= 0 or (ways and short <= sets.saved(t, t, needed)):
                 held += of(reads & ~needed) - of(needed & writes)
                 before = needed & ~writes | reads
                 asked = (before if self.every else before & asked_for) & earlier
                 waiting.add(before, asked, (seconds, held, trail), done)
         while waiting.queue:
             k, now = waiting.pop()
-            reads, writes, takes, working = needs.inputs[k], needs.outputs[k], seconds_of[k], needs.working[k]
-            ways = needs.savings[k]
+            reads, writes, takes, working = sets.inputs[k], sets.outputs[k], seconds_of[k], sets.working[k]
+            ways = sets.savings[k]
             for (needed, asked), state in now.items():
                 kept = asked & ~writes
                 if not self.every or self._fits(t - 1, needed & ~kept):
@@ -130,7 +130,7 @@ class Beam:
                     continue
                 missing = of(reads & ~needed)
                 short = held + missing + of(writes & ~needed) + working - room
-                if short <= 0 or (ways and short <= needs.saved(t, k, needed)):
+                if short <= 0 or (ways and short <= sets.saved(t, k, needed)):
                     again = seconds, held + missing - of(needed & writes), (trail, t, k)
                     waiting.add(needed & ~writes | reads, kept | reads & earlier, again, done)
             if self.clock.is_over:
@@ -141,7 +141,7 @@ class Beam:
 
     def _fits(self, t: int, needed: int) -> bool:
         """Whether op t can run where this is needed after it; there is no stage before the first."""
-        return t < 0 or self.needs.at(t, t, needed) <= self.budget
+        return t < 0 or self.sets.at(t, t, needed) <= self.budget
 
     def _thin_waiting(self, waiting: _Waiting, t: int) -> None:
         self.complete = False
@@ -169,26 +169,26 @@ class Beam:
             if needed not in states or state[0] < states[needed][0]:
                 states[needed] = state
         order = np.argsort(self._promise(list(states), [s[0] for s in states.values()], t), kind="stable").tolist()
-        sets = list(states)
-        into = self._merged([sets[i] for i in order], states, len(group) // 2, t)
+        needed_sets = list(states)
+        into = self._merged([needed_sets[i] for i in order], states, len(group) // 2, t)
         merged: Pending = {}
         for needed, parts in into.items():
             asked = 0
             for part in parts:
                 asked |= asked_of[part]
             seconds = min(states[part][0] for part in parts)
-            merged[needed, asked & needed] = seconds, self.needs.bytes_of(needed), None
+            merged[needed, asked & needed] = seconds, self.sets.bytes_of(needed), None
         return merged
 
     def _thin(self, states: States, t: int) -> States:
         """The most promising of those of which no other needs less and takes less."""
         if len(states) <= 1:
             return states
-        sets = list(states)
-        promise = self._promise(sets, [states[needed][0] for needed in sets], t)
+        needed_sets = list(states)
+        promise = self._promise(needed_sets, [states[needed][0] for needed in needed_sets], t)
         best: list[tuple[int, float]] = []
         for i in np.argsort(promise, kind="stable").tolist():
-            needed = sets[i]
+            needed = needed_sets[i]
             seconds = states[needed][0]
             if not any(other & needed == other and cost <= seconds for other, cost in best):
                 best.append((needed, seconds))
@@ -203,22 +203,22 @@ class Beam:
         self.complete = False
         into = self._merged([needed for needed, _ in best], states, self.width, t)
         return {
-            needed: (min(states[part][0] for part in parts), self.needs.bytes_of(needed), None)
+            needed: (min(states[part][0] for part in parts), self.sets.bytes_of(needed), None)
             for needed, parts in into.items()
         }
 
-    def _merged(self, sets: list[int], states: States, width: int, t: int) -> dict[int, list[int]]:
+    def _merged(self, needed_sets: list[int], states: States, width: int, t: int) -> dict[int, list[int]]:
         """What so many merged states need, and of which sets each is made: the least promising, which come last, go.
 
         Each goes into that with which it has the most left: the cheaper one's seconds, and the price of what both need.
         """
-        bits, seconds = self._bits(sets), np.array([states[needed][0] for needed in sets])
+        bits, seconds = self._bits(needed_sets), np.array([states[needed][0] for needed in needed_sets])
         priced = bits[:width] * self.price[:, t]
-        parts = [[needed] for needed in sets[:width]]
-        for i in range(width, len(sets), CHUNK):
+        parts = [[needed] for needed in needed_sets[:width]]
+        for i in range(width, len(needed_sets), CHUNK):
             some = slice(i, i + CHUNK)
             left = priced @ bits[some].T + np.minimum(seconds[:width, None], seconds[some])
-            for needed, j in zip(sets[some], left.argmax(axis=0).tolist(), strict=True):
+            for needed, j in zip(needed_sets[some], left.argmax(axis=0).tolist(), strict=True):
                 parts[j].append(needed)
         into: dict[int, list[int]] = {}
         for members in parts:
@@ -228,24 +228,24 @@ class Beam:
             into.setdefault(both, []).extend(members)
         return into
 
-    def _promise(self, sets: list[int], seconds: list[float], t: int) -> np.ndarray:
+    def _promise(self, needed_sets: list[int], seconds: list[float], t: int) -> np.ndarray:
         """(n,) float: seconds of what runs later, and the price of what is needed when stage t begins."""
-        return np.array(seconds) + self._bits(sets) @ self.price[:, t]
+        return np.array(seconds) + self._bits(needed_sets) @ self.price[:, t]
 
-    def _bits(self, sets: list[int]) -> np.ndarray:
+    def _bits(self, needed_sets: list[int]) -> np.ndarray:
         """(n, values with a bit) float32, 0 or 1."""
-        count = len(self.needs.values)
+        count = len(self.sets.values)
         width = (count + 7) // 8
-        joined = np.frombuffer(b"".join(needed.to_bytes(width, "little") for needed in sets), dtype=np.uint8)
-        bits = np.unpackbits(joined.reshape(len(sets), width), axis=1, count=count, bitorder="little")
+        joined = np.frombuffer(b"".join(needed.to_bytes(width, "little") for needed in needed_sets), dtype=np.uint8)
+        bits = np.unpackbits(joined.reshape(len(needed_sets), width), axis=1, count=count, bitorder="little")
         return bits.astype(np.float32)
 
 
 class _Waiting:
     """States of a stage by the op to decide on next, the last one first."""
 
-    def __init__(self, needs: Needs) -> None:
-        self.producer = needs.producer
+    def __init__(self, sets: ValueSets) -> None:
+        self.producer = sets.producer
         self.groups: dict[int, Pending] = {}
         self.queue: list[int] = []
         self.count = 0
@@ -279,27 +279,27 @@ class _Waiting:
 class _Known:
     """What a known plan needs when each stage begins, and the seconds of what it runs again from there on."""
 
-    def __init__(self, needs: Needs, R: np.ndarray) -> None:
+    def __init__(self, sets: ValueSets, R: np.ndarray) -> None:
         self.R = R
-        S = Schedule.from_runs(needs.problem.graph, R).S[:, needs.values]
+        S = Schedule.from_runs(sets.problem.graph, R).S[:, sets.values]
         packed = np.packbits(S, axis=1, bitorder="little")
-        self.sets = [int.from_bytes(row.tobytes(), "little") for row in packed]
-        self.held = (S @ np.array(needs.size, dtype=np.int64)).tolist()
+        self.needed_sets = [int.from_bytes(row.tobytes(), "little") for row in packed]
+        self.held = (S @ np.array(sets.size, dtype=np.int64)).tolist()
         again = R.sum(axis=1) > 1
-        seconds = np.array(needs.tables.seconds)
+        seconds = np.array(sets.tables.seconds)
         of_stage = np.where(again, (R * seconds).sum(axis=1) - seconds, 0.0)
         self.seconds = of_stage[::-1].cumsum()[::-1]
 
     def join(self, t: int, states: States) -> None:
         """Put the plan's own state among those at the begin of stage t, where none is as good."""
-        needed, seconds = self.sets[t], float(self.seconds[t])
+        needed, seconds = self.needed_sets[t], float(self.seconds[t])
         state = states.get(needed)
         if state is None or seconds < state[0] * (1 - 1e-12):
             states[needed] = seconds, self.held[t], (None, t, KNOWN)
 
 
-def _runs(needs: Needs, trail: Trail | None, known: np.ndarray | None) -> np.ndarray:
-    R = np.eye(needs.T, dtype=bool)
+def _runs(sets: ValueSets, trail: Trail | None, known: np.ndarray | None) -> np.ndarray:
+    R = np.eye(sets.T, dtype=bool)
     while trail is not None:
         trail, t, k = trail
         if k == KNOWN:
@@ -310,7 +310,7 @@ def _runs(needs: Needs, trail: Trail | None, known: np.ndarray | None) -> np.nda
     return R
 
 
-def prices(needs: Needs, budget: int, worth: np.ndarray) -> np.ndarray:
+def prices(sets: ValueSets, budget: int, worth: np.ndarray) -> np.ndarray:
     """(values with a bit, T + 1) float32: seconds that having a value at hand when a stage begins may cost.
 
     A value is kept, at the price of its bytes in each stage, or made again from what its op reads, which has a price
@@ -319,26 +319,26 @@ def prices(needs: Needs, budget: int, worth: np.ndarray) -> np.ndarray:
     Args:
         worth: (T,) seconds that a byte is worth in each stage.
     """
-    tables, problem, T = needs.tables, needs.problem, needs.T
+    tables, problem, T = sets.tables, sets.problem, sets.T
     never, room = NEVER * problem.keep_all_cost, budget - problem.unavoidable_bytes
     of_op = np.zeros((T, T), dtype=np.float32)  # per op: to run it again in each stage
-    price = np.zeros((len(needs.values), T + 1), dtype=np.float32)
+    price = np.zeros((len(sets.values), T + 1), dtype=np.float32)
     for k in range(T):
         again = np.full(T, tables.seconds[k])
         again[tables.until[k] + 1 :] = never
         for u in tables.inputs[k]:
-            if u in needs.bit:
-                again += np.minimum(price[needs.index(u), :T], of_op[tables.producer[u]])
+            if u in sets.bit:
+                again += np.minimum(price[sets.index(u), :T], of_op[tables.producer[u]])
         of_op[k] = np.minimum(again, never)
         for v in tables.outputs[k]:
-            if v in needs.bit:
+            if v in sets.bit:
                 size = tables.size[v]
                 full = size > room
                 full[list(tables.users[v])] = False  # what is read there is there in any case
                 keep = np.where(full, never, worth * size)[k + 1 :]
                 kept = np.concatenate([[0.0], keep.cumsum()])  # from the stage after its op on
                 begun = np.concatenate([[0.0], of_op[k, k + 1 :]])  # at its op, or again in a later stage
-                price[needs.index(v), k + 1 :] = np.minimum(kept + np.minimum.accumulate(begun - kept), never)
+                price[sets.index(v), k + 1 :] = np.minimum(kept + np.minimum.accumulate(begun - kept), never)
     return price
 
 
@@ -360,16 +360,16 @@ def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = 
     (4.0, 4.0)
     """
     problem, budget, once = task.problem, task.budget, task.problem.keep_all_cost
-    needs = Needs(problem, grain=max(0, grain_of(problem, int(GRAIN * budget))))
-    R = np.eye(needs.T, dtype=bool) if incumbent.R is None else incumbent.R
+    sets = ValueSets(problem, grain=max(0, grain_of(problem, int(GRAIN * budget))))
+    R = np.eye(sets.T, dtype=bool) if incumbent.R is None else incumbent.R
     worth = bytes_in_stages(problem, R)[0] / budget
     forward = problem.seconds[: problem.graph.forward_length].sum()
-    price = prices(needs, budget, WORTH * forward / (problem.keep_all_peak * worth.sum() or 1.0) * worth)
+    price = prices(sets, budget, WORTH * forward / (problem.keep_all_peak * worth.sum() or 1.0) * worth)
     for width in widths:
-        beam = Beam(needs, budget, width, price, task.clock, most=incumbent.cost - once)
+        beam = Beam(sets, budget, width, price, task.clock, most=incumbent.cost - once)
         again, found = beam.bound()
         incumbent.prove(once + again)
-        if found is not None and obeys(problem, found):
+        if found is not None and obeys_limits(problem, found):
             incumbent.offer(found, "backward bound")
         if again < BEHIND * (incumbent.bound - once):
             return

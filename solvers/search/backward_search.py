@@ -1,4 +1,4 @@
-"""A search backwards over what must be at hand: plans of a small peak, and proofs that no schedule has a smaller one.
+"""Search from the last op to the first over sets of values to have at hand: plans of a small peak, and lower bounds.
 
 What a schedule has at hand is fixed by what runs later: going backwards, a run of op k takes what k makes out of the
 set of values needed and puts in what k reads (`checkmate.core.schedule.Schedule.from_runs`). So a state is a set of
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from checkmate.solvers.common.task import Clock, OutOfTime
-from checkmate.solvers.search.value_sets import Needs
+from checkmate.solvers.search.value_sets import ValueSets
 
 Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and the runs in it: of op k, or -1 - a set
 States = dict[int, Trail | None]  # what must be at hand -> what runs afterwards
@@ -44,7 +44,7 @@ class BackwardSearch:
         reached: the last stage that was looked at.
     """
 
-    needs: Needs
+    sets: ValueSets
     budget: int
     width: int
     clock: Clock
@@ -58,30 +58,30 @@ class BackwardSearch:
 
     def stage(self, t: int, states: States) -> States:
         """What must be at hand when stage t begins, for each state at its end; empty if nothing fits."""
-        needs = self.needs
+        sets = self.sets
         begun: States = {}
         self.reached = t
         if self.clock.is_over:
             raise OutOfTime
         for needed, trail in states.items():
             if self._fits(t, t, needed):
-                begun.setdefault(needs.before(t, needed), trail)
+                begun.setdefault(sets.before(t, needed), trail)
         return self._within(t, begun)
 
     def _within(self, t: int, begun: States) -> States:
         """Decide what runs again in stage t, from the last op before t to the first."""
         done: States = {}
-        free = self.needs.free[t]
+        free = self.sets.free[t]
         waiting: dict[int, States] = {}  # by the op to decide on next
         queue: list[int] = []
         count = 0
 
         def wait(needed: int, trail: Trail | None, k: int) -> int:
-            undecided = needed & free & self.needs.below[k]
+            undecided = needed & free & self.sets.below[k]
             if not undecided:
                 done.setdefault(needed, trail)
                 return 0
-            following = self.needs.producer[undecided.bit_length() - 1]
+            following = self.sets.producer[undecided.bit_length() - 1]
             if following not in waiting:
                 waiting[following] = {}
                 heapq.heappush(queue, -following)
@@ -106,40 +106,40 @@ class BackwardSearch:
 
     def _decide(self, t: int, k: int, needed: int, trail: Trail | None, done: States) -> list[tuple[int, Trail | None]]:
         """Op k runs in stage t, or what it makes is kept from before; or all that is missing is made from nothing."""
-        needs, free = self.needs, self.needs.free[t]
+        sets, free = self.sets, self.sets.free[t]
         found: list[tuple[int, Trail | None]] = []
-        if k < needs.forward_length:
-            missing = needed & free & needs.below[k + 1]
-            scratch = needs.from_scratch(t, missing)
+        if k < sets.forward_length:
+            missing = needed & free & sets.below[k + 1]
+            scratch = sets.from_scratch(t, missing)
             others = needed ^ missing
             with_pinned = others | scratch.pinned
-            peak = needs.base[t] + needs.bytes_of(with_pinned) + scratch.peak + needs.owed(t, with_pinned)
+            peak = sets.base[t] + sets.bytes_of(with_pinned) + scratch.peak + sets.owed(t, with_pinned)
             if peak <= self.budget:
                 done.setdefault(others if self.loose else with_pinned, (trail, t, SCRATCH - missing))
                 if with_pinned == others or self.loose or not self.exact:
                     self.complete &= with_pinned == others or self.loose
                     return []
-        if k >= needs.forward_length and t - k > self.far:
+        if k >= sets.forward_length and t - k > self.far:
             if self.loose:  # as if all that is missing were to be had for nothing
-                done.setdefault(needed & ~(free & needs.below[k + 1]), trail)
+                done.setdefault(needed & ~(free & sets.below[k + 1]), trail)
                 return []
             self.complete = False
         elif self._may_run(t, k) and self._fits(t, k, needed):
-            found.append((needs.before(k, needed), (trail, t, k)))
+            found.append((sets.before(k, needed), (trail, t, k)))
         if self.homes is not None and self.homes.get(k) == t:
             return found
-        kept = needed & ~(needs.below[k] & free)  # for sure, in the last moment of the stage before
-        if t == needs.forward_length and needed & needs.outputs[k] & needs.gone:
+        kept = needed & ~(sets.below[k] & free)  # for sure, in the last moment of the stage before
+        if t == sets.forward_length and needed & sets.outputs[k] & sets.gone:
             return found
         if self._fits(t - 1, t - 1, kept):
             found.append((needed, trail))
         return found
 
     def _may_run(self, t: int, k: int) -> bool:
-        return self.homes is None or k < self.needs.forward_length or self.homes.get(k) == t
+        return self.homes is None or k < self.sets.forward_length or self.homes.get(k) == t
 
     def _fits(self, t: int, k: int, needed: int) -> bool:
-        least = self.needs.at(t, k, needed)
+        least = self.sets.at(t, k, needed)
         if least > self.budget:
             self.least = min(self.least, least)
         return least <= self.budget
@@ -157,7 +157,7 @@ class BackwardSearch:
         if len(states) <= 1:
             return states
         best: list[int] = []
-        for needed in sorted(states, key=self.needs.bytes_of):
+        for needed in sorted(states, key=self.sets.bytes_of):
             if not any(other & needed == other for other in best):
                 best.append(needed)
         if len(best) > self.width:
@@ -178,38 +178,44 @@ class BackwardSearch:
         return list(chosen)
 
     def _measures(self) -> tuple[Callable[[int], float], ...]:
-        needs, t = self.needs, self.reached
-        forward = needs.below[needs.forward_length] & needs.free[t]
+        sets, t = self.sets, self.reached
+        forward = sets.below[sets.forward_length] & sets.free[t]
 
         def alone(needed: int) -> int:
-            return needs.bytes_of((needed & ~forward) | needs.from_scratch(t, needed & forward).pinned)
+            return sets.bytes_of((needed & ~forward) | sets.from_scratch(t, needed & forward).pinned)
 
         return (
-            lambda needed: alone(needed) + needs.from_scratch(t, needed & forward).peak,
-            lambda needed: alone(needed) + 0.5 * needs.bytes_of(needed & forward),
-            needs.bytes_of,
+            lambda needed: alone(needed) + sets.from_scratch(t, needed & forward).peak,
+            lambda needed: alone(needed) + 0.5 * sets.bytes_of(needed & forward),
+            sets.bytes_of,
         )
 
 
 def find_plan(
-    needs: Needs, budget: int, *, width: int, clock: Clock, exact: bool = False, homes: Mapping[int, int] | None = None
+    sets: ValueSets,
+    budget: int,
+    *,
+    width: int,
+    clock: Clock,
+    exact: bool = False,
+    homes: Mapping[int, int] | None = None,
 ) -> tuple[np.ndarray | None, BackwardSearch]:
     """The runs R (T, T) of a schedule within the budget, or None; the search says whether that is proven.
 
     Raises:
         OutOfTime: where the clock runs out first.
     """
-    far = ANY if exact or homes is not None else _far(needs) if width > 1 else 0
-    search = BackwardSearch(needs, budget, width, clock, exact, far=far, homes=homes, complete=homes is None)
+    far = ANY if exact or homes is not None else _far(sets) if width > 1 else 0
+    search = BackwardSearch(sets, budget, width, clock, exact, far=far, homes=homes, complete=homes is None)
     states: States = {0: None}
-    for t in reversed(range(needs.T)):
+    for t in reversed(range(sets.T)):
         states = search.stage(t, states)
         if not states:
             return None, search
-    return _runs(needs, next(iter(states.values()))), search
+    return _runs(sets, next(iter(states.values()))), search
 
 
-def refute(needs: Needs, budget: int, t: int, *, width: int, clock: Clock) -> int | None:
+def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) -> int | None:
     """A proof that no schedule fits the budget, from what op t and the ops before it need; None where there is none.
 
     Nothing is asked for at the end of stage t but what is owed in any case, so that what follows is needed in every
@@ -219,7 +225,7 @@ def refute(needs: Needs, budget: int, t: int, *, width: int, clock: Clock) -> in
     Raises:
         OutOfTime: where the clock runs out first.
     """
-    search = BackwardSearch(needs, budget, width, clock, loose=True, far=_far(needs))
+    search = BackwardSearch(sets, budget, width, clock, loose=True, far=_far(sets))
     states: States = {0: None}
     try:
         for stage in range(t, -1, -1):
@@ -233,13 +239,13 @@ def refute(needs: Needs, budget: int, t: int, *, width: int, clock: Clock) -> in
     return None
 
 
-def _far(needs: Needs) -> int:
+def _far(sets: ValueSets) -> int:
     """How long gradients may have been let go; as long as can be where updates wait for all of them, to be clipped."""
-    return ANY if needs.problem.limits.until else FAR
+    return ANY if sets.problem.limits.until else FAR
 
 
-def _runs(needs: Needs, trail: Trail | None) -> np.ndarray:
-    R = np.eye(needs.T, dtype=bool)
+def _runs(sets: ValueSets, trail: Trail | None) -> np.ndarray:
+    R = np.eye(sets.T, dtype=bool)
     while trail is not None:
         trail, t, what = trail
         if what >= 0:
@@ -247,7 +253,7 @@ def _runs(needs: Needs, trail: Trail | None) -> np.ndarray:
             continue
         missing = SCRATCH - what
         while missing:
-            k = needs.producer[missing.bit_length() - 1]
+            k = sets.producer[missing.bit_length() - 1]
             R[t, k] = True
-            missing = needs.before(k, missing) & needs.free[t]
+            missing = sets.before(k, missing) & sets.free[t]
     return R

@@ -1,4 +1,4 @@
-"""Improve a known plan by beams that go backwards beside it, each with other prices of memory.
+"""For `auto`: improve its best plan by beam searches beside it, each with other prices of memory, drawn at random.
 
 What a byte is worth in which stage nobody knows: where the plan is close to the budget it is worth more. So the prices
 are drawn at random around that, again and again, and the beams become wider as narrow ones find nothing more. What a
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.runs import bytes_in_stages, cost_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.backward_beam import Beam, prices
 from checkmate.solvers.search.exchange import exchange
-from checkmate.solvers.search.value_sets import Needs
+from checkmate.solvers.search.value_sets import ValueSets
 
 FIRST_WIDTH, WIDER, WIDEST = 16, 2, 2048  # states of the first beams, how many times as many then, and at most
 ROUND = 4  # beams without progress, after which they become wider
@@ -39,7 +39,7 @@ class Detours:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.needs = Needs(task.problem)
+        self.sets = ValueSets(task.problem)
         self.rng = np.random.default_rng(task.seed)
         self.width = FIRST_WIDTH
 
@@ -54,7 +54,9 @@ class Detours:
         while not clock.is_over and not self.is_over:
             found = self._beam(R, clock)
             better = found is not None and cost_of(problem, found) < cost_of(problem, R) * (1 - 1e-9)
-            if found is not None and better and obeys(problem, found):  # a beam knows not how often an op has run
+            if (
+                found is not None and better and obeys_limits(problem, found)
+            ):  # a beam knows not how often an op has run
                 seconds = SHARE_OF_EXCHANGE * clock.left
                 R, quiet = exchange(self.task.within(seconds), found), 0
             else:
@@ -68,6 +70,6 @@ class Detours:
         worth = (bytes_in_stages(problem, R)[0] / budget) ** rng.choice(POWERS)  # of how full each stage is
         forward = problem.seconds[: problem.graph.forward_length].sum()
         worth *= np.exp(rng.uniform(*np.log(WORTHS))) * forward / (problem.keep_all_peak * worth.sum())
-        price = prices(self.needs, budget, worth)
+        price = prices(self.sets, budget, worth)
         price *= np.exp(rng.normal(0.0, rng.choice(NOISES), (len(price), 1))).astype(np.float32)
-        return Beam(self.needs, budget, self.width, price, clock).search(R)
+        return Beam(self.sets, budget, self.width, price, clock).search(R)

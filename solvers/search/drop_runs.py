@@ -16,24 +16,24 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.ways import Saving
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.runs import cost_of, without_useless
 from checkmate.solvers.common.task import Clock
 
 Worth = Callable[[int, int], float]  # of a value in a stage: the higher, the sooner it stays
-ROUNDS = 4  # at most: what is slim already asks for less
+ROUNDS = 4  # at most: most plans ask for less
 WORTH_A_ROUND = 1e-3  # of the cost: after a smaller gain none follows
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of what is there beside the plan's needs, to try to run a stage with
 
 
-def slim(problem: Problem, budget: int, R: np.ndarray, clock: Clock) -> np.ndarray:
+def drop_runs(problem: Problem, budget: int, R: np.ndarray, clock: Clock) -> np.ndarray:
     """A schedule (T, T) within the budget that runs less than R, which is within the budget too.
 
     Args:
         clock: once it is over nothing more is tried; one way through the stages always is.
 
     >>> chain = Problem.from_dag([[], [0], [1], [2]], seconds=[1] * 4, sizes=[1] * 4)
-    >>> slim(chain, 2, np.tril(np.ones((4, 4), dtype=bool)), Clock()).sum()
+    >>> drop_runs(chain, 2, np.tril(np.ones((4, 4), dtype=bool)), Clock()).sum()
     np.int64(4)
     """
     best, cost = R, cost_of(problem, R)
@@ -42,7 +42,7 @@ def slim(problem: Problem, budget: int, R: np.ndarray, clock: Clock) -> np.ndarr
         for worth in stages.worths():
             found = without_useless(problem.graph, stages.run(worth))
             taken = cost_of(problem, found)
-            if taken < cost and obeys(problem, found):
+            if taken < cost and obeys_limits(problem, found):
                 best, cost = found, taken
             if clock.is_over:
                 return best

@@ -24,18 +24,18 @@ from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
 from checkmate.core.schedule import KIND, Schedule
 from checkmate.core.solution import check_problem
-from checkmate.solvers.common.away import Away, away, events, sendable
+from checkmate.solvers.common.fetch_ops import WithFetches, plain_events, sendable, with_fetches
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.made_twice import second_runs
-from checkmate.solvers.common.obey import obeys
-from checkmate.solvers.common.placement import place
+from checkmate.solvers.common.obeys_limits import obeys_limits
+from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.runs import as_matrix, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.backward_search import find_plan, refute
-from checkmate.solvers.search.drop_runs import slim
+from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.next_use import GRID
-from checkmate.solvers.search.value_sets import Needs
+from checkmate.solvers.search.value_sets import ValueSets
 from checkmate.units import format_bytes
 
 log = logging.getLogger("checkmate.solve")
@@ -45,7 +45,7 @@ MOST_OPS_EXACT = 24  # up to here the two ends meet
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of the way from the bound to the peak, to look for a plan at
 SHARE_OF_LAST = 0.7  # of the time, for the step split as far as that helps; the rest is for what is split less
 SHARE_WITHOUT_HOST = 0.4  # of the time, where there is a second memory
-SHARE = 0.85  # of the time to search in; the rest is for what makes the plan slim
+SHARE = 0.85  # of the time to search in; the rest is for `drop_runs`
 SHARE_OF_EVICTION, SHARE_OF_PROOFS = 0.2, 0.15  # of what is left of that: eviction passes, proofs of one width
 SHARE_OF_TWICE = 0.4  # of what is left of that: plans of one width that make gradients twice
 GRAIN = 5e-4  # of the smallest budget: what all values below the grain have together
@@ -151,23 +151,23 @@ def _ends_with_host(problem: Problem, time_limit: float) -> MinBudget:
     return MinBudget(peak, min(bound, peak))
 
 
-def with_most_sent(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple[Away, Plan | None]:
+def with_most_sent(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple[WithFetches, Plan | None]:
     """The problem in which all that may be sent is, and the plan of its smallest peak.
 
     Where the host budget has no room for that, fewer values are sent in the plan, the largest ones.
     """
     assert problem.host is not None
     sent = sorted(sendable(problem), key=lambda v: -int(problem.sizes[v]))
-    every = away(problem, sent)
-    free = every
+    every = with_fetches(problem, sent)
+    fetching = every
     while sent:
-        peak, R = least_runs(free.problem, time_limit=time_limit)
-        found = simulator.lower(free.problem, Schedule.from_runs(free.problem.graph, R))
-        plan = place(problem, peak, *events(free, found))
+        peak, R = least_runs(fetching.problem, time_limit=time_limit)
+        found = simulator.lower(fetching.problem, Schedule.from_runs(fetching.problem.graph, R))
+        plan = place_transfers(problem, peak, *plain_events(fetching, found))
         if plan is not None and simulator.simulate(plan, problem).peak_there <= problem.host.budget:
             return every, plan
         sent, time_limit = sent[: len(sent) // 2], time_limit / 2
-        free = away(problem, sent)
+        fetching = with_fetches(problem, sent)
     return every, None
 
 
@@ -201,7 +201,7 @@ def _find(problem: Problem, time_limit: float) -> _Known:
         ends = _Ends(problem, known, clock.share(SHARE), exact=exact)
         with contextlib.suppress(OutOfTime):
             ends.close()
-        ends.slim(clock)
+        ends.drop_runs(clock)
         log.info("smallest budget: %s, after %.1f s", MinBudget(known.peak, known.bound), clock.elapsed)
     return known
 
@@ -227,12 +227,12 @@ class _Ends:
         self.problem, self.known, self.clock, self.exact = problem, known, clock, exact
         grain = -1 if exact else grain_of(problem, int(GRAIN * known.bound))
         self.grain = max(0, grain)
-        self.needs = Needs(problem, grain=self.grain)
-        self.once = self._needs_with_limited_ops_once() if problem.limits.most_runs else self.needs
+        self.sets = ValueSets(problem, grain=self.grain)
+        self.once = self._sets_with_limited_ops_once() if problem.limits.most_runs else self.sets
         self.small = int(problem.sizes[problem.sizes <= grain].sum()) + (self.grain if problem.profile.ways else 0)
         self.homes = () if exact else second_runs(problem)  # of what waits long, as clipped gradients do
         self.stuck: set[int] = set()  # stages that searches for plans did not get beyond
-        self.fat = False  # the plan makes more again than it needs to
+        self.wasteful = False  # the plan makes more again than it needs to
 
     def close(self) -> None:
         """Plans and refutations, wider and wider."""
@@ -264,33 +264,35 @@ class _Ends:
 
     def _plan(self, budget: int, width: int) -> bool:
         """Look for a plan within a budget, small values aside; True if there is more to look for."""
-        R, search = find_plan(self.needs, budget, width=width, clock=self.clock, exact=self.exact)
+        R, search = find_plan(self.sets, budget, width=width, clock=self.clock, exact=self.exact)
         if R is None:
             self.stuck.add(search.reached)
             if search.complete and search.least > self.known.bound:
                 self.known.bound, self.known.op = min(search.least, self.known.peak), search.reached
             return True
-        if not obeys(self.problem, R):  # the search knows not how often an op has run: let those under a rule run once
+        if not obeys_limits(
+            self.problem, R
+        ):  # the search knows not how often an op has run: let those under a rule run once
             R, _ = find_plan(self.once, budget, width=width, clock=self.clock, exact=self.exact)
-        if R is None or not obeys(self.problem, R):
+        if R is None or not obeys_limits(self.problem, R):
             return True
         self._offer(R, budget + self.small)
         return False
 
-    def _needs_with_limited_ops_once(self) -> Needs:
+    def _sets_with_limited_ops_once(self) -> ValueSets:
         graph, limited = self.problem.graph, self.problem.limits.most_runs
         ops = [replace(op, pinned=op.pinned or "is limited") if k in limited else op for k, op in enumerate(graph.ops)]
-        return Needs(replace(self.problem, graph=replace(graph, ops=tuple(ops))), grain=self.grain)
+        return ValueSets(replace(self.problem, graph=replace(graph, ops=tuple(ops))), grain=self.grain)
 
     def _offer(self, R: np.ndarray, budget: int) -> None:
-        """Take a schedule that fits a budget, if it is better; its peak is simulated once it is slim."""
+        """Take a schedule that fits a budget, if it is better; its peak is simulated once runs are dropped."""
         if budget < self.known.peak:
-            self.known.R, self.known.peak, self.fat = R, max(budget, self.known.bound), True
+            self.known.R, self.known.peak, self.wasteful = R, max(budget, self.known.bound), True
 
-    def slim(self, clock: Clock) -> None:
+    def drop_runs(self, clock: Clock) -> None:
         """Drop what the plan need not run again, and see what its peak is."""
-        if self.fat:
-            self.known.R = slim(self.problem, self.known.peak, self.known.R, clock)
+        if self.wasteful:
+            self.known.R = drop_runs(self.problem, self.known.peak, self.known.R, clock)
             self.known.peak = peak_of(self.problem, self.known.R)
 
     def _evict(self, kinds: Sequence[Weights]) -> None:
@@ -310,16 +312,16 @@ class _Ends:
 
     def _refute(self, width: int) -> None:
         """Raise the bound, stage by stage, those first in which most is needed."""
-        needs, known = self.needs, self.known
+        sets, known = self.sets, self.known
         clock = self.clock.share(SHARE_OF_PROOFS)
-        near = dict.fromkeys(t + i for i in range(NEAR) for t in sorted(self.stuck) if t + i < needs.T)
-        for t in dict.fromkeys([*near, *sorted(range(needs.T), key=lambda t: -needs.at(t, t, 0))]):
+        near = dict.fromkeys(t + i for i in range(NEAR) for t in sorted(self.stuck) if t + i < sets.T)
+        for t in dict.fromkeys([*near, *sorted(range(sets.T), key=lambda t: -sets.at(t, t, 0))]):
             high = known.peak
             budget = known.bound
             while budget < high and self._is_open:
                 try:
                     wide = min(WIDE_ENOUGH // 2, NEAR_WIDER * width) if t in near else width
-                    proven = refute(needs, budget, t, width=wide, clock=clock)
+                    proven = refute(sets, budget, t, width=wide, clock=clock)
                 except OutOfTime:
                     return
                 if proven is None and budget == known.bound:
@@ -336,10 +338,8 @@ class _Ends:
         with contextlib.suppress(OutOfTime):
             while self.homes and self.known.peak - self.small - low > CLOSE * low:
                 budget = (low + self.known.peak - self.small) // 2
-                found = (
-                    find_plan(self.needs, budget, width=width, clock=clock, homes=homes)[0] for homes in self.homes
-                )
-                R = next((R for R in found if R is not None and obeys(self.problem, R)), None)
+                found = (find_plan(self.sets, budget, width=width, clock=clock, homes=homes)[0] for homes in self.homes)
+                R = next((R for R in found if R is not None and obeys_limits(self.problem, R)), None)
                 if R is None:
                     low = budget
                 else:

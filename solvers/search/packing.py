@@ -1,4 +1,4 @@
-"""Find addresses for blocks below a height, where placing one block after the other does not: contract, then search.
+"""Pack blocks below a height where first fit does not reach: contract them, then search for addresses many times.
 
 Blocks that were made by cutting others up fit where these fitted. So two blocks of one size, one of which dies when the
 other is born, are taken as one block that lives on; and blocks of one life as one of all their bytes. Contracted so, to

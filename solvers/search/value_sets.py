@@ -1,4 +1,4 @@
-"""Sets of values as the bits of an integer, and their bytes: the tables of `checkmate.solvers.search.backward_search`.
+"""Sets of values as the bits of an integer, with their bytes: the tables of the searches from last op to first.
 
 A set of values is one Python int, a bit for each value, in the order of their producers: set operations on hundreds of
 values take a fraction of a microsecond. Only values that may come and go have a bit: those that an op makes and an op
@@ -39,11 +39,11 @@ class Scratch:
     pinned: int
 
 
-class Needs:
+class ValueSets:
     """Sets of values, their bytes, and what every schedule holds at a stage whatever else it does.
 
-    >>> needs = Needs(Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1, 2, 4, 8]))
-    >>> needs.bytes_of(needs.inputs[3]), needs.from_scratch(3, needs.inputs[3]).peak
+    >>> sets = ValueSets(Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1, 2, 4, 8]))
+    >>> sets.bytes_of(sets.inputs[3]), sets.from_scratch(3, sets.inputs[3]).peak
     (5, 7)
     """
 
@@ -185,7 +185,7 @@ def _sums_of_eights(size: list[int]) -> np.ndarray:
     return sizes @ members.T
 
 
-def _debts(needs: Needs) -> list[Debt]:
+def _debts(sets: ValueSets) -> list[Debt]:
     """What ops leave behind that may not run again: nothing makes their values then, so what is made of them stays.
 
     Let an op make v_1 that is pinned, or that may not run again from some stage on. Let free ops make v_2 from v_1, v_3
@@ -196,34 +196,34 @@ def _debts(needs: Needs) -> list[Debt]:
     together. The flow is built up greedily, stage by stage: a path ends with the last op that reads its last value, and
     the widest one takes its place.
     """
-    tables = needs.tables
+    tables = sets.tables
     left = list(tables.size)  # per value: bytes that no path owes
     found: list[Debt] = []
-    ending: list[list[tuple[int, tuple[int, ...], int]]] = [[] for _ in range(needs.T)]  # source, path, bytes
+    ending: list[list[tuple[int, tuple[int, ...], int]]] = [[] for _ in range(sets.T)]  # source, path, bytes
     sources: list[int] = []  # to find paths for in this stage
     closed: dict[int, list[int]] = {}  # per stage, the values that are not made again after it
     for k, until in enumerate(tables.until):
         closed.setdefault(until, []).extend(tables.outputs[k])
-    for t in range(1, needs.T):
+    for t in range(1, sets.T):
         for source, path, owed in ending[t - 1]:
             sources.append(source)
             for v in path:
                 left[v] += owed
-        sources += [v for v in closed.get(t - 1, ()) if v in needs.bit]
+        sources += [v for v in closed.get(t - 1, ()) if v in sets.bit]
         for source in dict.fromkeys(sources):
-            while path := _widest(needs, source, t, left):
+            while path := _widest(sets, source, t, left):
                 owed, end = min(left[v] for v in path), tables.users[path[-1]][-1]
                 for v in path:
                     left[v] -= owed
                 ending[end].append((source, path, owed))
-                found.append(Debt(t, end, sum(needs.bit[v] for v in path), owed))
+                found.append(Debt(t, end, sum(sets.bit[v] for v in path), owed))
         sources = []
     return found
 
 
-def _widest(needs: Needs, source: int, t: int, left: list[int]) -> tuple[int, ...]:
+def _widest(sets: ValueSets, source: int, t: int, left: list[int]) -> tuple[int, ...]:
     """The path from a value to one that is read in stage t or later, on which the most bytes are left; () for none."""
-    tables = needs.tables
+    tables = sets.tables
     seen = {source}
     border: list[tuple[int, int, tuple[int, ...]]] = []  # bytes and last use, negated, of a path
     if left[source] > 0:
@@ -236,7 +236,7 @@ def _widest(needs: Needs, source: int, t: int, left: list[int]) -> tuple[int, ..
             return path
         for k in tables.users[path[-1]]:
             for w in tables.outputs[k]:
-                if w not in seen and left[w] > 0 and needs.bit.get(w, 0) & needs.free[0]:
+                if w not in seen and left[w] > 0 and sets.bit.get(w, 0) & sets.free[0]:
                     seen.add(w)
                     heapq.heappush(border, (max(wide, -left[w]), -tables.users[w][-1], (*path, w)))
     return ()

@@ -16,7 +16,7 @@ import checkmate
 from checkmate.backends.tensor_state import same_bits
 from checkmate.capture.earlier_draws import _AS_MANY_WHATEVER_THE_VALUES
 from checkmate.capture.patches import branches  # noqa: F401  # has Dynamo ask
-from checkmate.capture.patches.ours import Answer
+from checkmate.capture.patches.only_our_captures import Answer
 from checkmate.capture.patches.recurrent import with_recurrent_modules
 from checkmate.capture.questions import AnotherAnswer, Questions, asking_first, taken_out
 from checkmate.memory import measure_peak

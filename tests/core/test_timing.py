@@ -15,7 +15,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import cost, lower, simulate, verify
 from checkmate.core.timing import timing
 from checkmate.errors import InvalidProblem
-from checkmate.solvers.common.away import sendable
+from checkmate.solvers.common.fetch_ops import sendable
 
 # five ops, a second each; op 4 reads what op 0 made
 CHAIN = Problem.from_dag([[], [0], [1], [2], [0, 3]], seconds=[1] * 5, sizes=[4, 1, 1, 1, 1], forward=3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkmate.errors import CheckmateError, HostError
-from checkmate.host.store import BLOCK, Place, Run, Slots, Store, Wait, rounded
+from checkmate.host.store import BLOCK, Extent, FreeSpace, Slot, Store, Wait, rounded
 
 
 class ByHand:
@@ -22,11 +22,11 @@ class ByHand:
         self.asked: list[str] = []
         self.error: BaseException | None = None
 
-    def out(self, storage: torch.UntypedStorage, place: Place) -> Wait:
+    def out(self, storage: torch.UntypedStorage, slot: Slot) -> Wait:
         self.asked.append("out")
         return self.copied(self.error)
 
-    def back(self, place: Place, storage: torch.UntypedStorage) -> Wait:
+    def back(self, slot: Slot, storage: torch.UntypedStorage) -> Wait:
         self.asked.append("back")
         return self.copied(self.error)
 
@@ -182,35 +182,35 @@ def test_a_forked_child_must_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_value_lies_in_pieces_where_no_gap_holds_it() -> None:
-    slots = Slots(5 * BLOCK)
-    values = [slots.take(BLOCK) for _ in range(5)]
-    slots.give(values[0])
-    slots.give(values[2])
-    slots.give(values[3])
-    assert slots.take(2 * BLOCK) == (Run(2 * BLOCK, 2 * BLOCK),)
-    slots.give(values[4])
-    assert slots.take(2 * BLOCK) == (Run(0, BLOCK), Run(4 * BLOCK, BLOCK))
-    assert slots.take(1) is None
-    assert slots.take(0) == ()
+    space = FreeSpace(5 * BLOCK)
+    values = [space.take(BLOCK) for _ in range(5)]
+    space.give(values[0])
+    space.give(values[2])
+    space.give(values[3])
+    assert space.take(2 * BLOCK) == (Extent(2 * BLOCK, 2 * BLOCK),)
+    space.give(values[4])
+    assert space.take(2 * BLOCK) == (Extent(0, BLOCK), Extent(4 * BLOCK, BLOCK))
+    assert space.take(1) is None
+    assert space.take(0) == ()
 
 
 def test_any_order_finds_room_for_as_many_bytes_as_there_are() -> None:
     draw = random.Random(0)
     for capacity in (0, 1, 7 * BLOCK, 40 * BLOCK):
-        slots, taken = Slots(capacity), []
+        space, taken = FreeSpace(capacity), []
         for _ in range(400):
             if taken and draw.random() < 0.5:
-                slots.give(taken.pop(draw.randrange(len(taken))))
+                space.give(taken.pop(draw.randrange(len(taken))))
                 continue
-            nbytes, free = draw.randrange(6 * BLOCK), slots.free
-            runs = slots.take(nbytes)
-            assert (runs is None) == (rounded(nbytes) > free)
-            if runs is not None:
-                assert sum(run.nbytes for run in runs) == rounded(nbytes)
-                taken.append(runs)
-            blocks = [b for runs in taken for run in runs for b in range(run.begin, run.end, BLOCK)]
-            assert len(blocks) == len({*blocks}) == (slots.capacity - slots.free) // BLOCK
-            assert all(0 <= block < slots.capacity for block in blocks)
-        for runs in taken:
-            slots.give(runs)
-        assert slots.take(capacity) == ((Run(0, rounded(capacity)),) if capacity else ())
+            nbytes, free = draw.randrange(6 * BLOCK), space.free
+            extents = space.take(nbytes)
+            assert (extents is None) == (rounded(nbytes) > free)
+            if extents is not None:
+                assert sum(extent.nbytes for extent in extents) == rounded(nbytes)
+                taken.append(extents)
+            blocks = [b for extents in taken for extent in extents for b in range(extent.begin, extent.end, BLOCK)]
+            assert len(blocks) == len({*blocks}) == (space.capacity - space.free) // BLOCK
+            assert all(0 <= block < space.capacity for block in blocks)
+        for extents in taken:
+            space.give(extents)
+        assert space.take(capacity) == ((Extent(0, rounded(capacity)),) if capacity else ())

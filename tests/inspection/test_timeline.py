@@ -17,7 +17,7 @@ from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Profile
 from checkmate.core.schedule import Schedule
 from checkmate.core.ways import Way
-from checkmate.inspection.modules import Place, place_of
+from checkmate.inspection.modules import CodePlace, code_place_of
 from checkmate.inspection.timeline import ROLES, Timeline, timeline
 from checkmate.solvers.catalogue import METHODS
 from tests.core.test_schedule import random_runs
@@ -147,18 +147,18 @@ def test_a_plan_that_runs_nothing_has_no_timeline() -> None:
 @pytest.mark.parametrize(
     ("where", "place"),
     [
-        ("layer1.0.conv2 (Conv2d, resnet.py:31)", Place("layer1.0.conv2", "Conv2d", "resnet.py:31")),
-        ("layer1.0 (Conv2d)", Place("layer1.0", "Conv2d", "")),
-        ("GPT2LMHeadModel, loss_utils.py:42", Place("", "GPT2LMHeadModel", "loss_utils.py:42")),
-        ("features.3", Place("features.3")),
-        ("modeling_gpt2.py:567", Place("", "", "modeling_gpt2.py:567")),
-        ("generated code", Place()),
-        ("", Place()),
-        (None, Place()),
+        ("layer1.0.conv2 (Conv2d, resnet.py:31)", CodePlace("layer1.0.conv2", "Conv2d", "resnet.py:31")),
+        ("layer1.0 (Conv2d)", CodePlace("layer1.0", "Conv2d", "")),
+        ("GPT2LMHeadModel, loss_utils.py:42", CodePlace("", "GPT2LMHeadModel", "loss_utils.py:42")),
+        ("features.3", CodePlace("features.3")),
+        ("modeling_gpt2.py:567", CodePlace("", "", "modeling_gpt2.py:567")),
+        ("generated code", CodePlace()),
+        ("", CodePlace()),
+        (None, CodePlace()),
     ],
 )
-def test_the_parts_of_where(where: str | None, place: Place) -> None:
-    assert place_of(where) == place
+def test_the_parts_of_where(where: str | None, place: CodePlace) -> None:
+    assert code_place_of(where) == place
 
 
 def _agrees(line: Timeline, plan: Plan, problem: Problem) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkmate.backends.static_memory import place
+from checkmate.backends.static_memory import place_soon
 from checkmate.memory import build, measure_peak
 from checkmate.memory.arena import Arena, Lives
 
@@ -69,7 +69,7 @@ def nowhere(lives: Lives) -> Offsets:
 
 def mixed(lives: Lives) -> Offsets:
     """A plan of which every second address is wrong."""
-    return Offsets([at if i % 2 else at // 128 * 64 for i, at in enumerate(place(lives).offsets)])
+    return Offsets([at if i % 2 else at // 128 * 64 for i, at in enumerate(place_soon(lives).offsets)])
 
 
 def above_each_other(lives: Lives) -> Offsets:
@@ -137,14 +137,14 @@ def run_step(
     return [block for block in (*made, *others) if block is not None]
 
 
-@pytest.mark.parametrize("plan", [place, nowhere, mixed])
+@pytest.mark.parametrize("plan", [place_soon, nowhere, mixed])
 @pytest.mark.parametrize("seed", range(6))
 def test_no_two_blocks_that_live_overlap(library: Any, seed: int, plan: Any) -> None:
     """Two arenas that take turns, steps that differ from those noted, blocks that stay for some steps."""
     rng = random.Random(seed)
     often = 0.03 if seed % 2 else 0.0
     blocks = Blocks(library)
-    soon = lambda lives: Later(place(lives), is_over=rng.random() < 0.5)  # noqa: E731  # other addresses, or none
+    soon = lambda lives: Later(place_soon(lives), is_over=rng.random() < 0.5)  # noqa: E731  # other addresses, or none
     arenas = [(Arena(plan, 2_000_000, soon), draw_steps(rng, 120)) for _ in range(2)]
     stay: list[int] = []
     for step in range(24):
@@ -166,7 +166,7 @@ def test_no_two_blocks_that_live_overlap(library: Any, seed: int, plan: Any) -> 
 def test_a_step_that_repeats_is_served_whole_from_the_second_time_on(library: Any) -> None:
     rng = random.Random(7)
     phases = draw_steps(rng, 200)
-    arena, blocks = Arena(place, 4_000_000), Blocks(library)
+    arena, blocks = Arena(place_soon, 4_000_000), Blocks(library)
     for step in range(4):
         for address in run_step(arena, blocks, phases, lambda: False, rng):
             blocks.free(address)
@@ -180,7 +180,7 @@ def test_a_step_that_repeats_is_served_whole_from_the_second_time_on(library: An
 
 def test_a_step_that_changes_for_good_is_planned_anew(library: Any) -> None:
     rng = random.Random(3)
-    arena, blocks = Arena(place, 4_000_000), Blocks(library)
+    arena, blocks = Arena(place_soon, 4_000_000), Blocks(library)
     for phases in (draw_steps(rng, 100), draw_steps(rng, 140)):
         for _ in range(8):
             for address in run_step(arena, blocks, phases, lambda: False, rng):
@@ -191,7 +191,7 @@ def test_a_step_that_changes_for_good_is_planned_anew(library: Any) -> None:
 
 def test_another_step_that_is_expected_is_served_whole_at_once(library: Any) -> None:
     rng = random.Random(3)
-    arena, blocks = Arena(place, 4_000_000), Blocks(library)
+    arena, blocks = Arena(place_soon, 4_000_000), Blocks(library)
     for layouts, phases in enumerate((draw_steps(rng, 100), draw_steps(rng, 140))):
         for step in range(3):
             for address in run_step(arena, blocks, phases, lambda: False, rng):
@@ -207,7 +207,7 @@ def test_lower_addresses_that_are_found_later_hold_from_then_on(library: Any, fo
     phases, asked = draw_steps(rng, 150), list[Later]()
 
     def later(lives: Lives) -> Later:
-        results = {"lower": place(lives), "nothing": None, "no lower": above_each_other(lives)}
+        results = {"lower": place_soon(lives), "nothing": None, "no lower": above_each_other(lives)}
         asked.append(Later(results[found]))
         return asked[-1]
 
@@ -229,7 +229,7 @@ def test_lower_addresses_that_are_found_later_hold_from_then_on(library: Any, fo
 
 def test_what_is_not_of_the_step_is_not_the_arenas(library: Any) -> None:
     """Small blocks, those between forward and backward, and those of other threads."""
-    arena, blocks = Arena(place, 1_000_000), Blocks(library)
+    arena, blocks = Arena(place_soon, 1_000_000), Blocks(library)
 
     def elsewhere() -> None:
         blocks.free(blocks.take(80_000))
@@ -248,7 +248,7 @@ def test_what_is_not_of_the_step_is_not_the_arenas(library: Any) -> None:
 
 
 def test_a_step_within_itself_and_in_two_threads_is_served_once(library: Any) -> None:
-    arena, blocks = Arena(place, 1_000_000), Blocks(library)
+    arena, blocks = Arena(place_soon, 1_000_000), Blocks(library)
 
     def inner(_: list[Any]) -> None:
         blocks.free(blocks.take(8000))
@@ -266,7 +266,7 @@ def test_a_step_within_itself_and_in_two_threads_is_served_once(library: Any) ->
 
 
 def test_an_arena_within_another_serves_until_it_is_left(library: Any) -> None:
-    outer, inner, blocks = Arena(place, 1_000_000), Arena(place, 1_000_000), Blocks(library)
+    outer, inner, blocks = Arena(place_soon, 1_000_000), Arena(place_soon, 1_000_000), Blocks(library)
 
     def within(_: list[Any]) -> None:
         inner.within("forward", lambda _: blocks.free(blocks.take(8000)))([])
@@ -277,7 +277,7 @@ def test_an_arena_within_another_serves_until_it_is_left(library: Any) -> None:
 
 
 def test_the_meter_counts_the_same_bytes(library: Any) -> None:
-    arena = Arena(place, 1_000_000)
+    arena = Arena(place_soon, 1_000_000)
     sizes = (8000, 100, 50_000, 2_000_000)  # the last is more than there is room for
 
     def run(_: list[Any]) -> None:
@@ -291,7 +291,7 @@ def test_the_meter_counts_the_same_bytes(library: Any) -> None:
 
 def test_bytes_go_back_when_the_arena_is_gone_or_another_takes_over(library: Any) -> None:
     """As the machine counts them: all but the page of what is alive."""
-    arena, other, blocks = Arena(place, 64_000_000), Arena(place, 1_000_000), Blocks(library)
+    arena, other, blocks = Arena(place_soon, 64_000_000), Arena(place_soon, 1_000_000), Blocks(library)
 
     def run(_: list[Any]) -> None:
         addresses = [blocks.take(8_000_000) for _ in range(6)]

@@ -311,7 +311,7 @@ def test_what_the_machine_gives_is_told() -> None:
 
 
 def test_what_the_machine_gives_beside_the_arena_is_told_of_the_first_steps() -> None:
-    arena, kept = Arena(static_memory.place, 1 << 20), []
+    arena, kept = Arena(static_memory.place_soon, 1 << 20), []
 
     def take(inputs: list[Any]) -> None:  # pages that nobody has had: malloc may give those of a test before
         pages = np.frombuffer(mmap.mmap(-1, 1 << 24), dtype=np.uint8)

@@ -15,9 +15,9 @@ import pytest
 from checkmate import InvalidProblem
 from checkmate.core import files
 from checkmate.profiling import cost_table as cache
-from checkmate.profiling.cost_table import OpCost, OpTable, Place, load, path_of, read, store, write
+from checkmate.profiling.cost_table import Conditions, OpCost, OpTable, load, path_of, read, store, write
 
-PLACE = Place("cpu Some Processor (R) @ 3 GHz", "2.13.0+cpu", 2)
+CONDITIONS = Conditions("cpu Some Processor (R) @ 3 GHz", "2.13.0+cpu", 2)
 COSTS = {"aten.mm (float32[2, 3])": OpCost(1.25e-6, 24), "aten.sort": OpCost(0.5, 2**40), "aten.odd": None}
 
 
@@ -27,10 +27,10 @@ def _empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_what_is_stored_is_loaded_exactly() -> None:
-    assert load(PLACE) == {}
-    store(PLACE, COSTS)
-    assert load(PLACE) == COSTS
-    assert read(path_of(PLACE)) == OpTable(PLACE, COSTS)
+    assert load(CONDITIONS) == {}
+    store(CONDITIONS, COSTS)
+    assert load(CONDITIONS) == COSTS
+    assert read(path_of(CONDITIONS)) == OpTable(CONDITIONS, COSTS)
 
 
 def test_tests_do_not_touch_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,22 +42,22 @@ def test_tests_do_not_touch_the_users_cache(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_ops_are_added_and_the_latest_counts() -> None:
-    store(PLACE, COSTS)
-    store(PLACE, {"aten.sort": OpCost(0.25, 1), "new": None})
-    assert load(PLACE) == {**COSTS, "aten.sort": OpCost(0.25, 1), "new": None}
+    store(CONDITIONS, COSTS)
+    store(CONDITIONS, {"aten.sort": OpCost(0.25, 1), "new": None})
+    assert load(CONDITIONS) == {**COSTS, "aten.sort": OpCost(0.25, 1), "new": None}
 
 
 @pytest.mark.parametrize("other", [{"threads": 1}, {"torch": "2.14.0"}, {"device": "cuda A"}, {"settings": "x"}])
-def test_each_place_has_its_own_file(other: dict[str, object]) -> None:
-    store(PLACE, COSTS)
-    assert load(replace(PLACE, **other)) == {}
+def test_all_conditions_have_a_file_of_their_own(other: dict[str, object]) -> None:
+    store(CONDITIONS, COSTS)
+    assert load(replace(CONDITIONS, **other)) == {}
 
 
 def test_file_names_are_safe() -> None:
-    name = path_of(Place("cuda ../../NVIDIA \0 <b>|π", "2/1:0", 1)).name
+    name = path_of(Conditions("cuda ../../NVIDIA \0 <b>|π", "2/1:0", 1)).name
     assert "/" not in name
     assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
-    assert path_of(Place("..", "..", 1)).parent == files.folder()
+    assert path_of(Conditions("..", "..", 1)).parent == files.folder()
 
 
 GOOD = {"format": cache.FORMAT, "version": 1, "place": {"device": "d", "torch": "t", "threads": 1}, "ops": {}}
@@ -85,19 +85,19 @@ DAMAGED = {
 def test_a_damaged_file_is_refused_when_read_and_replaced_when_found(
     text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = path_of(PLACE)
+    path = path_of(CONDITIONS)
     path.parent.mkdir()
     path.write_text(text)
     with pytest.raises(InvalidProblem):
         read(path)
-    assert load(PLACE) == {}
+    assert load(CONDITIONS) == {}
     assert "measured anew" in caplog.text
-    store(PLACE, COSTS)
-    assert load(PLACE) == COSTS
+    store(CONDITIONS, COSTS)
+    assert load(CONDITIONS) == COSTS
 
 
 def test_a_good_file_is_read() -> None:
-    path = path_of(PLACE)
+    path = path_of(CONDITIONS)
     path.parent.mkdir()
     path.write_text(json.dumps({**GOOD, "ops": {"a": [1, 2], "b": None}}))
     assert read(path).ops == {"a": OpCost(1.0, 2), "b": None}
@@ -105,14 +105,14 @@ def test_a_good_file_is_read() -> None:
 
 def test_what_was_tried_is_kept_with_the_costs(tmp_path: Path) -> None:
     tried = {"add": OpCost(1.0, 8, {0: 0, 1: None}), "mm": OpCost(1.0, 8)}
-    write(tmp_path / "ops.json", OpTable(PLACE, tried))
+    write(tmp_path / "ops.json", OpTable(CONDITIONS, tried))
     assert read(tmp_path / "ops.json").ops == tried
 
 
-def test_a_file_of_another_place_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
-    path_of(PLACE).parent.mkdir()
-    write(path_of(PLACE), OpTable(Place("cpu", "1.0", 9), COSTS))
-    assert load(PLACE) == {}
+def test_a_file_of_other_conditions_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
+    path_of(CONDITIONS).parent.mkdir()
+    write(path_of(CONDITIONS), OpTable(Conditions("cpu", "1.0", 9), COSTS))
+    assert load(CONDITIONS) == {}
     assert "was measured at cpu, 9 threads" in caplog.text
 
 
@@ -121,13 +121,13 @@ def test_where_nothing_can_be_written_a_warning_says_so(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(files.VARIABLE, str(tmp_path / "file"))
-    store(PLACE, COSTS)
+    store(CONDITIONS, COSTS)
     assert "not kept for the next time" in caplog.text
 
 
 def _store_some(number: int) -> None:
     for i in range(10):
-        store(PLACE, {f"process {number} op {i}": OpCost(float(number), i)})
+        store(CONDITIONS, {f"process {number} op {i}": OpCost(float(number), i)})
 
 
 def test_many_processes_lose_nothing() -> None:
@@ -138,29 +138,29 @@ def test_many_processes_lose_nothing() -> None:
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    assert load(PLACE) == {f"process {n} op {i}": OpCost(float(n), i) for n in range(6) for i in range(10)}
+    assert load(CONDITIONS) == {f"process {n} op {i}": OpCost(float(n), i) for n in range(6) for i in range(10)}
     assert {path.suffix for path in files.folder().iterdir()} == {".json", ".lock"}  # no half-written file
 
 
 def test_a_held_lock_is_waited_for() -> None:
-    path_of(PLACE).parent.mkdir()
-    thread = threading.Thread(target=store, args=(PLACE, COSTS))
-    with files.locked(path_of(PLACE)):
+    path_of(CONDITIONS).parent.mkdir()
+    thread = threading.Thread(target=store, args=(CONDITIONS, COSTS))
+    with files.locked(path_of(CONDITIONS)):
         thread.start()
         time.sleep(0.1)
-        assert load(PLACE) == {}
+        assert load(CONDITIONS) == {}
     thread.join()
-    assert load(PLACE) == COSTS
+    assert load(CONDITIONS) == COSTS
 
 
 def test_a_failed_write_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    store(PLACE, COSTS)
+    store(CONDITIONS, COSTS)
 
     def fail(*arguments: object, **options: object) -> None:
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
         patch.setattr(files.Path, "replace", fail)
-        store(PLACE, {"more": None})
-    assert load(PLACE) == COSTS
+        store(CONDITIONS, {"more": None})
+    assert load(CONDITIONS) == COSTS
     assert {path.suffix for path in files.folder().iterdir()} == {".json", ".lock"}

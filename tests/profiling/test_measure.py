@@ -213,15 +213,17 @@ def test_what_held_with_other_kernels_is_not_taken(monkeypatch: pytest.MonkeyPat
     """Kernels are chosen by the processor's instructions, which its name may not tell, and by the environment."""
     for name in cost_table.KERNELS:
         monkeypatch.delenv(name, raising=False)
-    place = cost_table.place_of(torch.device("cpu"))
+    conditions = cost_table.conditions_on(torch.device("cpu"))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    lesser = cost_table.place_of(torch.device("cpu"))
-    assert lesser == replace(place, settings=", ".join(filter(None, [place.settings, "ONEDNN_MAX_CPU_ISA=AVX2"])))
-    assert path_of(lesser) != path_of(place)
+    lesser = cost_table.conditions_on(torch.device("cpu"))
+    assert lesser == replace(
+        conditions, settings=", ".join(filter(None, [conditions.settings, "ONEDNN_MAX_CPU_ISA=AVX2"]))
+    )
+    assert path_of(lesser) != path_of(conditions)
     monkeypatch.setattr(Path, "read_text", lambda self: "model name : one\nflags : fpu avx2\n")
-    one = cost_table.place_of(torch.device("cpu"))
+    one = cost_table.conditions_on(torch.device("cpu"))
     monkeypatch.setattr(Path, "read_text", lambda self: "model name : one\nflags : fpu avx2 amx_tile\n")
-    other = cost_table.place_of(torch.device("cpu"))
+    other = cost_table.conditions_on(torch.device("cpu"))
     assert one.device.split()[:2] == other.device.split()[:2] == ["cpu", "one"]
     assert one.device != other.device
 

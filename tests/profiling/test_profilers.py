@@ -14,8 +14,8 @@ import checkmate
 from checkmate import InvalidProblem, Profile, Unsupported
 from checkmate.core.files import folder
 from checkmate.profiling import cpu
-from checkmate.profiling.cost_table import OpTable, place_of, read, write
-from checkmate.profiling.cost_table import _settings as place_of_kind
+from checkmate.profiling.cost_table import OpTable, conditions_on, read, write
+from checkmate.profiling.cost_table import _settings as settings_of_kind
 from checkmate.profiling.measure import export
 from tests.support.processes import run_python
 
@@ -67,7 +67,7 @@ def test_a_step_is_compiled_with_costs_of_another_machine(tmp_path: Path, monkey
 def test_what_a_table_lacks_is_refused_by_name(tmp_path: Path) -> None:
     _, path = _measured(tmp_path)
     table = read(path)
-    write(path, OpTable(table.place, {key: cost for key, cost in table.ops.items() if "tanh.default" not in key}))
+    write(path, OpTable(table.conditions, {key: cost for key, cost in table.ops.items() if "tanh.default" not in key}))
     step, x = _step()
     with pytest.raises(
         Unsupported, match=r"ops\.json, measured on cpu.*lacks ops.*aten\.tanh\.default \(\(float32\[4, 16"
@@ -80,7 +80,7 @@ def test_what_a_table_lacks_is_refused_by_name(tmp_path: Path) -> None:
 def test_what_did_not_run_there_is_estimated_here(tmp_path: Path) -> None:
     _, path = _measured(tmp_path)
     table = read(path)
-    write(path, OpTable(table.place, {k: None if "tanh.default" in k else cost for k, cost in table.ops.items()}))
+    write(path, OpTable(table.conditions, {k: None if "tanh.default" in k else cost for k, cost in table.ops.items()}))
     step, x = _step()
     profile = checkmate.trace(step, x, profile=path).profile
     assert len(profile.estimated) == 1
@@ -115,7 +115,7 @@ def test_a_table_of_another_kind_of_device_is_refused(tmp_path: Path) -> None:
     """Another kind of device has other ops for the same step."""
     _, path = _measured(tmp_path)
     table = read(path)
-    there = OpTable(replace(table.place, device="cuda NVIDIA L4"), table.ops)
+    there = OpTable(replace(table.conditions, device="cuda NVIDIA L4"), table.ops)
     step, x = _step()
     with pytest.raises(Unsupported, match=r"the table was measured on cuda, and this step is traced on cpu.*to_json"):
         checkmate.trace(step, x, profile=there)
@@ -134,7 +134,7 @@ def test_what_was_measured_is_exported(tmp_path: Path) -> None:
         export(tmp_path / "ops")
 
 
-def test_other_settings_are_another_place(tmp_path: Path) -> None:
+def test_other_settings_are_other_conditions(tmp_path: Path) -> None:
     step, x = _step()
     checkmate.trace(step, x)
     torch.use_deterministic_algorithms(True)
@@ -145,11 +145,11 @@ def test_other_settings_are_another_place(tmp_path: Path) -> None:
         torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("medium")
     try:
-        assert "products in bf16" in place_of(torch.device("cpu")).settings
-        assert "products in tf32" in place_of_kind("cuda")
+        assert "products in bf16" in conditions_on(torch.device("cpu")).settings
+        assert "products in tf32" in settings_of_kind("cuda")
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert "products" not in place_of(torch.device("cpu")).settings + place_of_kind("cuda")
+    assert "products" not in conditions_on(torch.device("cpu")).settings + settings_of_kind("cuda")
 
 
 @pytest.mark.slow

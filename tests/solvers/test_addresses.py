@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from checkmate.solvers import addresses
-from checkmate.solvers.addresses import Block, live_peak, overlaps, place
+from checkmate.solvers.addresses import Block, live_peak, overlaps, place_blocks
 from tests.support.blocks import NINE_ALIVE_TEN_NEEDED, cut_up, drawn, least_height
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_lower_than_the_least_height(seed: int) -> None:
     blocks = drawn(random.Random(seed), 6, moments=12)
-    placed, least = place(blocks), least_height(blocks)
+    placed, least = place_blocks(blocks), least_height(blocks)
     assert not list(overlaps(blocks, placed.offsets))
     assert placed.bound == least == placed.height
     assert placed.height == max(o + block.size for o, block in zip(placed.offsets, blocks, strict=True))
@@ -24,7 +24,7 @@ def test_no_lower_than_the_least_height(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_hundreds_of_blocks(seed: int) -> None:
     blocks = drawn(random.Random(seed), 300, moments=60)
-    placed = place(blocks, time_limit=0)
+    placed = place_blocks(blocks, time_limit=0)
     assert not list(overlaps(blocks, placed.offsets))
     assert placed.bound == live_peak(blocks) <= placed.height <= sum(block.size for block in blocks)
 
@@ -54,20 +54,20 @@ def test_the_live_peak_is_counted_moment_by_moment() -> None:
 def test_nested_lives_need_no_more_than_the_live_peak() -> None:
     """Forward and backward of a chain: what is made first goes last."""
     blocks = [Block(t, 40 - t, 64 + t) for t in range(20)]
-    assert place(blocks).gap == 0
+    assert place_blocks(blocks).gap == 0
 
 
 def test_what_first_fit_leaves_open_is_searched() -> None:
     blocks = cut_up(random.Random(3), 100, moments=60, height=1 << 20)
-    assert place(blocks, time_limit=0).height > 1.05 * (1 << 20)
-    placed = place(blocks, time_limit=60)
+    assert place_blocks(blocks, time_limit=0).height > 1.05 * (1 << 20)
+    placed = place_blocks(blocks, time_limit=60)
     assert placed.height == placed.bound == 1 << 20
     assert not list(overlaps(blocks, placed.offsets))
 
 
 def test_the_bound_is_raised_where_the_live_peak_is_proven_to_be_too_low() -> None:
     blocks = [block._replace(size=64 * block.size) for block in NINE_ALIVE_TEN_NEEDED]
-    placed = place(blocks, time_limit=60)
+    placed = place_blocks(blocks, time_limit=60)
     assert live_peak(blocks) == 9 * 64
     assert placed.height == placed.bound == 10 * 64
     assert not list(overlaps(blocks, placed.offsets))
@@ -81,13 +81,13 @@ def test_the_checker_sees_what_overlaps() -> None:
 
 @pytest.mark.parametrize("blocks", [[], [Block(0, 5, 0)], [Block(3, 3, 8)], [Block(0, 1, 0), Block(0, 0, 4)]])
 def test_blocks_without_bytes_or_moments(blocks: list[Block]) -> None:
-    placed = place(blocks)
+    placed = place_blocks(blocks)
     assert len(placed.offsets) == len(blocks)
     assert placed.height == placed.bound == 0
 
 
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="dies before"):
-        place([Block(0, 1, 8), Block(2, 1, 8)])
+        place_blocks([Block(0, 1, 8), Block(2, 1, 8)])
     with pytest.raises(ValueError, match="fewer bytes"):
-        place([Block(0, 1, -8)])
+        place_blocks([Block(0, 1, -8)])

@@ -21,7 +21,7 @@ from checkmate.solvers import background_search, known_plans
 from checkmate.solvers.background_search import News, Search
 from checkmate.solvers.common import plan_store, processes
 from checkmate.solvers.common.certify import certify
-from checkmate.solvers.known_plans import BETTER, Rest, begin
+from checkmate.solvers.known_plans import BETTER, UnfinishedSearch, begin
 from checkmate.solvers.search.min_budget import least_runs
 from tests.support.processes import ROOT, run_python
 
@@ -31,11 +31,11 @@ SEARCHING = f"""
 import time
 from checkmate import Problem, Solution, solve
 from checkmate.solvers.background_search import Search
-from checkmate.solvers.known_plans import Rest
+from checkmate.solvers.known_plans import UnfinishedSearch
 problem = Problem.from_json({str(UNET)!r})
 budget = int(0.3 * problem.keep_all_peak)
 plan = solve(problem, budget, method="next-use", time_limit=0.1)
-search = Search(Rest(problem, budget, plan, seconds=600.0, gap=1e-4, spent=1.0, cache=False))
+search = Search(UnfinishedSearch(problem, budget, plan, seconds=600.0, gap=1e-4, spent=1.0, cache=False))
 search.start()
 while search.pid is None:
     time.sleep(0.01)
@@ -54,7 +54,7 @@ def search() -> Iterator[Search]:
     problem = Problem.from_json(UNET)
     budget = int(0.3 * problem.keep_all_peak)
     plan = solve(problem, budget, method="next-use", time_limit=0.1)
-    made = Search(Rest(problem, budget, plan, seconds=600.0, gap=1e-4, spent=1.0, cache=False))
+    made = Search(UnfinishedSearch(problem, budget, plan, seconds=600.0, gap=1e-4, spent=1.0, cache=False))
     made.start()
     yield made
     made.end()
@@ -86,21 +86,21 @@ def _chain(length: int = 8) -> Problem:
     return Problem.from_dag(deps, seconds=[1 + i % 3 for i in range(2 * length)], sizes=[4] * 2 * length)
 
 
-def _poor(problem: Problem, budget: int, *, cache: bool = False) -> Rest:
+def _poor(problem: Problem, budget: int, *, cache: bool = False) -> UnfinishedSearch:
     """What is open of the plan of the smallest budget, in a roomier one."""
     plan = certify(problem, budget, least_runs(problem, time_limit=0.5)[1], method="auto")
-    return Rest(problem, budget, plan, seconds=20.0, gap=1e-4, spent=1.0, cache=cache)
+    return UnfinishedSearch(problem, budget, plan, seconds=20.0, gap=1e-4, spent=1.0, cache=cache)
 
 
 @pytest.mark.slow
 def test_a_process_finds_what_is_better_and_keeps_it() -> None:
     problem = _chain()
     budget = least_runs(problem, time_limit=0.5)[0] + 8
-    rest = _poor(problem, budget, cache=True)
+    unfinished = _poor(problem, budget, cache=True)
     best = solve(problem, budget)
-    assert best.cost < (1 - BETTER) * rest.start.cost
+    assert best.cost < (1 - BETTER) * unfinished.start.cost
 
-    search = Search(rest)
+    search = Search(unfinished)
     search.start()
     assert search.wait(PATIENCE)
 
@@ -112,7 +112,7 @@ def test_a_process_finds_what_is_better_and_keeps_it() -> None:
     assert search.news.bound == pytest.approx(best.bound)
     record = plan_store.lookup(plan_store.Question.of(problem, budget, "auto"))
     assert record is not None
-    assert (record.cost, record.time_limit) == (best.cost, rest.spent + rest.seconds)
+    assert (record.cost, record.time_limit) == (best.cost, unfinished.spent + unfinished.seconds)
 
 
 @pytest.mark.slow
@@ -135,8 +135,8 @@ def test_only_what_is_notably_better_is_told_as_a_plan() -> None:
 
 
 def test_what_is_open_is_sent_without_functions() -> None:
-    rest = _poor(replace(_chain(), emit=lambda plan: None), 100)
-    assert rest.bare().problem.emit is rest.bare().start.problem.emit is None
+    unfinished = _poor(replace(_chain(), emit=lambda plan: None), 100)
+    assert unfinished.bare().problem.emit is unfinished.bare().start.problem.emit is None
 
 
 def test_planning_that_begins_early_says_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +146,10 @@ def test_planning_that_begins_early_says_what_is_open(monkeypatch: pytest.Monkey
     monkeypatch.setattr(known_plans, "attempt", quick)
     problem = Problem.from_json(UNET)
     budget = int(0.3 * problem.keep_all_peak)
-    plan, rest = begin(problem, budget, wait=0.1, time_limit=20.0)
-    assert rest is not None
-    assert rest.start is plan
-    assert rest.seconds + rest.spent == 20.0
+    plan, unfinished = begin(problem, budget, wait=0.1, time_limit=20.0)
+    assert unfinished is not None
+    assert unfinished.start is plan
+    assert unfinished.seconds + unfinished.spent == 20.0
     assert begin(problem, budget, wait=0.1, time_limit=1.0)[1] is None  # not worth a process
     assert begin(problem, budget, wait=0.1, time_limit=3.0, method="next-use")[1] is None
     assert begin(_chain(), 100, wait=0.1)[1] is None  # closed at once
@@ -161,8 +161,8 @@ def test_a_plan_on_disk_that_no_other_is_notably_better_than_is_taken_at_once() 
     found = solve(problem, budget, time_limit=1.0)
     close = replace(found, bound=(1 - BETTER / 2) * found.cost)
     plan_store.store(plan_store.Record.of(close, "auto", 1.0))
-    plan, rest = begin(problem, budget, wait=1.0)
-    assert (plan.origin, plan.cost, rest) == ("plan cache", found.cost, None)
+    plan, unfinished = begin(problem, budget, wait=1.0)
+    assert (plan.origin, plan.cost, unfinished) == ("plan cache", found.cost, None)
 
 
 def test_ctrl_c_before_the_first_step_ends_planning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,9 +171,9 @@ def test_ctrl_c_before_the_first_step_ends_planning(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(known_plans, "attempt", interrupted)
     problem = Problem.from_json(UNET)
-    plan, rest = begin(problem, int(0.3 * problem.keep_all_peak), wait=0.1)
+    plan, unfinished = begin(problem, int(0.3 * problem.keep_all_peak), wait=0.1)
     assert plan.gap > BETTER
-    assert rest is None
+    assert unfinished is None
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ class TestProcess:
 
     def test_one_runs_at_a_time(self, search: Search) -> None:
         first = _pid(search)
-        second = Search(search.rest)
+        second = Search(search.unfinished)
         second.start()
         assert second.pid is None
         assert second.goes_on
@@ -219,7 +219,7 @@ class TestProcess:
         child = os.fork()
         if child == 0:
             search.end()
-            another = Search(search.rest)
+            another = Search(search.unfinished)
             another.start()
             waits = search.goes_on or not search.wait(0) or _pid(another) == pid
             another.end()

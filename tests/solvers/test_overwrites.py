@@ -14,7 +14,7 @@ from checkmate.core.solution import Status
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.runs import on_demand, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import moment_bound
@@ -22,7 +22,7 @@ from checkmate.solvers.search.backward_beam import Beam, prices
 from checkmate.solvers.search.eviction import Stuck, run_pass
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from checkmate.solvers.search.next_use import GRID
-from checkmate.solvers.search.value_sets import Needs
+from checkmate.solvers.search.value_sets import ValueSets
 from checkmate.solvers.solve import solve
 from tests.support.oracle import (
     all_schedules,
@@ -77,14 +77,14 @@ def check_parts(problem: Problem) -> None:
     for budget, fitting in sorted(at.items())[:3]:
         task, best = Task(problem, budget, Clock(5.0)), min(float(R.sum(axis=0) @ problem.seconds) for R in fitting)
         dearest = max(fitting, key=lambda R: float(R.sum()))
-        needs = Needs(problem)
-        price = prices(needs, budget, np.zeros(needs.T))
+        sets = ValueSets(problem)
+        price = prices(sets, budget, np.zeros(sets.T))
         for found in (
             *found_from(task, dearest, every),
-            Beam(needs, budget, 64, price, Clock(2.0)).search(dearest),
+            Beam(sets, budget, 64, price, Clock(2.0)).search(dearest),
         ):
             assert found is None or not wrong(problem, found, budget)
-        again, found = Beam(needs, budget, 4096, price, Clock(5.0)).bound()
+        again, found = Beam(sets, budget, 4096, price, Clock(5.0)).bound()
         assert found is not None
         assert problem.keep_all_cost + again == pytest.approx(best)
         for weights in GRID[:6]:
@@ -105,7 +105,7 @@ def test_what_searches_ask_is_what_the_verifier_finds(seed: int) -> None:
     pinned = [k for k, op in enumerate(problem.graph.ops) if op.pinned]
     for schedule in all_schedules(problem):
         if (schedule.R[:, pinned].sum(axis=0) == 1).all():
-            assert obeys(problem, schedule.R) == (not wrong(problem, schedule.R))
+            assert obeys_limits(problem, schedule.R) == (not wrong(problem, schedule.R))
 
 
 def whole_step(layers: int, *, clipped: bool) -> Problem:

@@ -17,19 +17,19 @@ from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.runs import on_demand, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.frontier import frontier
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.backward_search import find_plan
-from checkmate.solvers.search.drop_runs import slim
+from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.exchange import exchange
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from checkmate.solvers.search.next_use import GRID
-from checkmate.solvers.search.value_sets import Needs
+from checkmate.solvers.search.value_sets import ValueSets
 from checkmate.solvers.solve import FOLLOWS_ALL, solve
 from tests.support.oracle import all_schedules, interesting_budgets, optimum, outcomes, random_ruled_problem
 from tests.support.sampling import few
@@ -91,7 +91,7 @@ def test_what_searches_ask_is_what_the_verifier_finds(seed: int) -> None:
     problem = random_ruled_problem(seed)
     for schedule in all_schedules(problem):
         if not simulator.verify(simulator.lower(problem, schedule), without_rules(problem)):
-            assert obeys(problem, schedule.R) == (not wrong(problem, schedule.R))
+            assert obeys_limits(problem, schedule.R) == (not wrong(problem, schedule.R))
 
 
 def test_both_formulations_know_rules() -> None:
@@ -181,7 +181,7 @@ def test_the_search_backwards_keeps_nothing_that_is_gone(size: int) -> None:
     dag = Problem.from_dag(deps, [1] * 8, [size] * 4 + [2] * 4, forward=4)
     problem = with_rules(dag, {"op": "recompute"})
     for budget in (min_budget(problem).peak, 10**6):
-        R, _ = find_plan(Needs(problem), budget, width=8, clock=Clock(5.0), exact=True)
+        R, _ = find_plan(ValueSets(problem), budget, width=8, clock=Clock(5.0), exact=True)
         assert R is not None
         assert not wrong(problem, R, budget)
 
@@ -190,7 +190,7 @@ def test_the_search_backwards_where_not_all_can_be_made_from_nothing() -> None:
     deps = [[], [0], [1], [1, 2], [0, 3], [0, 4], [3, 5], [3, 6], [3, 7]]
     dag = tagged(Problem.from_dag(deps, [1] * 9, [5, 7, 3, 4, 7, 1, 3, 1, 4], forward=5))
     problem = with_rules(dag, {"op3": "recompute"})
-    R, _ = find_plan(Needs(problem), 16, width=8, clock=Clock(5.0), exact=True)
+    R, _ = find_plan(ValueSets(problem), 16, width=8, clock=Clock(5.0), exact=True)
     assert R is not None
     assert not wrong(problem, R, 16)
 
@@ -199,7 +199,7 @@ def test_a_plan_is_made_slim_under_rules() -> None:
     problem = with_rules(network(), {"op": "recompute"})
     everything = np.tril(np.ones((13, 13), dtype=bool))
     assert not wrong(problem, everything)
-    assert slim(problem, 10**6, everything, Clock(5.0)).sum() == 13 + 7
+    assert drop_runs(problem, 10**6, everything, Clock(5.0)).sum() == 13 + 7
 
 
 def test_the_certifier_refuses_a_schedule_against_the_rules() -> None:

@@ -13,7 +13,7 @@ from checkmate.core.plan import Plan
 from checkmate.solvers import known_plans
 from checkmate.solvers.background_search import News
 from checkmate.solvers.common.certify import certify
-from checkmate.solvers.known_plans import Rest
+from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.solvers.search.min_budget import least_runs
 
 SECONDS = 0.1  # for each plan
@@ -22,17 +22,17 @@ SECONDS = 0.1  # for each plan
 class Offers:
     """Stands for a search: a test offers plans, and ends it."""
 
-    def __init__(self, rest: Rest) -> None:
-        self.rest = rest
-        self.news, self.better, self.failure, self.goes_on = News(rest.start.cost, 0.0, 0.0), None, "", True
-        self._plans = plans_within(rest.problem, rest.budget)
+    def __init__(self, unfinished: UnfinishedSearch) -> None:
+        self.unfinished = unfinished
+        self.news, self.better, self.failure, self.goes_on = News(unfinished.start.cost, 0.0, 0.0), None, "", True
+        self._plans = plans_within(unfinished.problem, unfinished.budget)
         self.count = 0
 
     def offer(self) -> None:
         """One more plan, another than the last."""
         self.count += 1
         plan = self._plans[self.count % len(self._plans)]
-        self.news = self.better = News(self.rest.start.cost, 0.0, float(self.count), plan)
+        self.news = self.better = News(self.unfinished.start.cost, 0.0, float(self.count), plan)
 
     def start(self) -> None:
         """Nothing runs."""
@@ -56,10 +56,10 @@ def plans_within(problem: Problem, budget: int) -> list[Plan]:
     return plans
 
 
-def begin_poorly(problem: Problem, budget: int, **options: object) -> tuple[Solution, Rest]:
+def begin_poorly(problem: Problem, budget: int, **options: object) -> tuple[Solution, UnfinishedSearch]:
     """Begin with the plan of the smallest budget, though there is more room: any search finds a better one."""
     plan = certify(problem, budget, least_runs(problem, time_limit=SECONDS)[1], method="auto")
-    return plan, Rest(problem, budget, plan, seconds=10.0, gap=1e-4, spent=1.0, cache=False)
+    return plan, UnfinishedSearch(problem, budget, plan, seconds=10.0, gap=1e-4, spent=1.0, cache=False)
 
 
 @contextmanager
@@ -67,12 +67,12 @@ def offered() -> Iterator[list[Offers]]:
     """Within the block steps begin with one plan, and go on by those that the test offers; the stand-ins in turn."""
     made: list[Offers] = []
 
-    def begin(problem: Problem, budget: int, **options: object) -> tuple[Solution, Rest]:
+    def begin(problem: Problem, budget: int, **options: object) -> tuple[Solution, UnfinishedSearch]:
         plan = solve(problem, budget, method="next-use", time_limit=SECONDS)
-        return plan, Rest(problem, budget, plan, seconds=60.0, gap=1e-4, spent=1.0, cache=False)
+        return plan, UnfinishedSearch(problem, budget, plan, seconds=60.0, gap=1e-4, spent=1.0, cache=False)
 
-    def search(rest: Rest) -> Offers:
-        made.append(Offers(rest))
+    def search(unfinished: UnfinishedSearch) -> Offers:
+        made.append(Offers(unfinished))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -8,7 +8,7 @@ import numpy as np
 
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.adapt import adapt
-from checkmate.solvers.search.drop_runs import slim
+from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.exchange import exchange
 from checkmate.solvers.search.next_use import Tilts
 
@@ -21,7 +21,7 @@ def found_from(task: Task, dearest: np.ndarray, every: Sequence[np.ndarray]) -> 
         every: all schedules, within the budget or not.
     """
     yield exchange(task, dearest)
-    yield slim(task.problem, task.budget, dearest, Clock(1.0))
+    yield drop_runs(task.problem, task.budget, dearest, Clock(1.0))
     yield adapt(task, dearest)
     yield adapt(task, max(every, key=lambda R: float(R.sum())))
     yield Tilts(task).search(Clock(0.05))

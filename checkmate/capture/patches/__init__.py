@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 WITHIN = "while a step of ours is captured"  # undone at its end, also by an error
-OURS = "from the import on, in what our backends capture"  # by `ours`; others run PyTorch's own code
+OURS = "from the import on, in what our backends capture"  # by `only_our_captures`; others run PyTorch's own code
 PROCESS = "from the import on, in the process"  # a mistake in a description, mended for whoever traces
 
 
@@ -30,7 +30,7 @@ PATCHES = (
     Patch("formulas", WITHIN, "autograd's formulas of a few reductions", "eager PyTorch picks one by the data"),
     Patch("is_compiling", OURS, "answers to is_compiling()", "told yes, libraries compute other bits"),
     Patch("kernels", WITHIN, "decompositions in Python", "they round otherwise than the kernels"),
-    Patch("leaves", OURS, "refusals of leaves made on the way", "what they lack is not asked for"),
+    Patch("refused_leaves", OURS, "refusals of leaves made on the way", "what they lack is not asked for"),
     Patch("logging_calls", OURS, "logging, print, warnings, raise", "they say what plain PyTorch says"),
     Patch("numpy_draws", OURS, "calls of np.random", "NumPy draws before the step; its arrays are inputs"),
     Patch("recurrent", WITHIN, "Dynamo's setting allow_rnn", "nn.LSTM and its like are captured"),

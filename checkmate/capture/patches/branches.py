@@ -1,4 +1,4 @@
-"""Questions on tensors while a step is captured: answered by running them, where Dynamo would stop.
+"""Questions on tensors while a step is captured, ``if x.sum() > 0:``: answered by running them; Dynamo would stop.
 
 They are asked by a jump (``if``, ``while``, ``and``, ``assert``), by ``bool(tensor)``, by a number that Python needs
 (``range(tensor.item())``, ``sizes[int(tensor.item())]``), by `torch.equal` and its like, and by PyTorch's own checks
@@ -22,7 +22,7 @@ from weakref import WeakSet
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from checkmate.capture.patches.ours import answer_now, follow, follow_function, follow_method, only_ours
+from checkmate.capture.patches.only_our_captures import answer_now, follow, follow_function, follow_method, only_ours
 from checkmate.capture.provenance import where
 from checkmate.capture.questions import WITHOUT_TENSORS, CannotTellError, answer, decided, depends_on_inputs
 from checkmate.torch_internals.dynamo import (

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any
 
-from checkmate.capture.patches.ours import follow
+from checkmate.capture.patches.only_our_captures import follow
 from checkmate.torch_internals.dynamo import AttrSource, CallFunctionNoArgsSource, VariableTracker, unimplemented
 
 _VALUES = "_checkmate_context_variables"  # on Dynamo's graph: those that the step has set, with their values

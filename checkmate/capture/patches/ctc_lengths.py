@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from checkmate.capture.patches.branches import decide, value_now
-from checkmate.capture.patches.ours import follow_function
+from checkmate.capture.patches.only_our_captures import follow_function
 from checkmate.capture.questions import CannotTellError
 from checkmate.torch_internals.descriptions import FakeTensorMode, op_implementations_checks
 from checkmate.torch_internals.dynamo import VariableTracker, wrap_fx_proxy

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 
-from checkmate.capture.patches.ours import Answer, answer_now, follow, follow_function
+from checkmate.capture.patches.only_our_captures import Answer, answer_now, follow, follow_function
 from checkmate.capture.provenance import FRAME, is_users
 from checkmate.torch_internals.dynamo import (
     BackendCompilerFailed,

@@ -1,4 +1,4 @@
-"""Keep tracing to the kernels that eager PyTorch runs.
+"""Set aside decompositions in Python while a step is traced: their bits are not those of eager PyTorch's kernels.
 
 AOTAutograd traces some ops through decompositions in Python whose results are close to those of the kernels, not equal:
 a bilinear upsampling differs in the last bits of its gradient. While a step is captured these decompositions are set

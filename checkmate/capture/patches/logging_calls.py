@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from checkmate.capture.patches.branches import RAISED, is_question, raise_as_users, value_now
-from checkmate.capture.patches.ours import answer_now, follow
+from checkmate.capture.patches.only_our_captures import answer_now, follow
 from checkmate.capture.questions import CannotTellError
 from checkmate.torch_internals.dynamo import (
     AttributeMutationNew,

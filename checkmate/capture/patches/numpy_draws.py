@@ -1,4 +1,4 @@
-"""Functions that draw from NumPy's global generator, called before the step at each call; their arrays are inputs.
+"""Call functions that draw from NumPy's global generator before each step, and hand in their arrays as inputs.
 
 Dynamo captures ``np.random.rand(3)`` as a draw of torch's generator, which has other numbers. Here a function of
 constants that draws so is not followed: it is called as it is, by plain NumPy, before each step, in the order of the
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
-from checkmate.capture.patches.ours import follow
+from checkmate.capture.patches.only_our_captures import follow
 from checkmate.capture.questions import AnotherAnswer
 from checkmate.torch_internals.dynamo import (
     GraphArg,

@@ -1,4 +1,4 @@
-"""Recurrent modules, captured as what eager PyTorch runs.
+"""`nn.RNN`, `nn.GRU` and `nn.LSTM`, captured as the ops and kernels that eager PyTorch runs.
 
 Dynamo captures them only if told to. `nn.RNN` and `nn.GRU` are then made of the ops that eager PyTorch runs on the CPU,
 and so is `nn.LSTM` with projections. Else each layer and direction of `nn.LSTM` is one kernel of oneDNN, which leaves a

@@ -1,4 +1,4 @@
-"""What a mask selects, where the mask is known before the step runs: how much it is, is asked before, as a question.
+"""``x[mask]`` and its like, where the mask is known before the step: how much it selects is asked, as a question.
 
 ``x[mask]`` is as large as the mask has elements that are true, which a plan must know. Where the mask depends only on
 inputs and buffers, or on random numbers, as with adapters that are chosen by the language of a sample, that number is
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from checkmate.capture.patches.branches import decide, value_now
-from checkmate.capture.patches.ours import Answer, answer_now, follow, follow_function, follow_method
+from checkmate.capture.patches.only_our_captures import Answer, answer_now, follow, follow_function, follow_method
 from checkmate.capture.questions import CannotTellError
 from checkmate.torch_internals.dynamo import (
     BuiltinVariable,

@@ -1,4 +1,4 @@
-"""What a model does once, in its first call, to set itself up: done plainly before that call is captured.
+"""Run what a model does once, in its first call, to set itself up: plainly, before that call is captured.
 
 A procedure that is given modules and constants and returns nothing may put another part in place for this kind of
 input, or install hooks under a lock. Dynamo captures neither parameters that a step makes nor locks, and a compiled
@@ -27,7 +27,7 @@ from torch import fx, nn
 from checkmate.capture.dependencies import is_write, written_by
 from checkmate.capture.device import main_device, random_states
 from checkmate.capture.earlier_draws import CannotTellError, draws_of
-from checkmate.capture.patches.ours import follow
+from checkmate.capture.patches.only_our_captures import follow
 from checkmate.torch_internals.dynamo import (
     AttributeMutationNew,
     ConstantVariable,

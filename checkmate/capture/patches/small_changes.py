@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from checkmate.capture.patches.ours import follow, follow_function, follow_method
+from checkmate.capture.patches.only_our_captures import follow, follow_function, follow_method
 from checkmate.torch_internals.dynamo import (
     FakeTensorObservedException,
     NullContextVariable,

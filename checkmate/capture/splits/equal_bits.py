@@ -24,10 +24,10 @@ from checkmate.capture.splits.find_loss import Loss, losses
 from checkmate.capture.splits.lanes import same_lanes
 from checkmate.capture.splits.loss import COLUMNS, ROWS, length, slices
 from checkmate.capture.splits.parts import InParts, about_of, part_of
-from checkmate.capture.splits.table import SUMMED, Argument, Split, argument_of
+from checkmate.capture.splits.table import SUMMED, Argument, OpSplit, argument_of
 from checkmate.capture.splits.write_loss import LossSplit, in_parts
 from checkmate.capture.ways.batch_norm import gradient_of_input, normalized
-from checkmate.capture.ways.made_up import cancel, made_up, same_bytes
+from checkmate.capture.ways.rounding_probes import cancel, made_up, same_bytes
 from checkmate.torch_internals.dispatcher import _disable_current_modes
 from checkmate.torch_internals.trees import tree_leaves
 
@@ -84,7 +84,7 @@ class _Op:
 
     def __init__(self, parts: InParts, whole: fx.Node, part: fx.Node) -> None:
         self.parts, self.whole, self.part = parts, whole, part
-        self.split: Split = parts.region.splits[whole]
+        self.split: OpSplit = parts.region.splits[whole]
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Where a traced step has a linear layer and its cross entropy.
+"""Find each linear layer with its cross entropy in a traced step, with the nodes of forward and backward.
 
     mm or addmm -> scales, a cap, casts, slices of rows -> _log_softmax -> nll_loss_forward, and the sum of each row
     nll_loss_backward -> _log_softmax_backward_data -> the same back -> mm (rows), mm (weight), sum (bias)

@@ -1,4 +1,4 @@
-"""Which ops of a step run in parts together, and how they are made one call.
+"""Find the ops around a large one that can run in parts together with it, and make them one call.
 
 It begins with an op that needs many bytes, and a dimension of what it makes. What it reads is made within the region
 too, if it is large and is made independently along that dimension: an op of the forward is then computed once more, in
@@ -22,7 +22,7 @@ from checkmate.capture.phases import after_tangent
 from checkmate.capture.random_draws import draw_mask, save_state
 from checkmate.capture.splits.letters import values_of
 from checkmate.capture.splits.parts import InParts, Region
-from checkmate.capture.splits.table import Split, divides, normalized_split, split_of, sums_of
+from checkmate.capture.splits.table import OpSplit, divides, normalized_split, split_of, sums_of
 from checkmate.capture.ways.batch_norm import FORWARD
 from checkmate.capture.ways.table import is_alike, is_whole
 
@@ -33,7 +33,7 @@ _OF_SHAPE = {draw_mask, save_state}  # they read the shape and layout of their a
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class StepToSplit:
     """A graph in which regions are looked for."""
 
     graph: fx.Graph
@@ -66,7 +66,7 @@ class Choice:
     down: bool  # whether readers join
     summed: bool = False  # the op sums over parts
 
-    def split(self, node: fx.Node) -> Split | None:
+    def split(self, node: fx.Node) -> OpSplit | None:
         """How the first op runs in parts; None: it does not."""
         if self.summed:
             split = next(islice(sums_of(node), self.dim, None))
@@ -102,13 +102,13 @@ def _units(node: fx.Node, dim: int, size: int) -> Iterator[int]:
     yield from sorted((s for s in found if size % s == 0), reverse=True)[:2]
 
 
-def region_at(place: Place, node: fx.Node, choice: Choice) -> Region | None:
+def region_at(step: StepToSplit, node: fx.Node, choice: Choice) -> Region | None:
     """The region that a choice gives at a node; None: there is none."""
-    grown = _Grown(place, node, choice)
+    grown = _Grown(step, node, choice)
     if not grown.begin():
         return None
     made = grown.made()
-    region = Region({n: grown.splits[n] for n in place.graph.nodes if n in grown.splits}, choice.units, tuple(made))
+    region = Region({n: grown.splits[n] for n in step.graph.nodes if n in grown.splits}, choice.units, tuple(made))
     if not made or any(region.dim(n) is None for n in made):
         return None
     before = ancestors(n for n, _ in region.inputs())
@@ -143,10 +143,10 @@ def _may_go(argument: fx.Node, made: fx.Node, region: Region) -> bool:
 class _Grown:
     """A region as it grows."""
 
-    def __init__(self, place: Place, first: fx.Node, choice: Choice) -> None:
-        self.place, self.first, self.choice = place, first, choice
-        self.phase = first in place.forward
-        self.splits: dict[fx.Node, Split] = {}
+    def __init__(self, step: StepToSplit, first: fx.Node, choice: Choice) -> None:
+        self.step, self.first, self.choice = step, first, choice
+        self.phase = first in step.forward
+        self.splits: dict[fx.Node, OpSplit] = {}
         self.ops = 0
         self.own: list[fx.Node] = []  # of the ops, those whose results are the region's: others are copies
         largest = max(_bytes(n) for n in (first, *first.all_input_nodes))
@@ -166,16 +166,16 @@ class _Grown:
         return True
 
     def _may_join(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or node.name in self.place.pinned:
+        if node.op != "call_function" or node.name in self.step.pinned:
             return False
-        return not has_effect(node) and (not self.phase or node in self.place.forward)
+        return not has_effect(node) and (not self.phase or node in self.step.forward)
 
     def _may_be_own(self, node: fx.Node) -> bool:
         """Whether an op's results may be the region's: not new running statistics, which parts do not make."""
         counts = node.target is FORWARD and any(face.args[1] > 2 and face.users for face in getitems(node))  # type: ignore[operator]
         return not counts and self._may_join(node)
 
-    def _add(self, node: fx.Node, split: Split) -> bool:
+    def _add(self, node: fx.Node, split: OpSplit) -> bool:
         """Take an op in, and what it reads that is large. False: parts of an argument are another's whole."""
         self.splits[node] = split
         self.ops += not is_view(node)
@@ -183,7 +183,7 @@ class _Grown:
             return False
         for face in (face for face in _faces(node) if face is not node):
             if (at := split.results[face.args[1]]) is not None:  # type: ignore[index]
-                self.splits[face] = Split((at,), {node: None})
+                self.splits[face] = OpSplit((at,), {node: None})
         return all(self._take(argument, at) for argument, at in split.reads.items())
 
     def _take(self, node: fx.Node, at: int | None) -> bool:
@@ -201,7 +201,7 @@ class _Grown:
         split = split_of(source, index, at, self.choice.units)  # type: ignore[arg-type]
         return True if split is None else self._tried(source, split)
 
-    def _tried(self, node: fx.Node, split: Split) -> bool:
+    def _tried(self, node: fx.Node, split: OpSplit) -> bool:
         """Take an op in, or leave all as it was."""
         before = dict(self.splits), self.ops
         if not self._add(node, split):
@@ -215,7 +215,7 @@ class _Grown:
 
     def _join(self, node: fx.Node) -> bool:
         """Take in an op that reads what the region makes, if it can be."""
-        same = (node in self.place.forward) == self.phase
+        same = (node in self.step.forward) == self.phase
         if node in self.splits or not same or not self._may_be_own(node) or node.target is operator.getitem:
             return False
         for split in self._splits_of(node):
@@ -225,16 +225,16 @@ class _Grown:
                     return True
         return False
 
-    def _splits_of(self, node: fx.Node) -> Iterator[Split]:
+    def _splits_of(self, node: fx.Node) -> Iterator[OpSplit]:
         """All ways in which an op may run in parts."""
         for index, val in enumerate(values_of(node)):
             for dim in range(val.dim() if isinstance(val, torch.Tensor) else 0):
                 if (split := split_of(node, index, dim, self.choice.units)) is not None:
                     yield split
-        if self.place.sums:
+        if self.step.sums:
             yield from (split for split in sums_of(node) if divides(split, self.choice.units))
 
-    def _agrees(self, split: Split) -> bool:
+    def _agrees(self, split: OpSplit) -> bool:
         return all(n not in self.splits or self._is_split(n, at) for n, at in split.reads.items())
 
     def _is_split(self, node: fx.Node, at: int | None) -> bool:
@@ -259,11 +259,11 @@ class _Grown:
         for user in node.users:
             if user in self.splits:
                 continue
-            if user is self.place.output:
+            if user is self.step.output:
                 return True
-            if user.target in _OF_SHAPE and stand_in(self.place.graph, node) is not None:
+            if user.target in _OF_SHAPE and stand_in(self.step.graph, node) is not None:
                 continue
-            if self._is_read(user) if is_view(user) else (user in self.place.forward) == self.phase:
+            if self._is_read(user) if is_view(user) else (user in self.step.forward) == self.phase:
                 return True
         return False
 
@@ -306,12 +306,12 @@ def bytes_of(parts: InParts, region: Region) -> int:
     return sum(_bytes(n) for n in read) + made + parts.inner_bytes - once
 
 
-def write(place: Place, first: fx.Node, region: Region, parts: InParts) -> bool:
+def write(step: StepToSplit, first: fx.Node, region: Region, parts: InParts) -> bool:
     """Put the call of a region in the place of its ops; False: others would have to run in another order.
 
     Ops whose values others still read stay.
     """
-    graph = place.graph
+    graph = step.graph
     order = {n: k for k, n in enumerate(graph.nodes)}
     inputs = [n for n, _ in region.inputs()]
     last = max(inputs, key=order.__getitem__)
@@ -339,7 +339,7 @@ def write(place: Place, first: fx.Node, region: Region, parts: InParts) -> bool:
     for node in _after(made, order[last], order):
         at.append(node)
         at = node
-    place.__dict__.pop("forward", None)  # of what is there now
+    step.__dict__.pop("forward", None)  # of what is there now
     return True
 
 

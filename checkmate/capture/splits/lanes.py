@@ -1,4 +1,4 @@
-"""Whether each element of an elementwise op is computed by the same code in a part as in the whole, on a CPU.
+"""Whether an elementwise op on a CPU computes each element by the same code, by vectors or singly, in a part too.
 
 ATen's loops (``Loops.h``, ``TensorIterator.cpp``) put the dimension of the smallest strides innermost and join to it
 what lies in memory in one run. If all tensors are contiguous along that run, or one of them is a single number there,

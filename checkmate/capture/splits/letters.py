@@ -1,4 +1,4 @@
-"""Letters for the dimensions of what ops read and make, as `checkmate.capture.splits.table` explains them."""
+"""Which dimension of what an op reads is which of what it makes, by letters as in einsum: for `splits.table`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some ops of a step as one call that runs them part by part, so that only a part of their inner values is there."""
+"""`InParts`: some ops of a step as one call that runs them part by part, with few of their inner values at a time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from checkmate.capture.nodes import storage, target_name, tensors
-from checkmate.capture.splits.table import SUMMED, Split
-from checkmate.capture.ways.made_up import packet_of
+from checkmate.capture.splits.table import SUMMED, OpSplit
+from checkmate.capture.ways.rounding_probes import packet_of
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
 from checkmate.capture.ways.table import Written
 
@@ -30,7 +30,7 @@ _LIKE_INPUT = {aten.upsample_nearest2d_backward, aten.upsample_bilinear2d_backwa
 class Region:
     """Ops that run in parts together, and what is split of each."""
 
-    splits: Mapping[fx.Node, Split]  # of each op and view, in the order of the graph
+    splits: Mapping[fx.Node, OpSplit]  # of each op and view, in the order of the graph
     units: int  # that the split dimension has
     made: tuple[fx.Node, ...]  # what others read of it
 
@@ -62,7 +62,7 @@ def graph_of(region: Region, length: int) -> tuple[fx.Graph, Region]:
     graph = fx.Graph()
     given: dict[tuple[fx.Node, int | None], fx.Node] = {}
     copies: dict[fx.Node, fx.Node] = {}
-    splits: dict[fx.Node, Split] = {}
+    splits: dict[fx.Node, OpSplit] = {}
     for i, (node, at) in enumerate(region.inputs()):
         made = given[node, at] = graph.placeholder(f"in_{i}")
         made.meta["val"] = part_of(node.meta["val"], at, 0, region.units, length)
@@ -78,7 +78,7 @@ def graph_of(region: Region, length: int) -> tuple[fx.Graph, Region]:
         args, kwargs = fx.node.map_arg((args, node.kwargs), here.__getitem__)
         copy = copies[node] = graph.create_node("call_function", target, args, kwargs, f"op_{i}")
         copy.meta["val"] = _result(copy, node.meta["val"])
-        splits[copy] = Split(split.results, {here[n]: at for n, at in split.reads.items()})
+        splits[copy] = OpSplit(split.results, {here[n]: at for n, at in split.reads.items()})
     results = tuple(copies[node] for node in region.made)
     for node, copy in zip(region.made, results, strict=True):
         if copy.meta["val"].shape != _scaled(node.meta["val"].shape, region.dim(node), region.units, length):
@@ -127,7 +127,7 @@ def part_of(tensor: Tensor, at: int | None, begin: int, units: int, length: int)
     return tensor.narrow(at, begin * unit, length * unit)
 
 
-def _adapted(node: fx.Node, split: Split, region: Region, length: int) -> tuple[Any, tuple[Any, ...]]:
+def _adapted(node: fx.Node, split: OpSplit, region: Region, length: int) -> tuple[Any, tuple[Any, ...]]:
     """What a node calls for a part: sizes among its arguments are those of the part."""
     target: Any = node.target
     packet = packet_of(target)

@@ -1,4 +1,4 @@
-"""A step split further: the ops that need the most bytes run in parts, with what is large beside them."""
+"""Split a step further: have the ops that need the most bytes run in parts, with what is large beside them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_view, tensors
 from checkmate.capture.provenance import where
 from checkmate.capture.rewrite import without_dead_code
-from checkmate.capture.splits.find_region import MOST_OPS, Choice, Place, bytes_of, choices, region_at, write
+from checkmate.capture.splits.find_region import MOST_OPS, Choice, StepToSplit, bytes_of, choices, region_at, write
 from checkmate.capture.splits.parts import InParts, Region, apart, copy_of, in_parts
 from checkmate.capture.ways.batch_norm import in_two_halves
 
@@ -29,7 +29,7 @@ Tried = Callable[[InParts], bool]
 
 
 @dataclass(frozen=True)
-class Need:
+class OpNeeds:
     """What an op needs while it runs."""
 
     name: str  # of its node
@@ -45,16 +45,16 @@ class StaysWhole(Exception):
 class _Further:
     """Splits a graph further."""
 
-    def __init__(self, place: Place, tried: Tried) -> None:
-        self.place, self.tried = place, tried
-        self.nodes: dict[str, fx.Node] = {n.name: n for n in place.graph.nodes}
+    def __init__(self, step: StepToSplit, tried: Tried) -> None:
+        self.step, self.tried = step, tried
+        self.nodes: dict[str, fx.Node] = {n.name: n for n in step.graph.nodes}
         self.new: set[str] = set()  # names of calls that were made or changed
 
-    def split(self, needs: Sequence[Need], least_gain: int, before: Sequence[str]) -> None:
+    def split(self, needs: Sequence[OpNeeds], least_gain: int, before: Sequence[str]) -> None:
         """Split all that stands at the largest need; before that the ops of these names, if they can be."""
         most = max(need.bytes_at for need in needs)
         level = min((1 - LEVEL) * most, most - least_gain)
-        needs = [*self._in_halves(needs, level, most)] if self.place.sums else needs
+        needs = [*self._in_halves(needs, level, most)] if self.step.sums else needs
         rank = {name: k for k, name in enumerate(before)}
         high = [need for need in needs if need.bytes_at > level or need.name in rank]
         high.sort(key=lambda need: (rank.get(need.name, len(rank)), not need.first, -need.bytes_at))
@@ -74,7 +74,7 @@ class _Further:
     def _here(self, name: str) -> fx.Node | None:
         """The node of this name, if it is still there and as it was."""
         node = self.nodes.get(name)
-        return None if node is None or name in self.new or node not in self.place.graph.nodes else node
+        return None if node is None or name in self.new or node not in self.step.graph.nodes else node
 
     def _more(self, node: fx.Node) -> bool:
         """Have a region, and those alike, run in more parts."""
@@ -83,7 +83,7 @@ class _Further:
         more = old.in_more_parts()
         while more is not None and more.parts <= COUNTS[-1]:
             if more.inner_bytes < old.inner_bytes and self.tried(more):
-                alike = [n for n in self.place.graph.nodes if isinstance(n.target, InParts)]
+                alike = [n for n in self.step.graph.nodes if isinstance(n.target, InParts)]
                 for n in alike:
                     if n.target.text == old.text and n.target.length == old.length:
                         n.target = more
@@ -92,26 +92,26 @@ class _Further:
             more = more.in_more_parts()
         return False
 
-    def _one(self, node: fx.Node, need: Need, room: int, at: Mapping[str, int], most: int) -> bool:
+    def _one(self, node: fx.Node, need: OpNeeds, room: int, at: Mapping[str, int], most: int) -> bool:
         """Have an op run in parts, and those alike."""
         for choice, count in self._candidates(node, room):
             found = self._parts(node, choice, count)
             if found is None or not self.tried(found[1]) or not self._write(node, *found):
                 continue
             for other in self._like(node, at, most):
-                again = self._parts(other, choice, count) if other in self.place.graph.nodes else None
+                again = self._parts(other, choice, count) if other in self.step.graph.nodes else None
                 if again is not None and again[1].text == found[1].text:
                     self._write(other, *again)
             return True
         return False
 
-    def _in_halves(self, needs: Sequence[Need], level: float, most: int) -> Iterator[Need]:
+    def _in_halves(self, needs: Sequence[OpNeeds], level: float, most: int) -> Iterator[OpNeeds]:
         """The same needs, but halves in the place of batch norms' backwards that need much, and of those alike."""
         high = [self.nodes[need.name] for need in needs if need.bytes_at > level and need.name in self.nodes]
         much = [need for need in needs if need.bytes_at > ALIKE * most and need.name in self.nodes]
         near = {n.name for need in much if (n := self.nodes[need.name]) in high or any(_alike(n, m) for m in high)}
         for need in needs:
-            halves = in_two_halves(self.place.graph, self.nodes[need.name]) if need.name in near else None
+            halves = in_two_halves(self.step.graph, self.nodes[need.name]) if need.name in near else None
             if halves is None:
                 yield need
                 continue
@@ -119,13 +119,13 @@ class _Further:
             self.nodes |= {n.name: n for n in halves}
             self.new.add(need.name)
             made = of_input.meta["val"].nbytes
-            yield Need(of_input.name, need.bytes_at, need.own, first=True)
-            yield Need(sums.name, need.bytes_at - made, need.own - made, first=True)
-        self.place.__dict__.pop("forward", None)
+            yield OpNeeds(of_input.name, need.bytes_at, need.own, first=True)
+            yield OpNeeds(sums.name, need.bytes_at - made, need.own - made, first=True)
+        self.step.__dict__.pop("forward", None)
 
     def _like(self, node: fx.Node, at: Mapping[str, int], most: int) -> list[fx.Node]:
         """Ops alike that need much, too."""
-        return [n for n in self.place.graph.nodes if _alike(n, node) and at.get(n.name, 0) > ALIKE * most]
+        return [n for n in self.step.graph.nodes if _alike(n, node) and at.get(n.name, 0) > ALIKE * most]
 
     def _candidates(self, node: fx.Node, room: int) -> Iterator[tuple[Choice, int]]:
         """Choices for an op, that with the fewest bytes first, each with the fewest parts that are enough."""
@@ -136,8 +136,8 @@ class _Further:
             parts = in_parts(alone, -(-region.units // count))
             return parts is not None and bytes_of(parts, region) < room
 
-        for choice in choices(node, sums=self.place.sums):
-            region = region_at(self.place, node, choice)
+        for choice in choices(node, sums=self.step.sums):
+            region = region_at(self.step, node, choice)
             if region is None or region.form in forms:
                 continue
             forms.add(region.form)
@@ -156,13 +156,13 @@ class _Further:
 
     def _parts(self, node: fx.Node, choice: Choice, count: int) -> tuple[Region, InParts] | None:
         """A region, and what runs it in so many parts; None: it cannot be."""
-        region = region_at(self.place, node, choice)
+        region = region_at(self.step, node, choice)
         alone = None if region is None else apart(region)
         made = None if alone is None else in_parts(alone, -(-choice.units // count))
         return None if region is None or made is None else (region, made)
 
     def _write(self, node: fx.Node, region: Region, parts: InParts) -> bool:
-        done = write(self.place, node, region, parts)
+        done = write(self.step, node, region, parts)
         self.new |= {f"{node.name}_in_parts"} if done else set()
         return done
 
@@ -178,7 +178,7 @@ def _alike(node: fx.Node, other: fx.Node) -> bool:
 def split_further(
     module: fx.GraphModule,
     joint: Joint,
-    needs: Sequence[Need],
+    needs: Sequence[OpNeeds],
     *,
     tried: Tried,
     least_gain: int,
@@ -203,7 +203,7 @@ def split_further(
     results = tuple(n for n in output[: len(joint.forward_outputs)] if isinstance(n, fx.Node))
     norms = "_native_batch_norm_legit_functional"  # what parts of them make does not depend on what they overwrite
     pinned = {op.name for op in joint.graph.ops if op.pinned and norms not in op.target}
-    _Further(Place(graph, results, pinned, sums), tried).split(needs, least_gain, before)
+    _Further(StepToSplit(graph, results, pinned, sums), tried).split(needs, least_gain, before)
     return without_dead_code(module, graph)
 
 

@@ -1,4 +1,4 @@
-"""What of a step may run in parts, along which dimension, and why its bits are equal then: one table of ops.
+"""The table of ops that may run in parts: along which dimensions, and why the bits are those of the whole.
 
 Each op has letters for the dimensions of what it reads and makes, as `torch.einsum` has them:
 
@@ -24,7 +24,7 @@ An op keeps its bits in parts by one of these arguments, or is not split:
                   (``vec_host_softmax_lastdim``, ``LayerNormKernelImplInternal``, ``cpu_max_pool`` and others of ATen's)
     order         an op sums, in an order that depends on shapes, layouts and types, on the processor and the number of
                   threads, but not on the numbers: what is compared on a few inputs holds for all, if these can tell one
-                  order from another (`checkmate.capture.ways.made_up`)
+                  order from another (`checkmate.capture.ways.rounding_probes`)
 
 Rows are tried as well. On a GPU each element of an elementwise op is computed by the same code wherever it lies: lanes
 hold there always.
@@ -46,7 +46,7 @@ from checkmate.capture.rewrite import scale_mask
 from checkmate.capture.splits import letters as by
 from checkmate.capture.splits.letters import Letters, Rule, pointwise, rank_of, values_of
 from checkmate.capture.ways.batch_norm import call_of, gradient_of_input, is_result, normalized
-from checkmate.capture.ways.made_up import packet_of
+from checkmate.capture.ways.rounding_probes import packet_of
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
 from checkmate.torch_internals.dispatcher import OpOverload
 
@@ -66,7 +66,7 @@ class Argument(Enum):
 
 
 @dataclass(frozen=True)
-class Split:
+class OpSplit:
     """How an op runs in parts."""
 
     results: tuple[int | None, ...]  # the dimension along which each result is split; None: it is not; or `SUMMED`
@@ -74,7 +74,7 @@ class Split:
     call: tuple[Callable[..., Any], tuple[Any, ...]] | None = None  # what makes the same of these, if not the op
 
 
-def split_of(node: fx.Node, index: int, dim: int, units: int) -> Split | None:
+def split_of(node: fx.Node, index: int, dim: int, units: int) -> OpSplit | None:
     """How an op runs in parts if one of its results is to be split along a dimension; None: it does not.
 
     Args:
@@ -90,7 +90,7 @@ def split_of(node: fx.Node, index: int, dim: int, units: int) -> Split | None:
     return None if any(size % units for size in sizes) else split
 
 
-def sums_of(node: fx.Node) -> Iterator[Split]:
+def sums_of(node: fx.Node) -> Iterator[OpSplit]:
     """How an op sums over parts of a dimension of what it reads, if it does: one for each such dimension."""
     letters = _letters_of(node, 1)
     for letter in dict.fromkeys("".join(read for _, read in letters.read) if letters else ""):
@@ -100,12 +100,12 @@ def sums_of(node: fx.Node) -> Iterator[Split]:
             yield split
 
 
-def divides(split: Split, units: int) -> bool:
+def divides(split: OpSplit, units: int) -> bool:
     """Whether what is read in parts consists of so many equal units."""
     return all(n.meta["val"].shape[max(at, ~at)] % units == 0 for n, at in split.reads.items() if at is not None)
 
 
-def normalized_split(node: fx.Node, dim: int) -> Split | None:
+def normalized_split(node: fx.Node, dim: int) -> OpSplit | None:
     """How the result of a batch norm runs in parts once its statistics are there, but for channels: it does so itself.
 
     Args:
@@ -115,7 +115,7 @@ def normalized_split(node: fx.Node, dim: int) -> Split | None:
     if args is None:
         return None
     x, *others = args
-    return Split((dim,), {x: dim, **{n: None for n in others if n is not None}}, (normalized, args))
+    return OpSplit((dim,), {x: dim, **{n: None for n in others if n is not None}}, (normalized, args))
 
 
 def is_elementwise(node: fx.Node) -> bool:
@@ -123,7 +123,7 @@ def is_elementwise(node: fx.Node) -> bool:
     return _rule(node) is pointwise
 
 
-def argument_of(node: fx.Node, split: Split) -> Argument | None:
+def argument_of(node: fx.Node, split: OpSplit) -> Argument | None:
     """Why an op that runs in parts has the bits of the whole, if what is said of it holds; None: nothing says so."""
     packet = packet_of(node.target)
     _, found = TABLE.get(packet, (None, Argument.LANES))
@@ -163,7 +163,7 @@ def _letters_of(node: fx.Node, units: int) -> Letters | None:
     return Letters([*zip(node.args, read, strict=False)], made)
 
 
-def _along(node: fx.Node, letters: Letters, letter: str) -> Split | None:
+def _along(node: fx.Node, letters: Letters, letter: str) -> OpSplit | None:
     """How an op runs in parts along what a letter stands for; None: an argument would be read in two ways."""
     if not letter.isalpha():
         return None
@@ -178,7 +178,7 @@ def _along(node: fx.Node, letters: Letters, letter: str) -> Split | None:
         None if val is None or text.startswith("-") else text.index(letter) if letter in text else SUMMED
         for val, text in zip(values_of(node), letters.made, strict=True)
     ]
-    return Split(tuple(made), {n: reads.get(n) for n in (*reads, *node.all_input_nodes)})
+    return OpSplit(tuple(made), {n: reads.get(n) for n in (*reads, *node.all_input_nodes)})
 
 
 def _each(argument: Argument, rule: Rule | None, *packets: Any) -> dict[Any, tuple[Rule | None, Argument]]:

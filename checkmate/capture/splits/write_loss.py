@@ -1,4 +1,4 @@
-"""How a linear layer and its cross entropy are made to run in parts: as few calls in a copy of the joint graph."""
+"""Rewrite a linear layer and its cross entropy in a copy of the joint graph, so that they run in parts."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class LossSplit(NamedTuple):
         return f"loss in {self.parts} parts" + (" beside its logits" if self.kept else "")
 
 
-SPLITS = (
+LOSS_SPLITS = (
     *(LossSplit(parts, kept=True) for parts in (4, 16)),
     *(LossSplit(2**i) for i in range(1, 7)),
 )  # from cheap to small
 
 
-def splits_of(found: Iterable[Loss]) -> tuple[LossSplit, ...]:
+def loss_splits_of(found: Iterable[Loss]) -> tuple[LossSplit, ...]:
     """Those that losses may run in: logits that the step shows stay."""
     shown = [loss.shown for loss in found]
-    return tuple(split for split in SPLITS if shown and (split.kept or not all(shown)))
+    return tuple(split for split in LOSS_SPLITS if shown and (split.kept or not all(shown)))
 
 
 def in_parts(module: fx.GraphModule, split: LossSplit) -> fx.GraphModule:

@@ -1,4 +1,4 @@
-"""A batch norm without its sums: what is left is made of each element alone, so that it runs in parts of any kind.
+"""Batch norm as its sums and the rest, which is made of each element alone, so that it can run in parts of any kind.
 
 In training batch norm sums over all images of a channel, forward and backward. Once these sums are there
 

@@ -1,4 +1,4 @@
-"""Ops that PyTorch has in no form that writes over an argument, called or run block by block so that they do.
+"""Functions that write over an argument, at once or block by block, for ops that PyTorch has in no such form.
 
 Each leaves the bits of its op in ``out``, which is one of its arguments, and gives what the op gives.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import checkmate
 from checkmate.capture.patches import is_compiling as asking
 from checkmate.capture.patches.is_compiling import plain_if_possible
-from checkmate.capture.patches.ours import Answer
+from checkmate.capture.patches.only_our_captures import Answer
 from tests.support.bits import assert_same_bits
 
 ASKING = [

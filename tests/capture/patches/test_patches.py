@@ -15,7 +15,9 @@ from tests.support.processes import run_python
 
 FOLDER = Path(room.__file__).parent
 FILES = [
-    file.relative_to(FOLDER).with_suffix("") for file in FOLDER.rglob("*.py") if file.stem not in ("__init__", "ours")
+    file.relative_to(FOLDER).with_suffix("")
+    for file in FOLDER.rglob("*.py")
+    if file.stem not in ("__init__", "only_our_captures")
 ]
 MODULES = {".".join(file.parts) for file in FILES}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from checkmate.backends.tensor_state import same_bits
 from checkmate.capture.splits.lanes import VECTORS, same_lanes
 from checkmate.capture.splits.letters import pointwise
-from checkmate.capture.splits.table import TABLE, Argument, Split, argument_of, split_of
+from checkmate.capture.splits.table import TABLE, Argument, OpSplit, argument_of, split_of
 from tests.capture.splits.test_table import CASES, node_of
 
 aten = torch.ops.aten
@@ -185,12 +185,12 @@ def test_elementwise_ops_that_depend_on_more_have_no_argument() -> None:
     a.meta["val"] = b.meta["val"] = torch.rand(4)
     scaled = graph.call_function(aten.add.Tensor, (a, b), {"alpha": 0.3})
     scaled.meta["val"] = torch.rand(4)
-    assert argument_of(scaled, Split((0,), {a: 0, b: 0})) is Argument.LANES
+    assert argument_of(scaled, OpSplit((0,), {a: 0, b: 0})) is Argument.LANES
 
 
 def _argument(op: Callable[..., Any], args: tuple[Any, ...], dim: int = 0) -> Argument | None:
     node = node_of(op, args)
-    return argument_of(node, Split((dim,), dict.fromkeys(node.all_input_nodes, dim)))
+    return argument_of(node, OpSplit((dim,), dict.fromkeys(node.all_input_nodes, dim)))
 
 
 def test_every_op_that_has_a_rule_for_parts_has_an_argument() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import checkmate
 from checkmate.backends.step_problem import joint_of
 from checkmate.capture.splits.find_loss import Loss, losses
-from checkmate.capture.splits.write_loss import splits_of
+from checkmate.capture.splits.write_loss import loss_splits_of
 
 ROWS, DEPTH, CLASSES = 32, 8, 40
 X, Y = torch.randn(2, ROWS // 2, DEPTH), torch.randint(CLASSES, (ROWS,))
@@ -70,10 +70,10 @@ def test_logits_that_the_step_shows_are_kept() -> None:
 
     (loss,) = _losses(shows)
     assert loss.shown
-    assert all(split.kept for split in splits_of([loss]))
+    assert all(split.kept for split in loss_splits_of([loss]))
     (loss,) = _losses(lambda x, y: F.cross_entropy(net(x), y))
     assert not loss.shown
-    assert not all(split.kept for split in splits_of([loss]))
+    assert not all(split.kept for split in loss_splits_of([loss]))
 
 
 NOT_SPLIT: dict[str, Callable[[Tensor, Tensor], Any]] = {

@@ -16,7 +16,7 @@ from checkmate.capture.splits import equal_bits
 from checkmate.capture.splits import loss as functions
 from checkmate.capture.splits.find_loss import Loss, losses
 from checkmate.capture.splits.loss import length, slices
-from checkmate.capture.splits.write_loss import SPLITS, LossSplit, splits_of
+from checkmate.capture.splits.write_loss import LOSS_SPLITS, LossSplit, loss_splits_of
 from tests.support.products import OneOrder
 from tests.support.sampling import few
 
@@ -101,7 +101,7 @@ def test_each_kind_has_the_bits_of_plain_pytorch(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        equal = [equal_bits.loss_keeps_bits(loss, split) for split in splits_of([loss])[:4]]
+        equal = [equal_bits.loss_keeps_bits(loss, split) for split in loss_splits_of([loss])[:4]]
     finally:
         torch.set_num_threads(before)
     assert all(equal), equal
@@ -112,7 +112,7 @@ def test_products_that_have_other_bits_in_parts_are_told(monkeypatch: pytest.Mon
     loss = _loss("scaled", torch.float32, bias=False)
     monkeypatch.setattr(equal_bits, "_tried", {})
     a, b = torch.randn(ROWS * LENGTH, DEPTH), torch.randn(CLASSES, DEPTH).t()
-    for split in splits_of([loss])[:4]:
+    for split in loss_splits_of([loss])[:4]:
         rows = slices(len(a), length(len(a), split.parts, functions.ROWS))
         if any(not same_bits(a[at] @ b, (a @ b)[at]) for at in rows):
             assert not equal_bits.loss_keeps_bits(loss, split)
@@ -135,4 +135,4 @@ def test_other_bits_are_told(name: str, other: object, monkeypatch: pytest.Monke
     assert equal_bits.loss_keeps_bits(loss, LossSplit(4))
     monkeypatch.setattr(equal_bits, "_tried", {})
     monkeypatch.setitem(functions.POINTWISE, name, other)
-    assert not any(equal_bits.loss_keeps_bits(loss, split) for split in SPLITS)
+    assert not any(equal_bits.loss_keeps_bits(loss, split) for split in LOSS_SPLITS)

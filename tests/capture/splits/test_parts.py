@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from checkmate.capture.splits.find_region import Choice, Place, bytes_of, region_at
+from checkmate.capture.splits.find_region import Choice, StepToSplit, bytes_of, region_at
 from checkmate.capture.splits.parts import InParts, Region, apart, in_parts
 from checkmate.capture.ways.table import call_over, positions
 from tests.support.bits import assert_same_bits
@@ -27,8 +27,8 @@ def _sum_of_two(length: int) -> tuple[Region, InParts]:
     graph = make_fx(step, tracing_mode="fake")(*made).graph
     first, second = graph.find_nodes(op="call_function", target=aten.mm.default)
     (node,) = graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    place = Place(graph, (), {first.name})
-    region = region_at(place, node, Choice(0, 1, 12, 16, down=False))
+    step = StepToSplit(graph, (), {first.name})
+    region = region_at(step, node, Choice(0, 1, 12, 16, down=False))
     assert region is not None
     assert second in region.splits
     alone = apart(region)

@@ -14,7 +14,7 @@ from torch import Tensor
 from checkmate.capture.splits import equal_bits
 from checkmate.capture.splits.find_region import choices
 from checkmate.capture.splits.parts import InParts, apart, in_parts
-from checkmate.capture.splits.table import SUMMED, Split, sums_of
+from checkmate.capture.splits.table import SUMMED, OpSplit, sums_of
 from tests.capture.splits.test_table import GEOMETRY, R, node_of, region_of
 from tests.support.bits import assert_same_bits
 
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[tuple[tuple[int
 WRONG_IN_PARTS = {("layer norm backward", 1)}  # PyTorch's kernel takes means and deviations to lie without gaps
 
 
-def _parts(node: fx.Node, split: Split, units: int, length: int) -> InParts | None:
+def _parts(node: fx.Node, split: OpSplit, units: int, length: int) -> InParts | None:
     alone = apart(region_of(node, split, units))
     assert alone is not None
     return in_parts(alone, length)
@@ -137,7 +137,7 @@ def test_what_is_wrong_by_more_than_rounding_is_not_offered(monkeypatch: pytest.
     monkeypatch.setattr(InParts, "_write", lambda self, i, r, begin: begin < 48 and really(self, i, r, begin))
     assert equal_bits.off_in_parts(parts) == inf
 
-    rows = _parts(node, Split((0,), dict(zip(node.all_input_nodes, (0, None), strict=True))), 8, 4)
+    rows = _parts(node, OpSplit((0,), dict(zip(node.all_input_nodes, (0, None), strict=True))), 8, 4)
     assert rows is not None
     monkeypatch.setattr(InParts, "_write", lambda self, i, r, begin: (really(self, i, r, begin), r[0].mul_(1 + 1e-6)))
     assert equal_bits.off_in_parts(rows) == inf

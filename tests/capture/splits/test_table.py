@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from checkmate.backends.tensor_state import same_bits as same
 from checkmate.capture.splits.equal_bits import is_argued, same_bits
 from checkmate.capture.splits.parts import InParts, Region, apart, in_parts
-from checkmate.capture.splits.table import Argument, Split, argument_of, split_of
+from checkmate.capture.splits.table import Argument, OpSplit, argument_of, split_of
 from checkmate.capture.ways.batch_norm import gradient_of_input, normalized
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward
 
@@ -143,7 +143,7 @@ def node_of(op: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
     return node
 
 
-def region_of(node: fx.Node, split: Split, units: int) -> Region:
+def region_of(node: fx.Node, split: OpSplit, units: int) -> Region:
     splits, made = {node: split}, [node]
     if isinstance(node.meta["val"], tuple):
         made = []
@@ -151,7 +151,7 @@ def region_of(node: fx.Node, split: Split, units: int) -> Region:
             if at is not None:
                 face = node.graph.call_function(operator.getitem, (node, i))
                 face.meta["val"] = node.meta["val"][i]
-                splits[face] = Split((at,), {node: None})
+                splits[face] = OpSplit((at,), {node: None})
                 made.append(face)
     return Region(splits, units, tuple(made))
 
@@ -194,7 +194,7 @@ def test_an_op_runs_in_parts_along_its_independent_dimensions_and_no_others(case
 
 def test_a_part_of_rows_may_be_units_of_a_merged_dimension() -> None:
     node = node_of(aten.view.default, (R(4, 8, 6), [32, 6]))
-    assert split_of(node, 0, 0, 4) == Split((0,), {node.all_input_nodes[0]: 0})
+    assert split_of(node, 0, 0, 4) == OpSplit((0,), {node.all_input_nodes[0]: 0})
     assert split_of(node, 0, 0, 32) is None
 
 
@@ -207,7 +207,7 @@ def test_a_split_along_what_is_summed_has_other_bits() -> None:
     """What a wrong rule would give is not offered."""
     graph = make_fx(lambda a, b: a.mm(b), tracing_mode="fake")(R(64, 300), R(300, 8)).graph
     (node,) = graph.find_nodes(op="call_function", target=aten.mm.default)
-    wrong = Split((0,), dict.fromkeys(node.all_input_nodes))
+    wrong = OpSplit((0,), dict.fromkeys(node.all_input_nodes))
     alone = apart(Region({node: wrong}, 64, (node,)))
     assert alone is not None
     assert in_parts(alone, 32) is None  # the whole is no part

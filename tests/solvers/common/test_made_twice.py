@@ -12,12 +12,12 @@ from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.made_twice import second_runs
-from checkmate.solvers.common.obey import obeys
+from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search import min_budget as least
 from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.min_budget import min_budget
-from checkmate.solvers.search.value_sets import Needs
+from checkmate.solvers.search.value_sets import ValueSets
 from tests.solvers.test_overwrites import whole_step
 from tests.support.oracle import outcomes, random_problem_with_overwrites
 
@@ -103,9 +103,9 @@ def check_plans(problem: Problem, budgets: list[int]) -> dict[int, int]:
     found = dict.fromkeys(budgets, 0)
     for budget in found:
         for homes in second_runs(problem):
-            R, search = find_plan(Needs(problem), budget, width=4, clock=Clock(5.0), homes=homes)
+            R, search = find_plan(ValueSets(problem), budget, width=4, clock=Clock(5.0), homes=homes)
             assert not search.complete  # it proves nothing of other plans
-            if R is not None and obeys(problem, R):
+            if R is not None and obeys_limits(problem, R):
                 found[budget] += 1
                 plan = simulator.lower(problem, Schedule.from_runs(problem.graph, R))
                 assert not simulator.verify(plan, problem, budget)

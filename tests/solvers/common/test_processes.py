@@ -16,7 +16,7 @@ import pytest
 
 from checkmate.core.problem import Problem
 from checkmate.errors import SolverError
-from checkmate.solvers.common.processes import NICENESS, Aside, Process, Processes
+from checkmate.solvers.common.processes import NICENESS, BackgroundCall, Process, Processes
 
 ROOT = Path(__file__).parents[3]
 
@@ -105,7 +105,7 @@ def _is_there(pid: int) -> bool:
 
 
 def test_a_call_aside_has_its_result_at_some_time() -> None:
-    aside = Aside(math.factorial, 20)
+    aside = BackgroundCall(math.factorial, 20)
     assert aside.wait(60)
     assert aside.is_over
     assert aside.result == 2432902008176640000
@@ -114,7 +114,7 @@ def test_a_call_aside_has_its_result_at_some_time() -> None:
 @pytest.mark.slow
 def test_a_call_that_fails_has_no_result(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "checkmate.solve"):
-        aside = Aside(math.sqrt, -1.0)
+        aside = BackgroundCall(math.sqrt, -1.0)
         assert aside.wait(60)
     assert aside.result is None
     assert "math domain error" in caplog.text
@@ -138,7 +138,7 @@ def test_a_process_that_ends_says_why() -> None:
 
 @pytest.mark.wall_clock
 def test_nobody_waits_any_more() -> None:
-    aside = Aside(time.sleep, 600)
+    aside = BackgroundCall(time.sleep, 600)
     held = aside._held
     while held.process is None:
         time.sleep(0.01)

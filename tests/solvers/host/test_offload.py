@@ -16,12 +16,12 @@ from checkmate.core.simulator import verify
 from checkmate.core.solution import Status
 from checkmate.core.timing import timing
 from checkmate.solvers.auto import auto
-from checkmate.solvers.common.away import Need, away, events
+from checkmate.solvers.common.fetch_ops import MustBeBack, plain_events, with_fetches
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.placement import place
+from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.frontier import frontier
-from checkmate.solvers.host.offload import Sets
+from checkmate.solvers.host.offload import SentSets
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.solve import min_budget, solve
 from tests.support.oracle import (
@@ -102,13 +102,13 @@ def test_at_the_smallest_budget_of_recomputation_a_link_saves_most_of_it() -> No
 
 def test_what_is_fetched_is_not_made_again() -> None:
     problem = layers(8).with_host(Host(10**6, send=8.0, fetch=8.0))
-    free = away(problem, [2])
-    solution = solve(free.problem, 8 * 5)
+    fetching = with_fetches(problem, [2])
+    solution = solve(fetching.problem, 8 * 5)
     assert solution.plan is not None
-    happens, boundary = events(free, solution.plan)
-    assert [event.value for event in happens if isinstance(event, Need)] == [2]
+    happens, boundary = plain_events(fetching, solution.plan)
+    assert [event.value for event in happens if isinstance(event, MustBeBack)] == [2]
     assert [event for event in happens if isinstance(event, Run)].count(Run(2)) == 1
-    plan = place(problem, 8 * 6, happens, boundary)
+    plan = place_transfers(problem, 8 * 6, happens, boundary)
     assert plan is not None
     assert verify(plan, problem, 8 * 6) == []
     fetch, need = plan.steps.index(Fetch(2)), timing(plan, problem)
@@ -132,7 +132,7 @@ def test_whatever_is_sent_the_plan_is_right_and_no_bound_is_above_it(seed: int) 
     budget = int(rng.integers(plain.unavoidable_bytes.max(), plain.keep_all_peak + 1))
     task = Task(problem, budget, Clock(20.0))
     incumbent = Incumbent(task)
-    sets = Sets(task, incumbent, auto)
+    sets = SentSets(task, incumbent, auto)
     may = [v for v in range(len(plain.sizes)) if plain.sizes[v] and v not in {*plain.graph.outputs, *plain.limits.gone}]
     for _ in range(3 if may else 0):
         sets.attempt(rng.choice(may, int(rng.integers(1, len(may) + 1)), replace=False).tolist())  # raises if wrong

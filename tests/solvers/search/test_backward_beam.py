@@ -14,7 +14,7 @@ from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.runs import cost_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_beam import Beam, prices
-from checkmate.solvers.search.value_sets import Needs
+from checkmate.solvers.search.value_sets import ValueSets
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every
 
@@ -23,9 +23,9 @@ MANY = 10**6  # states: more than there are
 
 
 def beam(problem: Problem, budget: int, width: int, *, worth: float = 0.1, seconds: float = math.inf) -> Beam:
-    needs = Needs(problem)
-    price = prices(needs, budget, np.full(needs.T, worth))
-    return Beam(needs, budget, width, price, Clock(seconds))
+    sets = ValueSets(problem)
+    price = prices(sets, budget, np.full(sets.T, worth))
+    return Beam(sets, budget, width, price, Clock(seconds))
 
 
 @pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
@@ -117,8 +117,8 @@ def test_no_time_is_no_plan_and_proves_nothing() -> None:
 def test_a_price_is_what_keeping_takes_or_making_again() -> None:
     """The chain's first value: kept at 0.1 for each stage after the next, or made again in 1 second."""
     chain = dags.unit_chain(8)
-    needs = Needs(chain)
-    price = prices(needs, chain.keep_all_peak, np.full(needs.T, 0.1))
+    sets = ValueSets(chain)
+    price = prices(sets, chain.keep_all_peak, np.full(sets.T, 0.1))
     assert price[0, 1] == 0.0
     assert price[0, 5] == pytest.approx(0.4)
     assert price[0, -1] == pytest.approx(1.0)

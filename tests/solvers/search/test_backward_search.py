@@ -12,7 +12,7 @@ from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.backward_search import find_plan, refute
-from checkmate.solvers.search.value_sets import Needs
+from checkmate.solvers.search.value_sets import ValueSets
 from tests.support.oracle import outcomes, random_problem, random_problem_with_ways
 
 FOREVER = Clock()
@@ -25,11 +25,11 @@ def test_the_exact_search_finds_a_plan_exactly_where_there_is_one(make: Make, bl
     for seed in range(2000 + 10 * block, 2010 + 10 * block):
         problem = make(seed, most_ops=5 if seed % 10 == 0 else 4)
         truth = min(peak for _, peak in outcomes(problem))
-        needs = Needs(problem)
-        R, _ = find_plan(needs, truth, width=10**6, clock=FOREVER, exact=True)
+        sets = ValueSets(problem)
+        R, _ = find_plan(sets, truth, width=10**6, clock=FOREVER, exact=True)
         assert R is not None
         assert peak_of(problem, R) == truth
-        R, search = find_plan(needs, truth - 1, width=10**6, clock=FOREVER, exact=True)
+        R, search = find_plan(sets, truth - 1, width=10**6, clock=FOREVER, exact=True)
         assert R is None
         assert search.complete
         assert search.least <= truth
@@ -43,14 +43,14 @@ def test_plans_fit_and_refutations_are_true_at_any_width(make: Make, block: int,
     for seed in range(3000 + 20 * block, 3020 + 20 * block):
         problem = make(seed, most_ops=4)
         truth = min(peak for _, peak in outcomes(problem))
-        needs = Needs(problem)
+        sets = ValueSets(problem)
         for budget in range(truth - 4, truth + 3):
-            R, search = find_plan(needs, budget, width=width, clock=FOREVER)
+            R, search = find_plan(sets, budget, width=width, clock=FOREVER)
             if R is not None:
                 certify(problem, budget, R, method="backwards")
             assert R is None or budget >= truth
             assert R is not None or not search.complete or budget < truth
-            proofs = [refute(needs, budget, t, width=width, clock=FOREVER) for t in range(needs.T)]
+            proofs = [refute(sets, budget, t, width=width, clock=FOREVER) for t in range(sets.T)]
             assert all(proof is None or budget < proof <= truth for proof in proofs)
             refuted += any(proof is not None for proof in proofs)
     assert refuted > 20
@@ -60,23 +60,23 @@ def test_plans_fit_and_refutations_are_true_at_any_width(make: Make, block: int,
 def test_plans_of_training_steps_fit(name: str) -> None:
     problem = {"vgg": dags.vgg(8), "resnet": dags.resnet((1, 1)), "unet": dags.unet(2), "gpt": dags.gpt(2)}[name]
     budget = int(1.1 * problem.unavoidable_bytes.max())
-    R, _ = find_plan(Needs(problem), budget, width=8, clock=FOREVER)
+    R, _ = find_plan(ValueSets(problem), budget, width=8, clock=FOREVER)
     assert R is not None
     assert certify(problem, budget, R, method="backwards").peak <= budget
 
 
 def test_keeping_everything_is_found() -> None:
     problem = dags.unit_chain(6)
-    R, search = find_plan(Needs(problem), 3, width=4, clock=FOREVER)
+    R, search = find_plan(ValueSets(problem), 3, width=4, clock=FOREVER)
     assert R is not None
     assert peak_of(problem, R) == 3
-    R, search = find_plan(Needs(problem), 2, width=10**4, clock=FOREVER)
+    R, search = find_plan(ValueSets(problem), 2, width=10**4, clock=FOREVER)
     assert R is None
     assert search.complete
     assert search.least == 3
 
 
 def test_the_clock_ends_it() -> None:
-    needs = Needs(dags.unet(2))
+    sets = ValueSets(dags.unet(2))
     with pytest.raises(OutOfTime):
-        find_plan(needs, 10**12, width=8, clock=Clock(0.0))
+        find_plan(sets, 10**12, width=8, clock=Clock(0.0))

@@ -13,8 +13,8 @@ from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_search import find_plan
-from checkmate.solvers.search.drop_runs import slim
-from checkmate.solvers.search.value_sets import Needs
+from checkmate.solvers.search.drop_runs import drop_runs
+from checkmate.solvers.search.value_sets import ValueSets
 from tests.support.oracle import all_schedules, random_problem, random_problem_with_ways
 
 Make = Callable[..., Problem]
@@ -29,25 +29,25 @@ def test_any_valid_schedule_becomes_no_dearer_and_fits_what_it_fitted(make: Make
         if (schedule.recomputed[pinned] > 0).any() or schedule.violations(problem):
             continue
         peak = peak_of(problem, schedule.R)
-        slimmer = certify(problem, peak, slim(problem, peak, schedule.R, Clock()), method="slim")
+        slimmer = certify(problem, peak, drop_runs(problem, peak, schedule.R, Clock()), method="drop_runs")
         assert slimmer.cost <= schedule.cost(problem) + 1e-9
 
 
 def test_with_room_nothing_runs_twice() -> None:
     problem = dags.unet(2)
-    R, _ = find_plan(Needs(problem), int(1.1 * problem.unavoidable_bytes.max()), width=4, clock=Clock())
+    R, _ = find_plan(ValueSets(problem), int(1.1 * problem.unavoidable_bytes.max()), width=4, clock=Clock())
     assert R is not None
     assert R.sum() > 2 * len(R)
-    assert np.array_equal(slim(problem, 2 * problem.keep_all_peak, R, Clock()), np.eye(len(R), dtype=bool))
+    assert np.array_equal(drop_runs(problem, 2 * problem.keep_all_peak, R, Clock()), np.eye(len(R), dtype=bool))
 
 
 def test_more_room_makes_it_cheaper_on_a_training_step() -> None:
     problem = dags.gpt(2)
     budget = int(1.3 * problem.unavoidable_bytes.max())
-    R, _ = find_plan(Needs(problem), budget, width=4, clock=Clock())
+    R, _ = find_plan(ValueSets(problem), budget, width=4, clock=Clock())
     assert R is not None
-    tight = certify(problem, budget, slim(problem, budget, R, Clock()), method="slim")
-    wide = certify(problem, 2 * budget, slim(problem, 2 * budget, R, Clock()), method="slim")
+    tight = certify(problem, budget, drop_runs(problem, budget, R, Clock()), method="drop_runs")
+    wide = certify(problem, 2 * budget, drop_runs(problem, 2 * budget, R, Clock()), method="drop_runs")
     assert wide.cost <= tight.cost < float(R.sum(axis=0) @ problem.seconds)
 
 
@@ -56,7 +56,7 @@ def test_what_is_written_over_leaves_room_for_others() -> None:
     problem = Problem.from_dag([[], [], [1], [0, 2]], [1] * 4, [4, 4, 4, 0], over={2: [1]})
     again = np.eye(4, dtype=bool)
     again[3, 0] = True
-    assert slim(problem, 8, again, Clock()).sum() == 4
+    assert drop_runs(problem, 8, again, Clock()).sum() == 4
 
 
 def test_of_two_that_an_op_may_write_over_one_is_kept() -> None:
@@ -65,6 +65,6 @@ def test_of_two_that_an_op_may_write_over_one_is_kept() -> None:
     problem = Problem.from_dag(deps, [1] * 5, [4, 4, 4, 0, 0], workspace=[0, 0, 4, 0, 0], over={2: [0, 1]})
     again = np.eye(5, dtype=bool)
     again[3, 0] = again[4, 1] = True
-    found = slim(problem, 12, again, Clock())
+    found = drop_runs(problem, 12, again, Clock())
     assert peak_of(problem, found) == 12
     assert found.sum() == 6

@@ -18,7 +18,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_search import refute
-from checkmate.solvers.search.value_sets import Needs
+from checkmate.solvers.search.value_sets import ValueSets
 from tests.support.oracle import (
     all_schedules,
     outcomes,
@@ -30,25 +30,25 @@ from tests.support.oracle import (
 Make = Callable[..., Problem]
 
 
-def as_bits(needs: Needs, values: set[int]) -> int:
-    return sum(needs.bit.get(v, 0) for v in values)
+def as_bits(sets: ValueSets, values: set[int]) -> int:
+    return sum(sets.bit.get(v, 0) for v in values)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_bytes_of_sets(seed: int) -> None:
     problem = random_problem(seed, most_ops=9)
-    needs = Needs(problem)
+    sets = ValueSets(problem)
     rng = np.random.default_rng(seed)
     for _ in range(20):
-        some = {v for v in needs.values if rng.random() < 0.5}
-        assert needs.bytes_of(as_bits(needs, some)) == sum(int(problem.sizes[v]) for v in some)
+        some = {v for v in sets.values if rng.random() < 0.5}
+        assert sets.bytes_of(as_bits(sets, some)) == sum(int(problem.sizes[v]) for v in some)
 
 
 def test_a_grain_leaves_out_what_is_small_and_results_and_what_nobody_reads() -> None:
     problem = Problem.from_dag([[], [0], [0], [1]], seconds=[1] * 4, sizes=[8, 2, 4, 16], outputs=[3])
-    assert Needs(problem).values == [0, 1]
-    assert Needs(problem, grain=2).values == [0]
-    assert Needs(problem).working == [0, 0, 4, 16]
+    assert ValueSets(problem).values == [0, 1]
+    assert ValueSets(problem, grain=2).values == [0]
+    assert ValueSets(problem).working == [0, 0, 4, 16]
 
 
 def with_pinned(seed: int, *, most_ops: int, share: float = 0.5, make: Make = random_problem) -> Problem:
@@ -58,19 +58,19 @@ def with_pinned(seed: int, *, most_ops: int, share: float = 0.5, make: Make = ra
     return replace(problem, graph=replace(problem.graph, ops=tuple(ops)))
 
 
-def smallest_cut(needs: Needs, t: int) -> int:
+def smallest_cut(sets: ValueSets, t: int) -> int:
     """Bytes at least of what cuts all paths from what pinned ops made before stage t to what is read from t on."""
-    graph, tables = nx.DiGraph(), needs.tables
+    graph, tables = nx.DiGraph(), sets.tables
     graph.add_nodes_from(("from", "to"))
-    for v, one in needs.bit.items():
+    for v, one in sets.bit.items():
         graph.add_edge(("in", v), ("out", v), capacity=tables.size[v])
-        if not one & needs.free[0] and tables.producer[v] < t:
+        if not one & sets.free[0] and tables.producer[v] < t:
             graph.add_edge("from", ("in", v))
         for k in tables.users[v]:
             if k >= t:
                 graph.add_edge(("out", v), "to")
             for w in tables.outputs[k]:
-                if needs.bit.get(w, 0) & needs.free[0]:
+                if sets.bit.get(w, 0) & sets.free[0]:
                     graph.add_edge(("out", v), ("in", w))
     return int(nx.maximum_flow_value(graph, "from", "to"))
 
@@ -81,7 +81,7 @@ def test_no_schedule_holds_less_than_is_needed_and_owed(make: Make, seed: int) -
     """At each run of each schedule the bytes are at least those of what later runs need, and of what is owed."""
     few = 5 if seed % 30 == 0 else 4
     problem = make(seed, most_ops=4) if seed % 2 else with_pinned(seed, most_ops=few, make=make)
-    needs = Needs(problem)
+    sets = ValueSets(problem)
     for schedule in all_schedules(problem):
         plan = simulator.lower(problem, schedule)
         if simulator.verify(plan, problem):
@@ -99,7 +99,7 @@ def test_no_schedule_holds_less_than_is_needed_and_owed(make: Make, seed: int) -
                 if isinstance(free, Run):
                     break
                 after.discard(free.value)
-            assert needs.at(stage, step.op, as_bits(needs, after)) <= next(runs)
+            assert sets.at(stage, step.op, as_bits(sets, after)) <= next(runs)
             stage += step.op == stage
 
 
@@ -110,9 +110,9 @@ def test_refutations_are_true_where_half_of_the_ops_are_pinned(make: Make, block
     for seed in range(4000 + 15 * block, 4015 + 15 * block):
         problem = with_pinned(seed, most_ops=5 if seed % 15 == 0 else 4, make=make)
         truth = min(peak for _, peak in outcomes(problem))
-        needs = Needs(problem)
+        sets = ValueSets(problem)
         for budget in range(truth - 4, truth + 3):
-            proofs = [refute(needs, budget, t, width=100, clock=Clock()) for t in range(needs.T)]
+            proofs = [refute(sets, budget, t, width=100, clock=Clock()) for t in range(sets.T)]
             assert all(proof is None or budget < proof <= truth for proof in proofs)
             refuted += any(proof is not None for proof in proofs)
     assert refuted > 20
@@ -120,20 +120,20 @@ def test_refutations_are_true_where_half_of_the_ops_are_pinned(make: Make, block
 
 def test_from_scratch_is_what_a_run_of_the_forward_takes() -> None:
     chain = Problem.from_dag([[], [0], [1], [2]], seconds=[1] * 4, sizes=[5, 1, 3, 2])
-    needs = Needs(chain)
-    assert needs.from_scratch(3, needs.bit[2]).peak == 6
-    assert needs.from_scratch(3, needs.bit[2] | needs.bit[0]).peak == 9
-    assert needs.from_scratch(3, 0).peak == 0
+    sets = ValueSets(chain)
+    assert sets.from_scratch(3, sets.bit[2]).peak == 6
+    assert sets.from_scratch(3, sets.bit[2] | sets.bit[0]).peak == 9
+    assert sets.from_scratch(3, 0).peak == 0
 
 
 def test_what_pinned_ops_leave_behind_is_owed_until_the_last_use_of_what_is_made_from_it() -> None:
     problem = dags.gpt(2)
-    needs = Needs(problem)
-    pinned = [v for v in needs.values if problem.graph.ops[needs.tables.producer[v]].pinned]
+    sets = ValueSets(problem)
+    pinned = [v for v in sets.values if problem.graph.ops[sets.tables.producer[v]].pinned]
     t = problem.graph.forward_length
     direct = sum(int(problem.sizes[v]) for v in pinned if problem.graph.users[v][-1] >= t)
-    assert direct < needs.owed(t, 0) <= sum(int(problem.sizes[v]) for v in pinned)
-    assert needs.owed(t, as_bits(needs, set(pinned))) == 0
+    assert direct < sets.owed(t, 0) <= sum(int(problem.sizes[v]) for v in pinned)
+    assert sets.owed(t, as_bits(sets, set(pinned))) == 0
 
 
 @pytest.mark.slow
@@ -141,43 +141,43 @@ def test_what_is_owed_is_a_flow() -> None:
     """No value lies on paths that owe more than its size, and together they owe no more than the smallest cut."""
     owed = cut = 0
     for seed in range(60):
-        needs = Needs(with_pinned(seed, most_ops=24, share=0.3))
-        for t in range(needs.T):
+        sets = ValueSets(with_pinned(seed, most_ops=24, share=0.3))
+        for t in range(sets.T):
             on = Counter[int]()
-            for debt in needs.debts[t]:
+            for debt in sets.debts[t]:
                 assert debt.begin <= t <= debt.end
-                on.update({v: debt.least for v, one in needs.bit.items() if one & debt.values})
-            assert all(bytes_ <= needs.tables.size[v] for v, bytes_ in on.items())
-            assert needs.owed(t, 0) <= smallest_cut(needs, t)
-            owed, cut = owed + needs.owed(t, 0), cut + smallest_cut(needs, t)
+                on.update({v: debt.least for v, one in sets.bit.items() if one & debt.values})
+            assert all(bytes_ <= sets.tables.size[v] for v, bytes_ in on.items())
+            assert sets.owed(t, 0) <= smallest_cut(sets, t)
+            owed, cut = owed + sets.owed(t, 0), cut + smallest_cut(sets, t)
     assert owed > 0.8 * cut
 
 
 def test_all_of_a_wide_mask_is_owed_though_what_is_made_of_it_in_the_end_is_small() -> None:
     """Until the mask is read in the backward; what a longer path to a later op owes is less."""
     problem = dags.gpt(3, batch=2, tokens=512)
-    needs = Needs(problem)
+    sets = ValueSets(problem)
     t = problem.graph.forward_length
     pinned = sum(int(problem.sizes[list(op.outputs)].sum()) for op in problem.graph.ops[:t] if op.pinned)
-    assert 0.99 * pinned <= needs.owed(t, 0) <= smallest_cut(needs, t)
+    assert 0.99 * pinned <= sets.owed(t, 0) <= smallest_cut(sets, t)
 
 
 def test_what_may_go_with_a_run_is_taken_off_and_what_a_pinned_op_made_only_after_its_last_use() -> None:
     problem = Problem.from_dag([[], [0], [0, 1]], seconds=[1] * 3, sizes=[8, 8, 8], over={1: [0], 2: [0]})
     ops = (replace(problem.graph.ops[0], pinned="draws"), *problem.graph.ops[1:])
     pinned = replace(problem, graph=replace(problem.graph, ops=ops))
-    for needs, least in ((Needs(problem), 8), (Needs(pinned), 16)):
-        assert needs.at(1, 1, needs.bit[1]) == least
-        assert needs.at(1, 1, needs.bit[0] | needs.bit[1]) == 16
-        assert needs.at(2, 2, 0) == 16
-    assert Needs(problem, grain=8).at(1, 1, 0) == 0  # too small to be followed, so it may go in any case
+    for sets, least in ((ValueSets(problem), 8), (ValueSets(pinned), 16)):
+        assert sets.at(1, 1, sets.bit[1]) == least
+        assert sets.at(1, 1, sets.bit[0] | sets.bit[1]) == 16
+        assert sets.at(2, 2, 0) == 16
+    assert ValueSets(problem, grain=8).at(1, 1, 0) == 0  # too small to be followed, so it may go in any case
 
 
 def test_base_is_resident_and_results() -> None:
     problem = dags.vgg(4)
     once = Schedule.from_runs(problem.graph, np.eye(len(problem.graph.ops), dtype=bool))
-    needs = Needs(problem)
-    assert needs.base[0] == problem.resident
-    assert needs.base[-1] <= peak_of(problem, once.R)
+    sets = ValueSets(problem)
+    assert sets.base[0] == problem.resident
+    assert sets.base[-1] <= peak_of(problem, once.R)
     made = sum(int(problem.sizes[v]) for v in problem.graph.outputs if (problem.graph.values[v].producer or 0) < 9)
-    assert needs.base[9] == problem.resident + made
+    assert sets.base[9] == problem.resident + made

@@ -1,4 +1,4 @@
-"""Keep tracing to the strides that tensors have in eager PyTorch.
+"""Describe results in the strides of eager PyTorch's kernels: in others, sums go in another order, to other bits.
 
 A sum over a tensor adds in the order of its memory, so that other strides are other bits; and a program that asks
 `Tensor.is_contiguous` takes the other branch. PyTorch's own tracing departs from eager in two ways.

@@ -1,4 +1,4 @@
-"""Singular values and eigenvalues without vectors, where plain PyTorch computes no vectors.
+"""`torch.linalg.svdvals`, `eigvals` and their like, traced without vectors where eager PyTorch computes none.
 
 ``torch.linalg.svdvals`` and its like compute vectors if the gradient needs them, by another routine of LAPACK, which
 rounds otherwise. While they are traced PyTorch takes it that a gradient may be needed (ATen's

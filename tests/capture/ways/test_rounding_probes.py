@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkmate.capture.ways.made_up import cancel, made_up
+from checkmate.capture.ways.rounding_probes import cancel, made_up
 from checkmate.capture.ways.shape_only import convolution_backward_input
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,4 +1,4 @@
-"""Have Dynamo follow code in a way of ours where one of our backends captures, and in its own way everywhere else.
+"""Put handlers of ours in Dynamo for what checkmate's backends capture; other backends have Dynamo's own.
 
 A handler of ours is called as Dynamo's, with that one in front of its arguments: ``ours(plain, self, tx, ...)``.
 """

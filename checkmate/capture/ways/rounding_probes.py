@@ -1,4 +1,4 @@
-"""Numbers on which another order of summation shows.
+"""Numbers on which a sum in another order gives other bits: to try whether two ways to run an op round alike.
 
 A sum of n numbers in another order has other last digits mostly, and on numbers drawn at random these show in the
 result where that has as many digits as the sum: of products in float32 two orders give equal bits in 5 to 40 of a

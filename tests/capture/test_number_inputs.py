@@ -43,7 +43,7 @@ def test_they_are_refused_before_the_joint_graph_is_traced(
         raise AssertionError("AOTAutograd traces what is refused")
 
     monkeypatch.setattr(eager, "aot_autograd", trace)
-    with pytest.raises(checkmate.Unsupported, match=r"^test_numbers\.py:\d+: .* depends on data.*torch\.where"):
+    with pytest.raises(checkmate.Unsupported, match=r"^test_number_inputs\.py:\d+: .* depends on data.*torch\.where"):
         checkmate.trace(step, X, Y)
 
 
@@ -52,7 +52,7 @@ def test_what_the_joint_graph_holds_of_them_is_refused(
     step: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eager, "refuse_sizes_of_data", lambda module: None)
-    with pytest.raises(checkmate.Unsupported, match=r"^test_numbers\.py:\d+: .* depends on data.*torch\.where"):
+    with pytest.raises(checkmate.Unsupported, match=r"^test_number_inputs\.py:\d+: .* depends on data.*torch\.where"):
         checkmate.trace(step, X, Y)
 
 
@@ -89,5 +89,5 @@ def test_a_size_of_data_that_must_be_another_is_refused() -> None:
         y = x @ w
         return (w[0] + y[y > 0]).sum()
 
-    with pytest.raises(checkmate.Unsupported, match=r"test_numbers\.py:\d+: the size of index depends on data"):
+    with pytest.raises(checkmate.Unsupported, match=r"test_number_inputs\.py:\d+: the size of index depends on data"):
         checkmate.compile(step, budget="1 MB")(torch.ones(6), torch.ones(6, 6, requires_grad=True))

@@ -1,4 +1,4 @@
-"""When transfers begin and are waited for: around what runs in what order, which is given.
+"""Put transfers into a given order of runs: when each send and fetch begins, and where it is waited for.
 
 What is sent is sent when it is made. Where it would be let go of before it is there, it stays until its transfer ends
 or its room is needed; only then do ops wait for the link. What is fetched comes as late as the link allows for it to be
@@ -16,10 +16,10 @@ import numpy as np
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.timing import Timing, timing
-from checkmate.solvers.common.away import Event, Need
+from checkmate.solvers.common.fetch_ops import Event, MustBeBack
 
 
-def place(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Plan | None:
+def place_transfers(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Plan | None:
     """A plan with these runs in this order; None where even waiting at each transfer does not make room.
 
     Args:
@@ -71,7 +71,7 @@ class _Outward:
 def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> _Outward | None:
     graph, sizes, host = problem.graph, problem.sizes, problem.host
     assert host is not None
-    last_need = {event.value: i for i, event in enumerate(happens) if isinstance(event, Need)}
+    last_back = {event.value: i for i, event in enumerate(happens) if isinstance(event, MustBeBack)}
     plan = _Outward()
     at_hand: set[int] = set()
     there: set[int] = set()
@@ -111,7 +111,7 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
             continue
         for v in [v for v, end in sending.items() if end <= now and v in leaving]:
             arrive(v)
-        if isinstance(event, Need):
+        if isinstance(event, MustBeBack):
             v = event.value
             if v in leaving:  # it has not gone yet
                 del leaving[v]
@@ -126,7 +126,7 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
             at_hand.add(v)
             plan.add(Fetch(v), live, now)
             plan.add(Wait(v), live, now)
-            if last_need[v] == i:
+            if last_back[v] == i:
                 plan.add(Drop(v), live, now)
                 there.discard(v)
             continue
@@ -149,7 +149,7 @@ def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: in
             at_hand.discard(event.over)
             live -= int(sizes[event.over])
         for v in op.outputs:
-            if last_need.get(v, -1) > i and v not in there and v not in sending:
+            if last_back.get(v, -1) > i and v not in there and v not in sending:
                 busy = max(busy, now) + host.seconds_to_send(int(sizes[v]))
                 sending[v] = busy
                 plan.add(Send(v), live, now)

@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.nodes import storage
-from checkmate.capture.patches.ours import follow
+from checkmate.capture.patches.only_our_captures import follow
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.dynamo import wrap_fx_proxy

@@ -1,12 +1,6 @@
-"""What a step costs at many sizes of its batch, traced at few of them and estimated between; the largest that fits.
+"""The search for the largest batch size at which a method has a plan within a budget and a cap on the seconds.
 
-Tracing takes seconds, and near the largest size that fits there are many sizes to try. Where traces have the same ops,
-the bytes of every value are taken to lie on the polynomial through those of the traced sizes next to it,
-
-    bytes_v(n) = sum_i bytes_v(n_i) · prod_{j != i} (n - n_j) / (n_i - n_j)
-
-a parabola between traced sizes, and a line beyond them, where a parabola would blow rounding up; and so are seconds,
-workspaces and resident bytes. This is a guess of where to look: no answer rests on it.
+`checkmate.batch.max_batch_size` calls it once for each method, with the problems of the step at all sizes:
 
     estimates by doubling and halving -> trace there -> estimates anew, from the nearer trace -> ... -> the next size
 
@@ -19,17 +13,15 @@ from __future__ import annotations
 import math
 import numbers
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
+from checkmate.batch.sized_problems import SizedProblems
 from checkmate.core.fingerprint import same_ops
-from checkmate.core.problem import Problem, Profile
+from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
-from checkmate.core.ways import Way
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.search.adapt import Start
 from checkmate.solvers.solve import attempt, refused
@@ -40,109 +32,6 @@ ONE_FORWARD = "one-forward"
 Overhead = float | str | None
 SUM_ROUNDING = 1e-9  # of a sum of seconds, in another order
 TINY = 0.05  # of the time: with less left there is no use in asking again
-
-
-class Family:
-    """The problems of one step at different sizes. ``trace`` gives the problem of a size.
-
-    >>> def trace(n):
-    ...     return Problem.from_dag([[], [0], [0, 1]], seconds=[n] * 3, sizes=[4 * n] * 3)
-    >>> family = Family(trace)
-    >>> family.at(1).keep_all_peak, family.at(3).keep_all_peak, family.estimate(7).keep_all_peak
-    (12, 36, 84)
-    >>> sorted(family.traced)
-    [1, 3]
-    """
-
-    def __init__(self, trace: Callable[[int], Problem]) -> None:
-        self._trace = trace
-        self.traced: dict[int, Problem] = {}
-
-    def at(self, size: int) -> Problem:
-        """The problem of a size, traced."""
-        if size not in self.traced:
-            self.traced[size] = self._trace(size)
-        return self.traced[size]
-
-    def estimate(self, size: int) -> Problem | None:
-        """The problem of a size from the traced sizes next to it; None where they differ in more than figures."""
-        if size in self.traced:
-            return self.traced[size]
-        sizes = self._around(size)
-        if len(sizes) < 2 or not same_ops(self.traced[sizes[0]], self.traced[sizes[1]]):
-            return None
-        sizes = [n for n in sizes if same_ops(self.traced[n], self.traced[sizes[0]])]
-        return _mixed([self.traced[n] for n in sizes], _shares(sizes, size))
-
-    def _around(self, size: int) -> list[int]:
-        """Traced sizes to estimate from: those on both sides and a third, or two on one side, none near to another.
-
-        A jump of a few bytes, or seconds measured at a bad time, would be drawn out to the size asked for.
-        """
-        below = sorted((n for n in self.traced if n < size), reverse=True)
-        above = sorted(n for n in self.traced if n > size)
-        nearest = sorted([*below, *above], key=lambda n: abs(n - size))
-        if below and above:
-            ends = [below[0], above[0]]
-            apart = [n for n in nearest if 2 * min(abs(n - end) for end in ends) >= ends[1] - ends[0]]
-            return [*ends, *apart[:1]]
-        apart = [n for n in nearest[1:] if 8 * abs(n - nearest[0]) >= abs(size - nearest[0])]
-        return [*nearest[:1], *(apart or nearest[1:])[:1]]
-
-
-def _shares(sizes: list[int], size: int) -> list[float]:
-    """Lagrange's polynomials of the traced sizes at another one; they sum up to 1.
-
-    >>> _shares([1, 3], 2)
-    [0.5, 0.5]
-    """
-    return [math.prod((size - other) / (own - other) for other in sizes if other != own) for own in sizes]
-
-
-def _mixed(problems: list[Problem], shares: list[float]) -> Problem:
-    """A problem with the graph of all and the weighted sums of their figures."""
-
-    def total(figures: list[np.ndarray]) -> np.ndarray:
-        return np.maximum(0.0, sum(share * f for share, f in zip(shares, figures, strict=True)))
-
-    def whole(figures: list[np.ndarray]) -> np.ndarray:
-        return np.ceil(total(figures) - 1e-6).astype(np.int64)
-
-    graph = problems[0].graph
-    sizes = whole([np.array([value.size_bytes for value in p.graph.values]) for p in problems])
-    values = tuple(replace(value, size_bytes=int(n)) for value, n in zip(graph.values, sizes, strict=True))
-    profile = Profile(
-        seconds=total([p.seconds for p in problems]),
-        workspace_bytes=whole([p.workspace for p in problems]),
-        resident_bytes=int(whole([np.array(p.resident) for p in problems])),
-        source=f"{problems[0].profile.source}; another size, estimated",
-        estimated=tuple(range(len(graph.ops))),
-        ways=tuple(way for way in _mixed_ways(problems, whole) if sizes[way.makes] == sizes[way.over]),
-    )
-    smaller = partial(_smaller, problems, shares) if all(p.smaller is not None for p in problems) else None
-    host, splits = problems[0].host, problems[0].splits
-    about: dict[str, Any] = {
-        "splits": splits,
-        "smaller": smaller,
-        "rounding": max(known.rounding for known in problems),
-    }
-    return Problem(replace(graph, values=values), profile, host=host, **about)
-
-
-def _smaller(problems: list[Problem], shares: list[float]) -> Problem | None:
-    """The same of the steps split further; None where not all of them are split in the same way."""
-    split = [smaller for p in problems if p.smaller is not None and (smaller := p.smaller()) is not None]
-    alike = len(split) == len(problems) and all(same_ops(split[0], other) for other in split[1:])
-    return _mixed(split, shares) if alike else None
-
-
-def _mixed_ways(problems: list[Problem], whole: Callable[[list[np.ndarray]], np.ndarray]) -> Iterator[Way]:
-    """The ways that all problems have, their workspaces mixed."""
-    workspaces = [{(way.op, way.makes, way.over): way.workspace for way in p.profile.ways} for p in problems]
-    for way in problems[0].profile.ways:
-        key = way.op, way.makes, way.over
-        if all(key in of for of in workspaces):
-            yield replace(way, workspace=int(whole([np.array(of[key]) for of in workspaces])))
 
 
 def check_overhead(max_overhead: Overhead) -> None:
@@ -245,13 +134,13 @@ class Attempt:
 
 
 @dataclass
-class Hunt:
+class SizeSearch:
     """The search of one method over the sizes.
 
     ``low`` fits and ``high`` does not; both are traced, once found.
     """
 
-    family: Family
+    problems: SizedProblems
     budget: int  # bytes
     max_overhead: Overhead
     smallest: int
@@ -294,7 +183,7 @@ class Hunt:
 
     def traced(self, size: int) -> Attempt:
         """Try a size as it is."""
-        attempt = self._try(size, self.family.at(size), 2 * self.try_seconds, traced=True)
+        attempt = self._try(size, self.problems.at(size), 2 * self.try_seconds, traced=True)
         if attempt.fits and (self.low is None or size > self.low.size):
             self.low = attempt
         elif not attempt.fits and (self.high is None or size < self.high.size):
@@ -317,21 +206,21 @@ class Hunt:
 
     def _spread(self) -> None:
         """Trace sizes above the smallest until two of them differ: else nothing can be estimated."""
-        first, size = self.family.at(self.smallest).live_bytes, self.smallest
-        while size < self.largest and all(np.array_equal(p.live_bytes, first) for p in self.family.traced.values()):
+        first, size = self.problems.at(self.smallest).live_bytes, self.smallest
+        while size < self.largest and all(np.array_equal(p.live_bytes, first) for p in self.problems.traced.values()):
             size = min(REACH * size, self.largest)
             if not self.in_time or size >= self._end or not self.traced(size).fits:
                 return
 
     def _guess(self) -> int:
         """The largest size that fits by estimate; where nothing can be estimated, one to trace."""
-        good, bad = self._low.size, min(self._end, REACH * max(self.family.traced) + 1)
+        good, bad = self._low.size, min(self._end, REACH * max(self.problems.traced) + 1)
         step, bracketed = 1 if self._guessed else good, False
         self._guessed = True
         start = self._low.solution
         while bad - good > 1 and self.in_time:
             size = (good + bad) // 2 if bracketed else min(good + step, bad - 1)
-            problem = self.family.estimate(size)
+            problem = self.problems.estimate(size)
             if problem is None:
                 return size if self.high is None else (good + bad) // 2
             attempt = self._try(size, problem, self.try_seconds, traced=False, start=start)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import checkmate
 from benchmarks.networks.dags import unit_chain
 from checkmate import HostError, InfeasibleBudget, LargestBatch, Problem, Unsupported, max_batch_size, trace
-from checkmate.batch.search import BASELINES
-from checkmate.batch.sizes import ONE_FORWARD, Hunt, is_within, most_seconds, plan_within
+from checkmate.batch.max_batch_size import BASELINES
+from checkmate.batch.size_search import ONE_FORWARD, SizeSearch, is_within, most_seconds, plan_within
 from checkmate.core import simulator
-from tests.batch.test_sizes import grown
+from tests.batch.test_sized_problems import grown
 from tests.support.bits import assert_same_bits
 
 ROOFLINE = "roofline:h100"
@@ -52,7 +52,7 @@ def on_paper(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Problem]:
     def fake(step: object, batch: tuple[Tensor], *given: object) -> Problem:
         return grown(base, len(batch[0]))
 
-    monkeypatch.setattr("checkmate.batch.steps.traced", fake)
+    monkeypatch.setattr("checkmate.batch.sized_steps.traced", fake)
     return lambda n: grown(base, n)
 
 
@@ -235,7 +235,7 @@ def test_where_more_is_measured_than_predicted_there_is_room_made(
     monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
 ) -> None:
     monkeypatch.setattr(
-        "checkmate.batch.steps.SizedSteps.measured_peak", lambda self, size, solution: solution.peak + 10
+        "checkmate.batch.sized_steps.SizedSteps.measured_peak", lambda self, size, solution: solution.peak + 10
     )
     options = {"make_step": lambda: _make_step("cpu"), "make_batch": partial(_make_batch, device="cpu")}
     plain, found = _search(90, **options), _search(90, measure=True, **options)
@@ -304,7 +304,7 @@ def test_little_time_gives_an_answer_that_says_so(
     monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
 ) -> None:
     monkeypatch.setattr(
-        "checkmate.batch.search.SHARES", dict.fromkeys(("keep all", "largest", "plan", "baselines"), 0.0)
+        "checkmate.batch.max_batch_size.SHARES", dict.fromkeys(("keep all", "largest", "plan", "baselines"), 0.0)
     )
     found = _search(90)
     assert (found.size, found.keep_all, found.next_size, found.ended) == (1, 1, "not looked at", "time limit")
@@ -317,7 +317,7 @@ def test_a_size_that_keeps_all_is_known_though_its_search_was_cut_short(
 ) -> None:
     """The search for it once ended at 16 where 136, traced as the fastest, kept everything too."""
     shares = {"keep all": 0.0, "largest": 0.65, "plan": 0.7, "baselines": 0.9}
-    monkeypatch.setattr("checkmate.batch.search.SHARES", shares)
+    monkeypatch.setattr("checkmate.batch.max_batch_size.SHARES", shares)
     found = _search(90, baselines=["checkpoint-all"])
     keeping = [point.size for point in found if point.traced and point.solution.problem.keep_all_peak <= 90]
     assert found.size > 20 >= found.keep_all == max(keeping) > 1
@@ -328,14 +328,14 @@ def test_a_size_that_keeps_all_is_known_though_its_search_was_cut_short(
 
 
 def test_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]) -> None:
-    traced = Hunt.traced
+    traced = SizeSearch.traced
 
-    def interrupted(self: Hunt, size: int) -> Any:
+    def interrupted(self: SizeSearch, size: int) -> Any:
         if self.method == "auto":
             raise KeyboardInterrupt
         return traced(self, size)
 
-    monkeypatch.setattr(Hunt, "traced", interrupted)
+    monkeypatch.setattr(SizeSearch, "traced", interrupted)
     found = _search(90)
     assert (found.size, found.keep_all, found.ended) == (20, 20, "interrupted")
     assert found.fastest.throughput > 0
@@ -347,7 +347,7 @@ def test_a_baseline_that_finds_more_is_the_answer(
     monkeypatch: pytest.MonkeyPatch, on_paper: Callable[[int], Problem]
 ) -> None:
     shares = {"keep all": 0.4, "largest": 0.0, "plan": 0.0, "baselines": 0.9}
-    monkeypatch.setattr("checkmate.batch.search.SHARES", shares)
+    monkeypatch.setattr("checkmate.batch.max_batch_size.SHARES", shares)
     found = _search(90, baselines=["next-use"])
     assert (found.keep_all, found.size, found.next_size) == (20, 26, "not looked at")
     assert found.solution.method == "next-use"

@@ -9,25 +9,26 @@ import pytest
 
 from benchmarks.networks.dags import unit_chain
 from checkmate import Problem
-from checkmate.batch.sizes import KEEP_ALL, ONE_FORWARD, Attempt, Family, Hunt, most_seconds, spread_sizes
-from tests.batch.test_sizes import grown
+from checkmate.batch.size_search import KEEP_ALL, ONE_FORWARD, Attempt, SizeSearch, most_seconds, spread_sizes
+from checkmate.batch.sized_problems import SizedProblems
+from tests.batch.test_sized_problems import grown
 from tests.support.oracle import optimum, outcomes, random_problem
 
 
-def _hunt(trace: Callable[[int], Problem], budget: int, **options: object) -> Hunt:
+def _search_sizes(trace: Callable[[int], Problem], budget: int, **options: object) -> SizeSearch:
     settings = {"max_overhead": ONE_FORWARD, "smallest": 1, "largest": 1000, "try_seconds": 2.0}
-    return Hunt(Family(trace), budget, deadline=time.perf_counter() + 60, **{**settings, **options})
+    return SizeSearch(SizedProblems(trace), budget, deadline=time.perf_counter() + 60, **{**settings, **options})
 
 
-def _found(hunt: Hunt) -> Attempt:
-    answer = hunt.run()
+def _found(search: SizeSearch) -> Attempt:
+    answer = search.run()
     assert answer is not None
     return answer
 
 
-def _beyond(hunt: Hunt) -> Attempt:
-    assert hunt.high is not None
-    return hunt.high
+def _beyond(search: SizeSearch) -> Attempt:
+    assert search.high is not None
+    return search.high
 
 
 def _fits(problem: Problem, budget: int, overhead: float | str | None) -> bool:
@@ -39,15 +40,15 @@ def _fits(problem: Problem, budget: int, overhead: float | str | None) -> bool:
 def test_it_is_the_largest_by_brute_force(seed: int, overhead: float | str | None) -> None:
     base = random_problem(seed, most_ops=4)
     budget = grown(base, 9, block=4).keep_all_peak
-    hunt = _hunt(lambda n: grown(base, n, block=4), budget, max_overhead=overhead, largest=60)
-    answer = _found(hunt)
+    search = _search_sizes(lambda n: grown(base, n, block=4), budget, max_overhead=overhead, largest=60)
+    answer = _found(search)
     assert answer.traced
     assert answer.solution.peak <= budget
     assert _fits(grown(base, answer.size, block=4), budget, overhead)
     if answer.size < 60:
         assert not _fits(grown(base, answer.size + 1, block=4), budget, overhead)
-        assert _beyond(hunt).size == answer.size + 1
-        assert _beyond(hunt).refuted
+        assert _beyond(search).size == answer.size + 1
+        assert _beyond(search).refuted
 
 
 def _padded(to: int) -> Callable[[int], Problem]:
@@ -60,10 +61,10 @@ def _padded(to: int) -> Callable[[int], Problem]:
 def test_padding_is_climbed(to: int) -> None:
     trace = _padded(to)
     budget = trace(2 * to).keep_all_peak
-    kept = _found(_hunt(trace, budget, method=KEEP_ALL, max_overhead=0.0))
+    kept = _found(_search_sizes(trace, budget, method=KEEP_ALL, max_overhead=0.0))
     assert kept.size == 2 * to
-    hunt = _hunt(trace, budget)
-    answer = _found(hunt)
+    search = _search_sizes(trace, budget)
+    answer = _found(search)
     assert answer.size % to == 0
     assert _fits(trace(answer.size), budget, ONE_FORWARD)
     assert not _fits(trace(answer.size + 1), budget, ONE_FORWARD)
@@ -73,24 +74,24 @@ def test_a_size_that_bends_upwards_is_found_all_the_same() -> None:
     """Memory that grows with the square, as that of attention does: a line through small sizes is far too low."""
     base = random_problem(4, most_ops=4)
     budget = grown(base, 30 * 30).keep_all_peak
-    hunt = _hunt(lambda n: grown(base, n * n), budget, max_overhead=0.0)
-    assert _found(hunt).size == 30
-    assert len(hunt.family.traced) <= 10
+    search = _search_sizes(lambda n: grown(base, n * n), budget, max_overhead=0.0)
+    assert _found(search).size == 30
+    assert len(search.problems.traced) <= 10
 
 
 def test_where_the_graph_changes_with_the_size_each_is_traced() -> None:
     def trace(n: int) -> Problem:
         return Problem.from_dag([[k - 1] if k else [] for k in range(n)], [1] * n, [4] * n, outputs=range(n))
 
-    hunt = _hunt(trace, 100)
-    assert _found(hunt).size == 25
-    assert _beyond(hunt).size == 26
+    search = _search_sizes(trace, 100)
+    assert _found(search).size == 25
+    assert _beyond(search).size == 26
 
 
 def test_what_never_grows_ends_at_the_largest() -> None:
-    hunt = _hunt(lambda n: Problem.from_dag([[]], [1], [4]), 100, largest=700)
-    assert _found(hunt).size == 700
-    assert hunt.high is None
+    search = _search_sizes(lambda n: Problem.from_dag([[]], [1], [4]), 100, largest=700)
+    assert _found(search).size == 700
+    assert search.high is None
 
 
 def test_it_begins_at_the_smallest_and_says_if_that_does_not_fit() -> None:
@@ -98,17 +99,17 @@ def test_it_begins_at_the_smallest_and_says_if_that_does_not_fit() -> None:
         assert n >= 5
         return Problem.from_dag([[]], [1], [4 * n])
 
-    assert _found(_hunt(trace, 40, smallest=5)).size == 10
-    hunt = _hunt(trace, 19, smallest=5)
-    assert hunt.run() is None
-    assert _beyond(hunt).refuted
+    assert _found(_search_sizes(trace, 40, smallest=5)).size == 10
+    search = _search_sizes(trace, 19, smallest=5)
+    assert search.run() is None
+    assert _beyond(search).refuted
 
 
 def test_without_time_there_is_still_an_answer() -> None:
     base = random_problem(4, most_ops=4)
-    family = Family(lambda n: grown(base, n))
-    hunt = Hunt(family, family.at(9).keep_all_peak, None, 1, 100, deadline=0.0, try_seconds=1.0)
-    assert _found(hunt).size == 1
+    problems = SizedProblems(lambda n: grown(base, n))
+    search = SizeSearch(problems, problems.at(9).keep_all_peak, None, 1, 100, deadline=0.0, try_seconds=1.0)
+    assert _found(search).size == 1
 
 
 @pytest.mark.slow
@@ -118,8 +119,8 @@ def test_other_methods_answer_with_their_own_plans() -> None:
     budget = grown(base, 6).keep_all_peak
     sizes = {}
     for method in ("auto", KEEP_ALL, "chen-sqrt", "ap-greedy"):
-        hunt = _hunt(lambda n: grown(base, n), budget, method=method, sure=False, try_seconds=0.5)
-        answer = _found(hunt)
+        search = _search_sizes(lambda n: grown(base, n), budget, method=method, sure=False, try_seconds=0.5)
+        answer = _found(search)
         assert answer.solution.method in (method, KEEP_ALL)
         assert answer.solution.cost <= answer.cap * (1 + 1e-9)
         sizes[method] = answer.size
@@ -130,9 +131,9 @@ def test_other_methods_answer_with_their_own_plans() -> None:
 def test_every_attempt_is_reported() -> None:
     seen: list[Attempt] = []
     base = random_problem(4, most_ops=4)
-    hunt = _hunt(lambda n: grown(base, n), grown(base, 9).keep_all_peak, report=seen.append)
-    answer = _found(hunt)
-    assert {attempt.size for attempt in seen if attempt.traced} == set(hunt.family.traced)
+    search = _search_sizes(lambda n: grown(base, n), grown(base, 9).keep_all_peak, report=seen.append)
+    answer = _found(search)
+    assert {attempt.size for attempt in seen if attempt.traced} == set(search.problems.traced)
     assert answer in seen
 
 

@@ -19,21 +19,21 @@ from torch import nn
 from checkmate.backends.planner import Bytes, Numerics, Options
 from checkmate.batch import LARGEST, TIME_LIMIT
 from checkmate.batch.result import LargestBatch, SizePoint
-from checkmate.batch.sizes import (
+from checkmate.batch.size_search import (
     AUTO,
     KEEP_ALL,
     ONE_FORWARD,
     Attempt,
-    Family,
-    Hunt,
     Overhead,
+    SizeSearch,
     check_overhead,
     is_within,
     most_seconds,
     plan_within,
     spread_sizes,
 )
-from checkmate.batch.steps import SizedSteps, maker_of, real_tensors
+from checkmate.batch.sized_problems import SizedProblems
+from checkmate.batch.sized_steps import SizedSteps, maker_of, real_tensors
 from checkmate.core.fingerprint import same_ops
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem
@@ -46,7 +46,7 @@ from checkmate.solvers.solve import check_limits, check_method, solve
 from checkmate.statusline import showing
 from checkmate.units import exact_bytes, format_bytes, parse_bytes
 
-log = logging.getLogger("checkmate.batch.search")
+log = logging.getLogger("checkmate.batch")
 
 BASELINES = (KEEP_ALL, "chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy")
 GAP = 1e-3  # of the plans of the curve
@@ -124,7 +124,7 @@ def max_batch_size(
     if measure and (host is not None or host_budget is not None):
         raise ValueError("measure=True runs plans without a second memory: compile the step of the answer to run it.")
     steps = SizedSteps(maker_of(make_step), make_batch, options, known)
-    search = _Search(Family(steps.problem), total, max_overhead, smallest, largest, time_limit)
+    search = _Search(SizedProblems(steps.problem), total, max_overhead, smallest, largest, time_limit)
     if measure:
         real_tensors(*steps.make(smallest))
     with showing(search.text, share=lambda: search.seconds / time_limit):
@@ -171,9 +171,15 @@ class _Search:
     """What is known so far, and the time that is left."""
 
     def __init__(
-        self, family: Family, budget: int, max_overhead: Overhead, smallest: int, largest: int, time_limit: float
+        self,
+        problems: SizedProblems,
+        budget: int,
+        max_overhead: Overhead,
+        smallest: int,
+        largest: int,
+        time_limit: float,
     ) -> None:
-        self.family, self.total, self.max_overhead = family, budget, max_overhead
+        self.problems, self.total, self.max_overhead = problems, budget, max_overhead
         self.budget = budget  # what is planned for: less than the total where more was measured than predicted
         self.smallest, self.largest, self.time_limit = smallest, largest, time_limit
         self.began = time.perf_counter()
@@ -213,41 +219,43 @@ class _Search:
     def _until(self, share: float) -> float:
         return self.began + share * self.time_limit
 
-    def _hunt(self, method: str, share: float, *, sure: bool, low: Attempt | None = None) -> Hunt:
+    def _search_sizes(self, method: str, share: float, *, sure: bool, low: Attempt | None = None) -> SizeSearch:
         """The search of a method, until a share of the time is over, ended by Ctrl-C if it has an answer."""
         each = self.time_limit / ATTEMPTS
         sizes, until = (self.smallest, self.largest), self._until(share)
-        hunt = Hunt(self.family, self.budget, self.max_overhead, *sizes, until, each, method, sure, self.note, low)
+        search = SizeSearch(
+            self.problems, self.budget, self.max_overhead, *sizes, until, each, method, sure, self.note, low
+        )
         if method not in (KEEP_ALL, AUTO) and self.kept is not None:
-            hunt.hint = self.kept.size
+            search.hint = self.kept.size
         try:
-            hunt.run()
+            search.run()
         except KeyboardInterrupt:
-            if hunt.low is None and self.best is None:
+            if search.low is None and self.best is None:
                 raise
-            hunt.interrupted = True
-        self.interrupted |= hunt.interrupted
-        return hunt
+            search.interrupted = True
+        self.interrupted |= search.interrupted
+        return search
 
     def run(self) -> None:
         """Find the largest size, beginning with those that keep all; an InfeasibleBudget says that there is none."""
-        kept = self._hunt(KEEP_ALL, SHARES["keep all"], sure=True)
+        kept = self._search_sizes(KEEP_ALL, SHARES["keep all"], sure=True)
         self.kept, self.kept_in_time = kept.low, kept.low is None or not kept.is_open()
         if self.interrupted:
             self.best = self.kept
             return
-        hunt = self._hunt(AUTO, SHARES["largest"], sure=True, low=self.kept)
-        if hunt.low is None:
-            assert hunt.high is not None
-            raise self._refusal(hunt.high)
-        self.best, self.beyond = hunt.low, hunt.high
+        search = self._search_sizes(AUTO, SHARES["largest"], sure=True, low=self.kept)
+        if search.low is None:
+            assert search.high is not None
+            raise self._refusal(search.high)
+        self.best, self.beyond = search.low, search.high
         self._recall_kept()
         if not self.interrupted:
             self._improve()
 
     def _recall_kept(self) -> None:
         """Take a larger size that keeps all, where its search was cut short and one was traced for something else."""
-        traced = self.family.traced
+        traced = self.problems.traced
         size = max((n for n, problem in traced.items() if problem.keep_all_peak <= self.budget), default=0)
         if self.kept is not None and size > self.kept.size:
             cap = most_seconds(traced[size], self.max_overhead)
@@ -302,13 +310,13 @@ class _Search:
             if name == KEEP_ALL:
                 self.baselines[name] = self.kept
                 continue
-            hunt = self._hunt(name, share, sure=False)
-            self.baselines[name] = hunt.low
-            if hunt.low is not None and hunt.low.size > self.answer.size:  # it had time that ours had not
-                self.best = hunt.low
-                if self.beyond is not None and self.beyond.size <= hunt.low.size:
+            search = self._search_sizes(name, share, sure=False)
+            self.baselines[name] = search.low
+            if search.low is not None and search.low.size > self.answer.size:  # it had time that ours had not
+                self.best = search.low
+                if self.beyond is not None and self.beyond.size <= search.low.size:
                     self.beyond = None
-            if hunt.interrupted or not hunt.in_time:
+            if search.interrupted or not search.in_time:
                 self.cut_short.append(name)
 
     def draw(self) -> None:
@@ -318,10 +326,10 @@ class _Search:
         try:
             for size in reversed(spread_sizes(self.smallest, kept, self.answer.size, POINTS)):
                 if self._in_time and size not in self.points:
-                    self._add(size, self.family.estimate(size))
+                    self._add(size, self.problems.estimate(size))
             while self._in_time and not (best := self._fastest()).traced:
                 del self.points[best.size]
-                self._add(best.size, self.family.at(best.size), best.solution)
+                self._add(best.size, self.problems.at(best.size), best.solution)
         except KeyboardInterrupt:
             self.interrupted = True
         best = self._fastest()
@@ -338,12 +346,12 @@ class _Search:
 
     def _add(self, size: int, problem: Problem | None, start: Solution | None = None) -> None:
         """Plan a size for the curve, beginning with the plan of the next larger one; no point where none fits."""
-        problem = self.family.at(size) if problem is None else problem
+        problem = self.problems.at(size) if problem is None else problem
         start = start or min((p for n, p in self.points.items() if n > size), key=lambda p: p.size).solution
         known = start if same_ops(start.problem, problem) else None  # the graph may change with the size
         limit = max(0.1, min(self.time_limit / ATTEMPTS, self._until(1.0) - time.perf_counter()))
         found = solve(problem, self.budget, time_limit=limit, gap=GAP, progress=False, start=known)
-        attempt = Attempt(size, found, most_seconds(problem, self.max_overhead), size in self.family.traced)
+        attempt = Attempt(size, found, most_seconds(problem, self.max_overhead), size in self.problems.traced)
         self.note(attempt)
         if attempt.fits:
             self.points[size] = attempt

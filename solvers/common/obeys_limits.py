@@ -7,7 +7,7 @@ import numpy as np
 from checkmate.core.problem import Problem
 
 
-def obeys(problem: Problem, R: np.ndarray) -> bool:
+def obeys_limits(problem: Problem, R: np.ndarray) -> bool:
     """Whether no op of R (T, T) runs more often or later than it may, and what a rule has made again is.
 
     >>> from checkmate.core.rules import with_rules
@@ -15,7 +15,7 @@ def obeys(problem: Problem, R: np.ndarray) -> bool:
     >>> again = np.eye(4, dtype=bool)
     >>> again[3, 0] = True
     >>> problem = with_rules(chain, {"op": "recompute"})
-    >>> obeys(problem, again), obeys(with_rules(chain, {"op": 1}), again), obeys(chain, again)
+    >>> obeys_limits(problem, again), obeys_limits(with_rules(chain, {"op": 1}), again), obeys_limits(chain, again)
     (False, False, True)
     """
     limits = problem.limits

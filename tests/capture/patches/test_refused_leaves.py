@@ -119,7 +119,7 @@ def _alone(model: nn.Module, x: Tensor) -> Tensor:
 )
 def test_a_leaf_whose_gradient_is_asked_for_is_refused(step: Callable[..., Any], words: str) -> None:
     model = nn.Linear(5, 2)
-    with pytest.raises(checkmate.Unsupported, match=rf"test_leaves.py:\d+: .*{words}"):
+    with pytest.raises(checkmate.Unsupported, match=rf"test_refused_leaves.py:\d+: .*{words}"):
         checkmate.compile(lambda x: step(model, x), budget="1 MB", time_limit=1)(torch.randn(3, 5))
 
 

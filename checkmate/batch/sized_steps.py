@@ -1,4 +1,4 @@
-"""The user's step at any size: made, traced, run with a plan and measured."""
+"""The user's step at any size, for `checkmate.max_batch_size`: made, traced, run with a plan and measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from checkmate.torch_internals.trees import tree_leaves
 from checkmate.tracing import traced
 from checkmate.training import TrainingStep
 
-log = logging.getLogger("checkmate.batch.search")
+log = logging.getLogger("checkmate.batch")
 
 
 def maker_of(make_step: Callable[..., Any] | nn.Module) -> Callable[[int], Any]:

@@ -1,9 +1,9 @@
-"""A step in which some values can be had again for nothing: what is left to decide once it is known what is sent.
+"""A problem with a second memory as one without: of each value that is sent, an op that costs little fetches it.
 
 For a value v that is sent to the second memory when it is made, an op q_v that reads nothing stands behind the op that
 makes it: from then on v is q_v's. To run q_v again is to fetch v. It takes no seconds, or few, so that what the solvers
 for recomputation find for this problem is what to keep, what to fetch and what to run again at which moment; when the
-links carry what they must is `checkmate.solvers.common.placement`'s.
+links carry what they must is `checkmate.solvers.common.place_transfers`'s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PRICE = 0.01  # of the seconds that a link is busy with it: what a fetch costs, 
 
 
 @dataclass(frozen=True, eq=False)
-class Away:
+class WithFetches:
     """A problem in which some values can be fetched, and what its ops are in the plain one."""
 
     problem: Problem
@@ -30,16 +30,16 @@ class Away:
 
 
 @dataclass(frozen=True)
-class Need:
+class MustBeBack:
     """Have a value back from the second memory here."""
 
     value: int
 
 
-Event = Run | Free | Need
+Event = Run | Free | MustBeBack
 
 
-def away(problem: Problem, sent: Collection[int]) -> Away:
+def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
     """The problem in which these values are sent when they are made, without a second memory.
 
     Args:
@@ -48,8 +48,8 @@ def away(problem: Problem, sent: Collection[int]) -> Away:
 
     >>> from checkmate.core.host import Host
     >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[4] * 4, forward=3)
-    >>> free = away(chain.with_host(Host(100, send=1.0, fetch=1.0)), [0])
-    >>> [op.name for op in free.problem.graph.ops], free.problem.graph.values[0].producer
+    >>> fetching = with_fetches(chain.with_host(Host(100, send=1.0, fetch=1.0)), [0])
+    >>> [op.name for op in fetching.problem.graph.ops], fetching.problem.graph.values[0].producer
     (['op0', 'fetch v0', 'op1', 'op2', 'op3'], 1)
     """
     graph, host = problem.graph, problem.host
@@ -97,7 +97,7 @@ def away(problem: Problem, sent: Collection[int]) -> Away:
         for rule in problem.rules
     )
     there = Problem(Graph(tuple(ops), values, graph.outputs), profile, rules=rules)
-    return Away(there, tuple(k for k, _ in order), tuple(v for _, v in order))
+    return WithFetches(there, tuple(k for k, _ in order), tuple(v for _, v in order))
 
 
 def sendable(problem: Problem) -> list[int]:
@@ -106,16 +106,16 @@ def sendable(problem: Problem) -> list[int]:
     return [v for v in range(len(graph.values)) if problem.sizes[v] and v not in out and graph.users[v]]
 
 
-def events(free: Away, plan: Plan) -> tuple[list[Event], int]:
+def plain_events(fetching: WithFetches, plan: Plan) -> tuple[list[Event], int]:
     """What a plan of it is in the plain problem, and where the backward begins.
 
-    Fetches are `Need`. What an op makes again of what is fetched otherwise goes at once.
+    Fetches are `MustBeBack`. What an op makes again of what is fetched otherwise goes at once.
     """
     found: list[Event] = []
     boundary, ran, made, at_hand = 0, set[int](), set[int](), set[int]()
-    graph = free.problem.graph
+    graph = fetching.problem.graph
     by_product: list[list[int]] = []  # of each plain op, what is fetched otherwise
-    for v in free.value:
+    for v in fetching.value:
         if v is None:
             by_product.append([])
         else:
@@ -128,10 +128,10 @@ def events(free: Away, plan: Plan) -> tuple[list[Event], int]:
             found.append(step)
             continue
         assert isinstance(step, Run)
-        k, v = free.op[step.op], free.value[step.op]
+        k, v = fetching.op[step.op], fetching.value[step.op]
         if v is not None:
             if v in made and v not in at_hand:
-                found.append(Need(v))
+                found.append(MustBeBack(v))
             made.add(v)
             at_hand.add(v)
             continue

@@ -73,7 +73,7 @@ def _detach_all_views() -> None:
         context.fw_metadata.saved_tensor_is_graph_input = _Never()
 
 
-class Changing:
+class ReplaceableCode:
     """The forward and the backward that AOTAutograd is given, and what they run."""
 
     def __init__(self, results: int) -> None:

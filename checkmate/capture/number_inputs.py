@@ -1,4 +1,4 @@
-"""Numbers that change from call to call, as inputs of a captured step.
+"""Python numbers that change from call to call, as inputs of a captured step, where Dynamo makes them constants.
 
 Dynamo makes a number a part of what it captures. Told to, it makes it an input: a symbol of its own kind, which passes
 through arithmetic and into ops as their scalar arguments. The ops that run are those of plain PyTorch, on the same
@@ -240,11 +240,11 @@ def written_out(
         else:
             made = [(*t.shape, t.stride(), t.dtype) for t in tensors(node.meta.get("val"))]
             lines.append((_target(node), bits(node.args), bits(dict(node.kwargs)), made))
-            value[node] = _Place(len(lines))
+            value[node] = _Position(len(lines))
     return [*lines, bits([result for result in results if result not in left_out])]
 
 
-class _Place(int):
+class _Position(int):
     """Of an op or an input among the others."""
 
 

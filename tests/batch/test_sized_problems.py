@@ -10,15 +10,15 @@ import pytest
 
 from benchmarks.networks.dags import unet
 from checkmate import Problem
-from checkmate.batch.sizes import (
+from checkmate.batch.size_search import (
     ONE_FORWARD,
-    Family,
     check_overhead,
     is_beyond,
     is_within,
     most_seconds,
     plan_within,
 )
+from checkmate.batch.sized_problems import SizedProblems
 from checkmate.core.problem import Profile
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 
@@ -34,35 +34,35 @@ def grown(problem: Problem, size: int, block: int = 1) -> Problem:
 
 @pytest.mark.parametrize("base", [random_problem(3), random_problem_with_ways(3)])
 def test_an_estimate_of_what_is_affine_is_the_truth(base: Problem) -> None:
-    family = Family(lambda n: grown(base, n))
-    family.at(2), family.at(5)
+    problems = SizedProblems(lambda n: grown(base, n))
+    problems.at(2), problems.at(5)
     for n in (1, 3, 4, 9, 100):
-        estimate, truth = family.estimate(n), grown(base, n)
+        estimate, truth = problems.estimate(n), grown(base, n)
         assert estimate is not None
         assert estimate.sizes.tolist() == truth.sizes.tolist()
         assert estimate.workspace.tolist() == truth.workspace.tolist()
         assert estimate.resident == truth.resident
         assert estimate.profile.ways == truth.profile.ways
         np.testing.assert_allclose(estimate.seconds, truth.seconds, rtol=1e-12)
-    assert sorted(family.traced) == [2, 5]
+    assert sorted(problems.traced) == [2, 5]
 
 
 def test_an_estimate_between_two_traces_is_off_by_less_than_a_block_each() -> None:
     base = random_problem(3)
-    family = Family(lambda n: grown(base, n, block=8))
-    family.at(3), family.at(11)
+    problems = SizedProblems(lambda n: grown(base, n, block=8))
+    problems.at(3), problems.at(11)
     for n in range(4, 11):
-        estimate = family.estimate(n)
+        estimate = problems.estimate(n)
         assert estimate is not None
         assert np.abs(estimate.sizes - grown(base, n, block=8).sizes).max() <= 8
 
 
 def test_the_nearest_traces_count() -> None:
     """Where memory bends, the two sizes next to it say how."""
-    family = Family(lambda n: Problem.from_dag([[]], [1], [n if n <= 10 else 100 * n]))
+    problems = SizedProblems(lambda n: Problem.from_dag([[]], [1], [n if n <= 10 else 100 * n]))
     for n in (1, 10, 20, 30):
-        family.at(n)
-    far, between = family.estimate(40), family.estimate(25)
+        problems.at(n)
+    far, between = problems.estimate(40), problems.estimate(25)
     assert far is not None
     assert far.keep_all_peak == 4000
     assert between is not None
@@ -70,13 +70,13 @@ def test_the_nearest_traces_count() -> None:
 
 
 def test_there_is_no_estimate_from_one_trace_or_from_two_kinds_of_graph() -> None:
-    family = Family(lambda n: Problem.from_dag([[]] * min(n, 2), [1] * min(n, 2), [n] * min(n, 2)))
-    family.at(1)
-    assert family.estimate(3) is None
-    family.at(2)
-    assert family.estimate(3) is None
-    family.at(4)
-    assert family.estimate(3) is not None
+    problems = SizedProblems(lambda n: Problem.from_dag([[]] * min(n, 2), [1] * min(n, 2), [n] * min(n, 2)))
+    problems.at(1)
+    assert problems.estimate(3) is None
+    problems.at(2)
+    assert problems.estimate(3) is None
+    problems.at(4)
+    assert problems.estimate(3) is not None
 
 
 def test_a_size_is_traced_once() -> None:
@@ -86,9 +86,9 @@ def test_a_size_is_traced_once() -> None:
         calls.append(n)
         return Problem.from_dag([[]], [1], [n])
 
-    family = Family(trace)
-    assert family.at(3) is family.at(3)
-    assert family.estimate(3) is family.at(3)
+    problems = SizedProblems(trace)
+    assert problems.at(3) is problems.at(3)
+    assert problems.estimate(3) is problems.at(3)
     assert calls == [3]
 
 
@@ -129,10 +129,10 @@ def test_a_jump_between_neighbours_is_not_drawn_out() -> None:
     def trace(n: int) -> Problem:
         return Problem.from_dag([[], [0]], [n] * 2, sizes=[4 * n + (n == 101) * 100] * 2)
 
-    family = Family(trace)
+    problems = SizedProblems(trace)
     for size in (50, 100, 101):
-        family.at(size)
-    assert family.estimate(75).live_bytes.tolist() == trace(75).live_bytes.tolist()
-    far = family.estimate(150)
+        problems.at(size)
+    assert problems.estimate(75).live_bytes.tolist() == trace(75).live_bytes.tolist()
+    far = problems.estimate(150)
     assert far is not None
     assert far.live_bytes.max() < 2 * trace(150).live_bytes.max()
