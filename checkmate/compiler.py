@@ -139,7 +139,7 @@ def compile(fn: Any, budget: Bytes, **options: Unpack[CompileOptions]) -> Any:
     """
     refuse_what_is_no_step(fn)
     ranks.refuse_wrapped(fn)
-    return _compile(fn, Options.of("checkmate.compile", CompileOptions.__optional_keys__, options, budget))
+    return _compile(fn, Options.of(compile, CompileOptions.__optional_keys__, options, budget))
 
 
 def verify(fn: Callable[..., Any], *args: Any, budget: Bytes, calls: int = 1, **kwargs: Any) -> Certificate:

@@ -150,7 +150,7 @@ def training_step(
         average=None if ema is None else averaging.checked(ema),
         exchange=exchange_of(modules, process_group, optimizers),
     )
-    asked = Options.of("checkmate.training_step", StepOptions.__optional_keys__, options, budget)
+    asked = Options.of(training_step, StepOptions.__optional_keys__, options, budget)
     is_one_call = accumulate == 1 and updates.scaling is None and updates.average is None
     if asked.verify and not is_one_call:
         raise ValueError("verify=True compares one call and its update, without accumulate, scaler or ema.")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
+from inspect import signature
 from math import inf
 from typing import Any, Literal, TypedDict, get_args
 
@@ -94,11 +95,13 @@ class Options:
     numerics: Numerics = "exact"
 
     @classmethod
-    def of(cls, way_in: str, known: Iterable[str], given: Mapping[str, Any], budget: Bytes) -> Options:
-        """Those that a way in was given; a TypeError names one that it does not know."""
+    def of(cls, way_in: Callable[..., Any], known: Iterable[str], given: Mapping[str, Any], budget: Bytes) -> Options:
+        """Those that a way in was given, beside its own keywords; a TypeError names one that it does not know."""
         for name in given:
             if name not in known:
-                raise TypeError(no_option(way_in, name, [f.name for f in fields(cls) if f.name in known]))
+                own = [p.name for p in signature(way_in).parameters.values() if p.kind is p.KEYWORD_ONLY]
+                all_known = [*own, *(f.name for f in fields(cls) if f.name in known)]
+                raise TypeError(no_option(f"checkmate.{way_in.__name__}", name, all_known))
         return cls(budget, **given)
 
     @classmethod

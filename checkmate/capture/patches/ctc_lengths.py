@@ -49,6 +49,8 @@ def _describe_backward(
 def _loss(plain: Any, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """A call of the loss; None: as PyTorch has it."""
     given = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+    if len(args) > len(_ARGUMENTS) or given.keys() != set(_ARGUMENTS):
+        return None
     log_probs, targets, input_lengths, target_lengths, *rest = [given[name] for name in _ARGUMENTS]
     if not log_probs.is_tensor() or log_probs.device.type != "cpu":
         return None

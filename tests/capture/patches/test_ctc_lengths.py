@@ -76,3 +76,11 @@ def test_the_mean_of_numbers(name: str) -> None:
         return F.ctc_loss(model(x).view(shape).log_softmax(-1), targets, lengths, target_lengths)
 
     assert checkmate.verify(step, torch.randn(12, 4), budget="1 MB", time_limit=1).gradients == 2
+
+
+def test_a_call_without_all_arguments_is_pytorchs_error() -> None:
+    def step(x: Tensor) -> Tensor:
+        return F.ctc_loss(x.log_softmax(-1), torch.ones(2, 3, dtype=torch.long), (6, 5))  # type: ignore[call-arg]
+
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'target_lengths'"):
+        checkmate.compile(step, budget="1 MB")(torch.randn(6, 2, 5, requires_grad=True))
