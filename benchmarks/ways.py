@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from benchmarks.common.own_seconds import count_own_seconds
-from benchmarks.common.rows import Row, latest, read, shown
+from benchmarks.common.rows import Row, latest, shown
 from benchmarks.common.runner import Benchmark, where_from
 from benchmarks.solve.comparison import FILES, load
 from checkmate.core.problem import Problem
@@ -138,11 +137,6 @@ def _cells(row: Row) -> list[str]:
     return [row["network"], *(str(row[key]) for key in PRINTED)]
 
 
-def report(file: Path) -> None:
-    """Write the tables beside the rows."""
-    file.with_suffix(".md").write_text(markdown(read(file)))
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "ways.jsonl",
@@ -152,7 +146,7 @@ BENCHMARK = Benchmark(
     names=FILES,
     options={"time_limit": (20.0, "seconds for each solve, and each smallest budget")},
     packages=("torch", "numpy", "highspy"),
-    report=report,
+    page=markdown,
 )
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from torch import optim
 import checkmate
 from benchmarks.arena import small_step
 from benchmarks.common.resident import growth
-from benchmarks.common.rows import Row, latest, read
+from benchmarks.common.rows import Row, latest
 from benchmarks.common.runner import Benchmark
 from benchmarks.graphs import DEVICE, GRAPHS
 from benchmarks.peers.settings import _blocks as checkpointed
@@ -253,11 +252,6 @@ def markdown(rows: Sequence[Row]) -> str:
     return f"{intro}\n\n{measured}\n\n{OF_FLOORS}\n\n{estimated}\n"
 
 
-def report(file: Path) -> None:
-    """Write the tables beside the rows."""
-    file.with_suffix(".md").write_text(markdown(read(file)))
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "whole_steps.jsonl",
@@ -271,7 +265,7 @@ BENCHMARK = Benchmark(
         "rounds": (7, "of timed pairs of steps"),
         "floors": (False, "smallest budgets at full size, estimated"),
     },
-    report=report,
+    page=markdown,
 )
 
 if __name__ == "__main__":

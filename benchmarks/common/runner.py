@@ -35,7 +35,8 @@ class Benchmark:
         options: defaults of the other keyword arguments of `measure`, each with what it is.
         quick: the options that ``--quick`` stands for, and ``names``.
         packages: whose versions a row has.
-        report: writes pages from all rows of the file that it is given.
+        page: the text of a page that is written beside the rows, of all that are there.
+        report: writes other pages of the rows in the file that it is given.
     """
 
     about: str | None
@@ -48,7 +49,8 @@ class Benchmark:
     options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     quick: Mapping[str, Any] = field(default_factory=dict)
     packages: Sequence[str] = ("torch",)
-    report: Callable[[Path], None] | None = None
+    page: Callable[[list[Row]], str] | None = None
+    report: Callable[[Path], object] | None = None
 
     @property
     def path(self) -> Path:
@@ -69,7 +71,7 @@ class Benchmark:
             parser.add_argument("--" + name.replace("_", "-"), default=default, help=told, **kind)
         if self.quick:
             parser.add_argument("--quick", action="store_true", help=f"smaller: {dict(self.quick)}")
-        if self.report is not None:
+        if self.page or self.report:
             parser.add_argument("--report", action="store_true", help="measure nothing, write the pages")
         parser.add_argument("--out", type=Path, default=self.path, help="the file of the rows")
         return parser
@@ -97,8 +99,10 @@ class Benchmark:
         if self.quick and args.quick:
             kept = {} if args.names == [*(self.default or self.names)] else {"names": args.names}
             vars(args).update({**self.quick, **kept})
-        if not (self.report and args.report):
+        if not getattr(args, "report", False):
             print("", self.table(self._measured(args)), sep="\n")
+        if self.page is not None:
+            args.out.with_suffix(".md").write_text(self.page(read(args.out)))
         if self.report is not None:
             self.report(args.out)
 

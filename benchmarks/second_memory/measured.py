@@ -13,13 +13,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import checkmate
-from benchmarks.common.rows import Row, latest, read, shown
+from benchmarks.common.rows import Row, latest, shown
 from benchmarks.common.runner import Benchmark, where_from
 from benchmarks.peers.subjects import NETWORKS, Subject
 from checkmate.core.table import Table
@@ -107,11 +106,6 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def report(file: Path) -> None:
-    """Write the table beside the rows."""
-    file.with_suffix(".md").write_text(markdown(read(file)))
-
-
 BENCHMARK = Benchmark(
     __doc__,
     "second_memory_measured.jsonl",
@@ -124,7 +118,7 @@ BENCHMARK = Benchmark(
         "where": ([*WHERE], "second memories, as compile(host=) takes them"),
         "rounds": (15, "of timed steps"),
     },
-    report=report,
+    page=markdown,
 )
 
 if __name__ == "__main__":

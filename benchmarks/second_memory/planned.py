@@ -113,11 +113,9 @@ def _cells(row: Row) -> list[str]:
 
 
 def report(file: Path) -> None:
-    """Write the table beside the rows, and renew that of the page."""
-    rows = read(file)
-    file.with_suffix(".md").write_text(markdown(rows))
+    """Renew the table of the comparison, where the rows are those that are committed."""
     if file == BENCHMARK.path:
-        PAGE.write_text(renewed(PAGE, tables(rows)))
+        PAGE.write_text(renewed(PAGE, tables(read(file))))
 
 
 BENCHMARK = Benchmark(
@@ -133,5 +131,6 @@ BENCHMARK = Benchmark(
         "time_limit": (60.0, "seconds for each solve"),
     },
     packages=("numpy", "scipy", "highspy"),
+    page=markdown,
     report=report,
 )

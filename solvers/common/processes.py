@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -156,7 +157,7 @@ class Processes:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
-class BackgroundProcess:
+class BackgroundProcess(ABC):
     """A process beside the training, and a thread that hears what it tells.
 
     Args:
@@ -175,9 +176,9 @@ class BackgroundProcess:
         """Begin, as soon as one's turn has come."""
         threading.Thread(target=self._run, args=(turn,), name="checkmate-beside", daemon=True).start()
 
+    @abstractmethod
     def hear(self, answer: Any) -> bool:
         """Take what the process tells; whether that is all."""
-        raise NotImplementedError
 
     def end(self) -> None:
         """End it now."""

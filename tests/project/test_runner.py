@@ -1,7 +1,8 @@
-"""The runner of benchmarks; no PyTorch here, which each process of a case would import."""
+"""What runs benchmarks, and what counts the tests that they run; no PyTorch, which each process would import."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,27 @@ import pytest
 from benchmarks.common import runner
 from benchmarks.common.rows import read
 from benchmarks.common.runner import Benchmark
+from benchmarks.common.suite import counted, ended
+
+TESTS = """
+import os
+import pytest
+
+def test_that_passes():
+    assert os.environ["HERE"] == "yes"
+
+@pytest.mark.parametrize("number", [1])
+def test_that_fails(number):
+    assert number == 2
+
+@pytest.mark.skip
+def test_that_is_skipped():
+    pass
+
+@pytest.mark.slow
+def test_that_is_slow():
+    assert False
+"""
 
 
 def _squares(name: str, power: int, terms: list[int]) -> list[dict[str, Any]]:
@@ -47,3 +69,16 @@ def test_a_benchmark_measures_each_case_once_a_commit_in_a_process_of_its_own(
     commit["commit"] = "0123-dirty"
     with pytest.raises(SystemExit, match="commit first"):
         benchmark.run(["one"])
+
+
+def test_each_kind_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "test_tiny.py"
+    path.write_text(TESTS)
+    kinds = {"not slow": [str(path)], "slow": [str(path)]}
+    found = counted(kinds, "-q", environment={**os.environ, "HERE": "yes"})
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
+    assert [name.rpartition("::")[2] for name in found["names"]] == ["test_that_fails[1]", "test_that_is_slow"]
+
+
+def test_a_process_without_a_report_has_failed() -> None:
+    assert ended(-4)["names"] == ["the process ended with -4"]

@@ -22,7 +22,7 @@ from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.plan_store import Question, Record, lookup, store
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.solve import min_budget, solve
-from tests.support.planned import plan
+from tests.support.offers import plan
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,10 @@
-"""Plans that are there when a test wants them, in place of what planning beside the training may find."""
+"""Plans that are there when a test wants them: from what is known, or in place of what a search beside finds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from checkmate.solvers.background_search import News
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.solvers.search.min_budget import least_runs
+from checkmate.solvers.solve import refused
 
 SECONDS = 0.1  # for each plan
 
@@ -79,3 +81,9 @@ def offered() -> Iterator[list[Offers]]:
         patch.setattr(known_plans, "begin", begin)
         patch.setattr(taking_over, "Search", search)
         yield made
+
+
+def plan(problem: Problem, budget: int, *, time_limit: float = 60.0, **options: Any) -> Solution:
+    """What `checkmate.solvers.known_plans.begin` finds; an answer without a plan says why."""
+    solution, _ = known_plans.begin(problem, budget, time_limit=time_limit, **options)
+    return solution if solution.plan is not None else refused(solution, time_limit=time_limit)

@@ -24,13 +24,13 @@ from checkmate.solvers.frontier import frontier
 from checkmate.solvers.host.offload import SentSets
 from checkmate.solvers.linear.moments import moment_bound
 from checkmate.solvers.solve import min_budget, solve
+from tests.support.offers import plan
 from tests.support.oracle import (
     random_problem,
     random_problem_with_overwrites,
     random_problem_with_ways,
     random_ruled_problem,
 )
-from tests.support.planned import plan
 
 
 def layers(n: int, *, seconds: float = 1.0, size: int = 8) -> Problem:
