@@ -149,6 +149,6 @@ def test_a_few_programs(spec: Spec, budget: float, method: str) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("part", map(long, range(PARTS)))
+@pytest.mark.parametrize("part", [long(part) for part in range(PARTS)])
 def test_many_programs(part: int) -> None:
     drawn(-(-MANY // PARTS), 1000 * SEED + part + 1)(check)()
