@@ -2,7 +2,7 @@
 
     python -m benchmarks.graphs [NETWORK ...] [--device h100] [--out benchmarks/problems]
 
-Nothing is allocated: models and batches are on the meta device. Ops are those that PyTorch runs on the CPU, in float32,
+Nothing is allocated: models and batches are fake tensors on the CPU. Ops are those that PyTorch runs there, in float32,
 each as it has it and in its order: what rewrites of them are worth is another question (`benchmarks.ways`). Their costs
 are the roofline's for the device, and sizes are as its allocator rounds them. The loss is within the step; optimizer
 state is not counted.
@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -119,7 +120,7 @@ GRAPHS: dict[str, Make] = {
 def problem_of(name: str, device: str = DEVICE) -> checkmate.Problem:
     """Trace a graph by name."""
     torch._dynamo.reset()
-    with torch.device("meta"):
+    with FakeTensorMode():
         step, batch = GRAPHS[name]()
     return checkmate.trace(step, *batch, profile=f"roofline:{device}")
 

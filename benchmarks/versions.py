@@ -49,7 +49,7 @@ def examined() -> Row:
 
     lacking = [name for table in names.TABLES for name in table.names.values() if not table.has(name.name)]
     missing = [f"{name.name}: {name.without}" for name in lacking if names.is_expected(name)]
-    return {"missing": missing, "left_out": names.LEFT_OUT, "arena": build.state()}
+    return {"missing": missing, "left_out": names.LEFT_OUT, "arena": build.ARENA.state()}
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,16 +14,19 @@ from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, quietly
 from checkmate.backends.planner import OF_EXPLAIN, OF_TRACE, Options
 from checkmate.backends.tensor_state import tensors_within, unchanged
-from checkmate.capture.meta_tensors import is_fake, meta_as_cpu
+from checkmate.capture.meta_tensors import is_fake, meta_as
 from checkmate.capture.patches.only_our_captures import Answer
 from checkmate.capture.provenance import is_users
+from checkmate.capture.without_device.cuda import as_on_cuda
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.core.problem import Problem
 from checkmate.core.rules import with_rules
 from checkmate.core.solution import Solution
 from checkmate.errors import CheckmateError, Unsupported
 from checkmate.inspection.explanation import Break, Explanation, pinned_ops
+from checkmate.memory import CPU
 from checkmate.profiling.measure import Measure
+from checkmate.profiling.profilers import Profiler, Roofline
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import solve
 from checkmate.training import TrainingStep
@@ -38,11 +41,13 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
         profile: ``"measure"``, which is taken without a choice, runs each distinct op on its own, on this machine.
             ``"roofline:NAME"`` runs nothing and estimates for a device of `checkmate.profiling.roofline.DEVICES`, for
             example ``"roofline:h100"``. The model and the batch may then be on the meta device, or fake tensors, so
-            that a model which fits no memory here can be planned; what is on the meta device is taken to be on the
-            CPU, and its ops are those that run there. A path that ends in ``.json`` is a file of ops measured on
-            another machine, written there by `checkmate.profiling.measure.export`; here, too, nothing runs. An op that
-            can be measured and is not in the file is refused by name. A `Profile` is taken as it is; it must be of
-            this very step.
+            that a model which fits no memory here can be planned. What is on the meta device is taken to be on the
+            device that is estimated for, and its ops are those that run there: on a GPU its attention, dropout and
+            batch norm. Without a GPU here that takes a C++ compiler, on Linux; a line of the log says where there is
+            none, and ops are those of the CPU then, as they are for tensors on the CPU. A path that ends in
+            ``.json`` is a file of ops measured on another machine, written there by
+            `checkmate.profiling.measure.export`; here, too, nothing runs. An op that can be measured and is not in
+            the file is refused by name. A `Profile` is taken as it is; it must be of this very step.
         cache: take costs that were measured on this machine before, as `compile` does, and keep new ones.
         host_budget, host: a second memory, as for `checkmate.compile`; how fast it is, is measured here.
             `Problem.with_host` takes one of another machine.
@@ -72,6 +77,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     """What `trace` gives for a batch."""
     find_costs, block_bytes = options.costs
     problems: list[Problem] = []
+    without_data = any(map(is_fake, tensors_within((fn, args, kwargs))))
     as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
     fn, updates = (fn.loss_fn, fn.inserts) if isinstance(fn, TrainingStep) else (fn, None)
 
@@ -84,7 +90,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
             quietly(),
             drawing_nothing(),
             as_captured(),
-            nullcontext() if isinstance(find_costs, Measure) else meta_as_cpu(),
+            _planned_on(find_costs) if without_data else nullcontext(),
         ):
             backend = Backend(keep_all, _stop, find_costs, block_bytes)
             backend.updates, backend.elsewhere, backend.rounding = updates, options.elsewhere, options.rounding
@@ -103,6 +109,18 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
             "Is it called under torch.no_grad(), or are all its parameters frozen?"
         )
     return problems[0]
+
+
+@contextmanager
+def _planned_on(find_costs: Profiler) -> Iterator[None]:
+    """Take tensors on the meta device for tensors on the device that costs are of; measured, they are refused."""
+    if isinstance(find_costs, Measure):
+        yield
+        return
+    capability = find_costs.device.capability if isinstance(find_costs, Roofline) else None
+    on_cuda = nullcontext(False) if capability is None else as_on_cuda(capability)
+    with on_cuda as can, meta_as(torch.device("cuda", 0) if can else CPU):
+        yield
 
 
 def explain(fn: Callable[..., Any], *args: Any, top: int = 10, **kwargs: Any) -> Explanation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +14,22 @@ from checkmate.errors import Unsupported
 from checkmate.profiling.cost_table import OpTable, read
 from checkmate.profiling.measure import Measure, fill
 from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
-from checkmate.profiling.roofline import DEVICES, roofline
+from checkmate.profiling.roofline import DEVICES, Device, roofline
 
 Profiler = Callable[[Joint], Profile]
 Choice = str | os.PathLike[str] | Profile | OpTable
 SHOWN = 5  # of the ops that a table lacks
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Costs estimated for a device."""
+
+    device: Device
+
+    def __call__(self, joint: Joint) -> Profile:
+        """The profile of a step."""
+        return roofline(joint, self.device)
 
 
 def listed(joint: Joint, table: OpTable, name: str) -> Profile:
@@ -89,4 +100,4 @@ def profiler(profile: Choice, *, cache: bool = True) -> tuple[Profiler, int]:
     if kind != "roofline" or name not in DEVICES:
         choices = ", ".join(['"measure"', *(f'"roofline:{name}"' for name in DEVICES), 'a file such as "ops.json"'])
         raise ValueError(f"There is no profile {profile!r}; there are {choices}.")
-    return partial(roofline, device=DEVICES[name]), DEVICES[name].block_bytes
+    return Roofline(DEVICES[name]), DEVICES[name].block_bytes

@@ -59,6 +59,7 @@ class Device:
     bandwidth: float  # bytes per second, to and from the device's memory
     latency: float  # seconds that each op takes at least
     block_bytes: int = 1  # sizes are rounded up to a multiple of these
+    capability: tuple[int, int] | None = None  # compute capability of a GPU of NVIDIA; else it runs as a CPU does
     compute_efficiency: float = 0.7  # of the peak rate: what large matrix products and convolutions reach
     memory_efficiency: float = 0.8  # of the bandwidth: what copies and pointwise kernels reach
 
@@ -87,27 +88,29 @@ class Device:
         return self.latency + seconds
 
 
-def _gpu(name: str, float64: float, float32: float, tf32: float, half: float, bandwidth: float) -> Device:
+def _gpu(
+    name: str, sm: tuple[int, int], float64: float, float32: float, tf32: float, half: float, bandwidth: float
+) -> Device:
     """A card of NVIDIA: rates in TFLOP/s without sparsity, products in half precision summed in float32, GB/s."""
     teras = {"float64": float64, "float32": float32, "tf32": tf32, "bfloat16": half, "float16": half}
     flops = {dtype: rate * 1e12 for dtype, rate in teras.items()}
-    return Device(name, flops, bandwidth * 1e9, latency=4e-6, block_bytes=BLOCK_BYTES["cuda"])
+    return Device(name, flops, bandwidth * 1e9, latency=4e-6, block_bytes=BLOCK_BYTES["cuda"], capability=sm)
 
 
 DEVICES: dict[str, Device] = {
     # NVIDIA H100 Tensor Core GPU data sheet (2023), SXM; half of the figures that it gives with sparsity.
-    "h100": _gpu("NVIDIA H100 SXM", 67, 67, 494.7, 989.4, 3350),
+    "h100": _gpu("NVIDIA H100 SXM", (9, 0), 67, 67, 494.7, 989.4, 3350),
     # NVIDIA H200 Tensor Core GPU data sheet (2024), SXM: the H100's processor with faster memory.
-    "h200": _gpu("NVIDIA H200 SXM", 67, 67, 494.7, 989.4, 4800),
+    "h200": _gpu("NVIDIA H200 SXM", (9, 0), 67, 67, 494.7, 989.4, 4800),
     # NVIDIA A100 Tensor Core GPU data sheet (2021), 80 GB SXM.
-    "a100": _gpu("NVIDIA A100 SXM 80GB", 19.5, 19.5, 156, 312, 2039),
+    "a100": _gpu("NVIDIA A100 SXM 80GB", (8, 0), 19.5, 19.5, 156, 312, 2039),
     # NVIDIA L4 data sheet (2023); half of the figures that it gives with sparsity; float64 is 1/64 of float32.
-    "l4": _gpu("NVIDIA L4", 0.473, 30.3, 60, 121, 300),
+    "l4": _gpu("NVIDIA L4", (8, 9), 0.473, 30.3, 60, 121, 300),
     # NVIDIA Ada GPU architecture whitepaper (2022), appendix A; float64 is 1/64 of float32.
-    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", 1.29, 82.6, 82.6, 165.2, 1008),
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", (8, 9), 1.29, 82.6, 82.6, 165.2, 1008),
     # Specifications of the 12 GB card; tf32 and half are 1 and 2 times float32 as for its siblings in the NVIDIA Ampere
     # GA102 GPU architecture whitepaper (2021); float64 is 1/64.
-    "rtx3060": _gpu("NVIDIA GeForce RTX 3060", 0.199, 12.7, 12.7, 25.5, 360),
+    "rtx3060": _gpu("NVIDIA GeForce RTX 3060", (8, 6), 0.199, 12.7, 12.7, 25.5, 360),
     # No one product: 8 cores at 3 GHz with two 8-wide fused multiply-adds each cycle, two channels of DDR5-4800. It has
     # no units for half precision: such a product takes as long as in float32.
     "laptop": Device(

@@ -54,7 +54,13 @@ def is_for_cudnn(tensors: Sequence[fx.Node | None], training: bool, eps: float) 
 
 
 def reserve_bytes(x: Tensor) -> int:
-    """What cuDNN keeps of a training forward for its backward, beyond what everyone does."""
+    """What cuDNN keeps of a training forward for its backward, beyond what everyone does.
+
+    Where there is no device to ask, a bit for each element: the mask that its kernels of several ops in one keep. An
+    estimate, and no small one: those that PyTorch calls for tensors that are not in channels last may keep nothing.
+    """
+    if not torch.cuda.is_available():
+        return -(-x.numel() // 8)
     return int(kernels._get_cudnn_batch_norm_reserve_space_size(x, True))
 
 

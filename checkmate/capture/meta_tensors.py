@@ -22,19 +22,19 @@ def is_fake(tensor: Any) -> bool:
 
 
 @contextmanager
-def meta_as_cpu() -> Iterator[None]:
-    """Within the block, tracing takes tensors on the meta device for tensors on the CPU.
+def meta_as(device: torch.device) -> Iterator[None]:
+    """Within the block, tracing takes tensors on the meta device for tensors on this one.
 
     As they are they cannot be traced: PyTorch chooses kernels by the device, and for the meta device it has no
     backward of some ops and records a step without it.
     """
     describe = MetaTensorDescriber.describe_tensor
 
-    def describe_on_cpu(self: MetaTensorDescriber, t: torch.Tensor, **options: Any) -> MetaTensorDesc[Any]:
+    def describe_there(self: MetaTensorDescriber, t: torch.Tensor, **options: Any) -> MetaTensorDesc[Any]:
         found = describe(self, t, **options)
-        return replace(found, device=torch.device("cpu")) if found.device.type == "meta" else found
+        return replace(found, device=device) if found.device.type == "meta" else found
 
-    with patch.object(MetaTensorDescriber, "describe_tensor", describe_on_cpu):
+    with patch.object(MetaTensorDescriber, "describe_tensor", describe_there):
         yield
 
 

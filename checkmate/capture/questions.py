@@ -169,6 +169,8 @@ def answer(
         earlier = [*up_to(node)]
         found, needed = draws_of(earlier, attributes), needed_by(node, earlier)
         generators = tuple(dict.fromkeys(draw.device for n in earlier if n in needed for draw in found.get(n, ())))
+        if any(device.type == "cuda" for device in generators) and not torch.cuda.is_available():
+            raise CannotTellError("it depends on random numbers of a GPU, and there is none here") from None
         with same_random_state(*generators):
             return _run(node, given, attributes, writes, generators), generators
 
@@ -184,6 +186,8 @@ def _run(
     inputs = [n for n in copies if n.op == "placeholder"]
     if any(is_fake(given[n]) for n in inputs):
         raise CannotTellError(_NO_DATA)
+    if not torch.cuda.is_available():
+        _on_cpu(module.graph)
     statistics = {*_statistics(node, copies)}
     replayed = [n for n in inputs if copies[n].op != "placeholder"]
     is_lost = any((writes[n] and n not in replayed) or memory_of(n) & statistics for n in inputs)
@@ -206,6 +210,17 @@ def _run(
         if len({*versions}) == 2 and not memory_of(n) & of_inputs:
             raise CannotTellError("it depends on a tensor that the step writes to, in a way that is not followed")
     return found
+
+
+def _on_cpu(graph: fx.Graph) -> None:
+    """Make on the CPU what a graph makes for a GPU that is not here: constants, as inputs have no data."""
+
+    def moved(found: Any) -> Any:
+        is_there = isinstance(found, (str, torch.device)) and str(found).partition(":")[0] == "cuda"
+        return torch.device("cpu") if is_there else found
+
+    for n in graph.nodes:
+        n.args, n.kwargs = fx.node.map_aggregate(n.args, moved), fx.node.map_aggregate(n.kwargs, moved)
 
 
 def _statistics(node: fx.Node, needed: Mapping[fx.Node, Any]) -> Iterable[int]:

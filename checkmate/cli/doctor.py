@@ -73,7 +73,7 @@ def _devices() -> dict[str, Any]:
     ]
     tried = f"PyTorch {TRIED[0]} to {TRIED[-1]}"
     facts = {"torch": str(torch.__version__), "tried on": tried, "threads": torch.get_num_threads(), "cuda": names}
-    return {**facts, "arena": build.state(), "left out": LEFT_OUT}
+    return {**facts, "arena": build.ARENA.state(), "left out": LEFT_OUT}
 
 
 def _solver(wrong: list[str]) -> str:

@@ -175,6 +175,11 @@ def known_links(where: str, device: torch.device, *, cache: bool = True) -> Link
     >>> known_links("file:", torch.device("cpu")) == known_links("file:", torch.device("cpu"))
     True
     """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise HostError(
+            "The links of a GPU to a second memory are measured on it, and there is none here. Plan with those that it "
+            "has: checkmate.trace(...).with_host(checkmate.Host(bytes, send, fetch)), rates in bytes per second."
+        )
     place = _place(where, device)
     path = files.folder() / "links" / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.json"
     if place not in _measured:

@@ -292,7 +292,12 @@ def test_a_step_that_fails_names_the_size() -> None:
         ({"measure": True, "host_budget": "1 GB"}, ValueError, "without a second memory"),
         ({"host": checkmate.Host(1, 1.0, 1.0), "host_budget": "1 GB"}, ValueError, "leave host_budget out"),
         ({"host": "disk", "host_budget": "1 GB"}, ValueError, "^Unknown second memory 'disk'"),
-        ({"host": "file:/no/such/folder", "host_budget": "1 GB"}, HostError, "^No file can be made in /no/such/folder"),
+        (
+            {"host": "file:/no/such/folder", "host_budget": "1 GB", "profile": "roofline:laptop"},
+            HostError,
+            "^No file can",
+        ),
+        ({"host_budget": "1 GB"}, HostError, "there is none here"),
     ],
 )
 def test_arguments_that_make_no_sense(options: dict[str, Any], error: type[Exception], says: str) -> None:

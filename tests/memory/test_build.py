@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import checkmate
-from checkmate.memory import build
+from checkmate.memory import build, native
 from tests.support.bits import assert_same_bits
 
 
@@ -40,11 +40,11 @@ def test_without_a_compiler_that_works_a_step_runs_as_it_did(
     assert [arena.counts.steps for arena in step._backend.arenas] == [0]
     assert why in (build.wait() or "")
     if compiler == "nowhere++":
-        assert build.state() == "cannot be had: no C++ compiler was found (CXX=nowhere++)"
+        assert build.ARENA.state() == "cannot be had: no C++ compiler was found (CXX=nowhere++)"
 
 
 def test_what_is_damaged_is_built_anew_and_what_others_may_write_is_not_run(folder: Path) -> None:
-    path = build._path()
+    path = build.ARENA.path()
     path.parent.mkdir(mode=0o700)
     path.write_bytes(b"no library")
     path.chmod(0o600)
@@ -52,22 +52,22 @@ def test_what_is_damaged_is_built_anew_and_what_others_may_write_is_not_run(fold
     assert build.wait() is None
     assert build.library() is not None
     assert path.read_bytes()[:4] == b"\x7fELF"
-    assert build.state() == "built"
+    assert build.ARENA.state() == "built"
     path.chmod(0o622)
-    assert build.state().startswith("built when first used, by /")
+    assert build.ARENA.state().startswith("built when first used, by /")
 
 
 def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = build._path()
+    path = build.ARENA.path()
     path.parent.mkdir()
     path.parent.chmod(0o770)
     with caplog.at_level(logging.WARNING, "checkmate.memory"):
         build.start()
         why = build.wait()
     assert why == f"others may write to {path.parent}, where it is kept. Delete that folder"
-    assert build.state() == f"cannot be had: {why}"
+    assert build.ARENA.state() == f"cannot be had: {why}"
     assert caplog.messages == [f"No arena: {why}. Steps run with PyTorch's own allocator."]
     assert build.library() is None
     assert not path.exists()
@@ -78,7 +78,7 @@ def test_what_was_looked_at_is_what_is_loaded(folder: Path, monkeypatch: pytest.
     build.start()
     assert build.wait() is None
     monkeypatch.setattr(build, "_LIBRARY", build._Library())
-    path, load = build._path(), ctypes.PyDLL
+    path, load = build.ARENA.path(), ctypes.PyDLL
 
     def exchanged(name: str) -> ctypes.PyDLL:
         other = path.with_name("other")
@@ -86,8 +86,8 @@ def test_what_was_looked_at_is_what_is_loaded(folder: Path, monkeypatch: pytest.
         other.replace(path)
         return load(name)
 
-    monkeypatch.setattr(build.ctypes, "PyDLL", exchanged)
-    monkeypatch.setattr(build, "_compile", lambda target: pytest.fail("it is built anew"))
+    monkeypatch.setattr(native.ctypes, "PyDLL", exchanged)
+    monkeypatch.setattr(native.Source, "_compile", lambda self, target: pytest.fail("it is built anew"))
     build.start()
     assert build.wait() is None
     assert build.library() is not None
@@ -101,9 +101,9 @@ def test_nothing_is_kept_where_nothing_is_to_be_kept(folder: Path) -> None:
 
 
 def test_another_pytorch_has_another_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = build._path()
+    before = build.ARENA.path()
     monkeypatch.setattr(torch, "__version__", "99.0")
-    assert build._path() != before
+    assert build.ARENA.path() != before
     assert not list(folder.iterdir())
 
 

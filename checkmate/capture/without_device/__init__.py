@@ -1,0 +1,1 @@
+"""Tracing for a GPU on a machine that has none: what PyTorch asks of the device, and what this one would answer."""

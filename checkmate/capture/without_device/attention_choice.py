@@ -1,0 +1,137 @@
+"""Which attention kernel PyTorch takes on an NVIDIA GPU, by the GPU's compute capability.
+
+PyTorch decides for each call by what the device, the types and the shapes allow, in an order of preference
+(``select_sdp_backend`` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): cuDNN first on Hopper and data-center
+Blackwell, then FlashAttention, then the memory-efficient kernels, which alone take float32, then plain products. What a
+kernel keeps for the backward differs between them, and so does what a plan can do. Not followed: nested tensors, AMD's
+GPUs, an order that the user sets (``sdpa_kernel(..., set_priority=True)``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+MATH, FLASH, EFFICIENT, CUDNN = range(4)  # as at::SDPBackend has them
+UNBATCHED = (2, 15)  # from this PyTorch on, fused kernels take three dimensions
+_SCALARS = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}  # c10::ScalarType
+_HALF = (torch.float16, torch.bfloat16)
+_FLASH_FROM, _EFFICIENT_FROM, _LAST = (8, 0), (5, 0), (12, 1)  # compute capabilities
+
+
+class Attention(NamedTuple):
+    """One call of `torch.nn.functional.scaled_dot_product_attention`, as cuda.cpp describes it."""
+
+    scalar: int  # the type of the query
+    one_type: int
+    dims: int
+    heads: int
+    key_heads: int
+    value_heads: int
+    queries: int  # length of the sequence
+    keys: int
+    head_dim: int
+    key_dim: int
+    value_dim: int
+    masked: int
+    dropout: int
+    causal: int
+    grouped: int
+    in_line: int  # elements of the last dimension follow each other
+    trains: int
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type of the query; None: one that no fused kernel takes."""
+        return _SCALARS.get(self.scalar)
+
+
+def choose(asked: Attention, capability: tuple[int, int], cudnn: int) -> int:
+    """The kernel's number.
+
+    Args:
+        asked: what is to be computed.
+        capability: of the device, for example (9, 0).
+        cudnn: its version as a number, 91900 for 9.19.0.
+
+    >>> half = Attention(5, 1, 4, 12, 12, 12, 1024, 1024, 64, 64, 64, 0, 0, 1, 0, 1, 1)
+    >>> [choose(half, of, 91900) == kernel for of, kernel in (((9, 0), CUDNN), ((8, 0), FLASH), ((7, 5), EFFICIENT))]
+    [True, True, True]
+    """
+    major, minor = capability
+    kernels: list[tuple[int, Callable[[Attention, tuple[int, int], int], bool]]] = [
+        (FLASH, _flash),
+        (EFFICIENT, _efficient),
+    ]
+    if cudnn > 91500 and major in (9, 10) and minor in (0, 3):
+        kernels.insert(0, (CUDNN, _cudnn))
+    fits = (
+        (asked.dims == 4 or (asked.dims == 3 and _version() >= UNBATCHED))
+        and asked.one_type
+        and asked.in_line
+        and min(asked.queries, asked.keys) > 0
+    )
+    return next((kernel for kernel, takes in kernels if fits and takes(asked, capability, cudnn)), MATH)
+
+
+def _version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _flash(asked: Attention, capability: tuple[int, int], cudnn: int) -> bool:
+    if not torch.backends.cuda.flash_sdp_enabled() or not _FLASH_FROM <= capability <= _LAST:
+        return False
+    consumer = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    too_wide = 192 < asked.head_dim <= 224 or (asked.head_dim > 224 and asked.dropout)
+    return (
+        asked.dtype in _HALF
+        and not asked.masked
+        and asked.head_dim == asked.key_dim == asked.value_dim <= 256
+        and not (asked.trains and consumer and too_wide)
+        and not (asked.causal and asked.queries != asked.keys)
+        and _heads_match(asked)
+    )
+
+
+def _efficient(asked: Attention, capability: tuple[int, int], cudnn: int) -> bool:
+    if not torch.backends.cuda.mem_efficient_sdp_enabled() or not _EFFICIENT_FROM <= capability <= _LAST:
+        return False
+    half = asked.dtype in _HALF
+    tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
+    aligned = max(4 if capability >= (8, 0) else 1, (8 if half else 4) if tensor_cores else 1)
+    return (
+        (asked.dtype in (torch.float16, torch.float32) or (asked.dtype is torch.bfloat16 and capability >= (8, 0)))
+        and asked.heads == asked.key_heads == asked.value_heads
+        and asked.head_dim == asked.key_dim > 0
+        and asked.value_dim > 0
+        and not asked.head_dim % aligned
+        and not asked.value_dim % aligned
+    )
+
+
+def _cudnn(asked: Attention, capability: tuple[int, int], cudnn: int) -> bool:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if not torch.backends.cuda.cudnn_sdp_enabled() or not _FLASH_FROM <= capability <= _LAST:
+        return False
+    most = 256 if capability == (9, 0) else 128
+    if capability[0] == 10 and (asked.head_dim, asked.value_dim) == (192, 128):
+        most = 192
+    return (
+        asked.dtype in _HALF
+        and _heads_match(asked)
+        and max(asked.head_dim, asked.value_dim) <= most
+        and not asked.head_dim % 8
+        and not asked.value_dim % 8
+        and asked.keys > 1
+        and not (asked.queries == 1 and asked.dropout)
+        and (not deterministic or torch.is_deterministic_algorithms_warn_only_enabled())
+    )
+
+
+def _heads_match(asked: Attention) -> bool:
+    if asked.grouped:
+        return asked.key_heads == asked.value_heads > 0 and not asked.heads % asked.key_heads
+    return asked.heads == asked.key_heads == asked.value_heads

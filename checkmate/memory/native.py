@@ -1,0 +1,158 @@
+"""A file of C++ becomes a library, once for each version of PyTorch, kept in the cache folder.
+
+It is compiled by itself, in some seconds: it needs only the headers of PyTorch's core, no Python and no build tool, and
+is called through `ctypes`. (`checkmate.core.files` says where the folder is.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkmate.core import files
+from checkmate.torch_internals.engine import _GLIBCXX_USE_CXX11_ABI
+
+FLAGS = ("-O2", "-fPIC", "-shared", "-std=c++20")  # as PyTorch compiles extensions
+COMPILERS = ("g++", "clang++", "c++")  # unless the environment variable CXX names one
+_HERE = Path(torch.__file__).parent
+
+
+class Unbuildable(Exception):
+    """Why there is no library, in words."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of C++, the libraries of PyTorch that it needs, and what is called in it.
+
+    >>> Source(Path("arena.cpp"), ("c10",), ()).path().name.startswith("arena-")
+    True
+    """
+
+    file: Path
+    links: tuple[str, ...]
+    functions: tuple[tuple[str, Any, tuple[Any, ...]], ...]  # name after "checkmate_", type of the result, of arguments
+
+    def path(self) -> Path:
+        """Where the library is kept: another source, PyTorch or kind of machine has another."""
+        parts = (torch.__version__, torch.version.git_version, platform.machine(), *_flags(), self.file.read_text())
+        digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+        return files.folder() / "native" / f"{self.file.stem}-{digest}.so"
+
+    def state(self) -> str:
+        """Whether there is a library here or could be one, in words."""
+        try:
+            if (found := _opened(self.path())) is not None:
+                os.close(found)
+                return "built"
+            return f"built when first used, by {_compiler()}"
+        except Unbuildable as error:
+            return f"cannot be had: {error}"
+
+    def load(self, *, keep: bool = True) -> ctypes.PyDLL:
+        """The library, built where it is not yet.
+
+        Args:
+            keep: in the cache folder what was built.
+
+        Raises:
+            Unbuildable: if there is no compiler, or it fails.
+            OSError: if the library cannot be loaded.
+        """
+        path = self.path()
+        with contextlib.suppress(OSError):  # a damaged one is built anew
+            if (known := self._loaded(path)) is not None:
+                return known
+        with tempfile.TemporaryDirectory(prefix="checkmate-") as folder:
+            built = Path(folder) / path.name
+            self._compile(built)
+            built.chmod(0o600)
+            if keep:
+                with contextlib.suppress(OSError):  # of a folder that cannot be written doctor tells
+                    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    files.write_bytes(path, built.read_bytes(), private=True)
+            library = self._loaded(built)  # which stays when its file goes
+        if library is None:
+            raise Unbuildable(f"{built} is gone")
+        return library
+
+    def _loaded(self, path: Path) -> ctypes.PyDLL | None:
+        """The library in a file: the very file that was looked at, whatever is put in its place meanwhile."""
+        found = _opened(path)
+        if found is None:
+            return None
+        try:  # open from then on: the linker knows libraries by name
+            library = ctypes.PyDLL(f"/proc/self/fd/{found}")
+        except OSError:
+            os.close(found)
+            raise
+        for name, result, arguments in self.functions:
+            function = getattr(library, f"checkmate_{name}")
+            function.restype, function.argtypes = result, arguments
+        return library
+
+    def _compile(self, target: Path) -> None:
+        command = [_compiler(), *_flags(), f"-I{_HERE / 'include'}", str(self.file), "-o", str(target)]
+        command += [f"-L{_HERE / 'lib'}", *(f"-l{name}" for name in self.links)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+            raise Unbuildable(f"{command[0]} fails: {said}")
+
+
+def _flags() -> list[str]:
+    return [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(_GLIBCXX_USE_CXX11_ABI)}"]
+
+
+def _compiler() -> str:
+    named = os.environ.get("CXX")
+    for name in [named] if named else COMPILERS:
+        if found := shutil.which(name):
+            return found
+    tried = f"CXX={named}" if named else ", ".join(COMPILERS)
+    raise Unbuildable(f"no C++ compiler was found ({tried})")
+
+
+def _opened(path: Path) -> int | None:
+    """A descriptor of a library that nobody else can have written: what it holds is run. None: there is no such file.
+
+    Raises:
+        Unbuildable: if others may put files into its folder.
+    """
+    if sys.platform != "linux":
+        raise Unbuildable(f"it is for Linux, not for {sys.platform}")
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        if not _is_ours(os.fstat(folder)):
+            raise Unbuildable(f"others may write to {path.parent}, where it is kept. Delete that folder")
+        found = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError:
+        return None
+    finally:
+        os.close(folder)
+    about = os.fstat(found)
+    if stat.S_ISREG(about.st_mode) and _is_ours(about):
+        return found
+    os.close(found)
+    return None
+
+
+def _is_ours(about: os.stat_result) -> bool:
+    """Whether nobody may write to a file or a folder but this user, or root."""
+    return about.st_uid in (0, os.getuid()) and not about.st_mode & 0o022

@@ -1,0 +1,207 @@
+"""Steps are traced as a GPU runs them, where there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from checkmate.capture.without_device import cuda
+from checkmate.capture.without_device.attention_choice import CUDNN, EFFICIENT, FLASH, MATH, Attention, choose
+from checkmate.memory.native import Unbuildable
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a CUDA device")
+
+CALL = Attention(
+    *(15, 1, 4, 12, 12, 12, 512, 512, 64, 64, 64),  # bfloat16, (batch, 12 heads, 512, 64)
+    *(0, 0, 0, 0, 1, 1),
+)
+H100, A100, L4, T4 = (9, 0), (8, 0), (8, 9), (7, 5)
+FLOAT, DOUBLE = 6, 7  # c10::ScalarType
+
+
+@pytest.mark.parametrize(
+    ("changed", "capability", "kernel"),
+    [
+        ({}, H100, CUDNN),
+        ({}, (10, 0), CUDNN),
+        ({}, (12, 0), FLASH),
+        ({}, A100, FLASH),
+        ({}, T4, MATH),  # no bfloat16 there
+        ({"scalar": 5}, T4, EFFICIENT),
+        ({"scalar": FLOAT}, H100, EFFICIENT),
+        ({"scalar": DOUBLE}, H100, MATH),
+        ({"one_type": 0}, H100, MATH),
+        ({"masked": 1}, H100, CUDNN),
+        ({"masked": 1}, A100, EFFICIENT),
+        ({"causal": 1, "keys": 600}, A100, EFFICIENT),
+        ({"head_dim": 256, "key_dim": 256, "value_dim": 256}, H100, CUDNN),
+        ({"head_dim": 256, "key_dim": 256, "value_dim": 256}, (10, 0), FLASH),
+        ({"head_dim": 192, "key_dim": 192, "value_dim": 128}, (10, 0), CUDNN),
+        ({"head_dim": 216, "key_dim": 216, "value_dim": 216}, L4, EFFICIENT),
+        ({"head_dim": 216, "key_dim": 216, "value_dim": 216, "trains": 0}, L4, FLASH),
+        ({"head_dim": 60, "key_dim": 60, "value_dim": 60}, A100, FLASH),
+        ({"head_dim": 60, "key_dim": 60, "value_dim": 60, "masked": 1}, A100, MATH),  # rows of 120 bytes
+        ({"value_dim": 32}, A100, EFFICIENT),
+        ({"key_heads": 4, "value_heads": 4}, A100, MATH),  # as heads that are not grouped they do not match
+        ({"key_heads": 4, "value_heads": 4, "grouped": 1}, A100, FLASH),
+        ({"key_heads": 4, "value_heads": 4, "grouped": 1, "masked": 1}, A100, MATH),
+        ({"in_line": 0}, H100, MATH),
+        ({"keys": 1}, H100, FLASH),
+        ({"queries": 1, "dropout": 1}, H100, FLASH),
+        ({"queries": 0}, H100, MATH),
+        ({"dims": 2}, H100, MATH),
+    ],
+)
+def test_the_kernel_of_an_attention(changed: dict[str, int], capability: tuple[int, int], kernel: int) -> None:
+    assert choose(CALL._replace(**changed), capability, cuda.CUDNN) == kernel
+
+
+def test_what_is_switched_off_is_not_chosen() -> None:
+    with nn.attention.sdpa_kernel([nn.attention.SDPBackend.FLASH_ATTENTION, nn.attention.SDPBackend.MATH]):
+        assert choose(CALL, H100, cuda.CUDNN) == FLASH
+        assert choose(CALL._replace(scalar=FLOAT), H100, cuda.CUDNN) == MATH
+    assert choose(CALL, H100, 91000) == FLASH  # an older cuDNN
+
+
+class Block(nn.Module):
+    """Attention, dropout and both norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 64, 4, stride=4), nn.BatchNorm2d(64)
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True, dropout=0.1)
+        self.head = nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.1), nn.Linear(64, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
+        return self.head(x + self.attention(x, x, x, need_weights=False)[0]).mean(1)
+
+
+def _step(**settings: Any) -> tuple[Any, tuple[Tensor, Tensor]]:
+    with torch.device("meta"):
+        model, x, y = Block(), torch.randn(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cuda", **settings):
+            return F.cross_entropy(model(x), y)
+
+    return step, (x, y)
+
+
+def _ops(problem: checkmate.Problem) -> Counter[str]:
+    return Counter(
+        op.target.removeprefix("aten.").removeprefix("checkmate.").partition(".")[0] for op in problem.graph.ops
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "half", "single"),
+    [("h100", "cudnn", "efficient"), ("a100", "flash", "efficient")],
+)
+def test_the_ops_are_those_of_a_gpu(device: str, half: str, single: str) -> None:
+    for kind, settings in ((half, {"dtype": torch.bfloat16}), (single, {"enabled": False})):
+        step, batch = _step(**settings)
+        ops = _ops(checkmate.trace(step, *batch, profile=f"roofline:{device}"))
+        assert (
+            ops[f"_scaled_dot_product_{kind}_attention"] == ops[f"_scaled_dot_product_{kind}_attention_backward"] == 1
+        )
+        assert ops["native_dropout"] == ops["native_dropout_backward"] == 1
+        of_cudnn = kind == single  # which PyTorch does not give batch norms in bfloat16
+        assert ops["batch_norm"] == ops["batch_norm_backward"] == of_cudnn
+        assert not any(name.startswith(("bernoulli", "bmm")) for name in ops)
+
+
+def test_a_cpu_has_its_own_ops() -> None:
+    step, batch = _step(enabled=False)
+    on_cpu = _ops(checkmate.trace(step, *batch, profile="roofline:laptop"))
+    assert on_cpu["_native_batch_norm_legit_functional"] == 1
+    assert not on_cpu["native_dropout"]
+
+
+def test_sizes_are_blocks_and_a_whole_step_is_planned() -> None:
+    step, batch = _step(dtype=torch.bfloat16)
+    problem = checkmate.trace(step, *batch, profile="roofline:h100")
+    assert all(value.size_bytes % 512 == 0 for value in problem.graph.values)
+    solution = checkmate.solve(problem, int(0.9 * problem.keep_all_peak), method="next-use")
+    assert solution.plan is not None
+
+
+def test_what_the_model_asks_of_its_device_is_answered() -> None:
+    with torch.device("meta"):
+        layer, x = nn.Linear(10, 10), torch.ones(4, 10)
+
+    def step(x: Tensor) -> Tensor:
+        y = layer(x) + torch.arange(10, device=x.device)
+        if (torch.arange(3, device="cuda") > 1).any():  # of constants, which have values
+            y = y.sin()
+        return (y.exp() if x.is_cuda and y.device == torch.device("cuda", 0) else y).sum()
+
+    targets = _ops(checkmate.trace(step, x, profile="roofline:a100"))
+    assert targets["exp"] == targets["sin"] == 1
+
+
+def test_a_question_of_random_numbers_is_refused() -> None:
+    with torch.device("meta"):
+        layer, x = nn.Linear(10, 10), torch.ones(4, 10)
+
+    def step(x: Tensor) -> Tensor:
+        return layer(x if torch.rand((), device=x.device) < 0.5 else 2 * x).sum()
+
+    with pytest.raises(checkmate.Unsupported, match="random numbers of a GPU, and there is none here"):
+        checkmate.trace(step, x, profile="roofline:a100")
+
+
+def test_nothing_of_it_is_left() -> None:
+    step, batch = _step(dtype=torch.bfloat16)
+    checkmate.trace(step, *batch, profile="roofline:h100")
+    with pytest.raises(ZeroDivisionError), cuda.as_on_cuda(H100):
+        _ = 1 / torch.cuda.is_bf16_supported() - 1 / 0
+    assert not torch.cuda.is_available()
+    assert not torch.accelerator.is_available()
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
+        torch.ones(3, device="cuda")
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        torch.autocast("cuda")
+    x = torch.ones(3, requires_grad=True)
+    x.square().sum().backward()
+    assert x.grad is not None
+
+
+def test_two_threads_trace_for_two_devices() -> None:
+    def traced(device: str) -> Counter[str]:
+        step, batch = _step(dtype=torch.bfloat16)
+        return _ops(checkmate.trace(step, *batch, profile=f"roofline:{device}"))
+
+    with ThreadPoolExecutor(2) as pool:
+        h100, a100 = pool.map(traced, ("h100", "a100"))
+    assert h100["_scaled_dot_product_cudnn_attention"] == a100["_scaled_dot_product_flash_attention"] == 1
+
+
+def test_without_a_compiler_a_line_of_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise Unbuildable("no C++ compiler was found")
+
+    monkeypatch.setattr(cuda.Source, "load", refuse)
+    step, batch = _step(enabled=False)
+    with caplog.at_level(logging.WARNING, "checkmate.capture"):
+        ops = _ops(checkmate.trace(step, *batch, profile="roofline:h100"))
+    assert ops["_native_batch_norm_legit_functional"] == 1
+    assert "planned with the ops that run on the CPU" in caplog.text
+    assert "no C++ compiler was found" in caplog.text
+
+
+def test_tensors_on_the_cpu_stay_there() -> None:
+    problem = checkmate.trace(
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(2, 4), profile="roofline:h100"
+    )
+    assert not _ops(problem)["native_dropout"]
