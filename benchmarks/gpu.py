@@ -380,7 +380,7 @@ def main() -> None:
     if args.peers:
         for found in compared_with_peers(args):
             append(args.out, {**about, **found})
-        print(peers_report.render(args.out))
+        peers_report.render(args.out)
         return
     for found in measured_rows(args):
         append(args.out, {**about, **found})

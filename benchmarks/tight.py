@@ -17,7 +17,8 @@ from pathlib import Path
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.rows import Row, latest, read, shown
 from benchmarks.common.runner import Benchmark, where_from
-from benchmarks.solve.comparison import FILES, LEAST_SECONDS, facts, load
+from benchmarks.solve.comparison import FILES, facts, load
+from benchmarks.solve.least import LEAST_SECONDS
 from checkmate.core.problem import Problem
 from checkmate.core.table import Table
 from checkmate.solvers.search.min_budget import min_budget

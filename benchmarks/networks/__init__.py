@@ -43,21 +43,25 @@ def _step(module: nn.Module) -> Step:
     return step
 
 
-def _classifier(name: str, build: Callable[[], nn.Module], *shape: int) -> Case:
+def trained(
+    name: str,
+    build: Callable[[], nn.Module],
+    batch: Callable[[], tuple[Tensor, ...]],
+    step: Callable[[nn.Module], Step] = _step,
+) -> Case:
+    """A network with its step and batch, made from a seed."""
+
     def make(seed: int) -> tuple[nn.Module, Step, tuple[Tensor, ...]]:
         torch.manual_seed(seed)
         module = build()
-        batch = torch.randn(shape), torch.randint(CLASSES, (shape[0],))
-        return module, _step(module), batch
+        return module, step(module), batch()
 
     return Case(name, make)
 
 
-def _unet(seed: int) -> tuple[nn.Module, Step, tuple[Tensor, ...]]:
-    torch.manual_seed(seed)
-    module = UNet(CLASSES, depth=3, base=16)
-    batch = torch.randn(4, 3, 64, 64), torch.randint(CLASSES, (4, 64, 64))
-    return module, _step(module), batch
+def classifier(name: str, build: Callable[[], nn.Module], *shape: int) -> Case:
+    """A network of images, or of other numbers, of so many classes."""
+    return trained(name, build, lambda: (torch.randn(shape), torch.randint(CLASSES, (shape[0],))))
 
 
 def language_model(module: nn.Module) -> Step:
@@ -71,22 +75,24 @@ def language_model(module: nn.Module) -> Step:
 
 
 def _gpt2(name: str, attention: Literal["eager", "sdpa"], layers: int) -> Case:
-    def make(seed: int) -> tuple[nn.Module, Step, tuple[Tensor, ...]]:
-        torch.manual_seed(seed)
-        module = GPT2(vocabulary=128, positions=64, width=64, layers=layers, heads=4, attention=attention)
-        return module, language_model(module), (torch.randint(128, (8, 65)),)
+    def build() -> nn.Module:
+        return GPT2(vocabulary=128, positions=64, width=64, layers=layers, heads=4, attention=attention)
 
-    return Case(name, make)
+    return trained(name, build, lambda: (torch.randint(128, (8, 65)),), language_model)
 
 
 _CASES = (
-    _classifier("mlp", lambda: MLP(64, 128, layers=6, classes=CLASSES), 512, 64),
-    _classifier("vgg", lambda: VGG(((16, 1), (32, 2), (64, 2)), CLASSES), 8, 3, 64, 64),
-    _classifier("resnet18", lambda: resnet18(CLASSES, base=16), 32, 3, 64, 64),
-    _classifier("resnet50", lambda: resnet50(CLASSES, base=16), 8, 3, 64, 64),
-    Case("unet", _unet),
-    _classifier("mobilenet", lambda: MobileNetV2(CLASSES, width=0.5), 8, 3, 64, 64),
-    _classifier("vit", lambda: ViT(32, 4, width=64, layers=3, heads=4, classes=CLASSES), 16, 3, 32, 32),
+    classifier("mlp", lambda: MLP(64, 128, layers=6, classes=CLASSES), 512, 64),
+    classifier("vgg", lambda: VGG(((16, 1), (32, 2), (64, 2)), CLASSES), 8, 3, 64, 64),
+    classifier("resnet18", lambda: resnet18(CLASSES, base=16), 32, 3, 64, 64),
+    classifier("resnet50", lambda: resnet50(CLASSES, base=16), 8, 3, 64, 64),
+    trained(
+        "unet",
+        lambda: UNet(CLASSES, depth=3, base=16),
+        lambda: (torch.randn(4, 3, 64, 64), torch.randint(CLASSES, (4, 64, 64))),
+    ),
+    classifier("mobilenet", lambda: MobileNetV2(CLASSES, width=0.5), 8, 3, 64, 64),
+    classifier("vit", lambda: ViT(32, 4, width=64, layers=3, heads=4, classes=CLASSES), 16, 3, 32, 32),
     _gpt2("gpt2-eager", "eager", layers=2),
     _gpt2("gpt2-sdpa", "sdpa", layers=2),
     _gpt2("gpt2-4", "eager", layers=4),

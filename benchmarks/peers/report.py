@@ -15,6 +15,7 @@ from typing import Any
 from scipy.stats import wilcoxon
 
 from benchmarks.common.rows import Row, read, shown
+from benchmarks.common.runner import where_from
 from benchmarks.peers.settings import EAGER, OURS, OURS_INDUCTOR
 from checkmate.core.table import Table
 
@@ -146,15 +147,15 @@ def short(rows: Sequence[Row]) -> str:
     return Table(heads, cells, {"process", "counted", "step / plain"}).markdown()
 
 
-def render(rows_file: Path) -> str:
-    """Write the document and the pictures next to a file of rows; returns the summary as text."""
+def render(rows_file: Path) -> None:
+    """Write the document and the pictures next to a file of rows, and print the summary."""
     runs = runs_of(rows_file)
     folder = rows_file.with_suffix("")
     folder.mkdir(exist_ok=True)
     for model, rows in runs.items():
         draw(rows, folder / f"{model}.png")
     rows_file.with_suffix(".md").write_text(document(runs, folder.name))
-    return _overall(runs)
+    print(_overall(runs))
 
 
 def runs_of(rows_file: Path) -> dict[str, list[Row]]:
@@ -176,11 +177,10 @@ def document(runs: dict[str, list[Row]], folder: str) -> str:
 
 def _head(runs: dict[str, list[Row]]) -> list[str]:
     every = [row for rows in runs.values() for row in rows]
-    commits, machines = (", ".join(sorted({row[key] for row in every})) for key in ("commit", "cpu"))
     return [
         "# Beside what people use today",
         "",
-        f"Made by `python -m benchmarks.peers` at {commits} on {machines}, PyTorch {every[0]['torch']}, "
+        f"Made by `python -m benchmarks.peers` at {where_from(every)}, PyTorch {every[0]['torch']}, "
         f"{every[0]['threads']} thread. Peaks are measured, parameters, buffers and batch included. *Process* is what "
         "the machine gives for the same: how far the peak resident set of a process in which nothing else has run is "
         "above that before the model was made, in rows with a `growth` parameters, buffers, batch, and growth since "
