@@ -24,7 +24,7 @@ import checkmate
 from benchmarks.common import data
 from benchmarks.common import timing as measuring
 from benchmarks.common.rows import documented
-from benchmarks.networks import language_model
+from benchmarks.networks.batches import language_model
 from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.resnet import resnet18
 from checkmate.backends.tensor_state import differing

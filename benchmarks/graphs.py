@@ -17,7 +17,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -30,6 +29,7 @@ from transformers import (
 
 import checkmate
 from benchmarks.common.rows import add_names, documented
+from benchmarks.networks.batches import Batch, Step, classifier, images
 from benchmarks.networks.full_size import DenseNet121
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.resnet import resnet18, resnet50
@@ -48,36 +48,22 @@ CLASSES = 1000
 BATCH, LENGTH = 8, 512  # of text
 HEADER = ("graph", "ops", "values", "resident", "keep all", "least op", "step", "file", "traced in")
 
-Step = Callable[..., Tensor]
-Make = Callable[[], tuple[Step, tuple[Tensor, ...]]]
+Make = Callable[[], tuple[Step, Batch]]
 
 
-def _images(build: Callable[[], nn.Module], batch: int = 64) -> Make:
+def _images(build: Callable[[], nn.Module]) -> Make:
     """A classifier of images of 224 x 224."""
-
-    def make() -> tuple[Step, tuple[Tensor, ...]]:
-        model = build()
-        return _cross_entropy(model), (torch.zeros(batch, 3, 224, 224), _integers(batch))
-
-    return make
+    return lambda: (classifier(build()), images(64, 224, CLASSES))
 
 
-def _unet() -> tuple[Step, tuple[Tensor, ...]]:
-    model = UNet(2, depth=4, base=64)
-    return _cross_entropy(model), (torch.zeros(8, 3, 416, 608), _integers(8, 416, 608))
-
-
-def _cross_entropy(model: nn.Module) -> Step:
-    def step(x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), target)
-
-    return step
+def _unet() -> tuple[Step, Batch]:
+    return classifier(UNet(2, depth=4, base=64)), (torch.zeros(8, 3, 416, 608), _integers(8, 416, 608))
 
 
 def _text(build: Callable[[], nn.Module]) -> Make:
     """A model of the transformers library, which takes tokens and labels and returns its loss."""
 
-    def make() -> tuple[Step, tuple[Tensor, ...]]:
+    def make() -> tuple[Step, Batch]:
         model = build().train()
 
         def step(tokens: Tensor, labels: Tensor) -> Tensor:

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
 from benchmarks.common.merged_forms import FORMS, Form, ResNet50
 from benchmarks.common.rows import Row, latest, plan_facts, read, renewed, shown
 from benchmarks.common.runner import Benchmark
-from benchmarks.common.timing import Batch, Step, distance, nothing_on_disk, step_and_back, train
+from benchmarks.common.timing import distance, median_ratio, nothing_on_disk, seconds_in_turn, step_and_back, train
+from benchmarks.networks.batches import Batch, Step, classifier, images
 from checkmate.backends.tensor_state import differing
 from checkmate.core.table import Table
 from checkmate.memory import measure_peak
@@ -65,13 +65,7 @@ def made(form: Form, size: Size, device: str) -> Turn:
     torch.manual_seed(0)
     with torch.device(device):
         module = ResNet50(form, size.base, size.classes)
-        x = torch.randn(size.batch, 3, size.side, size.side)
-        y = torch.randint(size.classes, (size.batch,))
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(module(x), y)
-
-    return module, step, (x, y)
+        return module, classifier(module), images(size.batch, size.side, size.classes)
 
 
 def estimated(activation: str, time_limit: float, size: Size = SIZES["h100"]) -> Iterator[Row]:
@@ -190,21 +184,14 @@ def _numbers(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Row:
 
 def in_turns(turns: Sequence[Turn], rounds: int) -> list[Row]:
     """Median seconds of each step, and of its ratio to the first one's in the same round."""
-    taken: list[list[float]] = [[] for _ in turns]
-    for i in range(rounds + 1):
-        for seconds, (module, step, batch) in list(zip(taken, turns, strict=True))[:: 1 if i % 2 else -1]:
+
+    def before() -> None:
+        for module, _, _ in turns:
             module.zero_grad(set_to_none=True)
-            began = time.perf_counter()
-            step(*batch).backward()
-            seconds.append(time.perf_counter() - began)
-    kept = [seconds[1:] for seconds in taken]  # the first round warms up
-    return [
-        {
-            "step": statistics.median(seconds),
-            "ratio": statistics.median(a / b for a, b in zip(seconds, kept[0], strict=True)),
-        }
-        for seconds in kept
-    ]
+
+    steps = {str(i): partial(step_and_back, *turn) for i, turn in enumerate(turns)}
+    taken = [*seconds_in_turn(steps, rounds, before).values()]
+    return [{"step": statistics.median(seconds), "ratio": median_ratio(seconds, taken[0])} for seconds in taken]
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:

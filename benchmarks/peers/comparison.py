@@ -23,8 +23,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ import checkmate
 from benchmarks.common import timing as measuring
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
-from benchmarks.common.timing import Step
+from benchmarks.networks.batches import Step
 from benchmarks.peers import report as peers_report
 from benchmarks.peers.settings import (
     EAGER,
@@ -339,23 +340,11 @@ def compare(network: Network, options: Options, report: Callable[[str], None]) -
     return comparison.rows()
 
 
-def rows_of(
-    name: str,
-    device: str,
-    threads: int,
-    minutes: float,
-    rounds: Sequence[int],
-    time_limit: float,
-    shares: Sequence[float],
-    only: Sequence[str],
-    knobs: Sequence[str],
-) -> list[Row]:
-    """Compare all ways to train one network."""
+def rows_of(name: str, device: str, threads: int, knobs: Sequence[str], **options: Any) -> list[Row]:
+    """Compare all ways to train one network; ``options``: others of `Options`."""
     torch.set_num_threads(threads)
-    options = Options(torch.device(device), only, shares, time_limit, minutes, rounds)
-    if knobs:
-        options = replace(options, takes=lambda setting: setting.knob in knobs)
-    return compare(NETWORKS[name], options, partial(print, f"{name}:", file=sys.stderr, flush=True))
+    wanted = Options(torch.device(device), **options, takes=lambda setting: not knobs or setting.knob in knobs)
+    return compare(NETWORKS[name], wanted, partial(print, f"{name}:", file=sys.stderr, flush=True))
 
 
 def _cells(row: Row) -> list[str]:

@@ -19,7 +19,6 @@ from typing import Any
 from benchmarks.common.apart import EndedEarly
 from benchmarks.common.rows import Row, shown
 from benchmarks.common.runner import Benchmark
-from benchmarks.networks.dags import unit_chain
 from benchmarks.solve import report
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
@@ -45,7 +44,11 @@ PRINTED = ("share", "method", "status", "cost_ratio", "gap", "seconds")
 
 def load(graph: str) -> Problem:
     """The problem of a graph."""
-    return unit_chain(CHAINS[graph]) if graph in CHAINS else Problem.from_json(PROBLEMS / f"{graph}.json.gz")
+    if graph not in CHAINS:
+        return Problem.from_json(PROBLEMS / f"{graph}.json.gz")
+    from benchmarks.networks.dags import unit_chain  # beside networks of PyTorch
+
+    return unit_chain(CHAINS[graph])
 
 
 def rows_of(name: str, share: float, method: str, time_limit: float, memory_limit: str) -> Iterator[Row]:

@@ -23,14 +23,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import checkmate
 from benchmarks.common.apart import apart
 from benchmarks.common.rows import Row, shown
 from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import budget_at
-from benchmarks.networks import CASES, CLASSES, Step, classifier, language_model, trained
+from benchmarks.networks import CASES, CLASSES, Case
+from benchmarks.networks.batches import Batch, Step, images, language_model, tokens
 from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.unet import AttentionUNet
@@ -54,26 +55,23 @@ def _bert() -> nn.Module:
     return BertForSequenceClassification(BertConfig(num_hidden_layers=4)).train()
 
 
+def _noise() -> Batch:
+    return torch.randn(4, 3, 64, 64), torch.randn(4, 3, 64, 64)
+
+
+def _sentences() -> Batch:
+    return torch.randint(30522, (8, 128)), torch.randint(2, (8,))
+
+
+def _gpt2() -> nn.Module:
+    return GPT2(vocabulary=1024, positions=128, width=192, layers=12, heads=6, attention="sdpa")
+
+
 _MORE = (
-    classifier("resnet50-wide", lambda: resnet50(CLASSES), 8, 3, 96, 96),
-    trained(
-        "gpt2-12",
-        lambda: GPT2(vocabulary=1024, positions=128, width=192, layers=12, heads=6, attention="sdpa"),
-        lambda: (torch.randint(1024, (4, 129)),),
-        language_model,
-    ),
-    trained(
-        "unet-attention",
-        AttentionUNet,
-        lambda: (torch.randn(4, 3, 64, 64), torch.randn(4, 3, 64, 64)),
-        lambda module: lambda noisy, noise: F.mse_loss(module(noisy), noise),
-    ),
-    trained(
-        "bert-4",
-        _bert,
-        lambda: (torch.randint(30522, (8, 128)), torch.randint(2, (8,))),
-        lambda module: lambda tokens, target: F.cross_entropy(module(tokens).logits, target),
-    ),
+    Case("resnet50-wide", lambda: resnet50(CLASSES), lambda: images(8, 96, CLASSES)),
+    Case("gpt2-12", _gpt2, lambda: tokens(4, 128, 1024), language_model),
+    Case("unet-attention", AttentionUNet, _noise, lambda unet: lambda x, noise: F.mse_loss(unet(x), noise)),
+    Case("bert-4", _bert, _sentences, lambda bert: lambda x, target: F.cross_entropy(bert(x).logits, target)),
 )
 KNOWN = {**CASES, **{case.name: case for case in _MORE}}
 
@@ -121,7 +119,7 @@ def _adds_up(owner: Any, name: str, part: str, spent: Counter[str]) -> None:
     setattr(owner, name, timed)
 
 
-def _seconds(step: Step, batch: tuple[Tensor, ...]) -> float:
+def _seconds(step: Step, batch: Batch) -> float:
     began = time.perf_counter()
     step(*batch).backward()
     return time.perf_counter() - began
