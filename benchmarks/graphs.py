@@ -30,7 +30,7 @@ from transformers import (
 import checkmate
 from benchmarks.common.rows import add_names, documented
 from benchmarks.networks.batches import Batch, Step, classifier, images
-from benchmarks.networks.full_size import DenseNet121
+from benchmarks.networks.full_size import DenseNet
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.resnet import resnet18, resnet50
 from benchmarks.networks.unet import UNet
@@ -92,7 +92,7 @@ GRAPHS: dict[str, Make] = {
     "resnet18": _images(lambda: resnet18(CLASSES)),
     "resnet50": _images(lambda: resnet50(CLASSES)),
     "mobilenetv2": _images(lambda: MobileNetV2(CLASSES)),
-    "densenet121": _images(lambda: DenseNet121(CLASSES)),
+    "densenet121": _images(lambda: DenseNet(CLASSES)),
     "unet": _unet,
     "vit-b16": _images(lambda: ViT(224, 16, width=768, layers=12, heads=12, classes=CLASSES)),
     "bert-base": _text(lambda: BertForMaskedLM(BertConfig())),

@@ -17,8 +17,7 @@ from pathlib import Path
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.rows import Row, latest, read, shown
 from benchmarks.common.runner import Benchmark, where_from
-from benchmarks.solve.comparison import FILES, facts, load
-from benchmarks.solve.least import LEAST_SECONDS
+from benchmarks.solve.comparison import FILES, LEAST_SECONDS, figures, load
 from checkmate.core.problem import Problem
 from checkmate.core.table import Table
 from checkmate.solvers.search.min_budget import min_budget
@@ -53,8 +52,7 @@ def rows_of(name: str, times: Sequence[float], time_limit: float) -> list[Row]:
         budget = min(int(factor * ends.peak), problem.keep_all_peak)
         solution = solve(problem, budget, time_limit=time_limit, progress=False)
         row: Row = {"network": name, "times": factor, "time_limit": time_limit}
-        row |= {"smallest": ends.peak, "smallest_bound": ends.bound, **facts(solution)}
-        found.append({key: value for key, value in row.items() if key != "trajectory"})
+        found.append({**row, "smallest": ends.peak, "smallest_bound": ends.bound, **figures(solution)})
     return found
 
 

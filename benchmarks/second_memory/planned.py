@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.rows import Row, latest, read, renewed, shown
 from benchmarks.common.runner import Benchmark, where_from
-from benchmarks.solve.comparison import FILES, HERE, facts, load
+from benchmarks.solve.comparison import FILES, HERE, figures, load
 from checkmate.core.host import Host
 from checkmate.core.table import Table
 from checkmate.core.timing import timing
@@ -45,14 +45,14 @@ def rows_of(name: str, share: float, method: str, time_limit: float) -> Iterator
     solution = solve(
         problem, budget, method="auto" if method == ALONE else method, time_limit=time_limit, progress=False
     )
-    row: Row = {"network": name, "share": share, "method": method, "time_limit": time_limit, **facts(solution)}
+    row: Row = {"network": name, "share": share, "method": method, "time_limit": time_limit, **figures(solution)}
     if solution.plan is not None:
         when = timing(solution.plan, problem)
         row["sent"] = sum(int(problem.sizes[t.value]) for t in when.transfers if not t.back)
         row["fetched"] = sum(int(problem.sizes[t.value]) for t in when.transfers if t.back)
         row["waited"] = when.waited / problem.keep_all_cost
         row["runs_again"] = len(solution.plan.runs) - len(problem.graph.ops)
-    yield {key: value for key, value in row.items() if key != "trajectory"}
+    yield row
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:

@@ -5,17 +5,20 @@
 
 Budgets are shares of the peak of keeping everything; those that no schedule meets are left out. Each solve is a process
 of its own, on one thread and without PyTorch, so that its memory can be told: the peak of the resident set, and what it
-was with the problem loaded and nothing solved. `benchmarks.solve.least` adds the smallest budget of each graph.
+was with the problem loaded and nothing solved. The method "min_budget" with a share of 0 finds the smallest budget, in
+ten seconds: a known plan's peak, and a proven bound.
 """
 
 from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import checkmate
 from benchmarks.common.apart import EndedEarly
 from benchmarks.common.rows import Row, shown
 from benchmarks.common.runner import Benchmark
@@ -30,11 +33,12 @@ HERE = Path(__file__).parents[1]
 PROBLEMS = HERE / "problems"
 CHAINS = {"chain-8": 8, "chain-16": 16}  # layers, of unit cost and one byte each
 FILES = tuple(sorted(path.name.removesuffix(".json.gz") for path in PROBLEMS.glob("*.json.gz")))
+SMALLEST, LEAST, LEAST_SECONDS = 0.0, "min_budget", 10.0
 SHARES = {
-    "chain-8": tuple(budget / 10 for budget in (8, 6, 5, 4, 3)),  # of 10 bytes for keeping everything
-    "chain-16": tuple(budget / 18 for budget in (12, 10, 8, 6, 5, 4)),
-    **dict.fromkeys(FILES, (0.8, 0.6, 0.5, 0.4, 0.3)),
-    "vgg16": (0.9, 0.8, 0.7, 0.6),
+    "chain-8": tuple(budget / 10 for budget in (8, 6, 5, 4, 3, 0)),  # of 10 bytes for keeping everything
+    "chain-16": tuple(budget / 18 for budget in (12, 10, 8, 6, 5, 4, 0)),
+    **dict.fromkeys(FILES, (0.8, 0.6, 0.5, 0.4, 0.3, SMALLEST)),
+    "vgg16": (0.9, 0.8, 0.7, 0.6, SMALLEST),
 }
 MOST_OPS = {"milp": 200, "lp-rounding": 200}  # on larger graphs these build models of many GB, and answer nothing
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -55,7 +59,14 @@ def rows_of(name: str, share: float, method: str, time_limit: float, memory_limi
     """Solve in this process, and say what came of it and what memory it took; nothing where that cannot work."""
     problem = load(name)
     budget = int(share * problem.keep_all_peak)
-    if budget < problem.unavoidable_bytes.max() or len(problem.graph.ops) > MOST_OPS.get(method, sys.maxsize):
+    if share == SMALLEST and method == LEAST:
+        about = {"graph": name, "share": None, "method": LEAST, "time_limit": LEAST_SECONDS}
+        yield {**about, "loaded_rss": peak_rss(), **least(problem, LEAST_SECONDS), "peak_rss": peak_rss()}
+    if (
+        method == LEAST
+        or budget < problem.unavoidable_bytes.max()
+        or len(problem.graph.ops) > MOST_OPS.get(method, sys.maxsize)
+    ):
         return
     most_bytes, most_seconds = parse_bytes(memory_limit), int(LATE[0] + LATE[1] * time_limit)
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
@@ -66,12 +77,32 @@ def rows_of(name: str, share: float, method: str, time_limit: float, memory_limi
     yield {**row, "loaded_rss": loaded, "peak_rss": peak_rss()}
 
 
+def least(problem: Problem, time_limit: float) -> Row:
+    """The smallest budget: a known plan's peak, and a proven bound."""
+    began = time.perf_counter()
+    ends = checkmate.min_budget(problem, time_limit=time_limit)
+    return {
+        "ops": len(problem.graph.ops),
+        "keep_all_peak": problem.keep_all_peak,
+        "peak": ends.peak,
+        "peak_bound": ends.bound,
+        "gap": ends.gap,
+        "seconds": time.perf_counter() - began,
+        "status": "proven" if ends.proven else "two ends",
+    }
+
+
 def ended(case: dict[str, Any], end: EndedEarly) -> Row:
     """The row of a process that failed or did not end."""
-    if case["method"] not in METHODS:
+    if case["method"] not in (*METHODS, LEAST):
         raise end
     about = {"graph": case["name"], **{key: case[key] for key in ("share", "method", "time_limit")}}
     return {**about, "status": "did not end" if end.late else "failed", "message": str(end)}
+
+
+def figures(solution: Solution) -> Row:
+    """The figures of a solution, without its trajectory."""
+    return {name: value for name, value in facts(solution).items() if name != "trajectory"}
 
 
 def facts(solution: Solution) -> Row:
@@ -127,8 +158,8 @@ BENCHMARK = Benchmark(
     cells,
     names=SHARES,
     options={
-        "share": (SHARES, "of the peak of keeping everything"),
-        "method": (tuple(METHODS), "as solve takes it"),
+        "share": (SHARES, "of the peak of keeping everything; 0 for the smallest budget"),
+        "method": ((*METHODS, LEAST), f"as solve takes it, or {LEAST} for the share of 0"),
         "time_limit": (60.0, "seconds for each solve"),
         "memory_limit": ("16 GB", "of address space for each solve"),
     },

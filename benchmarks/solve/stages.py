@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark, where_from
-from benchmarks.solve.comparison import ONE_THREAD, facts, load
+from benchmarks.solve.comparison import ONE_THREAD, figures, load
 from checkmate.core.table import Table
 from checkmate.solvers.auto import STAGES
 from checkmate.solvers.solve import solve
@@ -42,8 +42,7 @@ def rows_of(name: str, share: float, without: str, time_limit: float) -> list[Ro
     count_own_seconds()
     problem, budget = load(name), int(share * load(name).keep_all_peak)
     solution = solve(problem, budget, time_limit=time_limit, without=[without] if without else [], progress=False)
-    row = {"graph": name, "share": share, "without": without, "time_limit": time_limit, **facts(solution)}
-    return [{key: value for key, value in row.items() if key != "trajectory"}]
+    return [{"graph": name, "share": share, "without": without, "time_limit": time_limit, **figures(solution)}]
 
 
 def latest(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:

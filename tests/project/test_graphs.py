@@ -12,8 +12,7 @@ import pytest
 from benchmarks.common.rows import read
 from benchmarks.solve import report as solve_report
 from benchmarks.solve import stages
-from benchmarks.solve.comparison import BENCHMARK, FILES, PROBLEMS, SHARES, facts, load, rows_of
-from benchmarks.solve.least import least
+from benchmarks.solve.comparison import BENCHMARK, FILES, PROBLEMS, SHARES, facts, least, load, rows_of
 from checkmate import Problem, solve
 from checkmate.core.graph import Graph
 from checkmate.solvers.common.certify import TOLERANCE
@@ -100,10 +99,11 @@ def test_budgets_that_no_schedule_meets_and_models_too_large_are_left_out() -> N
     asked = {"time_limit": 1.0, "memory_limit": "16 GB"}
     assert list(rows_of("vgg16", 0.6, "next-use", **asked)) == []
     assert list(rows_of("gpt2-12", 0.8, "milp", **asked)) == []
+    assert list(rows_of("vgg16", 0.8, "min_budget", **asked)) == list(rows_of("vgg16", 0.0, "auto", **asked)) == []
 
 
 def test_the_budgets_of_chains_are_whole_bytes() -> None:
-    for graph, known in (("chain-8", [8, 6, 5, 4, 3]), ("chain-16", [12, 10, 8, 6, 5, 4])):
+    for graph, known in (("chain-8", [8, 6, 5, 4, 3, 0]), ("chain-16", [12, 10, 8, 6, 5, 4, 0])):
         problem = load(graph)
         assert [share * problem.keep_all_peak for share in SHARES[graph]] == known
         arguments = BENCHMARK.parser().parse_args([graph, "--method", "auto"])
