@@ -52,7 +52,9 @@ def file_row(path: Path, time_limit: float) -> Row:
         within = pack(blocks, capacity, time_limit=time_limit)
         row["capacity_seconds"] = time.perf_counter() - began
         row["within_capacity"] = within.offsets is not None and not list(overlaps(blocks, within.offsets))
-    return {**row, **placed(blocks, time_limit)}
+    began = time.perf_counter()
+    placement = place_blocks(blocks, time_limit=time_limit)
+    return {**row, **figures(blocks, placement, time.perf_counter() - began)}
 
 
 def plan_rows(graph: str, time_limit: float) -> Iterator[Row]:
@@ -73,13 +75,6 @@ def plan_rows(graph: str, time_limit: float) -> Iterator[Row]:
         placement = Placement(offsets, addresses.height, addresses.bound)
         name = f"{graph} {share:g}"
         yield {"name": name, "method": method, "budget": budget, **figures(blocks, placement, seconds)}
-
-
-def placed(blocks: Sequence[Block], time_limit: float) -> Row:
-    """Place blocks, and what came of it."""
-    began = time.perf_counter()
-    placement = place_blocks(blocks, time_limit=time_limit)
-    return figures(blocks, placement, time.perf_counter() - began)
 
 
 def figures(blocks: Sequence[Block], placement: Placement, seconds: float) -> Row:

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
 from benchmarks.common import data
 from benchmarks.common import timing as measuring
 from benchmarks.common.rows import documented
-from benchmarks.networks.batches import language_model
+from benchmarks.networks.batches import classifier, language_model
 from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.resnet import resnet18
 from checkmate.backends.tensor_state import differing
@@ -127,11 +126,7 @@ def letters_task(steps: int) -> Task:
     def make() -> tuple[nn.Module, measuring.Step]:
         torch.manual_seed(0)
         module = resnet18(len(data.LETTERS), base=16, channels=1)
-
-        def step(x: Tensor, target: Tensor) -> Tensor:
-            return F.cross_entropy(module(x), target)
-
-        return module, step
+        return module, classifier(module)
 
     title = f"ResNet-18, on {len(images):,} letters of {len(data.typefaces())} typefaces, 64 images of 64 x 64 a step"
     return Task(title, make, data.letter_batches(images, labels, steps, size=64))

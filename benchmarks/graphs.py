@@ -135,19 +135,10 @@ def main() -> None:
         problem = plain_problem_of(name, args.device)
         path = args.out / f"{name}.json.gz"
         problem.to_json(path)
-        rows.append(
-            [
-                name,
-                str(len(problem.graph.ops)),
-                str(len(problem.graph.values)),
-                format_bytes(problem.resident),
-                format_bytes(problem.keep_all_peak),
-                format_bytes(problem.unavoidable_bytes.max()),
-                format_seconds(problem.keep_all_cost),
-                format_bytes(path.stat().st_size),
-                format_seconds(time.perf_counter() - began),
-            ]
-        )
+        sizes = (problem.resident, problem.keep_all_peak, problem.unavoidable_bytes.max())
+        cells = [name, str(len(problem.graph.ops)), str(len(problem.graph.values)), *map(format_bytes, sizes)]
+        took = format_seconds(time.perf_counter() - began)
+        rows.append([*cells, format_seconds(problem.keep_all_cost), format_bytes(path.stat().st_size), took])
     print(Table(HEADER, rows, HEADER[1:]))
 
 

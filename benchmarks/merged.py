@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +139,8 @@ def measured(activation: str, time_limit: float, rounds: int, size: Size = SIZES
     forms = FORMS[activation]
     turns = [made(form, size, "cpu") for form in forms.values()]
     expected = trained(made(forms["plain"], size, "cpu"))
-    problems = {name: checkmate.trace(*_call(turn)) for name, turn in zip(forms, turns, strict=True) if is_plain(name)}
+    plain_steps = [(name, turn) for name, turn in zip(forms, turns, strict=True) if is_plain(name)]
+    problems = {name: checkmate.trace(step, *batch) for name, (_, step, batch) in plain_steps}
     resident = next(iter(problems.values())).resident  # parameters and batch, the same for all
     rows = [{"form": name, **_measured(resident, turn, expected)} for name, turn in zip(forms, turns, strict=True)]
     seen = {row["form"]: row["peak"] for row in rows}
@@ -166,20 +167,12 @@ def trained(turn: Turn) -> list[Tensor]:
     return train(module, step, [batch], optimizer=torch.optim.SGD(module.parameters(), lr=0.01))
 
 
-def _call(turn: Turn) -> tuple[Any, ...]:
-    return turn[1], *turn[2]
-
-
 def _measured(resident: int, turn: Turn, expected: Sequence[Tensor]) -> Row:
     """The peak of a step, and whether what another one made is what is expected."""
     made_here = trained(turn)
     use = measure_peak(partial(step_and_back, *turn))
-    return {"peak": resident + use.peak, **_numbers(made_here, expected)}
-
-
-def _numbers(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Row:
-    same = not differing(found, expected)
-    return {"bitwise": same, "distance": distance(found[:-1], expected[:-1])}
+    same, off = not differing(made_here, expected), distance(made_here[:-1], expected[:-1])
+    return {"peak": resident + use.peak, "bitwise": same, "distance": off}
 
 
 def in_turns(turns: Sequence[Turn], rounds: int) -> list[Row]:

@@ -31,7 +31,7 @@ import checkmate
 from benchmarks.arena import small_step
 from benchmarks.common.resident import growth
 from benchmarks.common.rows import Row, latest
-from benchmarks.common.runner import Benchmark
+from benchmarks.common.runner import Benchmark, document
 from benchmarks.common.timing import median_ratio, seconds_in_turn
 from benchmarks.graphs import DEVICE, GRAPHS
 from benchmarks.peers.settings import _blocks as checkpointed
@@ -42,8 +42,7 @@ from checkmate.memory import measure_peak
 from checkmate.units import format_bytes
 from checkmate.updates.updates import Updates
 
-INTRO = """# Whole training steps
-
+INTRO = """\
 Made by `python -m benchmarks.whole_steps` at {commits} on {cpu}, one thread: AdamW, the networks of the comparison with
 other ways to save memory. Counted: the most that PyTorch counts at any moment of ten steps, parameters, buffers, batch
 and the optimizer's state included; ours is the plan's figure to the byte. Process: by how much the peak resident set of
@@ -234,9 +233,9 @@ def markdown(rows: Sequence[Row]) -> str:
     floors = latest((row for row in rows if row["way"] == FLOOR), "model")
     commits = ", ".join(dict.fromkeys(row["commit"] for row in last))
     intro = INTRO.format(commits=commits, cpu=last[-1]["cpu"].removesuffix(" Processor"))
-    measured = Table(HEADER, [_cells(row) for row in last], HEADER[2:]).markdown()
-    estimated = Table(FLOORS, [_floor_cells(row) for row in floors], FLOORS[1:]).markdown()
-    return f"{intro}\n\n{measured}\n\n{OF_FLOORS}\n\n{estimated}\n"
+    measured = Table(HEADER, [_cells(row) for row in last], HEADER[2:])
+    estimated = Table(FLOORS, [_floor_cells(row) for row in floors], FLOORS[1:])
+    return document("Whole training steps", intro, measured, OF_FLOORS, estimated)
 
 
 BENCHMARK = Benchmark(

@@ -138,6 +138,12 @@ class Benchmark:
         return made
 
 
+def document(title: str, *parts: str | Table) -> str:
+    """A page in Markdown: a title, and paragraphs and tables below it."""
+    texts = [part if isinstance(part, str) else part.markdown() for part in parts]
+    return "\n\n".join([f"# {title}", *texts]) + "\n"
+
+
 def where_from(rows: Sequence[Row]) -> str:
     """The commits and machines of rows, for the first line of a page."""
     commits, machines = (", ".join(sorted({row[key] for row in rows})) for key in ("commit", "cpu"))

@@ -19,7 +19,7 @@ import torch
 
 import checkmate
 from benchmarks.common.rows import Row, latest, shown
-from benchmarks.common.runner import Benchmark, where_from
+from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.common.timing import seconds_in_turn, step_and_back
 from benchmarks.peers.subjects import NETWORKS, Subject
 from checkmate.core.table import Table
@@ -70,17 +70,13 @@ def rows_of(name: str, where: Sequence[str], rounds: int) -> list[Row]:
 def markdown(rows: Sequence[Row]) -> str:
     """A table with a line that says where the rows are from."""
     last = latest(rows, "network", "way")
-    lines = [
-        "# A file as the second memory",
-        "",
+    return document(
+        "A file as the second memory",
         f"Made by `python -m benchmarks.second_memory.measured` at {where_from(rows)}, one thread: each network "
         "at the smallest budget for which a plan of recomputation alone is known. Times are medians of interleaved "
         "steps.",
-        "",
-        Table(HEADER, [_cells(row) for row in last], HEADER[1:]).markdown(),
-        "",
-    ]
-    return "\n".join(lines)
+        Table(HEADER, [_cells(row) for row in last], HEADER[1:]),
+    )
 
 
 def _cells(row: Row) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.rows import Row, latest, read, renewed, shown
-from benchmarks.common.runner import Benchmark, where_from
+from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.solve.comparison import FILES, HERE, figures, load
 from checkmate.core.host import Host
 from checkmate.core.table import Table
@@ -64,17 +64,13 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 def markdown(rows: Sequence[Row]) -> str:
     """A table with a line that says where the rows are from."""
     limits = ", ".join(f"{limit:g}" for limit in sorted({row["time_limit"] for row in rows}))
-    lines = [
-        "# A second memory",
-        "",
+    return document(
+        "A second memory",
         f"Made by `python -m benchmarks.second_memory` at {where_from(rows)}, one thread, within {limits} "
         "seconds that the process computed. Ops are estimated for an H100, whose host is reached at 55 GB/s each way. "
         "A step is relative to one that keeps everything; all are simulated alike, what is waited for included.",
-        "",
-        Table(HEADER, [_cells(row) for row in in_order(rows)], HEADER[1:]).markdown(),
-        "",
-    ]
-    return "\n".join(lines)
+        Table(HEADER, [_cells(row) for row in in_order(rows)], HEADER[1:]),
+    )
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:

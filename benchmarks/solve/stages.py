@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.rows import Row
-from benchmarks.common.runner import Benchmark, where_from
+from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.solve.comparison import ONE_THREAD, figures, load
 from checkmate.core.table import Table
 from checkmate.solvers.auto import STAGES
@@ -58,28 +58,19 @@ def markdown(rows: Sequence[Row]) -> str:
     found = latest(rows)
     limits = ", ".join(sorted({f"{row['time_limit']:g}" for row in rows}))
     limits_of_stages = ", ".join(f"{s.name}: up to {s.most_ops} ops" for s in STAGES if s.most_ops < float("inf"))
-    lines = [
-        "# What each stage of auto is worth",
-        "",
+    return document(
+        "What each stage of auto is worth",
         f"Made by `python -m benchmarks.solve.stages` at {where_from(rows)}, one thread, within {limits} seconds "
         "each; seconds are those that the process computed, as the machine was busy with other work. Of "
         f"{len(found)} cases, a graph and a budget: in how many the step is dearer or cheaper than with all stages, or "
         "the gap wider or narrower, by more than 0.01% of the step, and by how much at most; then the seconds up to "
         "the first plan, and in all: medians, divided by those with all stages. No plan counts as a gap of 100%.",
-        "",
         f"Some stages look at small graphs only ({limits_of_stages}): on larger ones their rows differ from those with "
         "all stages by luck alone, of what is done last in the time.",
-        "",
-        Table(HEADER, [_worth(found, stage) for stage in LEFT_OUT[1:]], HEADER[1:]).markdown(),
-        "",
+        Table(HEADER, [_worth(found, stage) for stage in LEFT_OUT[1:]], HEADER[1:]),
         "All cases: the budget is a share of the peak of keeping everything.",
-        "",
-        Table(
-            CASES, [_cells(by_stage[stage]) for by_stage in found.values() for stage in LEFT_OUT], NUMBERS
-        ).markdown(),
-        "",
-    ]
-    return "\n".join(lines)
+        Table(CASES, [_cells(by_stage[stage]) for by_stage in found.values() for stage in LEFT_OUT], NUMBERS),
+    )
 
 
 def _worth(found: dict[Case, dict[str, Row]], stage: str) -> list[str]:

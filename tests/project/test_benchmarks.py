@@ -207,6 +207,15 @@ def test_training_repeats_bitwise_and_another_seed_does_not(one_thread: None) ->
     assert differing(trained(1), first)
 
 
+def test_steps_take_turns_and_the_first_round_does_not_count() -> None:
+    told: list[str] = []
+    steps = {name: partial(told.append, name) for name in "ab"}
+    seconds = measuring.seconds_in_turn(steps, 2, lambda: told.append("-"))
+    assert "".join(told) == "-b-a" + "-a-b" + "-b-a"
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}
+    assert measuring.median_ratio([1.0, 4.0, 9.0], [1.0, 2.0, 3.0]) == 2.0
+
+
 def test_the_data_is_there() -> None:
     text, alphabet = data.documentation()
     assert int(text.max()) == len(alphabet) - 1

@@ -261,5 +261,5 @@ def test_the_readme_and_the_document_say_what_the_rows_say() -> None:
     runs = peers_report.runs_of(path)
     readme = (path.parents[2] / "README.md").read_text()
     assert sum(peers_report.short(rows) in readme for rows in runs.values()) == 2
-    assert path.with_suffix(".md").read_text() == peers_report.document(runs, path.stem)
+    assert path.with_suffix(".md").read_text() == peers_report.page(runs, path.stem)
     assert all((path.with_suffix("") / f"{model}.png").exists() for model in runs)
