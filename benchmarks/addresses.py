@@ -19,13 +19,12 @@ from pathlib import Path
 import checkmate
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
-from benchmarks.solve.comparison import FILES, HERE, load
+from benchmarks.solve.comparison import FILES, load
 from checkmate.inspection.addresses import ALIGNMENT, lives_of
 from checkmate.solvers.addresses import Block, Placement, live_peak, overlaps, place_blocks
 from checkmate.solvers.search.packing import pack
 
 MINIMALLOC = "minimalloc"
-FOLDER = HERE.parent / "tests" / "solvers" / "search" / "minimalloc"
 SHARES = (0.75, 0.5, 0.3)  # of the peak of keeping everything
 PLANNING = 10.0  # seconds for a plan, whose method is quick
 HEADER = ("name", "blocks", "live peak", "capacity", "height", "height / capacity", "seconds", "proof")
@@ -120,7 +119,7 @@ BENCHMARK = Benchmark(
     cells,
     names=(MINIMALLOC, *FILES),
     options={
-        "folder": (str(FOLDER.relative_to(HERE.parent)), "of files in MiniMalloc's form"),
+        "folder": ("tests/solvers/search/minimalloc", "of files in MiniMalloc's form"),
         "time_limit": (5.0, "seconds to search, for each"),
     },
     packages=("numpy",),

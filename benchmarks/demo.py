@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,6 @@ from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.resnet import resnet18
 from checkmate.backends.tensor_state import differing
 from checkmate.core.table import Table
-from checkmate.memory import measure_peak
 from checkmate.units import exact_bytes, format_bytes, format_seconds
 
 SHARES = (0.75, 0.35, 0.0)  # of the way from the smallest budget to keeping everything
@@ -139,9 +137,7 @@ def run(task: Task, effort: Effort) -> list[str]:
     problem = checkmate.trace(step, *task.batches[0])
     lowest, keep_all = checkmate.min_budget(problem, time_limit=effort.lowest).peak, problem.keep_all_peak
     expected = measuring.train(module, step, task.batches)
-    measuring.step_and_back(module, step, task.batches[0])
-    module.zero_grad(set_to_none=True)
-    plain = measure_peak(partial(measuring.step_and_back, module, step, task.batches[0])).peak + problem.resident
+    plain = measuring.peak_of_step(module, step, task.batches[0]) + problem.resident
     losses = expected[0]
     print(
         f"{len(problem.graph.ops)} operations; plain PyTorch peaks at {exact_bytes(plain)}, "
@@ -159,12 +155,12 @@ def _row(task: Task, budget: int, effort: Effort, expected: list[Tensor]) -> Row
     compiled = checkmate.compile(plain, budget=budget, time_limit=effort.plan, wait="best")
     found = measuring.train(module, compiled, task.batches)
     solution = compiled.plans[0]
-    use = measure_peak(partial(measuring.step_and_back, module, compiled, task.batches[0]))
+    peak = measuring.peak_of_step(module, compiled, task.batches[0])
     _, seconds, ratio = measuring.paired_times(module, plain, compiled, task.batches[0], effort.pairs)
     return Row(
         budget,
         solution.peak or 0,
-        solution.problem.resident + use.peak,
+        solution.problem.resident + peak,
         solution.overhead,
         solution.gap,
         seconds,

@@ -24,9 +24,8 @@ from torch.utils.checkpoint import checkpoint
 import checkmate
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
-from benchmarks.common.timing import distance, median_ratio, seconds_in_turn, step_and_back
+from benchmarks.common.timing import distance, median_ratio, peak_of_step, seconds_in_turn, step_and_back
 from checkmate.backends.tensor_state import differing
-from checkmate.memory import measure_peak
 from checkmate.units import format_bytes, format_seconds
 
 CHUNKS = 8  # by hand
@@ -74,14 +73,14 @@ def ways(rounds: int, small: bool) -> list[Row]:
     }
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         steps["linear_cross_entropy"] = model.of_pytorch
-    found = {way: _measured(model, step, x, y, resident) for way, step in steps.items()}
+    found: dict[str, Row] = {way: {"peak": resident + peak_of_step(model, step, (x, y))} for way, step in steps.items()}
     problem = checkmate.trace(model.plain, x, y)
     budgets = {way: row["peak"] for way, row in found.items() if way != "plain"}
     for way, budget in {**budgets, "the fewest": checkmate.min_budget(problem).peak}.items():
         step = checkmate.compile(model.plain, budget=budget, time_limit=TIME_LIMIT)
         name = f"checkmate, bytes of {way}" if way in found else "checkmate, the fewest bytes"
         try:
-            found[name] = _measured(model, step, x, y, resident)
+            found[name] = {"peak": resident + peak_of_step(model, step, (x, y))}
         except checkmate.InfeasibleBudget as error:
             print(f"{name}: {error}")
             continue
@@ -98,16 +97,6 @@ def ways(rounds: int, small: bool) -> list[Row]:
         row["ratio"] = median_ratio(seconds[way], seconds["plain"])
         row |= {"rows": rows, "depth": depth, "classes": classes, "threads": torch.get_num_threads()}
     return [*found.values()]
-
-
-def _measured(model: nn.Module, step: Callable[..., Tensor], x: Tensor, y: Tensor, resident: int) -> Row:
-    """The peak of a second step."""
-    run = partial(step_and_back, model, step, (x, y))
-    run()
-    model.zero_grad(set_to_none=True)
-    peak = measure_peak(run).peak
-    model.zero_grad(set_to_none=True)
-    return {"peak": resident + peak}
 
 
 def _trained(model: nn.Module, step: Callable[..., Tensor], x: Tensor, y: Tensor) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.networks.batches import Batch, Step
 from checkmate.core.files import VARIABLE
+from checkmate.memory import measure_peak
 
 
 def budget_at(share: float, smallest: int, keep_all: int) -> int:
@@ -69,6 +70,16 @@ def step_and_back(module: nn.Module, step: Step, batch: Batch) -> None:
     """A forward and a backward, from no gradients."""
     module.zero_grad(set_to_none=True)
     step(*batch).backward()
+
+
+def peak_of_step(module: nn.Module, step: Step, batch: Batch) -> int:
+    """Bytes that a second step allocates at its peak, from no gradients; it leaves none."""
+    run = partial(step_and_back, module, step, batch)
+    run()
+    module.zero_grad(set_to_none=True)
+    peak = measure_peak(run).peak
+    module.zero_grad(set_to_none=True)
+    return peak
 
 
 def seconds_in_turn(
