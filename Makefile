@@ -54,11 +54,14 @@ docs: $(STAMP)
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.peers.resident
+	$(BIN)/python -m benchmarks.peers --report
 
 bench-all: $(STAMP)
-	for each in step profile arena loss splits hard_limit start ways tight solve largest_batch whole_steps \
-		second_memory second_memory.measured orders merged addresses processors peers; do \
+	for each in step profile arena loss splits hard_limit start ways tight solve solve.stages \
+		largest_batch whole_steps second_memory second_memory.measured orders merged addresses processors; do \
 		$(BIN)/python -m benchmarks.$$each || exit 1; done
+	$(MAKE) bench
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

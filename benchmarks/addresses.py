@@ -1,33 +1,30 @@
 """How low blocks are placed in one arena: problems of MiniMalloc's form, and plans of `benchmarks/problems`.
 
-    python -m benchmarks.addresses [DIR] [--plans] [--graphs NAME ...] [--time-limit SECONDS] [--out FILE]
+    python -m benchmarks.addresses [GRAPH ...] [--folder DIR] [--time-limit SECONDS]
 
-DIR has files of comma-separated values ``id,lower,upper,size``, as MiniMalloc takes them: blocks that live from
-``lower`` until before ``upper``. A number in the file's name, as in ``A.1048576.csv``, is the capacity to stay within;
-``capacity_seconds`` is how long addresses within it take to find, ``seconds`` how long the lowest arena takes, or until
-the time is over. Without DIR, or with ``--plans``, it places what plans make: of keeping everything, and of a quick
-method within three smaller budgets. One row a file or plan: its height over the capacity, for plans over the live peak.
+"minimalloc" is a folder of comma-separated values ``id,lower,upper,size``, as MiniMalloc takes them: blocks that live
+from ``lower`` until before ``upper``. A number in the file's name, as in ``A.1048576.csv``, is the capacity to stay
+within; ``capacity_seconds`` is how long addresses within it take to find, ``seconds`` how long the lowest arena takes,
+or until the time is over. Of a graph it places what plans make: of keeping everything, and of a quick method within
+three smaller budgets. One row a file or plan: its height over the capacity, for plans over the live peak.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import checkmate
-from benchmarks.common.rows import Row, append, origin
-from checkmate.core.table import Table
+from benchmarks.common.rows import Row
+from benchmarks.common.runner import Benchmark
+from benchmarks.solve.comparison import FILES, load
 from checkmate.inspection.addresses import ALIGNMENT, lives_of
 from checkmate.solvers.addresses import Block, Placement, live_peak, overlaps, place_blocks
 from checkmate.solvers.search.packing import pack
 
-HERE = Path(__file__).parent
-PROBLEMS = HERE / "problems"
-RESULTS = HERE / "results" / "addresses.jsonl"
-GRAPHS = tuple(sorted(path.name.removesuffix(".json.gz") for path in PROBLEMS.glob("*.json.gz")))
+MINIMALLOC = "minimalloc"
 SHARES = (0.75, 0.5, 0.3)  # of the peak of keeping everything
 PLANNING = 10.0  # seconds for a plan, whose method is quick
 HEADER = ("name", "blocks", "live peak", "capacity", "height", "height / capacity", "seconds", "proof")
@@ -54,12 +51,14 @@ def file_row(path: Path, time_limit: float) -> Row:
         within = pack(blocks, capacity, time_limit=time_limit)
         row["capacity_seconds"] = time.perf_counter() - began
         row["within_capacity"] = within.offsets is not None and not list(overlaps(blocks, within.offsets))
-    return {**row, **placed(blocks, time_limit)}
+    began = time.perf_counter()
+    placement = place_blocks(blocks, time_limit=time_limit)
+    return {**row, **figures(blocks, placement, time.perf_counter() - began)}
 
 
 def plan_rows(graph: str, time_limit: float) -> Iterator[Row]:
     """Place what plans of one graph make."""
-    problem = checkmate.Problem.from_json(PROBLEMS / f"{graph}.json.gz")
+    problem = load(graph)
     for share in (1.0, *SHARES):
         method = "checkpoint-all" if share == 1 else "next-use"
         budget = int(share * problem.keep_all_peak)
@@ -75,13 +74,6 @@ def plan_rows(graph: str, time_limit: float) -> Iterator[Row]:
         placement = Placement(offsets, addresses.height, addresses.bound)
         name = f"{graph} {share:g}"
         yield {"name": name, "method": method, "budget": budget, **figures(blocks, placement, seconds)}
-
-
-def placed(blocks: Sequence[Block], time_limit: float) -> Row:
-    """Place blocks, and what came of it."""
-    began = time.perf_counter()
-    placement = place_blocks(blocks, time_limit=time_limit)
-    return figures(blocks, placement, time.perf_counter() - began)
 
 
 def figures(blocks: Sequence[Block], placement: Placement, seconds: float) -> Row:
@@ -111,31 +103,27 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def rows(args: argparse.Namespace) -> Iterator[Row]:
-    """All that was asked for."""
-    if args.folder is not None:
-        for path in sorted(args.folder.glob("*.csv")):
-            yield file_row(path, args.time_limit)
-    if args.folder is None or args.plans:
-        for graph in args.graphs:
-            yield from plan_rows(graph, args.time_limit)
+def rows(name: str, folder: str, time_limit: float) -> Iterator[Row]:
+    """Those of the files, or of a graph."""
+    if name == MINIMALLOC:
+        yield from (file_row(path, time_limit) for path in sorted(Path(folder).glob("*.csv")))
+    else:
+        yield from plan_rows(name, time_limit)
 
 
-def main() -> None:
-    """Place what was asked for, append a row for each to the file, and print them as a table."""
-    parser = argparse.ArgumentParser(description="Place blocks in arenas as low as can be.")
-    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="of files in MiniMalloc's form")
-    parser.add_argument("--plans", action="store_true", help="what plans make as well")
-    parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=GRAPHS, help="whose plans; by default all")
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds to search, for each")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    about, made = origin("numpy"), []
-    for row in rows(args):
-        append(args.out, {**about, **row})
-        made.append(row)
-    print(Table(HEADER, [*map(cells, made)], HEADER[1:]))
-
+BENCHMARK = Benchmark(
+    __doc__,
+    "addresses.jsonl",
+    rows,
+    HEADER,
+    cells,
+    names=(MINIMALLOC, *FILES),
+    options={
+        "folder": ("tests/solvers/search/minimalloc", "of files in MiniMalloc's form"),
+        "time_limit": (5.0, "seconds to search, for each"),
+    },
+    packages=("numpy",),
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

@@ -27,8 +27,9 @@ import checkmate
 from benchmarks.common.resident import growth
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
-from benchmarks.common.timing import Batch, Step, step_and_back
+from benchmarks.common.timing import median_ratio, seconds_in_turn, step_and_back
 from benchmarks.demo import Task, letters_task, text_task
+from benchmarks.networks.batches import Batch, Step
 from benchmarks.peers.subjects import NETWORKS, Network, Subject
 from checkmate.memory import build
 
@@ -94,13 +95,7 @@ def rows(name: str, threads: int, share: float, time_limit: float, rounds: int) 
         run(steps["arena"])()
     let_go = small_step()
     grown = {kind: growth(module, run(step), let_go) for kind, step in steps.items()}
-    seconds: dict[str, list[float]] = {kind: [] for kind in steps}
-    for i in range(rounds):
-        for kind in list(steps)[:: -1 if i % 2 else 1]:
-            module.zero_grad()
-            began = time.perf_counter()
-            run(steps[kind])()
-            seconds[kind].append(time.perf_counter() - began)
+    seconds = seconds_in_turn({kind: run(step) for kind, step in steps.items()}, rounds, module.zero_grad)
     plan, (use,) = steps["arena"].plans[0], steps["arena"].memory().rows
     planned = plan.peak - plan.problem.resident
     yield {
@@ -117,14 +112,10 @@ def rows(name: str, threads: int, share: float, time_limit: float, rounds: int) 
         "fallbacks": use.fallbacks,
         **{f"{kind}_growth": grown[kind] for kind in steps},
         **{f"{kind}_seconds": statistics.median(seconds[kind]) for kind in steps},
-        "time_ratio": _ratio(seconds["arena"], seconds["allocator"]),
-        "plain_ratio": _ratio(seconds["arena"], seconds["plain"]),
+        "time_ratio": median_ratio(seconds["arena"], seconds["allocator"]),
+        "plain_ratio": median_ratio(seconds["arena"], seconds["plain"]),
         "rounds": rounds,
     }
-
-
-def _ratio(these: list[float], those: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(these, those, strict=True))
 
 
 def _cells(row: Row) -> list[str]:

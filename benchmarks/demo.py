@@ -14,22 +14,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
 from benchmarks.common import data
 from benchmarks.common import timing as measuring
 from benchmarks.common.rows import documented
-from benchmarks.networks import language_model
+from benchmarks.networks.batches import classifier, language_model
 from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.resnet import resnet18
 from checkmate.backends.tensor_state import differing
 from checkmate.core.table import Table
-from checkmate.memory import measure_peak
 from checkmate.units import exact_bytes, format_bytes, format_seconds
 
 SHARES = (0.75, 0.35, 0.0)  # of the way from the smallest budget to keeping everything
@@ -127,11 +124,7 @@ def letters_task(steps: int) -> Task:
     def make() -> tuple[nn.Module, measuring.Step]:
         torch.manual_seed(0)
         module = resnet18(len(data.LETTERS), base=16, channels=1)
-
-        def step(x: Tensor, target: Tensor) -> Tensor:
-            return F.cross_entropy(module(x), target)
-
-        return module, step
+        return module, classifier(module)
 
     title = f"ResNet-18, on {len(images):,} letters of {len(data.typefaces())} typefaces, 64 images of 64 x 64 a step"
     return Task(title, make, data.letter_batches(images, labels, steps, size=64))
@@ -144,9 +137,7 @@ def run(task: Task, effort: Effort) -> list[str]:
     problem = checkmate.trace(step, *task.batches[0])
     lowest, keep_all = checkmate.min_budget(problem, time_limit=effort.lowest).peak, problem.keep_all_peak
     expected = measuring.train(module, step, task.batches)
-    measuring.step_and_back(module, step, task.batches[0])
-    module.zero_grad(set_to_none=True)
-    plain = measure_peak(partial(measuring.step_and_back, module, step, task.batches[0])).peak + problem.resident
+    plain = measuring.peak_of_step(module, step, task.batches[0]) + problem.resident
     losses = expected[0]
     print(
         f"{len(problem.graph.ops)} operations; plain PyTorch peaks at {exact_bytes(plain)}, "
@@ -164,12 +155,12 @@ def _row(task: Task, budget: int, effort: Effort, expected: list[Tensor]) -> Row
     compiled = checkmate.compile(plain, budget=budget, time_limit=effort.plan, wait="best")
     found = measuring.train(module, compiled, task.batches)
     solution = compiled.plans[0]
-    use = measure_peak(partial(measuring.step_and_back, module, compiled, task.batches[0]))
+    peak = measuring.peak_of_step(module, compiled, task.batches[0])
     _, seconds, ratio = measuring.paired_times(module, plain, compiled, task.batches[0], effort.pairs)
     return Row(
         budget,
         solution.peak or 0,
-        solution.problem.resident + use.peak,
+        solution.problem.resident + peak,
         solution.overhead,
         solution.gap,
         seconds,

@@ -34,14 +34,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
 from benchmarks.common import timing as measuring
 from benchmarks.common.rows import Row, add_names, append, documented, origin, plan_facts
-from benchmarks.common.timing import Batch, Step
-from benchmarks.networks import language_model
+from benchmarks.networks.batches import Batch, Step, classifier, images, language_model, tokens
 from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.unet import UNet
@@ -71,30 +69,25 @@ class Network:
 
     make: Callable[[], tuple[nn.Module, Batch]]
     make_small: Callable[[], tuple[nn.Module, Batch]] | None = None
-    step: Callable[[nn.Module], Step] = lambda module: lambda x, y: F.cross_entropy(module(x), y)
-
-
-def _images(batch: int, size: int, classes: int, *, each_pixel: bool = False) -> Batch:
-    shape = (batch, size, size) if each_pixel else (batch,)
-    return torch.randn(batch, 3, size, size), torch.randint(classes, shape)
+    step: Callable[[nn.Module], Step] = classifier
 
 
 def _gpt2(vocabulary: int, positions: int, width: int, layers: int, heads: int, batch: int) -> tuple[nn.Module, Batch]:
     module = GPT2(vocabulary, positions, width, layers, heads, attention="sdpa")
-    return module, (torch.randint(vocabulary, (batch, positions + 1)),)
+    return module, tokens(batch, positions, vocabulary)
 
 
 NETWORKS = {
-    "resnet50": Network(lambda: (resnet50(1000), _images(64, 224, 1000))),
+    "resnet50": Network(lambda: (resnet50(1000), images(64, 224, 1000))),
     "gpt2": Network(
         lambda: _gpt2(50257, 1024, 768, layers=12, heads=12, batch=8),
         lambda: _gpt2(64, 32, 32, layers=1, heads=2, batch=4),
         language_model,
     ),
-    "vit": Network(lambda: (ViT(224, 16, width=768, layers=12, heads=12, classes=1000), _images(64, 224, 1000))),
+    "vit": Network(lambda: (ViT(224, 16, width=768, layers=12, heads=12, classes=1000), images(64, 224, 1000))),
     "unet": Network(
-        lambda: (UNet(20, depth=4, base=64), _images(8, 384, 20, each_pixel=True)),
-        lambda: (UNet(4, depth=2, base=4), _images(2, 32, 4, each_pixel=True)),
+        lambda: (UNet(20, depth=4, base=64), images(8, 384, 20, pixels=True)),
+        lambda: (UNet(4, depth=2, base=4), images(2, 32, 4, pixels=True)),
     ),
 }
 
@@ -198,7 +191,7 @@ def row(setting: Setting, plain: Row, share: float, pairs: int, time_limit: floa
     assert predicted is not None  # compile raises where there is no plan
     assert solution.plan is not None
     elsewhere = {"host": str(solution.problem.host), "sent_values": len(solution.plan.sent)} if host else {}
-    finish = partial(torch.cuda.synchronize, setting.device) if setting.device.type == "cuda" else None
+    finish = partial(torch.cuda.synchronize, setting.device) if setting.device.type == "cuda" else lambda: None
     plain_seconds, compiled_seconds, ratio = measuring.paired_times(module, step, compiled, batch, pairs, finish)
     return {
         **facts,
@@ -380,7 +373,7 @@ def main() -> None:
     if args.peers:
         for found in compared_with_peers(args):
             append(args.out, {**about, **found})
-        print(peers_report.render(args.out))
+        peers_report.render(args.out)
         return
     for found in measured_rows(args):
         append(args.out, {**about, **found})

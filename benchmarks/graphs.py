@@ -17,7 +17,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
@@ -31,7 +30,8 @@ from transformers import (
 
 import checkmate
 from benchmarks.common.rows import add_names, documented
-from benchmarks.networks.full_size import DenseNet121
+from benchmarks.networks.batches import Batch, Step, classifier, images
+from benchmarks.networks.full_size import DenseNet
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.resnet import resnet18, resnet50
 from benchmarks.networks.unet import UNet
@@ -49,36 +49,22 @@ CLASSES = 1000
 BATCH, LENGTH = 8, 512  # of text
 HEADER = ("graph", "ops", "values", "resident", "keep all", "least op", "step", "file", "traced in")
 
-Step = Callable[..., Tensor]
-Make = Callable[[], tuple[Step, tuple[Tensor, ...]]]
+Make = Callable[[], tuple[Step, Batch]]
 
 
-def _images(build: Callable[[], nn.Module], batch: int = 64) -> Make:
+def _images(build: Callable[[], nn.Module]) -> Make:
     """A classifier of images of 224 x 224."""
-
-    def make() -> tuple[Step, tuple[Tensor, ...]]:
-        model = build()
-        return _cross_entropy(model), (torch.zeros(batch, 3, 224, 224), _integers(batch))
-
-    return make
+    return lambda: (classifier(build()), images(64, 224, CLASSES))
 
 
-def _unet() -> tuple[Step, tuple[Tensor, ...]]:
-    model = UNet(2, depth=4, base=64)
-    return _cross_entropy(model), (torch.zeros(8, 3, 416, 608), _integers(8, 416, 608))
-
-
-def _cross_entropy(model: nn.Module) -> Step:
-    def step(x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), target)
-
-    return step
+def _unet() -> tuple[Step, Batch]:
+    return classifier(UNet(2, depth=4, base=64)), (torch.zeros(8, 3, 416, 608), _integers(8, 416, 608))
 
 
 def _text(build: Callable[[], nn.Module]) -> Make:
     """A model of the transformers library, which takes tokens and labels and returns its loss."""
 
-    def make() -> tuple[Step, tuple[Tensor, ...]]:
+    def make() -> tuple[Step, Batch]:
         model = build().train()
 
         def step(tokens: Tensor, labels: Tensor) -> Tensor:
@@ -107,7 +93,7 @@ GRAPHS: dict[str, Make] = {
     "resnet18": _images(lambda: resnet18(CLASSES)),
     "resnet50": _images(lambda: resnet50(CLASSES)),
     "mobilenetv2": _images(lambda: MobileNetV2(CLASSES)),
-    "densenet121": _images(lambda: DenseNet121(CLASSES)),
+    "densenet121": _images(lambda: DenseNet(CLASSES)),
     "unet": _unet,
     "vit-b16": _images(lambda: ViT(224, 16, width=768, layers=12, heads=12, classes=CLASSES)),
     "bert-base": _text(lambda: BertForMaskedLM(BertConfig())),
@@ -150,19 +136,10 @@ def main() -> None:
         problem = plain_problem_of(name, args.device)
         path = args.out / f"{name}.json.gz"
         problem.to_json(path)
-        rows.append(
-            [
-                name,
-                str(len(problem.graph.ops)),
-                str(len(problem.graph.values)),
-                format_bytes(problem.resident),
-                format_bytes(problem.keep_all_peak),
-                format_bytes(problem.unavoidable_bytes.max()),
-                format_seconds(problem.keep_all_cost),
-                format_bytes(path.stat().st_size),
-                format_seconds(time.perf_counter() - began),
-            ]
-        )
+        sizes = (problem.resident, problem.keep_all_peak, problem.unavoidable_bytes.max())
+        cells = [name, str(len(problem.graph.ops)), str(len(problem.graph.values)), *map(format_bytes, sizes)]
+        took = format_seconds(time.perf_counter() - began)
+        rows.append([*cells, format_seconds(problem.keep_all_cost), format_bytes(path.stat().st_size), took])
     print(Table(HEADER, rows, HEADER[1:]))
 
 

@@ -1,6 +1,6 @@
 """Train where memory has a hard limit, 5 % above what the plan says: plain PyTorch, the planned step, and its arena.
 
-    python -m benchmarks.hard_limit [--steps 100] [--share 0.6] [--out benchmarks/results/hard_limit.jsonl]
+    python -m benchmarks.hard_limit [--steps 100] [--share 0.6]
 
 Each way trains in a process of its own under a limit (RLIMIT_DATA: the kernel counts all that a process has mapped
 privately and may write, and refuses what would go beyond). The limit leaves 1.05 times what the plan takes beyond what
@@ -16,29 +16,25 @@ the limit, and what ended it. Linux only.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
-import json
 import resource
-import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import checkmate
+from benchmarks.common.apart import EndedEarly, apart
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.resident import give_back, growth, status
-from benchmarks.common.rows import Row, append, documented, origin
-from checkmate.core.table import Table
+from benchmarks.common.rows import Row
+from benchmarks.common.runner import Benchmark
 from checkmate.memory import build
 
-RESULTS = Path(__file__).parent / "results" / "hard_limit.jsonl"
-ROOT = Path(__file__).parents[1]
 KINDS = ("plain", "allocator", "arena")
 MARGIN, PLENTY = 1.05, 4.0  # times what the plan says
 SETTLING = {"plain": 0, "allocator": 0, "arena": 2}  # steps at full size before there is a limit
@@ -57,6 +53,7 @@ class Training:
     """
 
     def __init__(self, kind: Any, budget: int) -> None:
+        count_own_seconds()
         torch.set_num_threads(1)
         torch.manual_seed(0)
         layers: list[nn.Module] = []
@@ -98,12 +95,12 @@ class Training:
         """Bytes that the plan at full size takes beyond what is resident."""
         return max(plan.peak - plan.problem.resident for plan in self.step.plans)
 
-    def train(self, steps: int) -> None:
-        """Print the loss of each step, in all its digits, as it is done."""
+    def train(self, steps: int) -> Iterator[Row]:
+        """The loss of each step, in all its digits, as it is done."""
         for _ in range(steps):
             loss = self.run(self.batch)
             self.optimizer.step()
-            _tell(loss=loss.hex())
+            yield {"loss": loss.hex()}
 
     def digest(self) -> str:
         """Of the bits of all parameters and their last gradients."""
@@ -111,72 +108,60 @@ class Training:
         return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
-def plan(share: float) -> None:
+def plan(share: float) -> Iterator[Row]:
     """Make the plan, which other processes find on disk."""
     kept_all = Training("plain", 0)
     budget = int(share * checkmate.trace(kept_all.loss, kept_all.batch).keep_all_peak)
     training = Training("allocator", budget)
     training.at_rest(1)
-    _tell(budget=budget, planned=training.planned)
+    yield {"budget": budget, "planned": training.planned}
 
 
-def grow(kind: str, budget: int) -> None:
+def grow(kind: str, budget: int) -> Iterator[Row]:
     """How much the resident set grows where nothing limits it."""
     training = Training(kind, budget)
     small = Training(kind, budget)  # when it runs, the arena of the other gives back its pages
     small.batch = small.batch[:SMALL]
-    _tell(growth=growth(training.module, lambda: training.run(training.batch), lambda: small.run(small.batch)))
+    yield {"growth": growth(training.module, lambda: training.run(training.batch), lambda: small.run(small.batch))}
 
 
-def limited(kind: str, budget: int, above: int, steps: int) -> None:
+def limited(kind: str, budget: int, above: int, steps: int) -> Iterator[Row]:
     """Train within so many bytes above what the process has at rest."""
     training = Training(kind, budget)
     at_rest = training.at_rest(SETTLING[kind])
     resource.setrlimit(resource.RLIMIT_DATA, (at_rest + above, at_rest + above))
-    _tell(at_rest=at_rest, limit=at_rest + above)
-    training.train(steps)
-    _tell(digest=training.digest(), data_at_the_end=status("VmData"))
+    yield {"at_rest": at_rest, "limit": at_rest + above}
+    yield from training.train(steps)
+    yield {"digest": training.digest(), "data_at_the_end": status("VmData")}
 
 
-def in_its_own_process(function: Callable[..., None], *arguments: Any) -> Row:
-    """What a function of these tells, called elsewhere: ``losses`` in a list, and the ``error`` that ended it."""
-    command = [sys.executable, "-m", "benchmarks.hard_limit", "--call", json.dumps([function.__name__, *arguments])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    lines = done.stderr.strip().splitlines()
-    error = None if not done.returncode else next((line for line in lines if "Error: " in line), lines[-1])
-    facts = {key: value for line in told for key, value in line.items() if key != "loss"}
-    return {"losses": [line["loss"] for line in told if "loss" in line], **facts, "error": error}
+def told(call: Callable[..., Iterator[Row]], *arguments: Any) -> Row:
+    """What one of these tells in a process of its own: ``losses`` in a list, and the ``error`` that ended it."""
+    losses: list[str] = []
+    facts: Row = {"error": None}
+    try:
+        for row in apart(partial(call, *arguments)):
+            losses += [row["loss"]] if "loss" in row else []
+            facts |= {} if "loss" in row else row
+    except EndedEarly as end:
+        facts["error"] = str(end)
+    return {"losses": losses, **facts}
 
 
-def _tell(**facts: object) -> None:
-    print(json.dumps(facts), flush=True)
-
-
-def rows(steps: int, share: float) -> list[Row]:
+def rows(steps: int, share: float) -> Iterator[Row]:
     """One for each way."""
-    planned = in_its_own_process(plan, share)
+    planned = told(plan, share)
     if planned["error"] is not None:
         raise SystemExit(planned["error"])
     budget, bytes_ = planned["budget"], planned["planned"]
-    expected = in_its_own_process(limited, "plain", 0, int(PLENTY * bytes_), steps)
-    found = []
+    expected = told(limited, "plain", 0, int(PLENTY * bytes_), steps)
+    about = {"steps": steps, "share": share, "budget": budget, "planned_bytes": bytes_, "margin": MARGIN}
     for kind in KINDS:
-        done = in_its_own_process(limited, kind, budget, int(MARGIN * bytes_), steps)
+        done = told(limited, kind, budget, int(MARGIN * bytes_), steps)
         same = all(done.get(key) == expected[key] for key in ("losses", "digest"))
-        about = {
-            "way": kind,
-            "steps": steps,
-            "share": share,
-            "budget": budget,
-            "planned_bytes": bytes_,
-            "margin": MARGIN,
-        }
-        grown = in_its_own_process(grow, kind, budget)["growth"]
+        grown = told(grow, kind, budget)["growth"]
         trained = len(done.pop("losses"))
-        found.append({**about, "margin": MARGIN, "growth": grown, "trained": trained, "bitwise": same, **done})
-        print("  ".join(_cells(found[-1])), flush=True)
-    return found
+        yield {"way": kind, **about, "growth": grown, "trained": trained, "bitwise": same, **done}
 
 
 def _cells(row: Row) -> list[str]:
@@ -185,24 +170,14 @@ def _cells(row: Row) -> list[str]:
     return [row["way"], f"{row['growth'] / row['planned_bytes']:.3f}", str(row["trained"]), numbers, ended]
 
 
-def main() -> None:
-    """Train each way, append the rows to the file, and print them as a table."""
-    parser = documented(__doc__)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--share", type=float, default=0.6, help="of the bytes of keeping everything, for the plan")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--call", type=json.loads, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.call:
-        count_own_seconds()
-        name, *arguments = args.call
-        {f.__name__: f for f in (plan, grow, limited)}[name](*arguments)
-        return
-    about = origin()
-    found = rows(args.steps, args.share)
-    append(args.out, *({**about, **row} for row in found))
-    print("", Table(HEADER, [_cells(row) for row in found], HEADER[1:3]), sep="\n")
-
+BENCHMARK = Benchmark(
+    __doc__,
+    "hard_limit.jsonl",
+    rows,
+    HEADER,
+    _cells,
+    options={"steps": (100, "to train"), "share": (0.6, "of the bytes of keeping everything, for the plan")},
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

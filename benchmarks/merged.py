@@ -18,17 +18,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
 from benchmarks.common.merged_forms import FORMS, Form, ResNet50
 from benchmarks.common.rows import Row, latest, plan_facts, read, renewed, shown
 from benchmarks.common.runner import Benchmark
-from benchmarks.common.timing import Batch, Step, distance, nothing_on_disk, step_and_back, train
+from benchmarks.common.timing import distance, median_ratio, nothing_on_disk, seconds_in_turn, step_and_back, train
+from benchmarks.networks.batches import Batch, Step, classifier, images
 from checkmate.backends.tensor_state import differing
 from checkmate.core.table import Table
 from checkmate.memory import measure_peak
@@ -65,13 +65,7 @@ def made(form: Form, size: Size, device: str) -> Turn:
     torch.manual_seed(0)
     with torch.device(device):
         module = ResNet50(form, size.base, size.classes)
-        x = torch.randn(size.batch, 3, size.side, size.side)
-        y = torch.randint(size.classes, (size.batch,))
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(module(x), y)
-
-    return module, step, (x, y)
+        return module, classifier(module), images(size.batch, size.side, size.classes)
 
 
 def estimated(activation: str, time_limit: float, size: Size = SIZES["h100"]) -> Iterator[Row]:
@@ -145,7 +139,8 @@ def measured(activation: str, time_limit: float, rounds: int, size: Size = SIZES
     forms = FORMS[activation]
     turns = [made(form, size, "cpu") for form in forms.values()]
     expected = trained(made(forms["plain"], size, "cpu"))
-    problems = {name: checkmate.trace(*_call(turn)) for name, turn in zip(forms, turns, strict=True) if is_plain(name)}
+    plain_steps = [(name, turn) for name, turn in zip(forms, turns, strict=True) if is_plain(name)]
+    problems = {name: checkmate.trace(step, *batch) for name, (_, step, batch) in plain_steps}
     resident = next(iter(problems.values())).resident  # parameters and batch, the same for all
     rows = [{"form": name, **_measured(resident, turn, expected)} for name, turn in zip(forms, turns, strict=True)]
     seen = {row["form"]: row["peak"] for row in rows}
@@ -172,39 +167,24 @@ def trained(turn: Turn) -> list[Tensor]:
     return train(module, step, [batch], optimizer=torch.optim.SGD(module.parameters(), lr=0.01))
 
 
-def _call(turn: Turn) -> tuple[Any, ...]:
-    return turn[1], *turn[2]
-
-
 def _measured(resident: int, turn: Turn, expected: Sequence[Tensor]) -> Row:
     """The peak of a step, and whether what another one made is what is expected."""
     made_here = trained(turn)
     use = measure_peak(partial(step_and_back, *turn))
-    return {"peak": resident + use.peak, **_numbers(made_here, expected)}
-
-
-def _numbers(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Row:
-    same = not differing(found, expected)
-    return {"bitwise": same, "distance": distance(found[:-1], expected[:-1])}
+    same, off = not differing(made_here, expected), distance(made_here[:-1], expected[:-1])
+    return {"peak": resident + use.peak, "bitwise": same, "distance": off}
 
 
 def in_turns(turns: Sequence[Turn], rounds: int) -> list[Row]:
     """Median seconds of each step, and of its ratio to the first one's in the same round."""
-    taken: list[list[float]] = [[] for _ in turns]
-    for i in range(rounds + 1):
-        for seconds, (module, step, batch) in list(zip(taken, turns, strict=True))[:: 1 if i % 2 else -1]:
+
+    def before() -> None:
+        for module, _, _ in turns:
             module.zero_grad(set_to_none=True)
-            began = time.perf_counter()
-            step(*batch).backward()
-            seconds.append(time.perf_counter() - began)
-    kept = [seconds[1:] for seconds in taken]  # the first round warms up
-    return [
-        {
-            "step": statistics.median(seconds),
-            "ratio": statistics.median(a / b for a, b in zip(seconds, kept[0], strict=True)),
-        }
-        for seconds in kept
-    ]
+
+    steps = {str(i): partial(step_and_back, *turn) for i, turn in enumerate(turns)}
+    taken = [*seconds_in_turn(steps, rounds, before).values()]
+    return [{"step": statistics.median(seconds), "ratio": median_ratio(seconds, taken[0])} for seconds in taken]
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:

@@ -15,12 +15,13 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import checkmate
 from benchmarks import graphs
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
-from benchmarks.loss import NETWORKS as LANGUAGE
+from benchmarks.networks.batches import Batch, Step, classifier
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.unet import UNet
 from checkmate.backends.planner import Numerics
@@ -28,9 +29,18 @@ from checkmate.profiling.profilers import Choice
 from checkmate.solvers.search.min_budget import ends_of
 from checkmate.units import format_bytes
 
+
+def _llama() -> nn.Module:
+    """As TinyLlama is, with a vocabulary of 32,000."""
+    config = LlamaConfig(hidden_size=2048, num_hidden_layers=4, num_attention_heads=32, intermediate_size=5632)
+    config.use_cache = False
+    return LlamaForCausalLM(config)
+
+
+FROM_GRAPHS = ("vgg16", "unet", "mobilenetv2", "vit-b16", "gpt2-12", "bert-base", "t5-base")
 ESTIMATED: dict[str, graphs.Make] = {
-    **{name: graphs.GRAPHS[name] for name in ("vgg16", "unet", "mobilenetv2", "vit-b16")},
-    **LANGUAGE,
+    **{name: graphs.GRAPHS[name] for name in FROM_GRAPHS},
+    "llama-4": graphs._text(_llama),
 }
 HEADER = ("network", "keep all", "smallest", "in parts", "less", "step")
 HEADER_BYTES = ("keep_all", "before", "after")
@@ -56,17 +66,14 @@ class Attention(nn.Module):
 
 
 def _images(model: nn.Module, *shape: int) -> graphs.Make:
-    def make() -> tuple[graphs.Step, tuple[Tensor, ...]]:
-        def step(x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(model(x), y)
-
+    def make() -> tuple[Step, Batch]:
         like = model(torch.zeros(shape))
-        return step, (torch.randn(shape), torch.zeros(len(like), *like.shape[2:], dtype=torch.long))
+        return classifier(model), (torch.randn(shape), torch.zeros(len(like), *like.shape[2:], dtype=torch.long))
 
     return make
 
 
-def _attention() -> tuple[graphs.Step, tuple[Tensor, ...]]:
+def _attention() -> tuple[Step, Batch]:
     return Attention(32, 4), (torch.randn(8, 256, 32), torch.randn(8, 256, 32))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
@@ -21,7 +20,6 @@ from benchmarks.common.rows import Row, plan_facts
 from benchmarks.common.runner import Benchmark
 from benchmarks.networks import CASES
 from checkmate.backends.tensor_state import differing
-from checkmate.memory import measure_peak
 
 HEADER = (
     "network", "threads", "share", "budget", "predicted", "measured", "recomputed", "gap", "of plain", "plan", "bits",
@@ -35,9 +33,7 @@ def rows(name: str, threads: int, shares: list[float], pairs: int, time_limit: f
     module, plain, batch = case.make(0)
     problem = checkmate.trace(plain, *batch)
     lowest, keep_all = checkmate.min_budget(problem).peak, problem.keep_all_peak
-    measuring.step_and_back(module, plain, batch)
-    module.zero_grad(set_to_none=True)
-    plain_peak = problem.resident + measure_peak(partial(measuring.step_and_back, module, plain, batch)).peak
+    plain_peak = problem.resident + measuring.peak_of_step(module, plain, batch)
     expected = measuring.train(*case.make(0)[:2], [batch] * 3)
     for share in shares:
         module, plain, batch = case.make(0)
@@ -48,7 +44,7 @@ def rows(name: str, threads: int, shares: list[float], pairs: int, time_limit: f
             found = measuring.train(module, compiled, [batch] * 3)
         first_steps = time.perf_counter() - began
         solution = compiled.plans[0]
-        use = measure_peak(partial(measuring.step_and_back, module, compiled, batch))
+        peak = measuring.peak_of_step(module, compiled, batch)
         plain_seconds, compiled_seconds, ratio = measuring.paired_times(module, plain, compiled, batch, pairs)
         yield {
             "model": case.name,
@@ -60,7 +56,7 @@ def rows(name: str, threads: int, shares: list[float], pairs: int, time_limit: f
             "keep_all_peak": keep_all,
             "plain_peak": plain_peak,
             "predicted_peak": solution.peak,
-            "measured_peak": solution.problem.resident + use.peak,
+            "measured_peak": solution.problem.resident + peak,
             "resident": problem.resident,
             **plan_facts(solution),
             "plain_seconds": plain_seconds,

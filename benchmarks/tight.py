@@ -16,8 +16,8 @@ from pathlib import Path
 
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.rows import Row, latest, read, shown
-from benchmarks.common.runner import Benchmark, where_from
-from benchmarks.solve.comparison import FILES, LEAST_SECONDS, facts, load
+from benchmarks.common.runner import Benchmark, document, where_from
+from benchmarks.solve.comparison import FILES, LEAST_SECONDS, figures, load
 from checkmate.core.problem import Problem
 from checkmate.core.table import Table
 from checkmate.solvers.search.min_budget import min_budget
@@ -52,8 +52,7 @@ def rows_of(name: str, times: Sequence[float], time_limit: float) -> list[Row]:
         budget = min(int(factor * ends.peak), problem.keep_all_peak)
         solution = solve(problem, budget, time_limit=time_limit, progress=False)
         row: Row = {"network": name, "times": factor, "time_limit": time_limit}
-        row |= {"smallest": ends.peak, "smallest_bound": ends.bound, **facts(solution)}
-        found.append({key: value for key, value in row.items() if key != "trajectory"})
+        found.append({**row, "smallest": ends.peak, "smallest_bound": ends.bound, **figures(solution)})
     return found
 
 
@@ -65,19 +64,14 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table with a line that says where the rows are from."""
-    lines = [
-        "# Close to the smallest budget",
-        "",
+    return document(
+        "Close to the smallest budget",
         f"Made by `python -m benchmarks.tight` at {where_from(rows)}, one thread; seconds are those that the "
         "process computed, as the machine was busy with other work. Budgets are times the smallest budget that a plan "
         "is known for; the limit is that of seconds.",
-        "",
-        Table(HEADER, [_cells(row) for row in in_order(rows)], HEADER[1:]).markdown(),
-        "",
+        Table(HEADER, [_cells(row) for row in in_order(rows)], HEADER[1:]),
         "![Gap against distance from the smallest budget](tight.png)",
-        "",
-    ]
-    return "\n".join(lines)
+    )
 
 
 def _cells(row: Row) -> list[str]:

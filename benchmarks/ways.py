@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.rows import Row, latest, shown
-from benchmarks.common.runner import Benchmark, where_from
+from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.solve.comparison import FILES, load
 from checkmate.core.problem import Problem
 from checkmate.core.table import Table
@@ -32,7 +32,7 @@ ROOM = 1.5  # of the smallest budget, where that is more
 FORMS = ("file", "plain", "ways")
 HEADER = ("graph", "ways", "keep all", "after", "smallest", "after", "lower by", "in parts", "1.1 x: cost", "after")
 PRINTED = ("form", "ways", "smallest", "close_cost_ratio", "roomy_seconds")
-HEADER_OF_PLANNING = ("graph", "budget", "cost", "after", "gap", "after", "seconds", "after")
+PLANNING = ("graph", "budget", "cost", "after", "gap", "after", "seconds", "after")
 
 
 def forms_of(name: str) -> dict[str, Problem]:
@@ -84,25 +84,17 @@ def markdown(rows: Sequence[Row]) -> str:
     for row in sorted(latest(rows, "network", "form"), key=lambda row: (row["ops"], row["network"])):
         graphs.setdefault(row["network"], {})[row["form"]] = row
     whole = {name: forms for name, forms in graphs.items() if len(forms) == len(FORMS)}
-    lines = [
-        "# Ways to run an op",
-        "",
+    return document(
+        "Ways to run an op",
         f"Made by `python -m benchmarks.ways` at {where_from(rows)}, one thread, {limits} for each plan; "
         "seconds are those that the process computed, as the machine was busy with other work. Before: ops as PyTorch "
         "has them. After: convolutions' gradients apart, large results late, ops that write over what dies at them. "
         "In parts: the smallest budget with the loss in parts, too.",
-        "",
-        Table(HEADER, [_floor(name, forms) for name, forms in whole.items()], HEADER[1:]).markdown(),
-        "",
+        Table(HEADER, [_floor(name, forms) for name, forms in whole.items()], HEADER[1:]),
         "Planning within 40 % of the keep-all peak, or 1.5 times the smallest budget where that is more, of the same "
         "step without and with ways:",
-        "",
-        Table(
-            HEADER_OF_PLANNING, [_planning(name, forms) for name, forms in whole.items()], HEADER_OF_PLANNING[1:]
-        ).markdown(),
-        "",
-    ]
-    return "\n".join(lines)
+        Table(PLANNING, [_planning(name, forms) for name, forms in whole.items()], PLANNING[1:]),
+    )
 
 
 def _floor(name: str, forms: dict[str, Row]) -> list[str]:

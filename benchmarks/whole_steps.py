@@ -19,8 +19,6 @@ the whole step, plain and with gradients clipped.
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +31,8 @@ import checkmate
 from benchmarks.arena import small_step
 from benchmarks.common.resident import growth
 from benchmarks.common.rows import Row, latest
-from benchmarks.common.runner import Benchmark
+from benchmarks.common.runner import Benchmark, document
+from benchmarks.common.timing import median_ratio, seconds_in_turn
 from benchmarks.graphs import DEVICE, GRAPHS
 from benchmarks.peers.settings import _blocks as checkpointed
 from benchmarks.peers.subjects import NETWORKS, Subject
@@ -43,8 +42,7 @@ from checkmate.memory import measure_peak
 from checkmate.units import format_bytes
 from checkmate.updates.updates import Updates
 
-INTRO = """# Whole training steps
-
+INTRO = """\
 Made by `python -m benchmarks.whole_steps` at {commits} on {cpu}, one thread: AdamW, the networks of the comparison with
 other ways to save memory. Counted: the most that PyTorch counts at any moment of ten steps, parameters, buffers, batch
 and the optimizer's state included; ours is the plan's figure to the byte. Process: by how much the peak resident set of
@@ -137,19 +135,6 @@ def _trained(subject: Subject, make: Callable[[], Way]) -> tuple[Way, Any]:
     return way, copy.deepcopy((subject.module.state_dict(), way.state()))
 
 
-def _ratio(plain: Loop, other: Loop, rounds: int) -> float:
-    """The median of the ratios of seconds, pair by pair."""
-    ratios = []
-    for i in range(rounds + 1):
-        seconds = {}
-        for step in (plain, other)[:: -1 if i % 2 else 1]:
-            began = time.perf_counter()
-            step()
-            seconds[step] = time.perf_counter() - began
-        ratios.append(seconds[other] / seconds[plain])
-    return statistics.median(ratios[1:])
-
-
 def rows(name: str, time_limit: float, rounds: int, floors: bool) -> list[Row]:
     """Measure all ways to train one network, or find the smallest budgets of one at full size."""
     torch.set_num_threads(1)
@@ -166,6 +151,7 @@ def rows(name: str, time_limit: float, rounds: int, floors: bool) -> list[Row]:
         torch._dynamo.reset()
         way, left = _trained(subject, make)
         peak = max(measure_peak(way.step).peak for _ in range(STEPS))
+        seconds = seconds_in_turn({"plain": plain.step, "way": way.step}, rounds)
         row: Row = {
             "model": name,
             "way": way_name,
@@ -175,7 +161,7 @@ def rows(name: str, time_limit: float, rounds: int, floors: bool) -> list[Row]:
             "gap": None if way.plan is None else way.plan.gap,
             "peak": resident + peak,
             "same_bits": not differing(left, expected),
-            "time_ratio": _ratio(plain.step, way.step, rounds),
+            "time_ratio": median_ratio(seconds["way"], seconds["plain"]),
         }
         if way.plan is not None or way_name == "plain":
             row["process"] = resident + growth(subject.module, way.step, small_step())
@@ -247,9 +233,9 @@ def markdown(rows: Sequence[Row]) -> str:
     floors = latest((row for row in rows if row["way"] == FLOOR), "model")
     commits = ", ".join(dict.fromkeys(row["commit"] for row in last))
     intro = INTRO.format(commits=commits, cpu=last[-1]["cpu"].removesuffix(" Processor"))
-    measured = Table(HEADER, [_cells(row) for row in last], HEADER[2:]).markdown()
-    estimated = Table(FLOORS, [_floor_cells(row) for row in floors], FLOORS[1:]).markdown()
-    return f"{intro}\n\n{measured}\n\n{OF_FLOORS}\n\n{estimated}\n"
+    measured = Table(HEADER, [_cells(row) for row in last], HEADER[2:])
+    estimated = Table(FLOORS, [_floor_cells(row) for row in floors], FLOORS[1:])
+    return document("Whole training steps", intro, measured, OF_FLOORS, estimated)
 
 
 BENCHMARK = Benchmark(

@@ -28,15 +28,15 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from importlib import metadata
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from benchmarks.census import images as census_images
 from benchmarks.census import report as census_report
 from benchmarks.census import study as census_study
 from benchmarks.census import text as census_text
+from benchmarks.common.apart import EndedEarly, apart
 from benchmarks.common.rows import Row, append, documented, origin
 
 RESULTS = Path(__file__).parents[1] / "results" / "census.jsonl"
@@ -50,48 +50,32 @@ def listed() -> dict[str, tuple[str, ...]]:
     return text | {name: ("timm", family) for name, family in census_images.models().items()}
 
 
-def _child(name: str, seconds: int, pipe: Connection) -> None:
+def _studied(name: str, seconds: int) -> Iterator[Row]:
+    """What the model is at, as it goes on, and in the end its row."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries say of hundreds of models
-    at = ["plain"]
-
-    def tell(place: str) -> None:
-        at[0] = place
-        pipe.send({"at": place})
-
+    at = "plain"
     try:
-        row = census_study.study(name, tell)
+        for row in census_study.study(name):
+            at = row.get("at", at)
+            yield row
     except Exception as error:  # noqa: BLE001  # whatever it is, it is what came of the model
-        row = census_study.failure(error, at[0])
-    pipe.send({**row, "seconds": round(time.process_time(), 1)})
+        row = census_study.failure(error, at)
+    yield {**row, "seconds": round(time.process_time(), 1)}
 
 
-def run_apart(name: str, seconds: int, context: Any) -> Row:
+def run_apart(name: str, seconds: int) -> Row:
     """A model's row, from a process that ends with it."""
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(name, seconds, there), daemon=True)
-    began = time.monotonic()
-    process.start()
-    there.close()
     row: Row = {"at": "plain"}
-    while "status" not in row:
-        left = began + WAIT * seconds - time.monotonic()
-        try:
-            if not here.poll(max(0.0, left)):
-                break
-            row = here.recv()
-        except EOFError:
-            break
-    process.join(5.0)
-    if late := process.is_alive():
-        process.kill()
-        process.join()
-    if "status" not in row:
-        late = late or process.exitcode == -signal.SIGXCPU
-        said = f"no end after {seconds} seconds" if late else f"the process ended with code {process.exitcode}"
-        status = "untrained" if row["at"] == "plain" else "timeout" if late else "error"
+    began = time.monotonic()
+    try:
+        for told in apart(partial(_studied, name, seconds), patience=WAIT * seconds, method="forkserver"):
+            row = told
+    except EndedEarly as end:
+        said = f"no end after {seconds} seconds" if end.late else str(end)
+        status = "untrained" if row["at"] == "plain" else "timeout" if end.late else "error"
         row = {**row, "status": status, "error": said, "seconds": float(seconds)}
     return {**row, "wall_seconds": round(time.monotonic() - began, 1)}
 
@@ -107,23 +91,18 @@ def chosen(names: Sequence[str], again: Sequence[str], rows: dict[str, Row]) -> 
 
 def run(names: Sequence[str], jobs: int, seconds: int) -> Iterator[Row]:
     """The row of each model, as they end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.census.study", "torch._dynamo", "torch._functorch.aot_autograd"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["benchmarks.census.study", "torch._dynamo", "torch._functorch.aot_autograd"]
+    )
     about, kinds = origin(), listed()
     versions = {library: metadata.version(library) for library in {kind[0] for kind in kinds.values()}}
     with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(run_apart, name, seconds, context): name for name in names}
+        running = {pool.submit(run_apart, name, seconds): name for name in names}
         try:
             for future in as_completed(running):
                 library, *kind = kinds[running[future]]
-                yield {
-                    **about,
-                    "model": running[future],
-                    "library": library,
-                    "version": versions[library],
-                    "kind": kind,
-                    **future.result(),
-                }
+                listing = {"model": running[future], "library": library, "version": versions[library], "kind": kind}
+                yield {**about, **listing, **future.result()}
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -146,7 +125,8 @@ def main() -> None:
         parser.error(f"unknown models: {', '.join(sorted(unknown))}")
     if args.here:
         for name in args.models:
-            print(json.dumps(census_study.study(name, print), indent=1))
+            for row in census_study.study(name):
+                print(json.dumps(row, indent=1))
         return
     if not args.report:
         names = chosen(args.models, [s for s in args.again.split(",") if s], census_report.by_model(args.out))

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,6 @@ from checkmate.memory import measure_peak
 SHARE = 0.3  # of the way from the smallest budget to keeping everything
 ROOT = Path(__file__).parents[2]
 PLANNING = 0.5  # seconds for one plan
-Tell = Callable[[str], None]
 Built = tuple[nn.Module, Callable[..., Tensor], dict[str, Tensor]]
 
 
@@ -128,29 +127,32 @@ def _off(a: Tensor | None, b: Tensor | None) -> float | None:
     return off if off < float("inf") else None
 
 
-def study(name: str, tell: Tell) -> Row:
-    """Train one model plainly and compiled; ``tell`` hears what it is at. With what the library warned of."""
+def study(name: str) -> Iterator[Row]:
+    """Train one model plainly and compiled: what it is ``at``, and in the end a row, with what was warned of."""
     warnings = _Warnings()
     log = logging.getLogger("checkmate")
     log.addHandler(warnings)
     try:
-        return {**_study(name, tell), "warned": list(dict.fromkeys(warnings.lines))}
+        for row in _study(name):
+            yield {**row, "warned": list(dict.fromkeys(warnings.lines))} if "status" in row else row
     finally:
         log.removeHandler(warnings)
 
 
-def _study(name: str, tell: Tell) -> Row:
+def _study(name: str) -> Iterator[Row]:
     torch.set_num_threads(1)
     began = time.process_time()
     expected = again = None
-    tell("plain")
+    yield {"at": "plain"}
     expected, again = train(*make(name)), train(*make(name))
     about: Row = {"parameters": sum(p.numel() for p in make(name)[0].parameters()), "plain_seconds": _since(began)}
     if any(not bool(tensor.isfinite().all()) for key, tensor in expected.tensors.items() if key.startswith("loss")):
-        return {**about, "status": "untrained", "error": "the loss is no finite number"}
+        yield {**about, "status": "untrained", "error": "the loss is no finite number"}
+        return
     if differing(again, expected):
-        return {**about, "status": "wavering"}
-    tell("capture")
+        yield {**about, "status": "wavering"}
+        return
+    yield {"at": "capture"}
     trace: Callable[..., Problem] = checkmate.trace  # its own options have other names than a batch's tensors
     with measuring.nothing_on_disk():
         _, step, batch = make(name)
@@ -158,7 +160,7 @@ def _study(name: str, tell: Tell) -> Row:
         lowest, keep_all = checkmate.min_budget(problem, time_limit=PLANNING).peak, problem.keep_all_peak
         about |= {"ops": len(problem.graph.ops), "min_budget": lowest, "keep_all_peak": keep_all}
         about |= {"budget": measuring.budget_at(SHARE, lowest, keep_all)}
-        tell("compiled steps")
+        yield {"at": "compiled steps"}
         earlier = {id(tensor): tensor for tensor in constants()}  # held here, so that no other has its id
         module, step, batch = make(name)
         compiled = checkmate.compile(step, budget=about["budget"], time_limit=PLANNING, wait="best")
@@ -173,8 +175,9 @@ def _study(name: str, tell: Tell) -> Row:
         "measured_peak": found.resident + own + found.peak,
     }
     if wrong:
-        return {**about, "status": "wrong", "wrong": len(wrong), "differs": dict(list(wrong.items())[:8])}
-    return {**about, "status": "right" if about["measured_peak"] == about["predicted_peak"] else "peak"}
+        about |= {"wrong": len(wrong), "differs": dict(list(wrong.items())[:8])}
+    right = about["measured_peak"] == about["predicted_peak"]
+    yield {**about, "status": "wrong" if wrong else "right" if right else "peak"}
 
 
 def _since(began: float) -> float:

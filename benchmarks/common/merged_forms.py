@@ -95,15 +95,8 @@ class InvertedNorm(torch.autograd.Function):
         result, weight, bias, scale = ctx.saved_tensors
         gradient = aten.leaky_relu_backward(gradient, result, SLOPE, True)
         standard = F.leaky_relu(result, 1 / SLOPE).sub(bias.view(1, -1, 1, 1)).div(weight.view(1, -1, 1, 1))
-        by: tuple[Any, ...] = (
-            None,
-            None,
-            torch.zeros_like(scale),
-            torch.ones_like(scale),
-            True,
-            0.0,
-            [True, True, True],
-        )
+        mean, deviation = torch.zeros_like(scale), torch.ones_like(scale)
+        by: tuple[Any, ...] = (None, None, mean, deviation, True, 0.0, [True, True, True])
         return *aten.native_batch_norm_backward(gradient, standard, weight * scale, *by), None
 
 

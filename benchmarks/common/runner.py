@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.apart import EndedEarly, apart
 from benchmarks.common.rows import Row, add_names, append, documented, origin, read
 from checkmate.core.table import Table
 
@@ -22,8 +22,9 @@ class Benchmark:
     """A benchmark as a list of cases and a measure; `run` makes a script of it.
 
     A case is what `measure` is called with: a ``name``, where there are names, and the options. An option whose default
-    is a tuple has a case for each of its values; all of these are combined. One whose default is a list is one case's.
-    A case of which the file has rows made at this commit is not measured again.
+    is a tuple has a case for each of its values; all of these are combined. One whose default is a dict has a tuple for
+    each name. One whose default is a list is one case's. A case of which the file has rows made at this commit is not
+    measured again.
 
     Args:
         about: the script's docstring.
@@ -35,6 +36,8 @@ class Benchmark:
         options: defaults of the other keyword arguments of `measure`, each with what it is.
         quick: the options that ``--quick`` stands for, and ``names``.
         packages: whose versions a row has.
+        environment: variables of the processes.
+        ended: the row of a case whose process did not come to its end; without it the benchmark ends there.
         page: the text of a page that is written beside the rows, of all that are there.
         report: writes other pages of the rows in the file that it is given.
     """
@@ -49,6 +52,8 @@ class Benchmark:
     options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     quick: Mapping[str, Any] = field(default_factory=dict)
     packages: Sequence[str] = ("torch",)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ended: Callable[[dict[str, Any], EndedEarly], Row] | None = None
     page: Callable[[list[Row]], str] | None = None
     report: Callable[[Path], object] | None = None
 
@@ -64,8 +69,9 @@ class Benchmark:
             add_names(parser, self.names, self.default)
         for name, (default, told) in self.options.items():
             kind: dict[str, Any] = {"type": type(default)}
-            if isinstance(default, (tuple, list)):
-                kind = {"type": type(default[0]), "nargs": "+"}
+            values = next(iter(default.values())) if isinstance(default, dict) else default
+            if isinstance(values, (tuple, list)):
+                kind = {"type": type(values[0]) if values else str, "nargs": "+"}
             elif isinstance(default, bool):
                 kind = {"action": "store_true"}
             parser.add_argument("--" + name.replace("_", "-"), default=default, help=told, **kind)
@@ -79,9 +85,10 @@ class Benchmark:
     def cases(self, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         """All that is asked for, name by name, in the order of the options."""
         given = {name: getattr(args, name) for name in self.options}
-        many = [name for name, (default, _) in self.options.items() if isinstance(default, tuple)]
+        many = {name: given[name] for name, (default, _) in self.options.items() if isinstance(default, (tuple, dict))}
         for name in args.names if self.names else [None]:
-            for values in itertools.product(*(given[each] for each in many)):
+            of_name = (values[name] if isinstance(values, dict) else values for values in many.values())
+            for values in itertools.product(*of_name):
                 case = {**given, **dict(zip(many, values, strict=True))}
                 yield case if name is None else {"name": name, **case}
 
@@ -97,7 +104,8 @@ class Benchmark:
         """
         args = self.parser().parse_args(arguments)
         if self.quick and args.quick:
-            kept = {} if args.names == [*(self.default or self.names)] else {"names": args.names}
+            named = self.names and args.names != [*(self.default or self.names)]
+            kept = {"names": args.names} if named else {}
             vars(args).update({**self.quick, **kept})
         if not getattr(args, "report", False):
             print("", self.table(self._measured(args)), sep="\n")
@@ -117,8 +125,12 @@ class Benchmark:
         for case in self.cases(args):
             if case in done:
                 continue
-            with ProcessPoolExecutor(1, get_context("spawn")) as apart:
-                rows = apart.submit(_rows, self.measure, case).result()
+            try:
+                rows = [*apart(partial(self.measure, **case), environment=self.environment)]
+            except EndedEarly as end:
+                if self.ended is None:
+                    raise
+                rows = [self.ended(case, end)]
             for row in rows:
                 append(args.out, {**about, "asked": case, **row})
                 print("  ".join(self.cells(row)), flush=True)
@@ -126,8 +138,10 @@ class Benchmark:
         return made
 
 
-def _rows(measure: Callable[..., Iterable[Row]], case: dict[str, Any]) -> list[Row]:
-    return [*measure(**case)]
+def document(title: str, *parts: str | Table) -> str:
+    """A page in Markdown: a title, and paragraphs and tables below it."""
+    texts = [part if isinstance(part, str) else part.markdown() for part in parts]
+    return "\n\n".join([f"# {title}", *texts]) + "\n"
 
 
 def where_from(rows: Sequence[Row]) -> str:

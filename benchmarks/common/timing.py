@@ -6,17 +6,17 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.networks.batches import Batch, Step
 from checkmate.core.files import VARIABLE
-
-Step = Callable[..., Tensor]
-Batch = tuple[Tensor, ...]
+from checkmate.memory import measure_peak
 
 
 def budget_at(share: float, smallest: int, keep_all: int) -> int:
@@ -72,30 +72,65 @@ def step_and_back(module: nn.Module, step: Step, batch: Batch) -> None:
     step(*batch).backward()
 
 
+def peak_of_step(module: nn.Module, step: Step, batch: Batch) -> int:
+    """Bytes that a second step allocates at its peak, from no gradients; it leaves none."""
+    run = partial(step_and_back, module, step, batch)
+    run()
+    module.zero_grad(set_to_none=True)
+    peak = measure_peak(run).peak
+    module.zero_grad(set_to_none=True)
+    return peak
+
+
+def seconds_in_turn(
+    steps: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[], object] = lambda: None
+) -> dict[str, list[float]]:
+    """Seconds of each step in each round, in which all take turns, so that what else the machine does meets all.
+
+    The first round warms up, and is not counted; every second one goes the other way round.
+
+    Args:
+        steps: by name.
+        rounds: how many count.
+        before: is called before each step, and is not timed.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(rounds + 1):
+        for name in [*steps][:: 1 if i % 2 else -1]:
+            before()
+            began = time.perf_counter()
+            steps[name]()
+            taken[name].append(time.perf_counter() - began)
+    return {name: seconds[1:] for name, seconds in taken.items()}
+
+
+def median_ratio(these: Sequence[float], those: Sequence[float]) -> float:
+    """The median of the ratios, round by round."""
+    return statistics.median(a / b for a, b in zip(these, those, strict=True))
+
+
 def paired_times(
     module: nn.Module,
     plain: Step,
     compiled: Step,
     batch: Batch,
     pairs: int,
-    finish: Callable[[], object] | None = None,
+    finish: Callable[[], object] = lambda: None,
 ) -> tuple[float, float, float]:
     """Median seconds of a plain and a compiled step, and the median of their ratios, pair by pair.
 
-    Both run within each pair, first one first, then the other, so that what else the machine does meets both.
     ``finish`` waits for what a step has started: a GPU works on while Python goes ahead.
     """
-    times: dict[Step, list[float]] = {plain: [], compiled: []}
-    for pair in range(pairs + 1):
-        for step in (plain, compiled) if pair % 2 else (compiled, plain):
-            module.zero_grad(set_to_none=True)
-            if finish is not None:
-                finish()
-            began = time.perf_counter()
-            step(*batch).backward()
-            if finish is not None:
-                finish()
-            times[step].append(time.perf_counter() - began)
-    (_, *plain_times), (_, *compiled_times) = times.values()  # the first pair warms up
-    ratios = [b / a for a, b in zip(plain_times, compiled_times, strict=True)]
-    return statistics.median(plain_times), statistics.median(compiled_times), statistics.median(ratios)
+
+    def run(step: Step) -> None:
+        step(*batch).backward()
+        finish()
+
+    def begin() -> None:
+        module.zero_grad(set_to_none=True)
+        finish()
+
+    steps = {"plain": partial(run, plain), "compiled": partial(run, compiled)}
+    plain_times, compiled_times = seconds_in_turn(steps, pairs, begin).values()
+    ratio = median_ratio(compiled_times, plain_times)
+    return statistics.median(plain_times), statistics.median(compiled_times), ratio

@@ -16,17 +16,16 @@ what came of them.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+from benchmarks.common.apart import EndedEarly, apart
 from benchmarks.common.rows import Row, append, documented, origin, read
 from benchmarks.hunt.reduce import reduced
 from benchmarks.hunt.run import outcome
@@ -47,44 +46,31 @@ OUTCOMES = {
 }
 
 
-def _child(numbers: range, seconds: int, pipe: Connection) -> None:
+def _tried(numbers: range, seconds: int) -> Iterator[Row]:
+    """What comes of each program, in this process."""
     signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries warn of
     for number in numbers:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-        pipe.send((number, outcome(program(number))))
+        yield outcome(program(number))
 
 
-def _outcomes(numbers: range, seconds: int, context: Any) -> Iterator[Row]:
+def _outcomes(numbers: range, seconds: int) -> Iterator[Row]:
     """What came of each program, from processes of which the next goes on where one has ended."""
     while numbers:
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(numbers, seconds, there), daemon=True)
-        process.start()
-        there.close()
-        while numbers:
-            try:
-                if not here.poll(WAIT * seconds):
-                    break
-                _, row = here.recv()
-            except EOFError:
-                break
+        try:
+            for row in apart(partial(_tried, numbers, seconds), patience=WAIT * seconds):
+                numbers = numbers[1:]
+                yield row
+        except EndedEarly as end:
             numbers = numbers[1:]
-            yield row
-        process.join(0.5)
-        late = process.is_alive() or process.exitcode == -signal.SIGVTALRM
-        if process.is_alive():
-            process.kill()
-            process.join()
-        if numbers:
-            numbers = numbers[1:]
-            ended = {"outcome": "raw", "why": f"the process ended with code {process.exitcode}"}
-            yield {"outcome": "no end", "why": f"after {seconds} seconds"} if late else ended
+            late = {"outcome": "no end", "why": f"after {seconds} seconds"}
+            yield late if end.late else {"outcome": "raw", "why": str(end)}
 
 
-def block(numbers: range, seconds: int, context: Any) -> Row:
+def block(numbers: range, seconds: int) -> Row:
     """The row of a block of programs."""
-    began, found = time.monotonic(), [*_outcomes(numbers, seconds, context)]
+    began, found = time.monotonic(), [*_outcomes(numbers, seconds)]
     by_reason: dict[str, Counter[str]] = {
         kind: Counter(row["why"] for row in found if row["outcome"] == kind) for kind in ("refused", "raw", "no end")
     }
@@ -102,9 +88,9 @@ def block(numbers: range, seconds: int, context: Any) -> Row:
 
 def run(blocks: list[range], jobs: int, seconds: int) -> Iterator[Row]:
     """The row of each block, as they end."""
-    context, about = multiprocessing.get_context("spawn"), origin()
+    about = origin()
     with ThreadPoolExecutor(jobs) as pool:
-        for done in as_completed([pool.submit(block, numbers, seconds, context) for numbers in blocks]):
+        for done in as_completed([pool.submit(block, numbers, seconds) for numbers in blocks]):
             yield {**about, **done.result()}
 
 

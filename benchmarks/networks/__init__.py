@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from benchmarks.networks.batches import Batch, Step, classifier, images, language_model, tokens
 from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.mlp import MLP
 from benchmarks.networks.mobilenet import MobileNetV2
@@ -22,7 +22,6 @@ from benchmarks.networks.unet import UNet
 from benchmarks.networks.vgg import VGG
 from benchmarks.networks.vit import ViT
 
-Step = Callable[..., Tensor]
 CLASSES = 10
 
 
@@ -31,64 +30,33 @@ class Case:
     """A network to train: ``make(seed)`` gives the module, the step ``step(*batch) -> loss``, and a batch."""
 
     name: str
-    make: Callable[[int], tuple[nn.Module, Step, tuple[Tensor, ...]]]
+    build: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+    step: Callable[[nn.Module], Step] = classifier
 
-
-def _step(module: nn.Module) -> Step:
-    """The module and, inside the step, its cross entropy: classes are dimension 1 of the output."""
-
-    def step(x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(module(x), target)
-
-    return step
-
-
-def _classifier(name: str, build: Callable[[], nn.Module], *shape: int) -> Case:
-    def make(seed: int) -> tuple[nn.Module, Step, tuple[Tensor, ...]]:
+    def make(self, seed: int) -> tuple[nn.Module, Step, Batch]:
+        """The same for the same seed."""
         torch.manual_seed(seed)
-        module = build()
-        batch = torch.randn(shape), torch.randint(CLASSES, (shape[0],))
-        return module, _step(module), batch
-
-    return Case(name, make)
+        module = self.build()
+        return module, self.step(module), self.batch()
 
 
-def _unet(seed: int) -> tuple[nn.Module, Step, tuple[Tensor, ...]]:
-    torch.manual_seed(seed)
-    module = UNet(CLASSES, depth=3, base=16)
-    batch = torch.randn(4, 3, 64, 64), torch.randint(CLASSES, (4, 64, 64))
-    return module, _step(module), batch
+def _numbers() -> Batch:
+    return torch.randn(512, 64), torch.randint(CLASSES, (512,))
 
 
-def language_model(module: nn.Module) -> Step:
-    """The step of a module from tokens to logits: each token is predicted from those before it."""
-
-    def step(tokens: Tensor) -> Tensor:
-        logits = module(tokens[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-    return step
-
-
-def _gpt2(name: str, attention: Literal["eager", "sdpa"], layers: int) -> Case:
-    def make(seed: int) -> tuple[nn.Module, Step, tuple[Tensor, ...]]:
-        torch.manual_seed(seed)
-        module = GPT2(vocabulary=128, positions=64, width=64, layers=layers, heads=4, attention=attention)
-        return module, language_model(module), (torch.randint(128, (8, 65)),)
-
-    return Case(name, make)
-
-
+_gpt2 = partial(GPT2, vocabulary=128, positions=64, width=64, heads=4)
+_text = partial(tokens, 8, 64, 128)
 _CASES = (
-    _classifier("mlp", lambda: MLP(64, 128, layers=6, classes=CLASSES), 512, 64),
-    _classifier("vgg", lambda: VGG(((16, 1), (32, 2), (64, 2)), CLASSES), 8, 3, 64, 64),
-    _classifier("resnet18", lambda: resnet18(CLASSES, base=16), 32, 3, 64, 64),
-    _classifier("resnet50", lambda: resnet50(CLASSES, base=16), 8, 3, 64, 64),
-    Case("unet", _unet),
-    _classifier("mobilenet", lambda: MobileNetV2(CLASSES, width=0.5), 8, 3, 64, 64),
-    _classifier("vit", lambda: ViT(32, 4, width=64, layers=3, heads=4, classes=CLASSES), 16, 3, 32, 32),
-    _gpt2("gpt2-eager", "eager", layers=2),
-    _gpt2("gpt2-sdpa", "sdpa", layers=2),
-    _gpt2("gpt2-4", "eager", layers=4),
+    Case("mlp", lambda: MLP(64, 128, layers=6, classes=CLASSES), _numbers),
+    Case("vgg", lambda: VGG(((16, 1), (32, 2), (64, 2)), CLASSES), partial(images, 8, 64, CLASSES)),
+    Case("resnet18", lambda: resnet18(CLASSES, base=16), partial(images, 32, 64, CLASSES)),
+    Case("resnet50", lambda: resnet50(CLASSES, base=16), partial(images, 8, 64, CLASSES)),
+    Case("unet", lambda: UNet(CLASSES, depth=3, base=16), partial(images, 4, 64, CLASSES, pixels=True)),
+    Case("mobilenet", lambda: MobileNetV2(CLASSES, width=0.5), partial(images, 8, 64, CLASSES)),
+    Case("vit", lambda: ViT(32, 4, width=64, layers=3, heads=4, classes=CLASSES), partial(images, 16, 32, CLASSES)),
+    Case("gpt2-eager", lambda: _gpt2(layers=2, attention="eager"), _text, language_model),
+    Case("gpt2-sdpa", lambda: _gpt2(layers=2, attention="sdpa"), _text, language_model),
+    Case("gpt2-4", lambda: _gpt2(layers=4, attention="eager"), _text, language_model),
 )
 CASES: dict[str, Case] = {case.name: case for case in _CASES}

@@ -17,40 +17,6 @@ def _conv_norm(
     )
 
 
-class DenseNet(nn.Module):
-    """Dense blocks (Huang et al. 2017): each layer reads all that its block has made so far, concatenated."""
-
-    def __init__(self, classes: int, growth: int = 8, layers: tuple[int, ...] = (3, 3)) -> None:
-        super().__init__()
-        width = 2 * growth
-        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
-        self.blocks, self.halves = nn.ModuleList(), nn.ModuleList()
-        for count in layers:
-            self.blocks.append(
-                nn.ModuleList(
-                    nn.Sequential(
-                        nn.BatchNorm2d(width + i * growth),
-                        nn.ReLU(inplace=True),
-                        nn.Conv2d(width + i * growth, growth, 3, padding=1, bias=False),
-                    )
-                    for i in range(count)
-                )
-            )
-            width += count * growth
-            self.halves.append(nn.Sequential(_conv_norm(width, width // 2), nn.AvgPool2d(2)))
-            width //= 2
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block, halve in zip(self.blocks, self.halves, strict=True):
-            features = [x]
-            for layer in block:
-                features.append(layer(torch.cat(features, dim=1)))
-            x = halve(torch.cat(features, dim=1))
-        return self.head(x.mean(dim=(2, 3)))
-
-
 class SqueezeExcitation(nn.Module):
     """Scales each channel by a gate computed from the means of all (Hu et al. 2018)."""
 
@@ -148,24 +114,6 @@ class FCN(nn.Module):
         fine = self.fine(x)
         scores = self.fine_scores(fine) + self.widen(self.coarse_scores(self.coarse(fine)))
         return F.interpolate(scores, size=x.shape[2:], mode="bilinear", align_corners=False)
-
-
-class SegNet(nn.Module):
-    """Places of the maxima are kept on the way down and used on the way up (Badrinarayanan et al. 2017)."""
-
-    def __init__(self, classes: int, width: int = 12) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([_conv_norm(3, width, 3), _conv_norm(width, 2 * width, 3)])
-        self.up = nn.ModuleList([_conv_norm(2 * width, width, 3), nn.Conv2d(width, classes, 3, padding=1)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = []
-        for layer in self.down:
-            x, indices = F.max_pool2d(layer(x), 2, return_indices=True)
-            places.append(indices)
-        for layer in self.up:
-            x = layer(F.max_unpool2d(x, places.pop(), 2))
-        return x
 
 
 class InceptionBlock(nn.Module):

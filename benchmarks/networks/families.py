@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.networks import hugging_face
-from benchmarks.networks.convolutional import FCN, DenseNet, Inception, SegNet, efficientnet, mobilenet_v3
+from benchmarks.networks.batches import classifier, language_model, tokens
+from benchmarks.networks.convolutional import FCN, Inception, efficientnet, mobilenet_v3
+from benchmarks.networks.full_size import DenseNet, SegNet
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.patches import Mixer, Swin
 from benchmarks.networks.recurrent import CellLSTM, HandWrittenLSTM, LibraryLSTM, TreeLSTM
@@ -52,22 +54,14 @@ def _tokens(build: Callable[[], nn.Module]) -> Family:
 
     def make() -> Made:
         module = build()
-
-        def step(tokens: Tensor) -> Tensor:
-            return F.cross_entropy(module(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-        return module, step, (torch.randint(VOCABULARY, (4, 6)),)
+        return module, language_model(module), tokens(4, 5, VOCABULARY)
 
     return make
 
 
 def _tree() -> Made:
     module = TreeLSTM(VOCABULARY, 16, CLASSES, tree=(((0, 1), 2), (3, 4)))
-
-    def step(tokens: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(module(tokens), target)
-
-    return module, step, (torch.randint(VOCABULARY, (16, 5)), torch.randint(CLASSES, (16,)))
+    return module, classifier(module), (torch.randint(VOCABULARY, (16, 5)), torch.randint(CLASSES, (16,)))
 
 
 def _transformers(build: hugging_face.Build) -> Made:
@@ -83,14 +77,14 @@ def _transformers(build: hugging_face.Build) -> Made:
 FAMILIES: dict[str, Family] = {
     "VGG": _images(lambda: VGG(((8, 1), (16, 2)), CLASSES)),
     "ResNet": _images(lambda: resnet18(CLASSES, base=8)),
-    "DenseNet": _images(lambda: DenseNet(CLASSES)),
+    "DenseNet": _images(lambda: DenseNet(CLASSES, growth=8, blocks=(3, 3))),
     "MobileNetV2": _images(lambda: MobileNetV2(CLASSES, table=((1, 8, 1, 1), (6, 12, 2, 2)))),
     "MobileNetV3": _images(lambda: mobilenet_v3(CLASSES)),
     "EfficientNet": _images(lambda: efficientnet(CLASSES)),
     "Inception": _images(lambda: Inception(CLASSES)),
     "U-Net": _images(lambda: UNet(CLASSES, depth=2, base=8), pixels=True),
     "FCN": _images(lambda: FCN(CLASSES), pixels=True),
-    "SegNet": _images(lambda: SegNet(CLASSES), pixels=True),
+    "SegNet": _images(lambda: SegNet(CLASSES, widths=(12, 24), depths=(1, 1)), pixels=True),
     "MLP-Mixer": _images(lambda: Mixer(16, 4, width=16, layers=1, classes=CLASSES)),
     "ViT": _images(lambda: ViT(16, 4, width=16, layers=1, heads=2, classes=CLASSES)),
     "Swin": _images(lambda: Swin(16, 2, width=16, heads=2, classes=CLASSES)),

@@ -1,4 +1,4 @@
-"""Networks at full size that are only traced."""
+"""Networks at the sizes of their papers, two of which are made small, too."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class DenseBlock(nn.Module):
         return torch.cat(features, dim=1)
 
 
-class DenseNet121(nn.Module):
-    """The densely connected network of 121 layers (Huang et al. 2017), growth 32, halved between its blocks."""
+class DenseNet(nn.Module):
+    """The densely connected network (Huang et al. 2017), halved between its blocks; by default that of 121 layers."""
 
-    def __init__(self, classes: int, growth: int = 32) -> None:
+    def __init__(self, classes: int, growth: int = 32, blocks: tuple[int, ...] = (6, 12, 24, 16)) -> None:
         super().__init__()
         width = 2 * growth
         parts: list[nn.Module] = [
@@ -59,7 +59,7 @@ class DenseNet121(nn.Module):
             nn.ReLU(inplace=True),
             nn.MaxPool2d(3, stride=2, padding=1),
         ]
-        for i, layers in enumerate((6, 12, 24, 16)):
+        for i, layers in enumerate(blocks):
             if i:
                 parts += [_norm_relu_conv(width, width // 2, 1), nn.AvgPool2d(2)]
                 width //= 2
@@ -123,9 +123,13 @@ class FCN8(nn.Module):
 class SegNet(nn.Module):
     """VGG-16 with batch norms down and, by the places of the maxima, up again (Badrinarayanan et al. 2017)."""
 
-    def __init__(self, classes: int) -> None:
+    def __init__(
+        self,
+        classes: int,
+        widths: tuple[int, ...] = (64, 128, 256, 512, 512),
+        depths: tuple[int, ...] = (2, 2, 3, 3, 3),
+    ) -> None:
         super().__init__()
-        widths, depths = (64, 128, 256, 512, 512), (2, 2, 3, 3, 3)
         down, up = [], []
         before = 3
         for i, (width, depth) in enumerate(zip(widths, depths, strict=True)):

@@ -1,5 +1,6 @@
 """``python -m benchmarks.peers``: compare with other ways to save memory."""
 
-from benchmarks.peers.comparison import main
+from benchmarks.peers.comparison import BENCHMARK
 
-main()
+if __name__ == "__main__":
+    BENCHMARK.run()

@@ -1,6 +1,7 @@
 """Ours beside what people use today: peak, time of a step, time to plan and equality of bits, in one run.
 
-    python -m benchmarks.peers [NETWORK ...] [--minutes 6] [--out benchmarks/results/peers.jsonl]
+    python -m benchmarks.peers [NETWORK ...] [--minutes 6]
+    python -m benchmarks.peers --report     # from the rows: results/peers.md, and a picture of each network
 
 For each network every way of `benchmarks.peers.settings` trains the same parameters on the same batch. Peaks are the
 running sum of the profiler's memory events over a forward and a backward from no gradients, with parameters, buffers
@@ -10,9 +11,7 @@ of a step is divided by the mean of the two plain ones next to it. Each runs twi
 Ours plan for the peaks of the peers that are best in peak and time, and for budgets from the smallest that works to
 keeping everything.
 
-Then each way trains in a process of its own, for how far that grows (`benchmarks.peers.resident`).
-
-The table and the picture of each network are made from the rows at the end (``--report`` makes only them).
+`benchmarks.peers.resident` then trains each way in a process of its own, for how far that grows.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,10 +33,10 @@ from torch import Tensor
 
 import checkmate
 from benchmarks.common import timing as measuring
-from benchmarks.common.rows import Row, add_names, append, documented, origin
-from benchmarks.common.timing import Step
+from benchmarks.common.rows import Row
+from benchmarks.common.runner import Benchmark
+from benchmarks.networks.batches import Step
 from benchmarks.peers import report as peers_report
-from benchmarks.peers import resident
 from benchmarks.peers.settings import (
     EAGER,
     HEURISTICS,
@@ -52,7 +51,6 @@ from benchmarks.peers.subjects import NETWORKS, Network, Subject
 from checkmate.backends.tensor_state import differing
 from checkmate.memory import CPU, measure_peak, record_allocations
 
-RESULTS = Path(__file__).parents[1] / "results" / "peers.jsonl"
 SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)  # from the smallest budget to keeping everything
 HEURISTIC_SHARES = (0.2, 0.5)
 INDUCTOR_SHARES = (0.2, 0.5, 1.0)
@@ -73,7 +71,7 @@ class Options:
     shares: Sequence[float] = SHARES
     time_limit: float = 20.0  # seconds to plan for one budget
     minutes: float = 6.0  # of timed rounds
-    rounds: tuple[int, int] = ROUNDS
+    rounds: Sequence[int] = ROUNDS
     deadline: float = float("inf")  # of time.monotonic: what is not compiled by then is left out
     takes: Callable[[Setting], bool] = lambda setting: True  # which of the peers
 
@@ -247,7 +245,7 @@ class Comparison:
             entry.timed_with = first.setdefault(key, entry)
         return list(first.values())
 
-    def time(self, entries: Sequence[Entry], minutes: float, rounds: tuple[int, int]) -> None:
+    def time(self, entries: Sequence[Entry], minutes: float, rounds: Sequence[int]) -> None:
         """Rounds of all entries, each in a new order, until the time is over."""
         order, rng = list(entries), random.Random(0)
         deadline = time.monotonic() + 60 * minutes
@@ -342,33 +340,36 @@ def compare(network: Network, options: Options, report: Callable[[str], None]) -
     return comparison.rows()
 
 
-def main() -> None:
-    """Compare what was asked for, append the rows to the file, and make the tables and the pictures."""
-    parser = documented(__doc__)
-    add_names(parser, NETWORKS)
-    parser.add_argument("--device", type=torch.device, default=CPU)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=Options.minutes, help="for the timed rounds of a network")
-    parser.add_argument("--rounds", type=int, nargs=2, default=ROUNDS, help="the fewest and the most")
-    parser.add_argument("--time-limit", type=float, default=Options.time_limit, help="seconds to plan for one budget")
-    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="budgets of ours")
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--knobs", nargs="+", metavar="KNOB", help='of the peers, for example "each block" "dp 0.5"')
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help="only make tables and pictures of the rows in the file")
-    args = parser.parse_args()
-    if not args.report:
-        torch.set_num_threads(args.threads)
-        about = origin()
-        options = Options(args.device, args.only, args.shares, args.time_limit, args.minutes, tuple(args.rounds))
-        if args.knobs:
-            options = replace(options, takes=lambda setting: setting.knob in args.knobs)
-        for name in args.names:
-            began = time.monotonic()
-            rows = compare(NETWORKS[name], options, partial(print, f"{name}:", file=sys.stderr, flush=True))
-            append(args.out, *({**about, **row} for row in rows))
-            if args.device.type == "cpu" and sys.platform == "linux":
-                found = resident.measure(rows, partial(print, f"{name}:", file=sys.stderr, flush=True))
-                append(peers_report.resident_file(args.out), *({**about, **row} for row in found))
-            print(f"{name}: {len(rows)} rows in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    print(peers_report.render(args.out))
+def rows_of(name: str, device: str, threads: int, knobs: Sequence[str], **options: Any) -> list[Row]:
+    """Compare all ways to train one network; ``options``: others of `Options`."""
+    torch.set_num_threads(threads)
+    wanted = Options(torch.device(device), **options, takes=lambda setting: not knobs or setting.knob in knobs)
+    return compare(NETWORKS[name], wanted, partial(print, f"{name}:", file=sys.stderr, flush=True))
+
+
+def _cells(row: Row) -> list[str]:
+    way = [row["model"], row["family"], row["knob"]]
+    if "error" in row:
+        return [*way, "", "", row["error"]]
+    return [*way, f"{row['peak']:_}", f"{row['ratio']:.3f}", peers_report.numbers(row)]
+
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "peers.jsonl",
+    rows_of,
+    ("network", "way", "knob", "peak", "step / plain", "numbers"),
+    _cells,
+    names=NETWORKS,
+    options={
+        "device": ("cpu", "of PyTorch"),
+        "threads": (1, "of PyTorch"),
+        "minutes": (Options.minutes, "for the timed rounds of a network"),
+        "rounds": ([*ROUNDS], "the fewest and the most"),
+        "time_limit": (Options.time_limit, "seconds to plan for one budget"),
+        "shares": ([*SHARES], "budgets of ours"),
+        "only": ([*KINDS], "of these kinds"),
+        "knobs": ([], 'of the peers, for example "each block" "dp 0.5"'),
+    },
+    report=peers_report.render,
+)

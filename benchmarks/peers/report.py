@@ -15,6 +15,7 @@ from typing import Any
 from scipy.stats import wilcoxon
 
 from benchmarks.common.rows import Row, read, shown
+from benchmarks.common.runner import document, where_from
 from benchmarks.peers.settings import EAGER, OURS, OURS_INDUCTOR
 from checkmate.core.table import Table
 
@@ -146,15 +147,15 @@ def short(rows: Sequence[Row]) -> str:
     return Table(heads, cells, {"process", "counted", "step / plain"}).markdown()
 
 
-def render(rows_file: Path) -> str:
-    """Write the document and the pictures next to a file of rows; returns the summary as text."""
+def render(rows_file: Path) -> None:
+    """Write the document and the pictures next to a file of rows, and print the summary."""
     runs = runs_of(rows_file)
     folder = rows_file.with_suffix("")
     folder.mkdir(exist_ok=True)
     for model, rows in runs.items():
         draw(rows, folder / f"{model}.png")
-    rows_file.with_suffix(".md").write_text(document(runs, folder.name))
-    return _overall(runs)
+    rows_file.with_suffix(".md").write_text(page(runs, folder.name))
+    print(_overall(runs))
 
 
 def runs_of(rows_file: Path) -> dict[str, list[Row]]:
@@ -168,19 +169,11 @@ def resident_file(rows_file: Path) -> Path:
     return rows_file.with_name(f"{rows_file.stem}_resident.jsonl")
 
 
-def document(runs: dict[str, list[Row]], folder: str) -> str:
+def page(runs: dict[str, list[Row]], folder: str) -> str:
     """The summary and the table of each network in Markdown; the pictures are in a folder."""
-    sections = [line for model, rows in runs.items() for line in _section(model, rows, folder)]
-    return "\n".join([*_head(runs), _overall(runs), "", *sections])
-
-
-def _head(runs: dict[str, list[Row]]) -> list[str]:
     every = [row for rows in runs.values() for row in rows]
-    commits, machines = (", ".join(sorted({row[key] for row in every})) for key in ("commit", "cpu"))
-    return [
-        "# Beside what people use today",
-        "",
-        f"Made by `python -m benchmarks.peers` at {commits} on {machines}, PyTorch {every[0]['torch']}, "
+    intro = (
+        f"Made by `python -m benchmarks.peers` at {where_from(every)}, PyTorch {every[0]['torch']}, "
         f"{every[0]['threads']} thread. Peaks are measured, parameters, buffers and batch included. *Process* is what "
         "the machine gives for the same: how far the peak resident set of a process in which nothing else has run is "
         "above that before the model was made, in rows with a `growth` parameters, buffers, batch, and growth since "
@@ -190,9 +183,10 @@ def _head(runs: dict[str, list[Row]]) -> list[str]:
         "plain steps next to it, *spread* its quartiles. *First step* is everything until one step is done. *Numbers* "
         "says what differs from plain PyTorch after one step from the same state. *Ours*, for each peer with the same "
         "bits: the time of our fastest step at its peak or below, relative to its own; *faster* or *slower* where a "
-        "signed-rank test over the rounds says so at 5 %.",
-        "",
-    ]
+        "signed-rank test over the rounds says so at 5 %."
+    )
+    sections = [part for model, rows in runs.items() for part in _section(model, rows, folder)]
+    return document("Beside what people use today", intro, _overall(runs), *sections)
 
 
 def _overall(runs: dict[str, list[Row]]) -> str:
@@ -220,22 +214,19 @@ def _overall_cells(s: Row) -> list[str]:
     ]
 
 
-def _section(model: str, rows: Sequence[Row], folder: str) -> list[str]:
+def _section(model: str, rows: Sequence[Row], folder: str) -> list[str | Table]:
     worked = [row for row in rows if "error" not in row]
     eager = next(row for row in worked if row["family"] == EAGER.family)
     ordered = sorted(worked, key=lambda row: (row["peak"], row["ratio"]))
-    lines = [
+    parts: list[str | Table] = [
         f"## {model}",
-        "",
         f"{eager['ops']} ops; parameters, buffers and batch {_bytes(eager['resident'])}, gradients "
         f"{_bytes(eager['gradients'])}; {len(eager['ratios'])} rounds; a plain step takes {eager['seconds']:.2f} s.",
-        "",
         f"![{model}: time of a step against its peak]({folder}/{model}.png)",
-        "",
-        Table(HEADER, [_cells(row, eager, worked) for row in ordered], NUMBERS).markdown(),
+        Table(HEADER, [_cells(row, eager, worked) for row in ordered], NUMBERS),
     ]
     failed = [f"{row['family']} {row['knob']}: {row['error']}" for row in rows if "error" in row]
-    return [*lines, "", *(f"- Failed: {text}" for text in failed), *([""] if failed else [])]
+    return [*parts, *(["\n".join(f"- Failed: {text}" for text in failed)] if failed else [])]
 
 
 def _cells(row: Row, eager: Row, rows: Sequence[Row]) -> list[str]:

@@ -10,11 +10,8 @@ the CPU.
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -22,16 +19,16 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.apart import EndedEarly, apart
 from benchmarks.common.resident import most_above, status
-from benchmarks.common.rows import Row, append, documented, origin, read
+from benchmarks.common.rows import Row, read
+from benchmarks.common.runner import RESULTS, Benchmark
 from benchmarks.common.timing import step_and_back
 from benchmarks.peers.report import KEY, PEERS, latest, same_bits
 from benchmarks.peers.settings import EAGER, OURS, named
-from benchmarks.peers.subjects import Network, Subject
+from benchmarks.peers.subjects import NETWORKS, Network, Subject
 from checkmate.memory import build
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "peers_resident.jsonl"
 FAMILIES = (EAGER.family, *PEERS, OURS)
 WHERE = "benchmarks.peers.subjects:NETWORKS"
 ASKED = ("model", "family", "knob", "budget", "time_limit", "threads")
@@ -57,18 +54,15 @@ def measure(rows: Sequence[Row], report: Callable[[str], None], where: str = WHE
         where: a dict of networks by name, as another process finds it: ``module:name``.
     """
     for row in chosen(rows):
-        asked = {"where": where, **{key: row[key] for key in ASKED}}
-        command = [sys.executable, "-m", "benchmarks.peers.resident", "--one", json.dumps(asked)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            found = {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]}
-        else:
-            found = json.loads(done.stdout.splitlines()[-1])
+        try:
+            (found,) = apart(partial(one, {"where": where, **{key: row[key] for key in ASKED}}))
+        except EndedEarly as end:
+            found = {"error": str(end)[:200]}
         report(f"{row['family']} {row['knob']}: {found}")
         yield {key: row[key] for key in dict.fromkeys([*KEY, *ASKED])} | {"resident": row["resident"], **found}
 
 
-def one(asked: Row) -> Row:
+def one(asked: Row) -> list[Row]:
     """Train one way in this process, and say how far the peak of its steps is above what there was before the model."""
     torch.set_num_threads(asked["threads"])
     module, name = asked["where"].split(":")
@@ -83,33 +77,32 @@ def one(asked: Row) -> Row:
         if setting.family == OURS and failure is not None:
             sys.exit(f"No arena: {failure}.")
         found = {"process": most_above(level, run)}
-        if setting.family != OURS:
-            return found
-        plan, use = step.plans[0], step.memory().rows[0]
-        return {
-            **found,
-            "planned_bytes": plan.peak - plan.problem.resident,
-            "arena_bytes": use.arena,
-            "fallbacks": use.fallbacks,
-        }
+        if setting.family == OURS:
+            plan, use = step.plans[0], step.memory().rows[0]
+            found |= {"planned_bytes": plan.peak - plan.problem.resident}
+            found |= {"arena_bytes": use.arena, "fallbacks": use.fallbacks}
+        return [found]
 
 
-def main() -> None:
-    """Measure what the last rows of some networks have, and append to the file."""
-    parser = documented(__doc__)
-    parser.add_argument("names", nargs="*", metavar="NETWORK")
-    parser.add_argument("--rows", type=Path, default=RESULTS.with_name("peers.jsonl"))
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one is not None:
-        print(json.dumps(one(args.one)), flush=True)
-        return
-    about, runs = origin(), latest(read(args.rows))
-    for name in args.names or runs:
-        for row in measure(runs[name], partial(print, f"{name}:", file=sys.stderr, flush=True)):
-            append(args.out, {**about, **row})
+def rows_of(name: str, rows: str) -> Iterator[Row]:
+    """Measure what the last rows of a network have."""
+    yield from measure(latest(read(Path(rows)))[name], partial(print, f"{name}:", file=sys.stderr, flush=True))
 
+
+def _cells(row: Row) -> list[str]:
+    found = row["error"] if "error" in row else f"{row['process']:_}"
+    return [row["model"], row["family"], row["knob"], found]
+
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "peers_resident.jsonl",
+    rows_of,
+    ("network", "way", "knob", "process"),
+    _cells,
+    names=NETWORKS,
+    options={"rows": (str(RESULTS / "peers.jsonl"), "of the comparison")},
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 import checkmate
-from benchmarks.common.timing import Step
+from benchmarks.networks.batches import Step
 from benchmarks.peers.subjects import Subject
 
 aten = torch.ops.aten

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.common.timing import Batch, Step
-from benchmarks.networks import language_model
+from benchmarks.networks.batches import Batch, Step, classifier, images, language_model, tokens
 from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.resnet import resnet18, resnet50
@@ -25,10 +23,6 @@ from benchmarks.networks.vgg import VGG16
 from benchmarks.networks.vit import ViT
 
 CLASSES = 1000
-
-
-def _classify(module: nn.Module) -> Step:
-    return lambda x, y: F.cross_entropy(module(x), y)
 
 
 def _no_chain(module: Any) -> list[nn.Sequential]:
@@ -47,7 +41,7 @@ class Network:
     make: Callable[[], tuple[Any, Batch]]
     blocks: Callable[[Any], list[nn.Module]]
     chain: Callable[[Any], list[nn.Sequential]] = _no_chain
-    loss: Callable[[Any], Step] = _classify
+    loss: Callable[[Any], Step] = classifier
 
 
 @dataclass(frozen=True)
@@ -142,18 +136,6 @@ class LSTM(nn.Module):
         return self.head(x)
 
 
-def _images(batch: int, size: int) -> Batch:
-    return torch.randn(batch, 3, size, size), torch.randint(CLASSES, (batch,))
-
-
-def _pixels(batch: int, size: int, classes: int) -> Batch:
-    return torch.randn(batch, 3, size, size), torch.randint(classes, (batch, size, size))
-
-
-def _tokens(batch: int, length: int, vocabulary: int) -> Batch:
-    return (torch.randint(vocabulary, (batch, length + 1)),)
-
-
 def _residual_stages(module: Any) -> list[nn.Module]:
     return list(module.stages)
 
@@ -171,44 +153,44 @@ NETWORKS = {
     for network in (
         Network(
             "resnet18",
-            lambda: (resnet18(CLASSES), _images(8, 96)),
+            lambda: (resnet18(CLASSES), images(8, 96, CLASSES)),
             blocks=_residual_stages,
             chain=lambda module: [module.stages],
         ),
         Network(
             "resnet50",
-            lambda: (resnet50(CLASSES), _images(8, 96)),
+            lambda: (resnet50(CLASSES), images(8, 96, CLASSES)),
             blocks=_residual_stages,
             chain=lambda module: [module.stages],
         ),
         Network(
             "vgg16",
-            lambda: (SmallVGG16(CLASSES), _images(4, 96)),
+            lambda: (SmallVGG16(CLASSES), images(4, 96, CLASSES)),
             blocks=lambda module: list(module.features),
             chain=lambda module: [module.features],
         ),
         Network(
             "mobilenetv2",
-            lambda: (MobileNetV2(CLASSES), _images(8, 96)),
+            lambda: (MobileNetV2(CLASSES), images(8, 96, CLASSES)),
             blocks=lambda module: list(module.features),
             chain=lambda module: [module.features],
         ),
-        Network("unet", lambda: (UNet(20, depth=4, base=32), _pixels(4, 96, 20)), blocks=_unet_blocks),
+        Network("unet", lambda: (UNet(20, depth=4, base=32), images(4, 96, 20, pixels=True)), blocks=_unet_blocks),
         Network(
             "gpt2",
-            lambda: (GPT2(2048, 256, width=256, layers=4, heads=4, attention="sdpa"), _tokens(4, 256, 2048)),
+            lambda: (GPT2(2048, 256, width=256, layers=4, heads=4, attention="sdpa"), tokens(4, 256, 2048)),
             blocks=_gpt2_blocks,
             loss=language_model,
         ),
         Network(
             "vit",
-            lambda: (ViT(96, 8, width=192, layers=12, heads=3, classes=CLASSES), _images(8, 96)),
+            lambda: (ViT(96, 8, width=192, layers=12, heads=3, classes=CLASSES), images(8, 96, CLASSES)),
             blocks=lambda module: list(module.blocks),
             chain=lambda module: [module.blocks],
         ),
         Network(
             "lstm",
-            lambda: (LSTM(1024, width=256, segments=8), _tokens(32, 32, 1024)),
+            lambda: (LSTM(1024, width=256, segments=8), tokens(32, 32, 1024)),
             blocks=lambda module: [segment for layer in module.layers for segment in layer],
             loss=language_model,
         ),
@@ -221,18 +203,18 @@ def on_a_gpu(*, small: bool) -> dict[str, Network]:
 
     def gpt2() -> tuple[nn.Module, Batch]:
         if small:
-            return GPT2(64, 32, width=32, layers=2, heads=2, attention="sdpa"), _tokens(2, 32, 64)
-        return GPT2(50257, 1024, width=1024, layers=24, heads=16, attention="sdpa"), _tokens(16, 1024, 50257)
+            return GPT2(64, 32, width=32, layers=2, heads=2, attention="sdpa"), tokens(2, 32, 64)
+        return GPT2(50257, 1024, width=1024, layers=24, heads=16, attention="sdpa"), tokens(16, 1024, 50257)
 
     def unet() -> tuple[nn.Module, Batch]:
         if small:
-            return UNet(4, depth=2, base=4), _pixels(2, 32, 4)
-        return UNet(20, depth=4, base=64), _pixels(32, 384, 20)
+            return UNet(4, depth=2, base=4), images(2, 32, 4, pixels=True)
+        return UNet(20, depth=4, base=64), images(32, 384, 20, pixels=True)
 
     def resnet() -> tuple[nn.Module, Batch]:
         if small:
-            return resnet18(CLASSES, base=4), _images(2, 32)
-        return resnet50(CLASSES), _images(256, 224)
+            return resnet18(CLASSES, base=4), images(2, 32, CLASSES)
+        return resnet50(CLASSES), images(256, 224, CLASSES)
 
     networks = (
         Network("gpt2-medium", gpt2, blocks=_gpt2_blocks, loss=language_model),

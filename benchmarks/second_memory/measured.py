@@ -11,15 +11,16 @@ by `checkmate.verify`. One row for each network and way goes to `benchmarks/resu
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 import checkmate
 from benchmarks.common.rows import Row, latest, shown
-from benchmarks.common.runner import Benchmark, where_from
+from benchmarks.common.runner import Benchmark, document, where_from
+from benchmarks.common.timing import seconds_in_turn, step_and_back
 from benchmarks.peers.subjects import NETWORKS, Subject
 from checkmate.core.table import Table
 from checkmate.core.timing import timing
@@ -46,7 +47,10 @@ def rows_of(name: str, where: Sequence[str], rounds: int) -> list[Row]:
         way: checkmate.compile(subject.plain, budget=budget, wait="best", time_limit=TIME_LIMIT, **about)
         for way, about in asked.items()
     }
-    times = _in_turn({"plain": subject.plain, **steps}, subject, rounds)
+    timed: dict[str, Any] = {"plain": subject.plain, **steps}
+    runs = {way: partial(step_and_back, subject.module, step, subject.batch) for way, step in timed.items()}
+    seconds_in_turn(runs, 0)  # plans
+    times = seconds_in_turn(runs, rounds, subject.module.zero_grad)
     found = []
     for way, about in asked.items():
         report = checkmate.verify(subject.plain, *subject.batch, budget=budget, time_limit=TIME_LIMIT, **about)
@@ -63,33 +67,16 @@ def rows_of(name: str, where: Sequence[str], rounds: int) -> list[Row]:
     return found
 
 
-def _in_turn(steps: dict[str, Callable[..., Any]], subject: Subject, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step, by way, in rounds that run each once."""
-    times: dict[str, list[float]] = {way: [] for way in steps}
-    for turn in range(-2, rounds):  # the first ones plan and warm up
-        for way, step in steps.items():
-            subject.module.zero_grad()
-            began = time.perf_counter()
-            step(*subject.batch).backward()
-            if turn >= 0:
-                times[way].append(time.perf_counter() - began)
-    return times
-
-
 def markdown(rows: Sequence[Row]) -> str:
     """A table with a line that says where the rows are from."""
     last = latest(rows, "network", "way")
-    lines = [
-        "# A file as the second memory",
-        "",
+    return document(
+        "A file as the second memory",
         f"Made by `python -m benchmarks.second_memory.measured` at {where_from(rows)}, one thread: each network "
         "at the smallest budget for which a plan of recomputation alone is known. Times are medians of interleaved "
         "steps.",
-        "",
-        Table(HEADER, [_cells(row) for row in last], HEADER[1:]).markdown(),
-        "",
-    ]
-    return "\n".join(lines)
+        Table(HEADER, [_cells(row) for row in last], HEADER[1:]),
+    )
 
 
 def _cells(row: Row) -> list[str]:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks.common.own_seconds import count_own_seconds
 from benchmarks.common.rows import Row, latest, read, renewed, shown
-from benchmarks.common.runner import Benchmark, where_from
-from benchmarks.solve.comparison import FILES, HERE, facts, load
+from benchmarks.common.runner import Benchmark, document, where_from
+from benchmarks.solve.comparison import FILES, HERE, figures, load
 from checkmate.core.host import Host
 from checkmate.core.table import Table
 from checkmate.core.timing import timing
@@ -45,14 +45,14 @@ def rows_of(name: str, share: float, method: str, time_limit: float) -> Iterator
     solution = solve(
         problem, budget, method="auto" if method == ALONE else method, time_limit=time_limit, progress=False
     )
-    row: Row = {"network": name, "share": share, "method": method, "time_limit": time_limit, **facts(solution)}
+    row: Row = {"network": name, "share": share, "method": method, "time_limit": time_limit, **figures(solution)}
     if solution.plan is not None:
         when = timing(solution.plan, problem)
         row["sent"] = sum(int(problem.sizes[t.value]) for t in when.transfers if not t.back)
         row["fetched"] = sum(int(problem.sizes[t.value]) for t in when.transfers if t.back)
         row["waited"] = when.waited / problem.keep_all_cost
         row["runs_again"] = len(solution.plan.runs) - len(problem.graph.ops)
-    yield {key: value for key, value in row.items() if key != "trajectory"}
+    yield row
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -64,17 +64,13 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 def markdown(rows: Sequence[Row]) -> str:
     """A table with a line that says where the rows are from."""
     limits = ", ".join(f"{limit:g}" for limit in sorted({row["time_limit"] for row in rows}))
-    lines = [
-        "# A second memory",
-        "",
+    return document(
+        "A second memory",
         f"Made by `python -m benchmarks.second_memory` at {where_from(rows)}, one thread, within {limits} "
         "seconds that the process computed. Ops are estimated for an H100, whose host is reached at 55 GB/s each way. "
         "A step is relative to one that keeps everything; all are simulated alike, what is waited for included.",
-        "",
-        Table(HEADER, [_cells(row) for row in in_order(rows)], HEADER[1:]).markdown(),
-        "",
-    ]
-    return "\n".join(lines)
+        Table(HEADER, [_cells(row) for row in in_order(rows)], HEADER[1:]),
+    )
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """``python -m benchmarks.solve``: every solver on the committed graphs."""
 
-from benchmarks.solve.comparison import main
+from benchmarks.solve.comparison import BENCHMARK
 
-main()
+if __name__ == "__main__":
+    BENCHMARK.run()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import Row, latest, read, shown
+from benchmarks.common.runner import document, where_from
 from checkmate.core.table import Table
 
 HEADER = (
@@ -18,14 +19,36 @@ MARKERS = "ovs^D<P>X*dph"
 LEAST_GAP = 1e-6  # what is drawn for less: a logarithm has no zero
 
 
-def render(rows_file: Path) -> tuple[Path, Path]:
-    """Write the table and the picture next to a file of rows, with its name; returns their paths."""
-    every = read(rows_file)
-    rows = in_order([row for row in every if row["share"] is not None])
-    table, picture = rows_file.with_suffix(".md"), rows_file.with_suffix(".png")
-    table.write_text(markdown(rows) + least([row for row in every if row["share"] is None]))
-    draw(rows, picture)
-    return table, picture
+def page(every: Sequence[Row]) -> str:
+    """All solves, and the smallest budgets where they were looked for."""
+    rows = in_order(_solves(every))
+    profiles = sorted({row["profile"] for row in rows if "profile" in row})
+    best = best_bounds(rows)
+    parts: list[str | Table] = [
+        f"Made by `python -m benchmarks.solve` at {where_from(rows)}, one thread; costs of "
+        f"ops: {', '.join(profiles)}. Budgets are shares of the peak of keeping everything; cost and bound are "
+        "relative to running each op once. The gap is to the method's own bound, then to the best bound of any method "
+        "here; memory is what the process takes beyond the loaded problem.",
+        Table(HEADER, [_cells(row, best) for row in rows], NUMBERS),
+    ]
+    least = [row for row in every if row["share"] is None and "peak" in row]
+    if last := sorted(latest(least, "graph"), key=lambda row: row["ops"]):
+        parts += [
+            "## The smallest budget",
+            "As shares of the peak of keeping everything: a plan is known that reaches the first, and no schedule at "
+            "all reaches less than the second.",
+            Table(LEAST_HEADER, [_least_cells(row) for row in last], LEAST_HEADER[1:]),
+        ]
+    return document("Solvers on training steps", *parts)
+
+
+def draw_beside(rows_file: Path) -> None:
+    """Draw the picture next to a file of rows, with its name."""
+    draw(in_order(_solves(read(rows_file))), rows_file.with_suffix(".png"))
+
+
+def _solves(every: Sequence[Row]) -> list[Row]:
+    return [row for row in every if row["share"] is not None]
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -52,44 +75,6 @@ def best_bounds(rows: Sequence[Row]) -> dict[Instance, float]:
         if row.get("bound_ratio") is not None:
             best[_instance(row)] = max(best.get(_instance(row), 1.0), row["bound_ratio"])
     return best
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """A table with a line that says where the rows are from."""
-    commits = sorted({row["commit"] for row in rows})
-    machines = sorted({row["cpu"] for row in rows})
-    profiles = sorted({row["profile"] for row in rows if "profile" in row})
-    best = best_bounds(rows)
-    lines = [
-        "# Solvers on training steps",
-        "",
-        f"Made by `python -m benchmarks.solve` at {', '.join(commits)} on {', '.join(machines)}, one thread; costs of "
-        f"ops: {', '.join(profiles)}. Budgets are shares of the peak of keeping everything; cost and bound are "
-        "relative to running each op once. The gap is to the method's own bound, then to the best bound of any method "
-        "here; memory is what the process takes beyond the loaded problem.",
-        "",
-        Table(HEADER, [_cells(row, best) for row in rows], NUMBERS).markdown(),
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def least(rows: Sequence[Row]) -> str:
-    """A table of the smallest budgets, relative to keeping everything; empty without rows."""
-    last = sorted(latest([row for row in rows if "peak" in row], "graph"), key=lambda row: row["ops"])
-    if not last:
-        return ""
-    lines = [
-        "",
-        "## The smallest budget",
-        "",
-        "As shares of the peak of keeping everything: a plan is known that reaches the first, and no schedule at all "
-        "reaches less than the second.",
-        "",
-        Table(LEAST_HEADER, [_least_cells(row) for row in last], LEAST_HEADER[1:]).markdown(),
-        "",
-    ]
-    return "\n".join(lines)
 
 
 def _least_cells(row: Row) -> list[str]:

@@ -1,6 +1,6 @@
 """What each stage of `auto` is worth: each is left out in turn, on six graphs, at a roomy and at a tight budget.
 
-    python -m benchmarks.solve.stages [--graphs NAME ...] [--time-limit 10]
+    python -m benchmarks.solve.stages [GRAPH ...] [--time-limit 5]
     python -m benchmarks.solve.stages --report     # from the rows: results/stages.md
 
 Each solve is a process of its own, on one thread, on Linux. Seconds, those of the limit too, are the ones that it
@@ -10,22 +10,18 @@ where a plan is given to begin with.
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 import statistics
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from benchmarks.common.own_seconds import count_own_seconds
-from benchmarks.solve.comparison import HERE, facts, load, origin
+from benchmarks.common.rows import Row
+from benchmarks.common.runner import Benchmark, document, where_from
+from benchmarks.solve.comparison import ONE_THREAD, figures, load
+from checkmate.core.table import Table
 from checkmate.solvers.auto import STAGES
 from checkmate.solvers.solve import solve
 
-RESULTS = HERE / "results" / "stages.jsonl"
-TIME_LIMIT = 5.0  # seconds for each solve
-BUDGETS = {  # shares of the peak of keeping everything; the second is close to the smallest budget
+SHARES = {  # of the peak of keeping everything; the second is close to the smallest budget
     "chain-16": (6 / 18, 4 / 18),
     "vgg16": (0.7, 0.63),
     "unet": (0.5, 0.3),
@@ -36,26 +32,17 @@ BUDGETS = {  # shares of the peak of keeping everything; the second is close to 
 LEFT_OUT = ("", *(stage.name for stage in STAGES if stage.name != "known"))  # "": none
 WORSE = 1e-4  # of the step: a smaller difference is within the gap that is asked for
 HEADER = ("left out", "dearer", "cheaper", "wider gap", "narrower gap", "first plan", "seconds")
-Row = dict[str, Any]
+CASES = ("graph", "ops", "budget", "left out", "recomputed", "gap", "first plan", "seconds")
+NUMBERS = {*CASES} - {"graph"}
 Case = tuple[str, float]
 
 
-def cases(graphs: Sequence[str]) -> Iterator[tuple[str, float, str]]:
-    """What is to be solved: graph, share and the stage that is left out."""
-    for graph in graphs:
-        for share in BUDGETS[graph]:
-            for stage in LEFT_OUT:
-                yield graph, share, stage
-
-
-def solve_here(graph: str, share: float, stage: str, time_limit: float) -> Row:
+def rows_of(name: str, share: float, without: str, time_limit: float) -> list[Row]:
     """Solve in this process, in seconds that it computes."""
     count_own_seconds()
-    problem, without = load(graph), [stage] if stage else []
-    budget = int(share * problem.keep_all_peak)
-    solution = solve(problem, budget, time_limit=time_limit, without=without, progress=False)
-    row = {"graph": graph, "share": share, "without": stage, "time_limit": time_limit, **facts(solution)}
-    return {name: value for name, value in row.items() if name != "trajectory"}
+    problem, budget = load(name), int(share * load(name).keep_all_peak)
+    solution = solve(problem, budget, time_limit=time_limit, without=[without] if without else [], progress=False)
+    return [{"graph": name, "share": share, "without": without, "time_limit": time_limit, **figures(solution)}]
 
 
 def latest(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
@@ -69,35 +56,21 @@ def latest(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
 def markdown(rows: Sequence[Row]) -> str:
     """A table of the stages, one of all cases, and a line that says where the rows are from."""
     found = latest(rows)
-    commits, machines = (", ".join(sorted({row[key] for row in rows})) for key in ("commit", "cpu"))
     limits = ", ".join(sorted({f"{row['time_limit']:g}" for row in rows}))
     limits_of_stages = ", ".join(f"{s.name}: up to {s.most_ops} ops" for s in STAGES if s.most_ops < float("inf"))
-    lines = [
-        "# What each stage of auto is worth",
-        "",
-        f"Made by `python -m benchmarks.solve.stages` at {commits} on {machines}, one thread, within {limits} seconds "
+    return document(
+        "What each stage of auto is worth",
+        f"Made by `python -m benchmarks.solve.stages` at {where_from(rows)}, one thread, within {limits} seconds "
         "each; seconds are those that the process computed, as the machine was busy with other work. Of "
         f"{len(found)} cases, a graph and a budget: in how many the step is dearer or cheaper than with all stages, or "
         "the gap wider or narrower, by more than 0.01% of the step, and by how much at most; then the seconds up to "
         "the first plan, and in all: medians, divided by those with all stages. No plan counts as a gap of 100%.",
-        "",
         f"Some stages look at small graphs only ({limits_of_stages}): on larger ones their rows differ from those with "
         "all stages by luck alone, of what is done last in the time.",
-        "",
-        *_head(HEADER, 1),
-        *("| " + " | ".join(_worth(found, stage)) + " |" for stage in LEFT_OUT[1:]),
-        "",
+        Table(HEADER, [_worth(found, stage) for stage in LEFT_OUT[1:]], HEADER[1:]),
         "All cases: the budget is a share of the peak of keeping everything.",
-        "",
-        *_head(("graph", "ops", "budget", "left out", "recomputed", "gap", "first plan", "seconds"), 1),
-    ]
-    for (graph, share), by_stage in found.items():
-        for stage in LEFT_OUT:
-            row = by_stage[stage]
-            name = stage or "none"
-            figures = f"{_recomputed(row)} | {_gap(row):.2%} | {_first(row):.2f} s | {row['seconds']:.1f} s"
-            lines.append(f"| {graph} | {row['ops']} | {share:.0%} | {name} | {figures} |")
-    return "\n".join([*lines, ""])
+        Table(CASES, [_cells(by_stage[stage]) for by_stage in found.values() for stage in LEFT_OUT], NUMBERS),
+    )
 
 
 def _worth(found: dict[Case, dict[str, Row]], stage: str) -> list[str]:
@@ -133,33 +106,27 @@ def _gap(row: Row) -> float:
     return 1.0 if row["gap"] is None else float(row["gap"])
 
 
-def _recomputed(row: Row) -> str:
-    return row["status"] if row["cost_ratio"] is None else f"{row['cost_ratio'] - 1:.2%}"
+def _cells(row: Row) -> list[str]:
+    recomputed = row["status"] if row["cost_ratio"] is None else f"{row['cost_ratio'] - 1:.2%}"
+    case = [row["graph"], str(row["ops"]), f"{row['share']:.0%}", row["without"] or "none"]
+    return [*case, recomputed, f"{_gap(row):.2%}", f"{_first(row):.2f} s", f"{row['seconds']:.1f} s"]
 
 
-def _head(names: Sequence[str], left: int) -> tuple[str, str]:
-    marks = ["---" if i < left else "--:" for i in range(len(names))]
-    return "| " + " | ".join(names) + " |", "|" + "|".join(marks) + "|"
-
-
-def main() -> None:
-    """Solve what was asked for and append the rows to the file, and make the report of the rows."""
-    parser = argparse.ArgumentParser(description="auto with each of its stages left out in turn.")
-    parser.add_argument("--graphs", nargs="+", choices=BUDGETS, default=BUDGETS, metavar="NAME")
-    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT, help="seconds for each solve")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--report", action="store_true", help="solve nothing, write the table of the rows")
-    args = parser.parse_args()
-    source = origin()
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as apart:
-        for case in () if args.report else cases(args.graphs):
-            row = apart.apply(solve_here, (*case, args.time_limit))
-            with args.out.open("a") as out:
-                out.write(json.dumps({**source, **row}) + "\n")
-            print(*case, row["status"], row["cost_ratio"], row["gap"], row["seconds"], flush=True)
-    rows = [json.loads(line) for line in args.out.read_text().splitlines()]
-    args.out.with_suffix(".md").write_text(markdown(rows))
-
+BENCHMARK = Benchmark(
+    __doc__,
+    "stages.jsonl",
+    rows_of,
+    CASES,
+    _cells,
+    names=SHARES,
+    options={
+        "share": (SHARES, "of the peak of keeping everything"),
+        "without": (LEFT_OUT, "which stage is left out"),
+        "time_limit": (5.0, "seconds for each solve"),
+    },
+    environment=ONE_THREAD,
+    page=markdown,
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.run()

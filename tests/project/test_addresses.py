@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import addresses
-
-ROOT = Path(__file__).parents[2]
+from benchmarks.common.rows import read
+from tests.support.processes import run_python
 
 
 def test_a_problem_of_minimalloc_is_a_row(tmp_path: Path) -> None:
@@ -30,12 +27,9 @@ def test_a_problem_of_minimalloc_is_a_row(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_what_plans_make_is_placed(tmp_path: Path) -> None:
     out = tmp_path / "addresses.jsonl"
-    folder = ROOT / "tests" / "solvers" / "search" / "minimalloc"
-    command = ["-m", "benchmarks.addresses", str(folder), "--plans", "--graphs", "vgg16", "--out", str(out)]
-    run = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    printed = run_python("-m", "benchmarks.addresses", "minimalloc", "vgg16", "--out", str(out)).stdout
+    rows = read(out)
     assert [row["name"] for row in rows[:7]] == [*"ABCDEF", "vgg16 1"]
     assert all(row["within_capacity"] for row in rows[:6])
     assert all(row["live_peak"] <= row["bound"] <= row["height"] <= row["first_fit"] for row in rows)
-    assert run.stdout.count("\n") == len(rows) + 1
+    assert printed.count("\n") == 2 * len(rows) + 2

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import gpu, profile, start
+from benchmarks import gpu, profile
 from benchmarks.common import data
 from benchmarks.common import timing as measuring
+from benchmarks.common.apart import apart
 from benchmarks.common.rows import add_names, append, latest, origin, read
 from benchmarks.demo import Row
 from benchmarks.networks import CASES
+from benchmarks.start.script import started
 from checkmate.backends.tensor_state import differing
 from tests.support.bits import assert_same_bits
 from tests.support.processes import run_python
@@ -67,11 +69,12 @@ def test_predicted_step_times_are_written_for_each_budget(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_seconds_of_a_first_step_are_those_of_its_parts() -> None:
-    options = ("checkmate", "1", "mlp", "1000000000", "1", "first")
-    (row,) = json.loads(run_python("-c", start.IN_A_PROCESS, *options).stdout.splitlines()[-1])
+    asked = {"backend": "checkmate", "name": "mlp", "sizes": [1.0], "budget": 10**9, "time_limit": 1.0}
+    (row,) = apart(partial(started, ["torch", "checkmate"], own=True, threads=1, **asked))
     parts = [row[f"{part}_seconds"] for part in ("dynamo", "aot", "measure", "plan", "code", "second_step")]
     assert min(parts) > 0
     assert sum(parts) == pytest.approx(row["step_seconds"])
+    assert row["import_seconds"] > 0.1
 
 
 @pytest.mark.slow
@@ -79,21 +82,21 @@ def test_the_seconds_of_a_first_step_are_those_of_its_parts() -> None:
 def test_the_second_start_takes_its_plans_from_disk(tmp_path: Path) -> None:
     out = tmp_path / "start.jsonl"
     printed = run_python("-m", "benchmarks.start", "mlp", "--time-limit", "1", "--out", str(out)).stdout
-    (row,) = read(out)
-    assert [start["from"] for start in row["cold"]] == [None, "another size"]
-    assert [start["from"] for start in row["warm"]] == ["plan cache"] * 2
-    assert [start["gap"] for start in row["warm"]] == [start["gap"] for start in row["cold"]]
-    assert all(start["plan_seconds"] < 1 for start in row["warm"])
-    assert all(start["peak"] <= row["budget"] for start in [*row["cold"], *row["warm"]])
-    assert row["smaller_from_nothing"]["from"] is None
-    assert printed.count("mlp ") == 2
+    rows = read(out)
+    assert [(row["start"], row["from"]) for row in rows] == [
+        *(("cold", None), ("cold", "another size"), ("warm", "plan cache"), ("warm", "plan cache"), ("alone", None)),
+    ]
+    assert [row["gap"] for row in rows[:2]] == [row["gap"] for row in rows[2:4]]
+    assert all(row["plan_seconds"] < 1 for row in rows[2:4])
+    assert all(row["peak"] <= row["budget"] for row in rows)
+    assert printed.count("mlp ") == 2 * len(rows)
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_loss_in_parts_is_measured_beside_other_ways(tmp_path: Path) -> None:
     out = tmp_path / "loss.jsonl"
-    run_python("-m", "benchmarks.loss", "head", "--quick", "--rounds", "2", "--out", str(out))
+    run_python("-m", "benchmarks.loss", "--quick", "--rounds", "2", "--out", str(out))
     plain, by_hand, *others = read(out)
     ours = [row for row in others if row["way"].startswith("checkmate")]
     assert not by_hand["same_bits"]
@@ -202,6 +205,15 @@ def test_training_repeats_bitwise_and_another_seed_does_not(one_thread: None) ->
     first = trained(0)
     assert_same_bits(trained(0), first)
     assert differing(trained(1), first)
+
+
+def test_steps_take_turns_and_the_first_round_does_not_count() -> None:
+    told: list[str] = []
+    steps = {name: partial(told.append, name) for name in "ab"}
+    seconds = measuring.seconds_in_turn(steps, 2, lambda: told.append("-"))
+    assert "".join(told) == "-b-a" + "-a-b" + "-b-a"
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}
+    assert measuring.median_ratio([1.0, 4.0, 9.0], [1.0, 2.0, 3.0]) == 2.0
 
 
 def test_the_data_is_there() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import checkmate
+from benchmarks.common.rows import read
 from checkmate.cli.app import main
 from tests.support.processes import run_python
 from tests.support.sampling import long, slow
@@ -74,30 +74,26 @@ def test_every_command_is_in_the_makefile() -> None:
 
 
 def test_the_committed_rows_keep_their_promises() -> None:
-    lines = (ROOT / "benchmarks" / "results" / "step.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read(ROOT / "benchmarks" / "results" / "step.jsonl")
     assert all(row["bitwise"] and row["measured_peak"] == row["predicted_peak"] <= row["budget"] for row in rows)
 
 
 def test_the_figures_of_the_largest_batch_come_from_the_committed_rows() -> None:
-    lines = (ROOT / "benchmarks" / "results" / "largest_batch.jsonl").read_text().splitlines()
-    sizes = {(row["network"], row["size"], row["keep_all"]) for row in map(json.loads, lines)}
+    rows = read(ROOT / "benchmarks" / "results" / "largest_batch.jsonl")
+    sizes = {(row["network"], row["size"], row["keep_all"]) for row in rows}
     shown = re.findall(r"(VGG-19|ResNet-50|MobileNetV2|U-Net|FCN-8|SegNet)(?: takes)? (\d+)\D+?(\d+)", README)
     assert len(shown) == 6
     assert {(name.replace("-", "").lower(), int(size), int(kept)) for name, size, kept in shown} <= sizes
 
 
 def test_the_figures_of_losses_in_parts_come_from_the_committed_rows() -> None:
-    lines = (ROOT / "benchmarks" / "results" / "loss.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    ways, rows = (read(ROOT / "benchmarks" / "results" / f"{name}.jsonl") for name in ("loss", "splits"))
     written = {
         f"| {row['network']} | {row['keep_all'] / 1e9:.2f} GB | {row['before'] / 1e9:.2f} GB "
         f"| {row['after'] / 1e9:.2f} GB | {1 - row['after'] / row['before']:.1%} "
         f"| {row['split_seconds'] / row['seconds'] - 1:.1%} |"
         for row in rows
-        if "before" in row
     }
-    ways = [row for row in rows if "way" in row]
     assert all(row["same_bits"] for row in ways if row["way"].startswith("checkmate"))
     for row in ways:
         numbers = "same bits" if row["same_bits"] else f"differ by {row['difference']:.0e}"
@@ -109,8 +105,7 @@ def test_the_figures_of_losses_in_parts_come_from_the_committed_rows() -> None:
 
 
 def test_the_figures_of_ops_in_parts_come_from_the_committed_rows() -> None:
-    lines = (ROOT / "benchmarks" / "results" / "splits.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read(ROOT / "benchmarks" / "results" / "splits.jsonl")
     measured = [row for row in rows if row["measured"]]
     assert measured
     assert all(row["measured_peak"] <= row["after"] for row in measured)
@@ -129,8 +124,8 @@ def test_the_figures_of_ops_in_parts_come_from_the_committed_rows() -> None:
 
 
 def test_the_figures_of_planning_come_from_the_committed_rows() -> None:
-    lines = (ROOT / "benchmarks" / "results" / "solve.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if row["method"] == "auto" and row.get("cost_ratio")]
+    rows = read(ROOT / "benchmarks" / "results" / "solve.jsonl")
+    rows = [row for row in rows if row["method"] == "auto" and row.get("cost_ratio")]
     written = {
         f"| {row['graph']} | {row['ops']} | {row['share']:.0%} | {row['cost_ratio'] - 1:.1%} | {row['gap']:.2%} "
         f"| {row['first_plan_seconds']:.1f} s | {row['seconds']:.1f} s |"

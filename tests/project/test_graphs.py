@@ -12,7 +12,7 @@ import pytest
 from benchmarks.common.rows import read
 from benchmarks.solve import report as solve_report
 from benchmarks.solve import stages
-from benchmarks.solve.comparison import FILES, PROBLEMS, cases, facts, least, load
+from benchmarks.solve.comparison import BENCHMARK, FILES, PROBLEMS, SHARES, facts, least, load, rows_of
 from checkmate import Problem, solve
 from checkmate.core.graph import Graph
 from checkmate.solvers.common.certify import TOLERANCE
@@ -96,19 +96,18 @@ def test_the_command_writes_a_file(tmp_path: Path) -> None:
 
 
 def test_budgets_that_no_schedule_meets_and_models_too_large_are_left_out() -> None:
-    assert list(cases(["vgg16"], None, ["next-use"])) == [("vgg16", share, "next-use") for share in (0.9, 0.8, 0.7)]
-    assert list(cases(["vgg16", "gpt2-12"], [0.8], ["milp", "auto"])) == [
-        ("vgg16", 0.8, "milp"),
-        ("vgg16", 0.8, "auto"),
-        ("gpt2-12", 0.8, "auto"),
-    ]
+    asked = {"time_limit": 1.0, "memory_limit": "16 GB"}
+    assert list(rows_of("vgg16", 0.6, "next-use", **asked)) == []
+    assert list(rows_of("gpt2-12", 0.8, "milp", **asked)) == []
+    assert list(rows_of("vgg16", 0.8, "min_budget", **asked)) == list(rows_of("vgg16", 0.0, "auto", **asked)) == []
 
 
 def test_the_budgets_of_chains_are_whole_bytes() -> None:
-    for graph, known in (("chain-8", [8, 6, 5, 4, 3]), ("chain-16", [12, 10, 8, 6, 5, 4])):
+    for graph, known in (("chain-8", [8, 6, 5, 4, 3, 0]), ("chain-16", [12, 10, 8, 6, 5, 4, 0])):
         problem = load(graph)
-        shares = [share for _, share, _ in cases([graph], None, ["auto"])]
-        assert [share * problem.keep_all_peak for share in shares] == known
+        assert [share * problem.keep_all_peak for share in SHARES[graph]] == known
+        arguments = BENCHMARK.parser().parse_args([graph, "--method", "auto"])
+        assert [case["share"] for case in BENCHMARK.cases(arguments)] == [*SHARES[graph]]
 
 
 def test_figures_of_a_solution_are_relative_to_running_each_op_once() -> None:
@@ -155,49 +154,48 @@ def test_the_report_has_the_last_row_of_each_and_the_gap_to_the_best_bound(tmp_p
     rows.append({**failed, "method": "large", "status": "failed", "message": "MemoryError"})
     path = tmp_path / "solve.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    table, picture = solve_report.render(path)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert table.read_text().splitlines()[-3:] == [
+    solve_report.draw_beside(path)
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert solve_report.page(rows).splitlines()[-3:] == [
         "| net | 10 | 0.50 | fast | 1.2500 | 1.0000 | 20.00% | 4.00% | 0.5 s | 2.0 s | 4 MB | feasible |",
         "| net | – | 0.50 | large | – | – | – | – | – | – | – | failed |",
         "| net | 10 | 0.50 | slow | – | 1.2000 | – | – | 0.5 s | 3.0 s | 4 MB | not found |",
     ]
 
 
-def test_the_report_has_the_smallest_budgets_where_they_were_looked_for(tmp_path: Path) -> None:
+def test_the_report_has_the_smallest_budgets_where_they_were_looked_for() -> None:
     problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
     figures = least(problem, time_limit=1.0)
     assert (figures["peak"], figures["peak_bound"], figures["gap"], figures["status"]) == (3, 3, 0.0, "proven")
     rows = [_row("fast", 1.5, 1.0, 1.0), {**_row("min_budget", None, 1.0, 1.0), **figures, "share": None, "seconds": 2}]
-    path = tmp_path / "solve.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    table, _ = solve_report.render(path)
-    assert table.read_text().splitlines()[-1] == "| net | 4 | 1.0000 | 1.0000 | 0.00% | 2.0 s |"
+    assert solve_report.page(rows).splitlines()[-1] == "| net | 4 | 1.0000 | 1.0000 | 0.00% | 2.0 s |"
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_benchmark_appends_rows_from_processes_of_their_own(tmp_path: Path) -> None:
     out = tmp_path / "results" / "solve.jsonl"
-    command = ["-m", "benchmarks.solve", "--graphs", "resnet18", "--budgets", "0.6", "--out", str(out)]
-    run_python(*command, "--methods", "next-use", "auto", "--time-limit", "3")
+    command = ["-m", "benchmarks.solve", "resnet18", "--share", "0.6", "--out", str(out)]
+    run_python(*command, "--method", "next-use", "auto", "--time-limit", "3")
     rows = read(out)
     assert [row["method"] for row in rows] == ["next-use", "auto"]
     for row in rows:
         assert row["peak"] <= row["budget"]
         assert 1 < row["bound_ratio"] <= row["cost_ratio"] < 1.2 or row["method"] == "next-use"
         assert 20e6 < row["loaded_rss"] <= row["peak_rss"] < 1e9
-    run_python(*command, "--methods", "auto", "--memory-limit", "1 MB")
+    run_python(*command, "--method", "auto", "--memory-limit", "1 MB")
     last = read(out)[-1]
     assert last["status"] == "failed"
     assert last["message"]
 
 
 def test_the_committed_rows_of_stages_are_of_the_code_and_contradict_one_another_nowhere() -> None:
-    rows = read(stages.RESULTS)
+    rows = read(stages.BENCHMARK.path)
     found = stages.latest(rows)
-    assert stages.RESULTS.with_suffix(".md").read_text() == stages.markdown(rows)
-    assert {(*case, stage) for case, by_stage in found.items() for stage in by_stage} == {*stages.cases(stages.BUDGETS)}
+    assert stages.BENCHMARK.path.with_suffix(".md").read_text() == stages.markdown(rows)
+    asked = stages.BENCHMARK.cases(stages.BENCHMARK.parser().parse_args([]))
+    cases = {(case["name"], case["share"], case["without"]) for case in asked}
+    assert {(*case, stage) for case, by_stage in found.items() for stage in by_stage} == cases
     for (graph, share), by_stage in found.items():
         budget = int(share * load(graph).keep_all_peak)
         planned = [row for row in by_stage.values() if row["cost_ratio"] is not None]
@@ -209,7 +207,8 @@ def test_the_committed_rows_of_stages_are_of_the_code_and_contradict_one_another
 
 def test_a_row_of_a_stage_and_what_it_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "LEFT_OUT", ("", "exact at once", "in turn"))
-    rows = [stages.solve_here("chain-8", 0.6, stage, 1.0) for stage in stages.LEFT_OUT]
+    monkeypatch.setattr(stages, "count_own_seconds", lambda: None)  # it is for the whole process
+    rows = [row for stage in stages.LEFT_OUT for row in stages.rows_of("chain-8", 0.6, stage, 1.0)]
     assert [row["cost_ratio"] for row in rows] == [21 / 17] * 3
     rows[1] |= {"cost_ratio": 2.0, "gap": 0.5, "seconds": 3 * rows[0]["seconds"]}
     rows[2] |= {"cost_ratio": None, "gap": None, "status": "not found", "first_plan_seconds": None}

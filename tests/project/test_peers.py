@@ -58,7 +58,7 @@ def _compare(only: list[str]) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.long
 def test_what_is_wrong_is_found_and_ours_never_is(
-    monkeypatch: pytest.MonkeyPatch, one_thread: None, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, one_thread: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(peer_settings, "TENTHS", (0.0, 1.0))
     monkeypatch.setattr(peer_settings, "SEGMENTS", (2,))
@@ -84,7 +84,8 @@ def test_what_is_wrong_is_found_and_ours_never_is(
     out.write_text(
         "".join(json.dumps({**row, "date": "d", "commit": "c", "cpu": "x", "torch": "t"}) + "\n" for row in rows)
     )
-    assert "| tiny |" in peers_report.render(out)
+    peers_report.render(out)
+    assert "| tiny |" in capsys.readouterr().out
     text = (tmp_path / "peers.md").read_text()
     assert "buffers differ" in text
     assert "gradients differ" in text
@@ -256,8 +257,9 @@ def test_vgg_for_small_images_has_its_layers() -> None:
 
 
 def test_the_readme_and_the_document_say_what_the_rows_say() -> None:
-    runs = peers_report.runs_of(peers.RESULTS)
-    readme = (peers.RESULTS.parents[2] / "README.md").read_text()
+    path = peers.BENCHMARK.path
+    runs = peers_report.runs_of(path)
+    readme = (path.parents[2] / "README.md").read_text()
     assert sum(peers_report.short(rows) in readme for rows in runs.values()) == 2
-    assert peers.RESULTS.with_suffix(".md").read_text() == peers_report.document(runs, peers.RESULTS.stem)
-    assert all((peers.RESULTS.with_suffix("") / f"{model}.png").exists() for model in runs)
+    assert path.with_suffix(".md").read_text() == peers_report.page(runs, path.stem)
+    assert all((path.with_suffix("") / f"{model}.png").exists() for model in runs)

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import processors
 from benchmarks.common.rows import read
+from benchmarks.common.suite import ROOT
 from tests.support.processes import run_python
 
 TESTS = """
@@ -27,8 +28,8 @@ def test_a_row_for_each_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     tests, out = tmp_path / "test_tiny.py", tmp_path / "processors.jsonl"
     tests.write_text(TESTS)
     settings = ("ATEN_CPU_CAPABILITY=default", "ONEDNN_MAX_CPU_ISA=AVX2")
-    options = ("--settings", *settings, "--threads", "1", "--out", str(out))
-    printed = run_python("-m", "benchmarks.processors", str(tests), *options).stdout
+    options = ("--tests", str(tests), "--threads", "1", "--out", str(out))
+    printed = run_python("-m", "benchmarks.processors", *settings, *options).stdout
     found = read(out)
     assert [(row["setting"], row["threads"]) for row in found] == [(setting, 1) for setting in settings]
     assert [(row["passed"], row["failed"], row["skipped"]) for row in found] == [(1, 0, 0), (0, 1, 0)]
@@ -39,4 +40,4 @@ def test_a_row_for_each_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_tests_are_there() -> None:
     paths = [name.partition("::")[0] for names in processors.TESTS.values() for name in names]
-    assert all((processors.ROOT / path).exists() for path in paths)
+    assert all((ROOT / path).exists() for path in paths)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.common import runner
+from benchmarks.common.apart import EndedEarly, apart
 from benchmarks.common.rows import read
 from benchmarks.common.runner import Benchmark
 from benchmarks.common.suite import counted, ended
@@ -69,6 +75,75 @@ def test_a_benchmark_measures_each_case_once_a_commit_in_a_process_of_its_own(
     commit["commit"] = "0123-dirty"
     with pytest.raises(SystemExit, match="commit first"):
         benchmark.run(["one"])
+
+
+def _halves(name: str, part: float) -> Iterator[dict[str, Any]]:
+    yield {"of": name, "part": part}
+    if name == "gone":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_parts_of_a_name_and_a_process_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = Benchmark(
+        "Parts.",
+        "parts.jsonl",
+        _halves,
+        ("of", "part"),
+        lambda row: (row["of"], str(row["part"])),
+        names=("here", "gone"),
+        options={"part": ({"here": (0.5, 0.25), "gone": (1.0,)}, "of the name")},
+        ended=lambda case, end: {"of": case["name"], "part": str(end)},
+    )
+    monkeypatch.setattr(runner, "origin", lambda *packages: {"commit": "0123"})
+    out = tmp_path / "parts.jsonl"
+    benchmark.run(["--out", str(out)])
+    ended = f"the process ended with code -{int(signal.SIGKILL)}"
+    assert [(row["of"], row["part"]) for row in read(out)] == [("here", 0.5), ("here", 0.25), ("gone", ended)]
+    benchmark.run(["here", "--part", "2", "--out", str(out)])
+    assert read(out)[-1]["asked"] == {"name": "here", "part": 2.0}
+
+
+def _counted_up(how: str) -> Iterator[Any]:
+    yield os.environ.get("HERE")
+    if how == "error":
+        raise ValueError("no\nreally")
+    if how == "late":
+        time.sleep(600)
+    if how == "out of seconds":
+        signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGVTALRM)
+    yield how
+
+
+def test_what_a_process_tells_arrives_and_what_ends_it_is_told() -> None:
+    assert [*apart(partial(_counted_up, "end"), environment={"HERE": "yes"})] == ["yes", "end"]
+    assert "HERE" not in os.environ
+    code = -int(signal.SIGVTALRM)
+    ends = {"error": ("ValueError: no", False), "out of seconds": (f"the process ended with code {code}", True)}
+    for how, (why, late) in ends.items():
+        told = apart(partial(_counted_up, how))
+        assert next(told) is None
+        with pytest.raises(EndedEarly) as caught:
+            next(told)
+        assert (str(caught.value), caught.value.late) == (why, late)
+
+
+@pytest.mark.slow
+@pytest.mark.wall_clock
+def test_a_process_is_heard_for_so_long() -> None:
+    told = apart(partial(_counted_up, "late"), patience=20)
+    assert next(told) is None
+    with pytest.raises(EndedEarly, match="nothing heard for 20 seconds") as caught:
+        next(told)
+    assert caught.value.late
+
+
+def test_a_process_that_nobody_hears_any_more_is_ended() -> None:
+    told = apart(partial(_counted_up, "late"))
+    next(told)
+    (process,) = multiprocessing.active_children()
+    told.close()
+    assert not process.is_alive()
 
 
 def test_each_kind_is_counted(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.hard_limit import MARGIN, PLENTY, in_its_own_process, limited, plan
+from benchmarks.hard_limit import MARGIN, PLENTY, limited, plan, told
 from checkmate.memory import build
 
 STEPS = 30  # `benchmarks/results/hard_limit.jsonl` has a hundred
@@ -23,12 +23,12 @@ pytestmark = [
 def test_what_dies_plainly_within_a_limit_trains_in_an_arena_to_the_same_bits() -> None:
     build.start()
     assert build.wait() is None  # once, and kept: the processes find it
-    made = in_its_own_process(plan, 0.6)
+    made = told(plan, 0.6)
     budget, planned = made["budget"], made["planned"]
     assert planned > 200_000_000  # of which a twentieth is more than what else a process takes, now and then
-    with_plenty = in_its_own_process(limited, "plain", 0, int(PLENTY * planned), STEPS)
-    plain = in_its_own_process(limited, "plain", 0, int(MARGIN * planned), STEPS)
-    arena = in_its_own_process(limited, "arena", budget, int(MARGIN * planned), STEPS)
+    with_plenty = told(limited, "plain", 0, int(PLENTY * planned), STEPS)
+    plain = told(limited, "plain", 0, int(MARGIN * planned), STEPS)
+    arena = told(limited, "arena", budget, int(MARGIN * planned), STEPS)
     assert with_plenty["error"] is None
     assert len(set(with_plenty["losses"])) == STEPS
     assert plain["losses"] == []
