@@ -226,10 +226,7 @@ class TrainingStep(Planned):
         refuse_special(self._wrapped)
         stand_aside(self._wrapped)
         if self._added == 0:
-            for optimizer in updates.optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            if updates.exchange is not None:
-                updates.exchange.share(updates.exchange.buffers())
+            self._begin()
         last = self._added == self._accumulate - 1
         with self.as_captured():
             result = self._steps[-1 if last else 0](*args, **kwargs)
@@ -242,6 +239,13 @@ class TrainingStep(Planned):
         refuse_hooks(updates.optimizers)  # loss_fn may have registered some
         self._backward(loss, last=last)
         return (loss.detach(), *others) if isinstance(result, tuple) else loss.detach()
+
+    def _begin(self) -> None:
+        """What comes before the first call of an update."""
+        for optimizer in self._updates.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        if self._updates.exchange is not None:
+            self._updates.exchange.share(self._updates.exchange.buffers())
 
     def _backward(self, loss: torch.Tensor, *, last: bool) -> None:
         updates = self._updates
@@ -263,10 +267,7 @@ class TrainingStep(Planned):
         norm = clipping.norm
 
         def plain() -> tuple[Any, torch.Tensor | None]:
-            for optimizer in updates.optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            if updates.exchange is not None:
-                updates.exchange.share(updates.exchange.buffers())
+            self._begin()
             with self.as_captured():
                 result = self.loss_fn(*args, **kwargs)
             (result[0] if isinstance(result, tuple) else result).backward()

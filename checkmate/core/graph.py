@@ -6,6 +6,7 @@ normalization: an output and two statistics), and because a view is neither: it 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +24,37 @@ MAX_BYTES = 2**53  # beyond it a float64, which solvers compute in, no longer ho
 
 # what makes values that others hold: autograd, and ops that speak with other ranks
 _HELD_BY_OTHERS = ("autograd", "_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
+
+
+_WHERE = re.compile(r"(?P<module>[^\s(]+) \((?P<facts>.*)\)")
+_LINE = re.compile(r"[^\s,()]+:\d+$")
+
+
+@dataclass(frozen=True)
+class CodePlace:
+    """Where in the user's code an op comes from, each part empty where not known."""
+
+    module: str = ""  # path, such as "layer1.0.conv2"
+    kind: str = ""  # class of the module, such as "Conv2d"
+    line: str = ""  # file and line, such as "resnet.py:31"
+
+
+def code_place_of(where: str | None) -> CodePlace:
+    """The parts of `Op.where`.
+
+    >>> code_place_of("layer1.0.conv2 (Conv2d, resnet.py:31)")
+    CodePlace(module='layer1.0.conv2', kind='Conv2d', line='resnet.py:31')
+    >>> code_place_of("train.py:7").line, code_place_of(None).line
+    ('train.py:7', '')
+    """
+    match = _WHERE.fullmatch(where or "")
+    module, facts = (match["module"], match["facts"]) if match else ("", where or "")
+    *kind, last = facts.split(", ")
+    line = last if _LINE.fullmatch(last) else ""
+    named = ", ".join(kind if line else [*kind, last])
+    if not match and not line:  # a bare path, or words such as "generated code"
+        return CodePlace(module="" if " " in facts else facts)
+    return CodePlace(module, named, line)
 
 
 @dataclass(frozen=True)
@@ -48,6 +80,11 @@ class Op:
     where: str | None = None  # the line of the user's code it comes from, where known
     tags: tuple[str, ...] = ()  # names that the user's code gave to what it makes
     overwrites: tuple[int, ...] = ()  # values without producer that hold something else once it has run
+
+    @cached_property
+    def place(self) -> CodePlace:
+        """The parts of ``where``."""
+        return code_place_of(self.where)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -28,8 +27,6 @@ from checkmate.errors import RuleError
 log = logging.getLogger("checkmate.solve")
 
 NEAR = 3  # names that an error suggests
-_MODULE = re.compile(r"([^\s(]+)(?: \(.*\))?")  # the first part of `Op.where`, where it is no "file:line"
-_LINE = re.compile(r"(?:.*, )?[^\s,()]+:\d+")
 
 Rules = Mapping[str, Ask]
 
@@ -184,10 +181,7 @@ def _targets(op: Op) -> tuple[str, ...]:
 
 def _modules(op: Op) -> list[str]:
     """The module that an op is of, and those around it: ``h.3.attn``, ``h.3``, ``h``."""
-    match = _MODULE.fullmatch(op.where or "")
-    if match is None or _LINE.fullmatch(op.where or ""):
-        return []
-    parts = match[1].split(".")
+    parts = op.place.module.split(".") if op.place.module else []
     return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
 
 

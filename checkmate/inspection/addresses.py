@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from checkmate.core.solution import Solution, check_solution
 from checkmate.core.table import Printed, Table
-from checkmate.inspection.timeline import Span, timeline
+from checkmate.inspection.timeline import timeline
 from checkmate.solvers.addresses import TIME_LIMIT, Block, place_blocks
 from checkmate.units import format_bytes
 
 ALIGNMENT = 64  # bytes; PyTorch's allocator on the CPU gives such addresses
-
-
-class Content(NamedTuple):
-    """One copy of a value, or the workspace of an op that runs."""
-
-    name: str  # of the value; of the op for workspace
-    role: str  # as in `checkmate.inspection.timeline.ROLES`
-    first: int  # which execution of the plan makes it
-    last: int  # the last one at which it is at hand
-    born: int  # the tick of `checkmate.core.timing.Event` from which on it is at hand
-    died: int  # the tick from which on it is gone
-
-
-@dataclass(frozen=True)
-class Life:
-    """One storage over time: a copy of a value with the copies that are written over it, one after another."""
-
-    bytes: int  # as the plan counts
-    contents: tuple[Content, ...]  # in time; each begins when the one before has ended
-
-    @property
-    def born(self) -> int:
-        """The tick that begins it."""
-        return self.contents[0].born
-
-    @property
-    def died(self) -> int:
-        """The tick from which on its place is free."""
-        return self.contents[-1].died
 
 
 @dataclass(frozen=True)
@@ -55,6 +26,16 @@ class Box:
     bytes: int
     offset: int  # bytes from the begin of the arena, a multiple of 64
     over: str = ""  # the value that it is written over
+
+
+@dataclass(frozen=True)
+class Life:
+    """One storage over time: a copy of a value with the copies that are written over it, one after another."""
+
+    bytes: int  # as the plan counts
+    born: int  # the tick of `checkmate.core.timing.Event` from which on it is needed
+    died: int  # the tick from which on its place is free
+    boxes: tuple[Box, ...]  # in time, at address 0; each begins when the one before has ended
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,7 +99,8 @@ def addresses(solution: Solution, *, time_limit: float = TIME_LIMIT) -> Addresse
     lives = lives_of(solution)
     blocks = [Block(life.born, life.died, -(-life.bytes // ALIGNMENT) * ALIGNMENT) for life in lives]
     placed = place_blocks(blocks, time_limit=time_limit)
-    boxes = tuple(box for offset, life in zip(placed.offsets, lives, strict=True) for box in _boxes(life, offset))
+    at = zip(placed.offsets, lives, strict=True)
+    boxes = tuple(replace(box, offset=offset) for offset, life in at for box in life.boxes)
     return Addresses(boxes, placed.height, placed.bound)
 
 
@@ -126,25 +108,16 @@ def lives_of(solution: Solution) -> list[Life]:
     """The storages that a plan needs: of what it makes, and of the workspace of each op that runs."""
     assert solution.plan is not None
     line = timeline(solution.plan, solution.problem)
-    storages: list[list[Span]] = []
-    storage_of: list[int] = []  # by span
+    lives: list[Life] = []
+    life_of: list[int] = []  # by span
     for span in line.spans:
+        box = Box(span.name, span.role, span.first, span.last, span.bytes, 0, span.over)
         if span.continues is None:
-            storage_of.append(len(storages))
-            storages.append([span])
+            life_of.append(len(lives))
+            lives.append(Life(span.bytes, span.born, span.died, (box,)))
         else:
-            storage_of.append(storage_of[span.continues])
-            storages[storage_of[-1]].append(span)
-    lives = [Life(spans[0].bytes, tuple(map(_content, spans))) for spans in storages]
-    work = (m for m in line.moments if m.workspace)
-    whole = ((m, Content(m.name, "workspace", m.index, m.index, m.tick, m.tick + 1)) for m in work)
-    return lives + [Life(m.workspace, (content,)) for m, content in whole]
-
-
-def _content(span: Span) -> Content:
-    return Content(span.name, span.role, span.first, span.last, span.born, span.died)
-
-
-def _boxes(life: Life, offset: int) -> Iterator[Box]:
-    for before, content in zip((None, *life.contents), life.contents, strict=False):
-        yield Box(*content[:4], life.bytes, offset, "" if before is None else before.name)
+            life_of.append(life_of[span.continues])
+            before = lives[life_of[-1]]
+            lives[life_of[-1]] = replace(before, died=span.died, boxes=(*before.boxes, box))
+    work = ((m, Box(m.name, "workspace", m.index, m.index, m.workspace, 0)) for m in line.moments if m.workspace)
+    return lives + [Life(m.workspace, m.tick, m.tick + 1, (box,)) for m, box in work]

@@ -12,7 +12,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, check_plan
 from checkmate.core.table import Printed, Table, first_rows
-from checkmate.inspection.modules import code_place_of, fold
+from checkmate.inspection.modules import fold
 from checkmate.inspection.timeline import OUTSIDE
 from checkmate.units import format_bytes, format_seconds, signed
 
@@ -199,7 +199,7 @@ def _ops(problem: Problem, a: Schedule, b: Schedule) -> Iterator[OpDifference]:
     runs_a, runs_b = a.R.sum(axis=0), b.R.sum(axis=0)
     for k in np.flatnonzero(runs_a != runs_b):
         op, here, there = problem.graph.ops[k], int(runs_a[k]), int(runs_b[k])
-        module, spent = code_place_of(op.where).module, float((there - here) * problem.seconds[k])
+        module, spent = op.place.module, float((there - here) * problem.seconds[k])
         yield OpDifference(int(k), op.name, op.target, op.phase, module, op.where or "", here, there, spent)
 
 
@@ -207,8 +207,8 @@ def _values(problem: Problem, a: Set[int], b: Set[int]) -> Iterator[ValueDiffere
     for v in sorted(a ^ b):
         value = problem.graph.values[v]
         assert value.producer is not None  # only what ops make is kept or sent
-        where, size = problem.graph.ops[value.producer].where or "", int(problem.sizes[v])
-        yield ValueDifference(v, value.name, code_place_of(where).module, where, size if v in b else -size)
+        op, size = problem.graph.ops[value.producer], int(problem.sizes[v])
+        yield ValueDifference(v, value.name, op.place.module, op.where or "", size if v in b else -size)
 
 
 def _modules(
@@ -216,11 +216,9 @@ def _modules(
 ) -> tuple[ModuleDifference, ...]:
     """What differs, by groups of the modules of the forward in their order; modules in which nothing does left out."""
     touched = {row.module for row in ops} | {row.module for row in values}
-    order = [
-        path for path in dict.fromkeys(code_place_of(op.where).module for op in problem.graph.ops) if path in touched
-    ]
-    paths = [path for path in order if path]
-    groups = [(group.label, paths[group.first : group.last + 1]) for group in fold(paths, max(1, most))]
+    order = dict.fromkeys(op.place.module for op in problem.graph.ops)
+    paths = [path for path in order if path and path in touched]
+    groups = [(label, [paths[i] for i in part]) for label, part in fold(paths, max(1, most))]
     if "" in touched:
         groups.append((OUTSIDE, [""]))
     return tuple(

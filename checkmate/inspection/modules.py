@@ -1,58 +1,18 @@
-"""Modules and lines of the user's code that ops come from; neighbours are folded until few enough are left to show."""
+"""Modules of the user's code that ops come from: neighbours are folded until few enough are left to show."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 
-_WHERE = re.compile(r"(?P<module>[^\s(]+) \((?P<facts>.*)\)")
-_LINE = re.compile(r"[^\s,()]+:\d+$")
 Path = tuple[str, ...]  # layer1.0.conv2 is ("layer1", "0", "conv2")
 
 
 @dataclass(frozen=True)
-class CodePlace:
-    """Where in the user's code an op comes from, each part empty where not known."""
-
-    module: str = ""  # path, such as "layer1.0.conv2"
-    kind: str = ""  # class of the module, such as "Conv2d"
-    line: str = ""  # file and line, such as "resnet.py:31"
-
-
-def code_place_of(where: str | None) -> CodePlace:
-    """The parts of `Op.where`.
-
-    >>> code_place_of("layer1.0.conv2 (Conv2d, resnet.py:31)")
-    CodePlace(module='layer1.0.conv2', kind='Conv2d', line='resnet.py:31')
-    >>> code_place_of("train.py:7").line, code_place_of(None).line
-    ('train.py:7', '')
-    """
-    match = _WHERE.fullmatch(where or "")
-    module, facts = (match["module"], match["facts"]) if match else ("", where or "")
-    *kind, last = facts.split(", ")
-    line = last if _LINE.fullmatch(last) else ""
-    named = ", ".join(kind if line else [*kind, last])
-    if not match and not line:  # a bare path, or words such as "generated code"
-        return CodePlace(module="" if " " in facts else facts)
-    return CodePlace(module, named, line)
-
-
-@dataclass(frozen=True)
-class Fold:
+class _Group:
     """Neighbours of a row: those from ``first`` to ``last``, both included."""
 
-    first: int
-    last: int
-    label: str  # their module, or the first and the last of their modules; empty where there is none
-
-    def __len__(self) -> int:
-        return self.last - self.first + 1
-
-
-@dataclass(frozen=True)
-class _Group:
     first: int
     last: int
     begin: Path  # module of the first of them that has one
@@ -60,7 +20,7 @@ class _Group:
     weight: int
 
 
-def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) -> tuple[Fold, ...]:
+def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) -> list[tuple[str, range]]:
     """Neighbours of one module as one group, the innermost modules first, until few enough groups are left.
 
     Where one module would hold more than half of the weight, as with the many equal blocks of a transformer, it stays
@@ -72,14 +32,18 @@ def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) 
         most: how many groups may be left, at least 1.
         weights: of each, whole numbers; by default 1.
 
+    Returns:
+        Of each group its module, or the first and the last of its modules, empty where there is none; and which of the
+        paths it has.
+
     Raises:
         ValueError: if ``most`` is less than 1.
 
     >>> blocks = [f"h.{i}.{part}" for i in range(6) for part in ("attn", "mlp")]
-    >>> [group.label for group in fold(["embed", *blocks, "head"], most=8)]
+    >>> [label for label, _ in fold(["embed", *blocks, "head"], most=8)]
     ['embed', 'h.0', 'h.1', 'h.2', 'h.3', 'h.4', 'h.5', 'head']
-    >>> [group.label for group in fold([*blocks, "head"], most=4)]
-    ['h.0-1', 'h.2-3', 'h.4-5', 'head']
+    >>> fold([*blocks, "head"], most=4)
+    [('h.0-1', range(0, 4)), ('h.2-3', range(4, 8)), ('h.4-5', range(8, 12)), ('head', range(12, 13))]
     """
     if most < 1:
         raise ValueError(f"most is a number of groups, at least 1, not {most!r}.")
@@ -97,7 +61,7 @@ def fold(paths: Sequence[str], most: int, weights: Sequence[int] | None = None) 
         groups = folded
     if len(groups) > most:
         groups = _together(groups, most)
-    return tuple(Fold(group.first, group.last, _label(group, split)) for group in groups)
+    return [(_label(group, split), range(group.first, group.last + 1)) for group in groups]
 
 
 def _modules(groups: list[_Group], depth: int) -> Iterator[_Group]:

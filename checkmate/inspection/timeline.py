@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from checkmate.core.graph import CodePlace
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.timing import Event, walk
 from checkmate.core.ways import Way
-from checkmate.inspection.modules import CodePlace, code_place_of, fold
+from checkmate.inspection.modules import fold
 
 RESIDENT = ("parameters", "buffers", "inputs", "other resident")
 ROLES = (
@@ -77,6 +78,7 @@ class Span:
     last: int  # index of the last Moment at which it is at hand
     uses: tuple[int, ...]  # indices of the Moments that read this copy, ascending
     continues: int | None  # index of the Span in whose storage it is, which ends where this begins; None: in its own
+    over: str  # name of the value of that one; empty where there is none
     where: str  # of the producer
     place: CodePlace
     born: int  # the tick from which on it is at hand
@@ -122,6 +124,11 @@ class Timeline:
     def bytes(self) -> np.ndarray:
         """(N,) int64: bytes at hand while each execution runs."""
         return np.array([moment.bytes for moment in self.moments], dtype=np.int64)
+
+    @cached_property
+    def begins(self) -> list[float]:
+        """(N + 1,) seconds at which each execution begins, and the last one ends."""
+        return [*(moment.begin for moment in self.moments), self.seconds]
 
     @property
     def peak(self) -> int:
@@ -175,8 +182,8 @@ class Timeline:
         for moment in self.moments:
             held[moment.place.module][moment.index] += self.workspaces[moment.index]
         named = {"": OUTSIDE}
-        for group in fold(paths, groups, [int(held[path].sum()) for path in paths]):
-            named.update(dict.fromkeys(paths[group.first : group.last + 1], group.label))
+        for label, part in fold(paths, groups, [int(held[path].sum()) for path in paths]):
+            named.update((paths[i], label) for i in part)
         rows = {"resident": np.full(len(self.moments), sum(self.resident.values()), dtype=np.int64)}
         rows.update({label: np.zeros(len(self.moments), dtype=np.int64) for label in dict.fromkeys(named.values())})
         for path, row in held.items():
@@ -226,13 +233,12 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
     events = list(walk(plan, problem))
     if not events or events[-1].run < 0:
         raise ValueError("The plan runs nothing: it has no timeline.")
-    places = [code_place_of(op.where) for op in problem.graph.ops]
-    moments, ticks = _moments(plan, problem, events, places)
+    moments, ticks = _moments(plan, problem, events)
     there = tuple(max(event.there for event in group) for group in _by_run(events))
     levels = ((event.at, event.there) for event in events if isinstance(event.step, (Send, Drop)))
     return Timeline(
         moments=moments,
-        spans=_spans(problem, events, places),
+        spans=_spans(problem, events),
         resident=_resident(problem),
         boundary=sum(moment.phase == "forward" for moment in moments),
         seconds=events[-1].until,
@@ -248,9 +254,7 @@ def _by_run(events: list[Event]) -> Iterator[list[Event]]:
     return (list(group) for run, group in groupby(events, key=lambda event: event.run) if run >= 0)
 
 
-def _moments(
-    plan: Plan, problem: Problem, events: list[Event], places: list[CodePlace]
-) -> tuple[tuple[Moment, ...], list[int]]:
+def _moments(plan: Plan, problem: Problem, events: list[Event]) -> tuple[tuple[Moment, ...], list[int]]:
     """Each execution; and the tick from it to the next at which most bytes are at hand."""
     ways, times = _best_ways(problem), [0] * len(problem.graph.ops)
     positions = (position for position, step in enumerate(plan.steps) if isinstance(step, Run))
@@ -265,14 +269,14 @@ def _moments(
         workspace = int(problem.workspace[run.op]) if way is None else way.workspace
         over = "" if run.over is None else problem.graph.values[run.over].name
         figures = times[run.op], event.at, float(problem.seconds[run.op]), fullest.here, workspace, over
-        where = op.where or "", places[run.op], waited, position, event.tick
+        where = op.where or "", op.place, waited, position, event.tick
         moments.append(Moment(event.run, run.op, op.name, op.target, op.phase, phase, *figures, *where))
         ticks.append(fullest.tick)
         times[run.op] += 1
     return tuple(moments), ticks
 
 
-def _spans(problem: Problem, events: list[Event], places: list[CodePlace]) -> tuple[Span, ...]:
+def _spans(problem: Problem, events: list[Event]) -> tuple[Span, ...]:
     """Each copy of a value."""
     graph, sizes, ways = problem.graph, problem.sizes.tolist(), _best_ways(problem)
     made: list[dict[str, Any]] = []  # of each, what is known of its `Span`
@@ -285,7 +289,8 @@ def _spans(problem: Problem, events: list[Event], places: list[CodePlace]) -> tu
         assert k is not None  # an op made it
         what = {"value": v, "name": graph.values[v].name, "bytes": sizes[v], "role": role, "copy": copies[v]}
         when = {"first": first, "ready": ready, "uses": (), "continues": continues, "born": tick}
-        made.append({**what, **when, "producer": k, "where": graph.ops[k].where or "", "place": places[k]})
+        op, over = graph.ops[k], "" if continues is None else made[continues]["name"]
+        made.append({**what, **when, "over": over, "producer": k, "where": op.where or "", "place": op.place})
         copies[v] += 1
 
     def end(i: int, last: int, tick: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import cycle
@@ -39,11 +40,26 @@ def by_method(rows: Iterable[Row]) -> list[MethodLine]:
     return lines
 
 
-def proven_seconds(rows: list[Row]) -> dict[int, float]:
-    """For each budget, ascending, the seconds of every schedule that needs no more: the best bound of any row."""
+def proven_area(
+    rows: list[Row], points: Iterable[tuple[float, float]]
+) -> tuple[list[tuple[float, float]], float, float]:
+    """Where it is proven that no schedule is, in a picture with these points: peak in bytes and seconds of the step.
+
+    It lies below a line of steps, of which this gives the corners, each up to its peak: at the best bound of any row
+    whose budget is no smaller, beyond all budgets at the seconds of a step that runs each op once. Then come the lowest
+    and the highest seconds of the picture.
+    """
     base = rows[0].solution.problem.keep_all_cost
     budgets = sorted({row.budget for row in rows})
-    return {budget: max(base, *(row.bound for row in rows if row.budget >= budget)) for budget in budgets}
+    bounds = [max(base, *(row.bound for row in rows if row.budget >= budget)) for budget in budgets]
+    peaks, costs = zip(*(list(points) or [(budgets[-1], base)]), strict=True)
+    highest = max([*costs, *filter(math.isfinite, bounds)])
+    margin = 0.08 * (highest - base) or 0.05 * base or 1.0
+    bottom, top = base - margin, highest + 2 * margin
+    left, right = (f(*peaks, *budgets) for f in (min, max))
+    room = 0.05 * (right - left) or 0.05 * right
+    edges, heights = [left - room, *budgets, right + room], [bounds[0], *bounds, base]
+    return [(edge, min(height, top)) for edge, height in zip(edges, heights, strict=True)], bottom, top
 
 
 def frontier(
@@ -108,19 +124,10 @@ def _relative(ax: Axes, base: float) -> None:
 
 
 def _shade_bound(ax: Axes, rows: list[Row]) -> None:
-    """Shade below the best bound of each budget, which holds for the peaks up to it; beyond all, below running once."""
-    base = rows[0].solution.problem.keep_all_cost
-    lines = [points for points in (np.asarray(line.get_xydata()) for line in ax.lines) if len(points)]
-    points = np.concatenate(lines) if lines else np.array([[rows[-1].budget, base]])
-    proven = proven_seconds(rows)
-    budgets, bounds = [*proven], [*proven.values()]
-    known = [*points[:, 1], *(bound for bound in bounds if np.isfinite(bound))]
-    margin = 0.08 * (max(known) - base) or 0.05 * base or 1.0
-    bottom, top = base - margin, max(known) + 2 * margin
-    left, right = (f(*points[:, 0], *budgets) for f in (min, max))
-    room = 0.05 * (right - left) or 0.05 * right
-    edges = [left - room, *budgets, right + room]
-    heights = np.minimum([bounds[0], *bounds, base], top)
+    """Shade where it is proven that no schedule can be, and fit the picture to that and to what is drawn."""
+    points = [point for line in ax.lines for point in np.asarray(line.get_xydata()).tolist()]
+    corners, bottom, top = proven_area(rows, points)
+    edges, heights = zip(*corners, strict=True)
     look: dict[str, Any] = {"facecolor": "#dddddd", "edgecolor": "#888888", "hatch": "////", "linewidth": 0.8}
     ax.fill_between(edges, bottom, heights, step="pre", label="proven: no schedule is here", zorder=0, **look)
     ax.set(xlim=(edges[0], edges[-1]), ylim=(bottom, top))

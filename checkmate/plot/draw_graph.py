@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.inspection.modules import code_place_of, fold
+from checkmate.inspection.modules import fold
 from checkmate.plot.style import BLUE, axes_of, pyplot
 from checkmate.units import format_bytes, format_seconds
 
@@ -79,16 +79,15 @@ def _nodes(problem: Problem, most: int) -> list[_Node]:
     halves = [half for half in (range(forward), range(forward, len(ops))) if half]
     folded = []
     for half in halves:
-        paths = _filled([code_place_of(ops[k].where).module for k in half])
+        paths = _filled([ops[k].place.module for k in half])
         room = max(1, most // len(halves)) if len(ops) > most else len(ops)
-        groups = fold(paths, room) if len(half) > room else fold(paths, len(half))
-        folded.append([(group, half[group.first : group.last + 1]) for group in groups])
+        folded.append([(label, half[part.start : part.stop]) for label, part in fold(paths, min(room, len(half)))])
     height, nodes = max(map(len, folded)) - 1, []
     for half, groups_of in zip(halves, folded, strict=True):
         backward = half[0] >= forward
-        for i, (group, inside) in enumerate(groups_of):
+        for i, (label, inside) in enumerate(groups_of):
             y = -height * i / max(1, len(groups_of) - 1)
-            name = group.label if len(inside) > 1 and group.label else _ends([ops[k].name for k in inside])
+            name = label if len(inside) > 1 and label else _ends([ops[k].name for k in inside])
             made = sum(int(problem.sizes[v]) for k in inside for v in ops[k].outputs)
             seconds = float(problem.seconds[inside.start : inside.stop].sum())
             where = (2.0, -height - y) if backward else (0.0, y)

@@ -59,7 +59,7 @@ def memory(
     _stack(ax, line, rows, ROLE_STYLES if by == "role" else _styles(rows))
     for other, its, style in zip(compare, others, cycle(LINES)):
         label = f"{other.method}, budget {format_bytes(other.budget)}"
-        (drawn,) = ax.step(_begins(its), _held(its.bytes), where="post", color="#003050", ls=style, lw=1.3, label=label)
+        (drawn,) = ax.step(its.begins, _held(its.bytes), where="post", color="#003050", ls=style, lw=1.3, label=label)
         drawn.set_path_effects([Stroke(linewidth=3, foreground="white"), Normal()])
     ax.axhline(solution.budget, color="black", ls=(0, (8, 3)), lw=1.2, label=f"budget {format_bytes(solution.budget)}")
     highest = max(1, *(its.peak for its in (line, *others)))
@@ -86,18 +86,13 @@ def _timeline(solution: Solution) -> Timeline:
 
 def _stack(ax: Axes, line: Timeline, rows: dict[str, np.ndarray], styles: Mapping[str, tuple[str, str]]) -> None:
     """An area for each row, the first one lowest, and a line around all of them."""
-    at = _begins(line)
+    at = line.begins
     if rows:
         areas = ax.stackplot(at, [_held(row) for row in rows.values()], step="post", labels=list(rows))
         for area, name in zip(areas, rows, strict=True):
             fill, hatch = styles[name]
             area.set(facecolor=fill, hatch=hatch, edgecolor="#404040", linewidth=0)
     ax.step(at, _held(line.bytes), where="post", color="black", lw=0.7)
-
-
-def _begins(line: Timeline) -> np.ndarray:
-    """(N + 1,) seconds at which each execution begins, and the last one ends."""
-    return np.array([*(moment.begin for moment in line.moments), line.seconds])
 
 
 def _held(row: np.ndarray) -> np.ndarray:

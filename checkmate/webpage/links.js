@@ -3,14 +3,15 @@
 const links = (() => {
   if (!data.links) return null;
   const { lanes, levels, crossings, stalls } = data.links;
-  const canvas = el("canvas", { "aria-hidden": "true" });
   const area = el("div", { id: "links-area", class: "picture", role: "img", "aria-label": "The second memory and its links",
-    "aria-describedby": "links-text" }, canvas);
+    "aria-describedby": "links-text" });
   const begins = data.moments.begin;
   const most = Math.max(1, ...levels.map(([, bytes]) => bytes));
+  const [lane, tall, floor] = [22, 60, 116]; // pixels of the page: of each link, of the bytes there, from the top
+  let [xs, current] = [begins, 0];
 
   /** Where so many seconds are along the picture, by time or op by op. */
-  function along(seconds, xs) {
+  function along(seconds) {
     if (xs === begins) return seconds;
     const after = begins.findIndex((begin, i) => i && begin > seconds);
     const i = after < 0 ? N - 1 : after - 1;
@@ -18,47 +19,46 @@ const links = (() => {
     return i + (long > 0 ? Math.min(1, (seconds - begins[i]) / long) : 0);
   }
 
-  /** Draws beside what the memory's picture shows now. */
-  function draw(chart, xs, current) {
-    if (!area.clientWidth) return;
-    const { pen, height } = cleared(canvas);
-    const [left, right] = [chart.over.offsetLeft, chart.over.offsetLeft + chart.over.clientWidth];
-    const x = (at) => Math.max(left, Math.min(right, left + chart.valToPos(at, "x")));
-    const at = (seconds) => x(along(seconds, xs));
-    const [lane, floor] = [22, height - 4];
-    const tall = floor - 2 * lane - 12;
-    pen.fillStyle = colour("shade");
-    pen.fillRect(x(xs[current]), 0, Math.max(2, x(xs[current + 1]) - x(xs[current])), floor);
-    for (const [back, begin, end] of crossings) {
-      pen.fillStyle = hatch(pen, lanes[back], 1);
-      pen.fillRect(at(begin), back * lane + 3, Math.max(0.75, at(end) - at(begin) - 0.5), lane - 6);
-    }
-    pen.strokeStyle = colour("again");
-    pen.lineWidth = 2;
-    for (const [begin, end] of stalls) {
-      const [a, b] = [at(begin), at(end)];
-      if (b > a) pen.strokeRect(a, 1, Math.max(1, b - a), 2 * lane - 2);
-    }
-    pen.beginPath();
-    pen.moveTo(left, floor);
-    levels.forEach(([seconds, bytes], i) => {
-      if (i) pen.lineTo(at(seconds), floor - levels[i - 1][1] / most * tall);
-      pen.lineTo(at(seconds), floor - bytes / most * tall);
-    });
-    pen.lineTo(right, floor - levels[levels.length - 1][1] / most * tall);
-    pen.lineTo(right, floor);
-    pen.fillStyle = colour("kept");
-    pen.fill();
-    pen.strokeStyle = colour("ink");
-    pen.lineWidth = 0.8;
-    pen.stroke();
-    pen.fillStyle = colour("soft");
-    pen.textAlign = "right";
-    pen.textBaseline = "middle";
-    lanes.forEach((of, i) => pen.fillText(of.name, left - 6, (i + 0.5) * lane));
-    pen.fillText("there", left - 6, floor - tall / 2);
-    patch(pen, `at most ${formatBytes(data.links.most)} there`, left + 8, floor - tall + 10, right - left - 12);
-  }
+  const picture = chart(area, {
+    padding: [0, 14, 4, 0], columns: [[0, 1], [0, 0]],
+    scales: { x: { time: false }, y: { range: [0, floor], dir: -1 } },
+    axes: [
+      { show: false },
+      { grid: { show: false }, splits: () => [lane / 2, 1.5 * lane, floor - tall / 2],
+        values: () => [...lanes.map(({ name }) => name), "there"] },
+    ],
+    paint(pen, width) {
+      const bar = (begin, end, top, height, least) => {
+        const [x, , width] = picture.box(along(begin), along(end), 0, 0);
+        return [x, top, Math.max(least, width), height];
+      };
+      pen.beginPath();
+      pen.rect(0, 0, width, floor);
+      pen.clip();
+      pen.fillStyle = colour("shade");
+      pen.fillRect(...bar(begins[current], begins[current + 1], 0, floor, 2));
+      for (const [back, begin, end] of crossings) {
+        pen.fillStyle = hatch(pen, lanes[back], 1);
+        pen.fillRect(...bar(begin, end, back * lane + 3, lane - 6, 0.75));
+      }
+      Object.assign(pen, { strokeStyle: colour("again"), lineWidth: 2 });
+      for (const [begin, end] of stalls) pen.strokeRect(...bar(begin, end, 1, 2 * lane - 2, 1));
+      pen.fillStyle = colour("kept");
+      levels.forEach(([from, bytes], i) => {
+        const until = i + 1 < levels.length ? levels[i + 1][0] : begins[N];
+        pen.fillRect(...bar(from, until, floor - bytes / most * tall, bytes / most * tall, 0));
+      });
+      patch(pen, `at most ${formatBytes(data.links.most)} there`, 8, floor - tall + 10, width - 12);
+    },
+  });
 
-  return { area, draw };
+  return {
+    area,
+    /** Draws beside what the memory's picture shows now. */
+    draw({ min, max }, along, shown) {
+      [xs, current] = [along, shown];
+      picture.u.setScale("x", { min, max });
+      picture.u.redraw(false);
+    },
+  };
 })();

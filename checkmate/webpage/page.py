@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SCRIPTS = (  # in order
     "vendor/uPlot.iife.min.js",
-    *("base.js", "tables.js", "links.js", "memory.js", "schedule.js", "addresses.js", "frontier.js"),
+    *("base.js", "tables.js", "chart.js", "links.js", "memory.js", "schedule.js", "addresses.js", "frontier.js"),
 )
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from checkmate.core.graph import CodePlace
 from checkmate.core.solution import Solution
 from checkmate.inspection.addresses import Addresses
-from checkmate.inspection.modules import CodePlace, code_place_of
 from checkmate.inspection.peak import PeakExplanation, nth
 from checkmate.inspection.timeline import Span, Timeline
-from checkmate.plot.draw_frontier import by_method, proven_seconds
+from checkmate.plot.draw_frontier import by_method, proven_area
 from checkmate.plot.draw_memory import LINKS
 from checkmate.plot.style import ROLE_STYLES
 from checkmate.units import format_bytes, format_seconds
@@ -31,7 +30,6 @@ def page_data(
     problem, graph = solution.problem, solution.problem.graph
     assert solution.schedule is not None
     texts = _Texts()
-    places = [code_place_of(op.where) for op in graph.ops]
     roles = line.by_role()
     names = list(roles)
     sizes, workspace = problem.sizes.tolist(), [moment.workspace for moment in line.moments]
@@ -54,8 +52,8 @@ def page_data(
         "ops": {
             "name": [texts[op.name] for op in graph.ops],
             "target": [texts[op.target] for op in graph.ops],
-            "module": [texts[_module(place)] for place in places],
-            "line": [texts[place.line] for place in places],
+            "module": [texts[_module(op.place)] for op in graph.ops],
+            "line": [texts[op.place.line] for op in graph.ops],
             "where": [texts[op.where or ""] for op in graph.ops],
             "takes": [format_seconds(seconds) for seconds in problem.seconds],
         },
@@ -68,7 +66,7 @@ def page_data(
             "op": [moment.op for moment in line.moments],
             "stage": stages_of(line),
             "nth": [nth(moment.time + 1) if moment.time else "" for moment in line.moments],
-            "begin": [*(moment.begin for moment in line.moments), line.seconds],
+            "begin": line.begins,
             "begins": [format_seconds(moment.begin) for moment in line.moments],
             "bytes": line.bytes.tolist(),
             "workspace": workspace,
@@ -77,7 +75,7 @@ def page_data(
         },
         # the most bytes first: value, role, copies before, first and last moment, moments that read it, what it is over
         "spans": [
-            [span.value, texts[span.role], span.copy, *_seen(line, span), span.uses, texts[_over(line, span)]]
+            [span.value, texts[span.role], span.copy, *_seen(line, span), span.uses, texts[span.over]]
             for span in sorted(line.spans, key=lambda span: -span.bytes)
         ],
         "links": _links(line) if line.crossings else None,
@@ -129,11 +127,6 @@ def _links(line: Timeline) -> dict[str, Any]:
     }
 
 
-def _over(line: Timeline, span: Span) -> str:
-    """Name of the value that a copy is written over."""
-    return "" if span.continues is None else line.spans[span.continues].name
-
-
 def _module(place: CodePlace) -> str:
     return f"{place.module} ({place.kind})" if place.module and place.kind else place.module or place.kind
 
@@ -146,16 +139,17 @@ def _intervals(S: np.ndarray) -> list[list[int]]:
 
 
 def _frontier_data(solution: Solution, rows: list[Row]) -> dict[str, Any]:
-    """Points by method, and for each budget what is proven of it and all smaller ones; None: that no schedule fits."""
+    """Points by method, where no schedule can be, and the seconds of the picture."""
 
     def point(name: str, peak: int, cost: float) -> tuple[int, float, str]:
         return peak, cost, f"{name}: peak {format_bytes(peak)}, step {format_seconds(cost)}"
 
+    methods = by_method(rows)
+    this = solution.peak or 0, solution.cost
+    proven, low, high = proven_area(rows, [this, *(at for line in methods for at in line.points)])
     return {
-        "base": rows[0].solution.problem.keep_all_cost,
-        "this": point("this plan", solution.peak or 0, solution.cost),
-        "methods": [
-            {"label": line.label, "points": [point(line.name, *at) for at in line.points]} for line in by_method(rows)
-        ],
-        "shade": [(budget, bound if math.isfinite(bound) else None) for budget, bound in proven_seconds(rows).items()],
+        "this": point("this plan", *this),
+        "methods": [{"label": line.label, "points": [point(line.name, *at) for at in line.points]} for line in methods],
+        "proven": proven,
+        "range": (low, high),
     }

@@ -12,12 +12,11 @@ import checkmate
 from benchmarks.networks import dags
 from checkmate import Problem
 from checkmate.core import simulator
-from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.graph import CodePlace, Graph, Op, Value, code_place_of
 from checkmate.core.plan import Free, Plan, Run
 from checkmate.core.problem import Profile
 from checkmate.core.schedule import Schedule
 from checkmate.core.ways import Way
-from checkmate.inspection.modules import CodePlace, code_place_of
 from checkmate.inspection.timeline import ROLES, Timeline, timeline
 from checkmate.solvers.catalogue import METHODS
 from tests.core.test_schedule import random_runs

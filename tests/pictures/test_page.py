@@ -284,12 +284,16 @@ def test_the_frontier_is_that_of_the_rows(tmp_path: Path) -> None:
     assert data["frontier"]["this"] == [4, 26, "this plan: peak 4 B, step 26.0 s"]
     assert auto["label"] == "auto (4 of 5 budgets)"
     assert [point[:2] for point in keep_all["points"]] == [[10, 17]]
-    assert data["frontier"]["base"] == 17
-    budgets, bounds = zip(*data["frontier"]["shade"], strict=True)
-    assert budgets == (2, 3, 4, 6, 10)
-    assert bounds[0] is None  # nothing fits 2 bytes
-    assert bounds[1:] == tuple(max(row.bound for row in _rows() if row.budget >= b) for b in budgets[1:])
+    left, *budgets, right = (peak for peak, _ in data["frontier"]["proven"])
+    nothing, *bounds, once = (seconds for _, seconds in data["frontier"]["proven"])
+    low, high = data["frontier"]["range"]
+    assert (left, budgets, right) == (pytest.approx(1.6), [2, 3, 4, 6, 10], pytest.approx(10.4))
+    assert nothing == bounds[0] == high  # nothing fits 2 bytes
+    assert bounds[1:] == [max(row.bound for row in _rows() if row.budget >= b) for b in budgets[1:]]
     assert bounds[1:] == pytest.approx([45, 26, 21, 17])
+    assert once == 17
+    assert low < 17
+    assert high > 45
     (table,) = (table for table in data["tables"] if table["id"] == "table-frontier")
     assert [row[1][1] for row in table["rows"]] == [row.budget for row in _rows()]
     assert 'href="#frontier"' in page.read_text()
@@ -301,9 +305,7 @@ def test_the_frontier_is_that_of_the_rows(tmp_path: Path) -> None:
 
 def test_a_bound_holds_for_all_smaller_budgets(tmp_path: Path) -> None:
     weaker = [replace(row, bound=20.0) if row.budget == 4 else row for row in _rows()]
-    shade = dict(
-        map(tuple, _data(checkmate.report(_again(), tmp_path / "a.html", frontier=weaker))["frontier"]["shade"])
-    )
+    shade = dict(_data(checkmate.report(_again(), tmp_path / "a.html", frontier=weaker))["frontier"]["proven"])
     assert shade[4] == pytest.approx(21.0)  # of 6 bytes
 
 
@@ -352,8 +354,7 @@ def test_the_page_loads_nothing_and_runs_its_own_script_only(tmp_path: Path) -> 
             assert not any(name.startswith("on") or name == "style" for name in attributes)
             for name in ("src", "href"):
                 assert re.match(r"#|data:,$", attributes.get(name) or "#")
-        names = {"http://www.w3.org/2000/svg", "https://github.com/leeoniya/uPlot"}  # of a namespace, in a comment
-        assert set(re.findall(r"https?://[\w./]*", text)) == names
+        assert set(re.findall(r"https?://[\w./]*", text)) == {"https://github.com/leeoniya/uPlot"}  # in a comment
         policy = next(a["content"] for tag, a in elements.found if a.get("http-equiv") == "Content-Security-Policy")
         (script,) = re.findall(r"<script>(.*?)</script>", text, flags=re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -546,7 +547,7 @@ def _mouse(driver: Any) -> Any:
 def test_all_pictures_are_drawn(opened: Open) -> None:
     driver = opened(_again(), frontier=_rows())
     areas, *others = driver.execute_script("""
-        return [...document.querySelectorAll("#memory-area canvas, #schedule-area canvas")].map((canvas) => {
+        return [...document.querySelectorAll(".picture canvas")].map((canvas) => {
           const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
           const pixels = {};
           for (let i = 0; i < data.length; i += 4) if (data[i + 3]) {
@@ -555,12 +556,11 @@ def test_all_pictures_are_drawn(opened: Open) -> None:
           }
           return pixels;
         })""")
+    assert len(others) == 3
     assert min(sum(pixels.values()) for pixels in others) > 100
     roles = timeline(_again().plan, _again().problem).by_role()
     assert min(areas[ROLE_STYLES[role][0].lower()] for role in roles) > 1000
-    assert len(driver.find_elements("css selector", "#frontier-picture svg text title")) == 5
-    assert len(driver.find_elements("css selector", "#frontier-picture svg circle")) == 1
-    assert [e.text for e in driver.find_elements("css selector", ".signs li > span")] == [
+    assert [e.text for e in driver.find_elements("css selector", "#frontier .legend span")] == [
         "auto (4 of 5 budgets)", "checkpoint-all (1 of 5 budgets)", "this plan", "proven: no schedule is here",
     ]  # fmt: skip
 
@@ -848,6 +848,31 @@ def test_the_pointer_finds_each_box_and_a_click_leads_to_its_op(opened: Open) ->
     assert _shown(driver) == largest[-1].first
 
 
+def _plans_pointed_at(driver: Any, page: Path) -> list[str]:
+    """What is said where each plan lies in the picture of the frontier, the page's own one last."""
+    frontier, area = _data(page)["frontier"], _one(driver, "#frontier-area")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", area)
+    (left, _), *_, (right, _) = frontier["proven"]
+    low, high = frontier["range"]
+    wide, tall = area.size["width"] - 74 - 16, area.size["height"] - 10 - 38  # less what is around the plot
+    said = []
+    for peak, cost, _ in (*(at for method in frontier["methods"] for at in method["points"]), frontier["this"]):
+        x, y = 74 + wide * (peak - left) / (right - left), 10 + tall * (high - cost) / (high - low)
+        at = round(x - area.size["width"] / 2), round(y - area.size["height"] / 2)
+        _mouse(driver).move_to_element_with_offset(area, *at).perform()
+        said.append(_one(driver, "#frontier-readout").text)
+    return said
+
+
+def test_the_pointer_finds_each_plan_of_the_frontier(opened: Open, tmp_path: Path) -> None:
+    driver = opened(_again(), frontier=_rows())
+    steps = {3: "45.0 s", 4: "26.0 s", 6: "21.0 s", 10: "17.0 s"}
+    auto = {peak: f"auto: peak {peak} B, step {step}" for peak, step in steps.items()}
+    auto[4] += "; this plan: peak 4 B, step 26.0 s"
+    auto[10] += "; checkpoint-all: peak 10 B, step 17.0 s"
+    assert _plans_pointed_at(driver, tmp_path / "plan.html") == [*auto.values(), auto[10], auto[4]]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
 def test_nothing_is_wider_than_the_page(opened: Open, width: int, scheme: str) -> None:
@@ -1042,11 +1067,11 @@ def test_a_first_op_of_no_seconds_is_shown_with_the_whole_step(opened: Open) -> 
     assert _one(driver, "#memory-readout h3").text == "op2"
 
 
-def test_rows_without_any_plan_are_shown(opened: Open) -> None:
+def test_rows_without_any_plan_are_shown(opened: Open, tmp_path: Path) -> None:
     rows = checkmate.frontier(dags.unit_chain(8), [1, 2], jobs=1)
     driver = opened(_again(), frontier=rows)
-    assert driver.find_elements("css selector", ".signs li > span")[0].text == "auto (0 of 2 budgets)"
-    assert len(driver.find_elements("css selector", "#frontier-picture svg circle")) == 1
+    assert driver.find_elements("css selector", "#frontier .legend span")[0].text == "auto (0 of 2 budgets)"
+    assert _plans_pointed_at(driver, tmp_path / "plan.html") == ["this plan: peak 4 B, step 26.0 s"]
 
 
 @pytest.mark.slow
