@@ -39,6 +39,7 @@ from checkmate.capture.patches.refused_leaves import refuse_lost_leaves
 from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.questions import asking_first, taken_out
+from checkmate.capture.rewrite import prepare
 from checkmate.codegen.contributions import Sharing, counted_contributions, fan_out, lowered, sharing_of
 from checkmate.codegen.refused_backwards import added_within, computed_from, refuse_views, refuse_watching
 from checkmate.codegen.replaceable_code import ReplaceableCode, may_change
@@ -260,12 +261,15 @@ class Backend:
             static_inputs=static_lifetime_input_indices or (),
             input_names=facts.names,
             block_bytes=block_bytes,
-            on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
-            as_is=self.exact,
-            in_two=None if device.type == "cpu" or fakes else same_in_two,
             numbers=numbers,
             draws=draws,
             noted=facts.noted,
+        )
+        prepare(
+            joint_module.graph,
+            on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
+            as_is=self.exact,
+            in_two=None if device.type == "cpu" or fakes else same_in_two,
         )
         joint = read(joint_module)
         if numbers:
@@ -284,9 +288,8 @@ class Backend:
 
         problem, unfinished = pose(joint), None
         if self.exact:
-            again = partial(read, prepared=True)
             about: dict[str, bool] = {"tried": not fakes and self.block_bytes == 1, "rounding": self.rounding}
-            problem = with_parts(problem, joint_module, again, pose, **about)
+            problem = with_parts(problem, joint_module, read, pose, **about)
         if self.begin is not None and may_change(joint):
             solution, unfinished = self.begin(problem)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from checkmate.backends.tensor_state import tensors_within
-from checkmate.capture.device import as_allocated, held_outside, main_device
+from checkmate.capture.device import as_allocated, main_device
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage
 from checkmate.capture.questions import Questions
@@ -69,8 +69,7 @@ def with_what_is_held(problem: Problem, allocated: int | None, *, unread: int = 
 
     That is what the graph reads, what the step holds ``unread``, and on CUDA whatever else is ``allocated``; in bytes.
     """
-    resident = problem.resident + unread
-    resident += 0 if allocated is None else held_outside(allocated, resident)
+    resident = max(problem.resident + unread, allocated or 0)  # other models, the state of optimizers, kept gradients
     if resident == problem.resident:
         return problem
     return replace(problem, profile=replace(problem.profile, resident_bytes=resident))

@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from checkmate.capture.nodes import call
 from checkmate.torch_internals import kernels
 from checkmate.torch_internals.descriptions import suggest_memory_format
 
@@ -77,8 +78,7 @@ def _call_cudnn(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> None:
     if not readers:
         return
     with graph.inserting_after(node):
-        reserve = graph.call_function(operator.getitem, (node, len(val)))
-    reserve.meta = {**node.meta, "val": reserved}
+        reserve = call(node, operator.getitem, (node, len(val)), val=reserved)
     for reader in readers:
         grad, x, weight, _, _, mean, rstd, _, eps, _ = reader.args
         reader.target = batch_norm_backward

@@ -58,21 +58,6 @@ def device_of(graph: fx.Graph) -> torch.device:
     return device
 
 
-def held_outside(allocated: int, resident: int) -> int:
-    """Bytes in use on a device that a step does not know: optimizer state, kept gradients, other models.
-
-        held = max(0, allocated - resident)
-
-    Args:
-        allocated: bytes in use before the step begins, as the allocator counts them.
-        resident: bytes of the step's own parameters, buffers and inputs, which are among these.
-
-    >>> held_outside(allocated=10_000, resident=8_192)
-    1808
-    """
-    return max(0, allocated - resident)
-
-
 def allocated_on(device: torch.device) -> int | None:
     """Bytes in use on a CUDA device when a step begins there; None on the CPU, where PyTorch keeps no count."""
     if device.type != "cuda":

@@ -7,7 +7,7 @@ tell what aliases what), tells views from ops, forward from backward, and which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -31,7 +31,6 @@ from checkmate.capture.number_inputs import DRAW_BYTES, check_sizes, hands_out_n
 from checkmate.capture.patches.results.strides import obeys_layout
 from checkmate.capture.phases import Traced, let_overwrite, phases
 from checkmate.capture.provenance import where
-from checkmate.capture.rewrite import prepare
 from checkmate.core.graph import Graph, Op, Phase, Role, Value
 from checkmate.errors import Unsupported
 from checkmate.tags import Noted
@@ -78,37 +77,27 @@ def read_joint(
     static_inputs: Iterable[int] = (),
     input_names: Sequence[str] = (),
     block_bytes: int = 1,
-    on_cpu: bool = True,
-    as_is: bool = True,
-    in_two: Callable[[fx.Node], bool] | None = None,
     numbers: Mapping[int, str] = MappingProxyType({}),
     draws: Collection[int] = (),
     noted: Noted = (),
-    prepared: bool = False,
 ) -> Joint:
     """Read a joint graph of AOTAutograd.
 
     Args:
-        module: the joint graph; dropout is rewritten in it so that its mask can be kept and the rest recomputed.
+        module: the joint graph, as `checkmate.capture.rewrite.prepare` leaves it, or made of that.
         num_fwd_outputs: how many of its outputs belong to the forward.
         static_inputs: positions of the inputs that are parameters and buffers.
         input_names: what to call the inputs, by position in what was traced.
         block_bytes: the allocator rounds every size up to a multiple of these.
-        on_cpu: the step is planned for the CPU: masks of dropout may be drawn again.
-        as_is: its ops run as they are captured, by no other compiler.
-        in_two: whether the backward of a convolution has the same bits in two calls; None: each has.
         numbers: what Dynamo calls the inputs that are numbers, by position; see `checkmate.capture.number_inputs`.
         draws: positions of the inputs that are draws of Python's generator.
         noted: what the step has tagged.
-        prepared: the graph is that of a joint that was read before, or made of it.
 
     Raises:
         NotFree: if a shape depends on such a number.
         Unsupported: for sizes that depend on data, ops that read draws of Python's generator, ops whose outputs alias
             only in part, and backward ops that read what the forward has overwritten.
     """
-    if not prepared:
-        prepare(module.graph, on_cpu=on_cpu, as_is=as_is, in_two=in_two)
     let_go_of_unread(module)
     step = Traced(module, num_fwd_outputs, static_inputs, input_names, numbers, draws)
     check_sizes(module.graph, numbers, step.name)

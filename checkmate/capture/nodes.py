@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,16 +31,35 @@ LOSSES = {  # their kernels make the sum or mean of the terms within the storage
 }
 
 
-def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they are computed from."""
+def ancestors(roots: Iterable[fx.Node], until: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """The nodes and all that they are computed from, but for some and what is behind these."""
     found: set[fx.Node] = set()
     stack = list(roots)
     while stack:
         n = stack.pop()
-        if n not in found:
+        if n not in found and n not in until:
             found.add(n)
             stack += n.all_input_nodes
     return found
+
+
+def call(
+    origin: fx.Node,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    name: str | None = None,
+    val: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> fx.Node:
+    """A call where the graph inserts, with the provenance of another node; ``val``: its fake result, where known."""
+    kwargs = dict(kwargs or {})
+    node = origin.graph.create_node("call_function", target, args, kwargs, name)
+    if val is None:
+        fakes, options = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with fakes[0].fake_mode, torch.no_grad():
+            val = target(*fakes, **options)
+    node.meta = {key: what for key, what in origin.meta.items() if key != "tensor_meta"} | {"val": val}
+    return node
 
 
 def leaf_nodes(leaves: Sequence[Any]) -> list[fx.Node]:

@@ -38,7 +38,7 @@ from checkmate.capture.earlier_draws import (
     forget_draws,
 )
 from checkmate.capture.meta_tensors import is_fake
-from checkmate.capture.patches.results.strides import lay_out, written
+from checkmate.capture.patches.results.strides import copied, written
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
 from checkmate.errors import Unsupported
@@ -83,11 +83,6 @@ def _compare(value: Any, known: bool | int, place: int, where: str, drawn: bool)
         raise AnotherAnswer(where, known, now, place, drawn)
 
 
-def copied(x: torch.Tensor) -> torch.Tensor:
-    """A copy of an input, in its strides, for what is asked to write to."""
-    return lay_out(x, tuple(x.shape), x.stride(), x.dtype)
-
-
 def program(
     ends: Sequence[fx.Node], attributes: Mapping[str, Any], last: Mapping[torch.device, fx.Node]
 ) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
@@ -124,7 +119,7 @@ def program(
             if n.op == "get_attr" and isinstance(n.target, str):
                 held[n.target] = attributes[n.target]
             if n.op in ("placeholder", "get_attr") and memory_of(n) & overwritten:
-                copies[n] = graph.call_function(copied, (copies[n],))
+                copies[n] = graph.call_function(copied, (copies[n],))  # for what is asked to write to
         elif f"{n.name}_draws" in unread:
             graph.call_module(f"{n.name}_draws")
     graph.output(copies[ends[-1]])

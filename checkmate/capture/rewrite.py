@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from checkmate.capture.cudnn import expose_cudnn
-from checkmate.capture.nodes import done_with_gradients, has_effect
+from checkmate.capture.nodes import call, done_with_gradients, has_effect
 from checkmate.capture.patches.recurrent import LAYER, lstm_layer
 from checkmate.capture.patches.results.strides import draw_copy, lay_out
 from checkmate.capture.provenance import where
@@ -34,7 +34,14 @@ aten = torch.ops.aten
 def prepare(
     graph: fx.Graph, *, on_cpu: bool = True, as_is: bool = True, in_two: Callable[[fx.Node], bool] | None = None
 ) -> None:
-    """Rewrite a joint graph in place, pass by pass. For the arguments see `checkmate.capture.joint.read_joint`."""
+    """Rewrite a joint graph in place, pass by pass.
+
+    Args:
+        graph: dropout is rewritten in it so that its mask can be kept and the rest recomputed.
+        on_cpu: the step is planned for the CPU: masks of dropout may be drawn again.
+        as_is: its ops run as they are captured, by no other compiler.
+        in_two: whether the backward of a convolution has the same bits in two calls; None: each has.
+    """
     expose_dropout(graph)
     draw_as_in_place(graph)
     expose_cudnn(graph)
@@ -250,14 +257,7 @@ def _val(node: fx.Node | None) -> Any:
 def _call(origin: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], name: str, val: Any = None) -> fx.Node:
     """A node before another, with its provenance; ``val``: its fake result, where that is known."""
     with origin.graph.inserting_before(origin):
-        node = origin.graph.create_node("call_function", target, args, name=name)
-    node.meta = {key: what for key, what in origin.meta.items() if key not in ("val", "tensor_meta")}
-    if val is None:
-        fake_args = fx.node.map_arg(args, lambda n: n.meta["val"])
-        with fake_args[0].fake_mode, torch.no_grad():
-            val = target(*fake_args)
-    node.meta["val"] = val
-    return node
+        return call(origin, target, args, name, val)
 
 
 def _replace(node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> None:

@@ -21,7 +21,6 @@ NAMES = Table(
     Name("_softmax_backward_data", "torch", "and its backward", _REFUSED),
     Name("_foreach_copy_", "torch", "writes to several tensors", _REFUSED),
     Name("_foreach_lerp_", "torch", "a step of averages over parameters", _WHOLE),
-    Name("_foreach_pow", "torch", "powers of several tensors", _WHOLE),
     Name("_foreach_norm", "torch", "norms of gradients, as clipping takes them", _CLIPPED),
     Name("_group_tensors_by_device_and_dtype", "torch.utils._foreach_utils", "which are clipped together", _CLIPPED),
     Name("_amp_foreach_non_finite_check_and_unscale_", "torch", "gradients without their scale", _SCALED),

@@ -16,7 +16,6 @@ from checkmate.capture.device import (
     allocated_on,
     device_of,
     have_libraries_take_workspaces,
-    held_outside,
     random_states,
     same_random_state,
 )
@@ -61,13 +60,6 @@ def test_a_number_may_be_on_the_cpu() -> None:
 def test_other_kinds_of_device_are_refused() -> None:
     with pytest.raises(checkmate.Unsupported, match="runs on meta"):
         device_of(_graph("meta"))
-
-
-def test_what_the_step_does_not_know_is_held() -> None:
-    """Parameters of 1000 bytes with two moments of Adam and a kept gradient each: 3000 bytes are none of the plan's."""
-    assert held_outside(allocated=4000, resident=1000) == 3000
-    assert held_outside(allocated=1000, resident=1000) == 0
-    assert held_outside(allocated=0, resident=1000) == 0
 
 
 def test_what_is_held_counts_as_resident() -> None:

@@ -45,5 +45,5 @@ PATCHES = (
     Patch("results.statistics", PROCESS, "descriptions of normalizations", "the types of their statistics"),
     Patch("results.strides", WITHIN, "AOTAutograd's form of writes in place", "a write leaves strides as they are"),
     Patch("results.strides", PROCESS, "descriptions of some twenty kernels", "the strides of their results"),
-    Patch("results.values_only", WITHIN, "svdvals, eigvals and what uses them", "idle vectors round otherwise"),
+    Patch("results.values_only", WITHIN, "svdvals, eigvalsh and what uses them", "idle vectors round otherwise"),
 )

@@ -8,13 +8,14 @@ leaves the choice to eager PyTorch's autograd when it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from checkmate.capture.patches.kernels import kernels_in_python
 from checkmate.torch_internals.dispatcher import (
     DispatchKey,
     DispatchKeySet,
@@ -79,18 +80,9 @@ class _Reduction(torch.autograd.Function):
         return None, gradient(op, grad, *ctx.saved_tensors, *rest), None, None, None
 
 
-@contextmanager
-def eager_formulas() -> Iterator[None]:
+def eager_formulas() -> AbstractContextManager[None]:
     """Within the block, the gradients of these reductions are traced as ops that choose their formula when they run."""
-    for name, op in _OPS.items():
-        op.py_kernels[DispatchKey.Autograd] = _kernel(name)
-        op._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        for op in _OPS.values():
-            del op.py_kernels[DispatchKey.Autograd]
-            op._dispatch_cache.clear()
+    return kernels_in_python({op: {**op.py_kernels, DispatchKey.Autograd: _kernel(name)} for name, op in _OPS.items()})
 
 
 def _kernel(op: str) -> Callable[..., Tensor]:

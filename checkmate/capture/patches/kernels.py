@@ -10,9 +10,10 @@ product of batches and one of matrices, which is made here as C++ makes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -25,7 +26,6 @@ from checkmate.torch_internals.dispatcher import (
     _DisablePythonDispatcher,
 )
 
-_should_fold = decompositions.should_fold
 _DROPOUT = torch.ops.aten.dropout.default
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _PREFIXES = (
@@ -37,22 +37,28 @@ _PREFIXES = (
 @contextmanager
 def eager_kernels() -> Iterator[None]:
     """Within the block, ops that tracing would decompose inexactly are traced as themselves."""
-    set_aside = {
-        op: {key: op.py_kernels[key] for key in _KEYS if key in op.py_kernels} for op in (*_inexact(), _DROPOUT)
-    }
-    decompositions.should_fold = _folds
+    kept = {op: {key: one for key, one in op.py_kernels.items() if key not in _KEYS} for op in _inexact()}
+    dropout = {key: _dropout if key in _KEYS else one for key, one in _DROPOUT.py_kernels.items()}
+    with kernels_in_python({**kept, _DROPOUT: dropout}), patch.object(decompositions, "should_fold", _folds):
+        yield
+
+
+@contextmanager
+def kernels_in_python(kernels: Mapping[Any, Mapping[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """Within the block, ops have these kernels in Python and no others, each by its dispatch key."""
+    before = {op: dict(op.py_kernels) for op in kernels}
     try:
-        for op, kernels in set_aside.items():
-            for key in kernels:
-                del op.py_kernels[key]
-            op._dispatch_cache.clear()
-        _DROPOUT.py_kernels.update(dict.fromkeys(set_aside[_DROPOUT], _dropout))
+        _set(kernels)
         yield
     finally:
-        decompositions.should_fold = _should_fold
-        for op, kernels in set_aside.items():
-            op.py_kernels.update(kernels)
-            op._dispatch_cache.clear()
+        _set(before)
+
+
+def _set(kernels: Mapping[Any, Mapping[Any, Callable[..., Any]]]) -> None:
+    for op, by_key in kernels.items():
+        op.py_kernels.clear()
+        op.py_kernels.update(by_key)
+        op._dispatch_cache.clear()
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:

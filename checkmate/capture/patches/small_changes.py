@@ -15,7 +15,7 @@ from checkmate.torch_internals.dynamo import (
     dynamo_config,
     unimplemented,
 )
-from checkmate.torch_internals.kernels import _foreach_lerp_, _foreach_pow
+from checkmate.torch_internals.kernels import _foreach_lerp_
 from checkmate.torch_internals.names import put_in_place
 
 Plain = Callable[..., Any]
@@ -118,7 +118,7 @@ follow("get_fake_value", _describe)
 follow_function(torch.backends.cudnn.flags, _pass_over_flags)
 for dropout in (torch.dropout, torch.nn.functional.dropout):
     follow_function(dropout, _drop_of_nothing)
-for whole in (torch.addcdiv, _foreach_lerp_, _foreach_pow):
+for whole in (torch.addcdiv, _foreach_lerp_):
     follow_function(whole, _leave_whole)
 for method in ("add_", "addcmul_", "addcdiv_"):
     follow_method(method, _leave_whole)

@@ -10,8 +10,9 @@ alone, on numbers that cancel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from checkmate.capture.nodes import tensors
+from checkmate.capture.nodes import ancestors, tensors
 from checkmate.capture.splits.find_loss import Loss, losses
 from checkmate.capture.splits.lanes import same_lanes
 from checkmate.capture.splits.loss import COLUMNS, ROWS, length, slices
@@ -39,6 +40,7 @@ SCALES = (1.0, 8.0)  # of the logits of a loss: flat distributions, and some tha
 _EPS = 1e-5  # of a batch norm
 _tried: dict[tuple[Any, ...], float] = {}
 aten = torch.ops.aten
+Compared = tuple[Tensor, Tensor, bool | None]  # of the whole, of parts; summed over these; None: wherever it lies
 
 
 def off_in_parts(parts: InParts) -> float:
@@ -53,11 +55,8 @@ def off_in_parts(parts: InParts) -> float:
     if key in _tried:
         return _tried[key]
     off = sum(map(off_of, parts.whole.nodes)) if all(_keeps(op) for op in _ops(parts)) else inf
-    whole = fx.GraphModule({}, parts.whole).forward
-    seeds = range(inputs_of(parts) if off < inf else 0)
-    return _once(
-        key, lambda: off + max((_unless_it_fails(partial(_off, parts, whole, seed)) for seed in seeds), default=0)
-    )
+    trial = partial(_of_region, parts, fx.GraphModule({}, parts.whole).forward)
+    return _once(key, lambda: off + _most_off(trial, range(inputs_of(parts) if off < inf else 0)))
 
 
 def _once(key: tuple[Any, ...], trial: Callable[[], float]) -> float:
@@ -66,6 +65,30 @@ def _once(key: tuple[Any, ...], trial: Callable[[], float]) -> float:
         with _disable_current_modes(), torch.no_grad():
             _tried[key] = trial()
     return _tried[key]
+
+
+def _most_off(trial: Callable[[int], Iterable[Compared]], seeds: Iterable[int]) -> float:
+    """The most that parts are off by on inputs of these seeds; infinite if they may not be, or an op refuses them."""
+    most = 0.0
+    try:
+        for whole, found, summed in chain.from_iterable(map(trial, seeds)):
+            if (most := max(most, _distance(whole, found, summed=summed))) == inf:
+                break
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return inf
+    return most
+
+
+def _arguments(node: fx.Node, seed: int) -> tuple[dict[fx.Node, Tensor], tuple[Any, ...], dict[str, Any]]:
+    """Made-up tensors for what an op reads, and the op's arguments with these; the terms of its sums cancel in half."""
+    draw = torch.Generator().manual_seed(seed)
+    values = {n: made_up(n.meta["val"], draw, seed // 2) for n in node.all_input_nodes}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    if not seed % 2:
+        cancel(node.target, args, draw)
+    return values, args, kwargs
 
 
 def is_argued(parts: InParts) -> bool:
@@ -111,13 +134,9 @@ class _Op:
         made = sum(t.numel() for t in tensors(self.whole.meta["val"]))
         return min(MOST_INPUTS, max(OP_INPUTS, -(-OP_COMPARED // max(1, made))))
 
-    def off(self, seed: int) -> float:
-        """0.0 if all parts have the bits of the whole; infinite if not."""
-        draw = torch.Generator().manual_seed(seed)
-        values = {n: made_up(n.meta["val"], draw, seed // 2) for n in self.whole.all_input_nodes}
-        args, kwargs = fx.node.map_arg((self.whole.args, self.whole.kwargs), values.__getitem__)
-        if not seed % 2:
-            cancel(self.whole.target, args, draw)
+    def compared(self, seed: int) -> Iterator[Compared]:
+        """Each part, as it is of the whole and by itself."""
+        values, args, kwargs = _arguments(self.whole, seed)
         target: Any = self.whole.target
         made = _results(target(*args, **kwargs))
         given = dict(zip((n.name for n in self.whole.all_input_nodes), self.whole.all_input_nodes, strict=True))
@@ -128,11 +147,8 @@ class _Op:
             part_args, part_kwargs = fx.node.map_arg((self.part.args, self.part.kwargs), some.__getitem__)
             found = _results(self.part.target(*part_args, **part_kwargs))  # type: ignore[operator]
             for dim, one, other in zip(self.split.results, made, found, strict=False):
-                if dim in (None, SUMMED) or one is None:  # a gradient that is not asked for
-                    continue
-                if not same_bytes(part_of(one, dim, *at), other):
-                    return inf
-        return 0.0
+                if dim not in (None, SUMMED) and one is not None:  # a gradient that is asked for
+                    yield part_of(one, dim, *at), other, None
 
     def _given(self, node: fx.Node, whole: fx.Node | None, values: dict[fx.Node, Tensor], at: Sequence[int]) -> Any:
         """What a part reads: a view of what the whole reads if that is an input of the region, else of its own."""
@@ -167,8 +183,7 @@ def _keeps(op: _Op) -> bool:
         return argument is not None
     if all(dim in (None, SUMMED) for dim in op.split.results):
         return True
-    trials = (_unless_it_fails(partial(op.off, seed)) for seed in range(op.inputs()))
-    return _once(op.key, lambda: next((off for off in trials if off), 0.0)) == 0
+    return _once(op.key, lambda: _most_off(op.compared, range(op.inputs()))) == 0
 
 
 def _results(made: Any) -> tuple[Any, ...]:
@@ -185,23 +200,23 @@ def off_of(node: fx.Node) -> float:
     key = node.target, like.shape, like.stride(), like.dtype, like.device, kind, torch.get_num_threads()
     # a rounding more or less shows in one of four elements
     seeds = range(min(MOST_INPUTS, max(INPUTS, -(-OP_COMPARED // max(1, like.numel())))))
-    trial = partial(_off_by_formula, node.target, like, kind)
-    return _once(key, lambda: max(_unless_it_fails(partial(trial, seed)) for seed in seeds))
+    return _once(key, lambda: _most_off(partial(_of_batch_norm, node.target, like, kind), seeds))
 
 
-def _off_by_formula(target: Any, like: Tensor, kind: torch.dtype | None, seed: int) -> float:
-    """By how much a batch norm's result, or the gradient of its input, is off if made of its sums."""
+def _of_batch_norm(target: Any, like: Tensor, kind: torch.dtype | None, seed: int) -> Iterator[Compared]:
+    """A batch norm's result, or the gradient of its input, and the same made of its sums."""
     draw = torch.Generator().manual_seed(seed)
     x, *others = (made_up(like, draw, seed), *(torch.rand(like.shape[1], generator=draw) for _ in range(2)))
     weight, bias = (None if kind is None else one.to(like.device, kind) for one in others)
     made, mean, invstd = aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.0, _EPS)
     if target is normalized:
-        return _distance(made, normalized(x, weight, bias, mean, invstd), summed=False)
+        yield made, normalized(x, weight, bias, mean, invstd), False
+        return
     grad = made_up(like, torch.Generator().manual_seed(seed + MOST_INPUTS), seed)
     about = weight, None, None, mean, invstd, True, _EPS, [True, True, True]
     made, of_weight, of_bias = aten.native_batch_norm_backward(grad, x, *about)
     found = gradient_of_input(grad, x, weight, mean, invstd, of_weight, of_bias, x.numel() // x.shape[1])
-    return _distance(made, found, summed=True)
+    yield made, found, True
 
 
 def same_bits(parts: InParts) -> bool:
@@ -223,26 +238,16 @@ def inputs_of(parts: InParts) -> int:
     return min(MOST_INPUTS, max(INPUTS, shows)) if any(parts.summed) else INPUTS
 
 
-def _unless_it_fails(trial: Callable[[], float]) -> float:
-    """What a trial finds; infinite where an op refuses its inputs."""
-    try:
-        return trial()
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError):
-        return inf
-
-
-def _off(parts: InParts, whole: Any, seed: int) -> float:
+def _of_region(parts: InParts, whole: Callable[..., Any], seed: int) -> Iterator[Compared]:
+    """What a region makes."""
     draw = torch.Generator().manual_seed(seed)
     inputs = [made_up(n.meta["val"], draw, seed) for n in parts.whole.find_nodes(op="placeholder")]
-    pairs = list(zip(whole(*inputs), parts(*inputs), parts.summed, strict=True))
-    return max(_distance(a, b, summed=summed) for a, b, summed in pairs)
+    return zip(whole(*inputs), parts(*inputs), parts.summed, strict=True)
 
 
-def _distance(whole: Tensor, found: Tensor, *, summed: bool) -> float:
+def _distance(whole: Tensor, found: Tensor, *, summed: bool | None) -> float:
     """By how much a result is off; infinite if it may not be."""
-    if whole.stride() != found.stride():
+    if summed is not None and whole.stride() != found.stride():
         return inf
     if same_bytes(whole, found):
         return 0.0
@@ -264,13 +269,12 @@ def loss_keeps_bits(loss: Loss, split: LossSplit) -> bool:
         (str(n.target), str(n.args), str(n.kwargs), *map(about_of, tensors(n.meta.get("val"))))
         for n in module.graph.nodes
     )
-    parts = in_parts(module, split)
+    whole, products = partial(_of_loss, module, in_parts(module, split)), partial(_of_products, loss, split)
 
     def trial() -> float:
-        equal = all(_is_equal(module, parts, seed) for seed in range(inputs_of_loss(loss)))
-        return 0.0 if equal and all(_products_keep(loss, split, seed) for seed in range(OP_INPUTS)) else inf
+        return _most_off(whole, range(inputs_of_loss(loss))) or _most_off(products, range(OP_INPUTS))
 
-    return _once((about, split, torch.get_num_threads()), trial) < inf
+    return _once((about, split, torch.get_num_threads()), trial) == 0
 
 
 def inputs_of_loss(loss: Loss) -> int:
@@ -280,7 +284,8 @@ def inputs_of_loss(loss: Loss) -> int:
 
 def alone(loss: Loss) -> fx.GraphModule:
     """A loss and its backward, of what they read, in the order of the whole; logits that the step shows are read."""
-    nodes = sorted({*loss.nodes()})
+    results = [*(user for user in loss.forward.users if user.args[1] == 0), loss.row_sum, *loss.ends]
+    nodes = sorted(ancestors([node for node in results if node is not None], until=loss.given_nodes))
     graph = fx.Graph()
     given = sorted({one for node in nodes for one in node.all_input_nodes} - {*nodes})
     copies = {node: graph.create_node("placeholder", f"given{i}") for i, node in enumerate(given)}
@@ -288,41 +293,31 @@ def alone(loss: Loss) -> fx.GraphModule:
         copied.meta = {"val": node.meta["val"]}
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    results = [*(user for user in loss.forward.users if user.args[1] == 0), loss.row_sum, *loss.ends]
     graph.output(tuple(copies[node] for node in results if node is not None))
     return fx.GraphModule({}, graph)
 
 
-def _is_equal(whole: fx.GraphModule, parts: fx.GraphModule, seed: int) -> bool:
+def _of_loss(whole: fx.GraphModule, parts: fx.GraphModule, seed: int) -> Iterator[Compared]:
+    """A loss and its gradients."""
     (loss,) = losses(whole.graph)
     inputs = _made_up(whole.graph, loss, torch.Generator().manual_seed(seed), SCALES[seed % len(SCALES)])
-    pairs = zip(*(tree_leaves(run(*inputs)) for run in (parts, whole)), strict=True)
-    return all(same_bytes(one, other) for one, other in pairs)
+    for one, other in zip(*(tree_leaves(run(*inputs)) for run in (whole, parts)), strict=True):
+        yield one, other, None
 
 
-def _products_keep(loss: Loss, split: LossSplit, seed: int) -> bool:
-    """Whether the layer's product and those of its gradients have the bits of the whole, by rows and by columns."""
+def _of_products(loss: Loss, split: LossSplit, seed: int) -> Iterator[Compared]:
+    """The layer's product and those of its gradients, by rows and by columns."""
     rows, columns = loss.product.meta["val"].shape
     by_rows = [*slices(rows, length(rows, split.parts, ROWS))]
     by_columns = [*slices(columns, length(columns, split.parts, COLUMNS), COLUMNS)]
-    cases = [(loss.product, by_rows), (loss.of_rows, by_rows), (loss.of_weight, by_columns)]
-    return all(_product_keeps(node, some, seed) for node, some in cases if node is not None)
-
-
-def _product_keeps(node: fx.Node, some: Sequence[slice], seed: int) -> bool:
-    """Whether slices of the first factor make the same slices of the product."""
-    draw = torch.Generator().manual_seed(seed)
-    args = tuple(made_up(n.meta["val"], draw, 0) for n in node.all_input_nodes)
-    if seed % 2:
-        cancel(node.target, args, draw)
-    target: Any = node.target
-    *bias, a, b = args
-    whole = target(*args)
-    for at in some:
-        part = a[at] if a.is_contiguous() else a[at].t().contiguous().t()  # as it lies in a part's own memory
-        if not same_bytes(target(*bias, part, b), whole[at]):
-            return False
-    return True
+    for node, some in (loss.product, by_rows), (loss.of_rows, by_rows), (loss.of_weight, by_columns):
+        if node is not None:
+            _, (*bias, a, b), _ = _arguments(node, seed)
+            target: Any = node.target
+            whole = target(*bias, a, b)
+            for at in some:
+                part = a[at] if a.is_contiguous() else a[at].t().contiguous().t()  # as it lies in a part's own memory
+                yield whole[at], target(*bias, part, b), None
 
 
 def _made_up(graph: fx.Graph, loss: Loss, draw: torch.Generator, scale: float) -> list[Tensor]:

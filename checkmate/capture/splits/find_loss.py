@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.capture.nodes import storage, viewed
+from checkmate.capture.nodes import leaf_nodes, storage, viewed
 from checkmate.capture.splits.loss import CAST, OF_RESULT, POINTWISE, Step
 
 aten = torch.ops.aten
@@ -85,17 +85,12 @@ class Loss:
             _step(node, made) for node in self.through if str(node.target) in POINTWISE
         )
 
-    def nodes(self) -> Iterator[fx.Node]:
-        """All nodes, and the views through which the weight is read."""
-        some = (self.row_sum, self.smoothing, *self.ends)
-        yield from (self.product, *self.before, self.softmax, *self.after, self.forward, *self.forward.users)
-        yield from (self.backward, *self.given, self.gradient, *self.through, *(node for node in some if node))
-        if self.of_weight is not None:
-            yield self.of_weight.args[0]  # type: ignore[misc]  # turned
-        for node in (self.w, *(self.of_rows.args[1:] if self.of_rows is not None else ())):
-            while node is not viewed(node):  # type: ignore[arg-type]
-                yield node  # type: ignore[misc]
-                (node,) = node.all_input_nodes  # type: ignore[union-attr]
+    @property
+    def given_nodes(self) -> set[fx.Node]:
+        """What it is made of, which is made elsewhere."""
+        weights = [self.w, *(self.of_rows.args[1:] if self.of_rows is not None else ())]
+        given: Any = self.h, self.b, *map(viewed, weights), *self.forward.args[1:3], self.backward.args[0]  # type: ignore[arg-type]
+        return {*leaf_nodes(given), *(() if self.smoothing is None else self.smoothing.all_input_nodes)}
 
 
 def _step(node: fx.Node, made: list[fx.Node]) -> Step:

@@ -12,12 +12,11 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 import torch
 import torch.fx as fx
 
-from checkmate.capture.nodes import ancestors, getitems, has_effect, is_mutating, is_view, tensors, viewed
+from checkmate.capture.nodes import ancestors, call, getitems, has_effect, is_mutating, is_view, tensors, viewed
 from checkmate.capture.phases import after_tangent
 from checkmate.capture.random_draws import draw_mask, save_state
 from checkmate.capture.splits.letters import values_of
@@ -321,15 +320,13 @@ def write(step: StepToSplit, first: fx.Node, region: Region, parts: InParts) -> 
         for user in [u for u in node.users if u.target in _OF_SHAPE and node in u.args]:
             _let_go(graph, node, user)
     with graph.inserting_after(last):
-        call = at = graph.create_node("call_function", parts, tuple(inputs), name=f"{first.name}_in_parts")
-    call.meta = {key: what for key, what in first.meta.items() if key != "tensor_meta"}
-    call.meta["first"] = first.name
-    call.meta["val"] = tuple(n.meta["val"] for n in region.made)
+        vals = tuple(n.meta["val"] for n in region.made)
+        together = at = call(first, parts, tuple(inputs), f"{first.name}_in_parts", vals)
+    together.meta["first"] = first.name
     made = []
     for i, node in enumerate(region.made):
         with graph.inserting_after(at):
-            at = graph.create_node("call_function", operator.getitem, (call, i), name=f"{node.name}_made")
-        at.meta = {**node.meta}
+            at = call(node, operator.getitem, (together, i), f"{node.name}_made", node.meta["val"])
         made.append(at)
         node.replace_all_uses_with(at)
     for node in reversed(list(region.splits)):
@@ -360,8 +357,6 @@ def _let_go(graph: fx.Graph, node: fx.Node, reader: fx.Node) -> None:
     if source is None:
         return
     shape = list(node.meta["val"].shape)
-    with graph.inserting_before(reader), node.meta["val"].fake_mode, torch.no_grad():
-        args: Any = source, shape, [0] * len(shape)
-        view = graph.create_node("call_function", aten.as_strided.default, args)
-        view.meta = {**node.meta, "val": aten.as_strided.default(source.meta["val"], *args[1:])}
+    with graph.inserting_before(reader):
+        view = call(node, aten.as_strided.default, (source, shape, [0] * len(shape)))
     reader.replace_input_with(node, view)

@@ -227,14 +227,3 @@ def nll_loss2d_backward(node: Any, units: int) -> str:
     """By images, rows or columns, which targets have and, if it is not one number, the gradient of the loss."""
     grad, _, target, *_ = node.args
     return f"{'nhw' if _shape_of(grad) == _shape_of(target) else ''},n.hw,nhw->n.hw"
-
-
-def made(node: Any, units: int) -> str:
-    """Of nothing: the same number everywhere."""
-    return f"->{_alphabet(rank_of(node))}"
-
-
-def expanded(node: Any, units: int) -> Letters:
-    """Repeated."""
-    of = _shape_of(node)
-    return Letters([(node.args[0], _broadcast(node.args[0], of, _alphabet(len(of))))], [_alphabet(len(of))])

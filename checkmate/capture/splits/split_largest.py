@@ -42,7 +42,7 @@ class StaysWhole(Exception):
     """An op that needs the most is not split; the name of its node."""
 
 
-class _Further:
+class _Splitter:
     """Splits a graph further."""
 
     def __init__(self, step: StepToSplit, tried: Tried) -> None:
@@ -203,7 +203,7 @@ def split_further(
     results = tuple(n for n in output[: len(joint.forward_outputs)] if isinstance(n, fx.Node))
     norms = "_native_batch_norm_legit_functional"  # what parts of them make does not depend on what they overwrite
     pinned = {op.name for op in joint.graph.ops if op.pinned and norms not in op.target}
-    _Further(StepToSplit(graph, results, pinned, sums), tried).split(needs, least_gain, before)
+    _Splitter(StepToSplit(graph, results, pinned, sums), tried).split(needs, least_gain, before)
     return without_dead_code(module, graph)
 
 

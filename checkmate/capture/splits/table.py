@@ -118,11 +118,6 @@ def normalized_split(node: fx.Node, dim: int) -> OpSplit | None:
     return OpSplit((dim,), {x: dim, **{n: None for n in others if n is not None}}, (normalized, args))
 
 
-def is_elementwise(node: fx.Node) -> bool:
-    """Whether each element of a result is made of the same element of the arguments, broadcast."""
-    return _rule(node) is pointwise
-
-
 def argument_of(node: fx.Node, split: OpSplit) -> Argument | None:
     """Why an op that runs in parts has the bits of the whole, if what is said of it holds; None: nothing says so."""
     packet = packet_of(node.target)
@@ -131,7 +126,7 @@ def argument_of(node: fx.Node, split: OpSplit) -> Argument | None:
         real = not any(t.dtype.is_complex for n in (node, *node.all_input_nodes) for t in tensors(n.meta["val"]))
         found = found if real and not _is_more(node) else Argument.LANES
     if found is Argument.LANES:
-        return found if is_elementwise(node) and packet not in _BY_CONTIGUITY else None
+        return found if _rule(node) is pointwise and packet not in _BY_CONTIGUITY else None
     at = split.results[0]
     if packet in _GOES_ALONG and at is not None:
         along: Any = node.args[_GOES_ALONG[packet]]
@@ -193,7 +188,7 @@ TABLE: Mapping[Any, tuple[Rule | None, Argument]] = {  # what has no line and is
     **_each(COPIES, by.moved(lambda node, letters: "".join(letters[d] for d in node.args[1])), aten.permute),
     **_each(COPIES, by.moved(by.unsqueezed), aten.unsqueeze),
     **_each(COPIES, by.moved(by.squeezed), aten.squeeze),
-    **_each(COPIES, by.expanded, aten.expand),
+    **_each(COPIES, pointwise, aten.expand),
     **_each(COPIES, by.moved(by.apart_from(1, 0)), aten.slice),
     **_each(COPIES, by.moved(lambda node, letters: by.but(letters, node.args[1], by="")), aten.select),
     **_each(
@@ -203,7 +198,7 @@ TABLE: Mapping[Any, tuple[Rule | None, Argument]] = {  # what has no line and is
     ),
     **_each(COPIES, by.cat, aten.cat),
     **_each(COPIES, by.moved(by.apart_from(2, 0)), aten.split, aten.split_with_sizes),
-    **_each(COPIES, by.made, aten.full, aten.zeros, aten.ones),
+    **_each(COPIES, pointwise, aten.full, aten.zeros, aten.ones),
     **_each(COPIES, by.embedding, aten.embedding),
     **_each(COPIES, by.moved(by.planes), aten.max_pool2d_with_indices, aten.upsample_nearest2d),
     **_each(COPIES, None, operator.getitem),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
+from checkmate.capture.nodes import call
 from checkmate.capture.rewrite import without_dead_code
 from checkmate.capture.splits.find_loss import SLICES, Loss, is_of_rows, losses
 from checkmate.capture.splits.loss import (
@@ -65,17 +66,15 @@ class _Writer:
         dtype = loss.softmax.meta["val"].dtype
         self.form = Form(loss.ignore_index, dtype, *loss.steps, smooth, split.parts)
         self.kept = split.kept or loss.shown
-        self.like = loss.softmax.meta["val"]
         self.rows, _ = loss.product.meta["val"].shape
-        self.mode = self.like.fake_mode
 
     def write(self) -> None:
         """The calls; what they replace has no readers then."""
         loss = self.loss
-        with self.graph.inserting_before(loss.forward), self.mode, torch.no_grad():
+        with self.graph.inserting_before(loss.forward):
             layer = self._layer()
             sums = self._forward(layer)
-        with self.graph.inserting_before(min(loss.ends)), self.mode, torch.no_grad():
+        with self.graph.inserting_before(min(loss.ends)):
             self._backward(layer, sums)
 
     def _layer(self) -> Layer:
@@ -83,10 +82,10 @@ class _Writer:
         loss, y = self.loss, self.loss.forward.args[1]
         back = (*loss.given, *loss.through)
         if any(node.target in SLICES for node in back):
-            over = self._run(loss.softmax, aten.sub.Tensor, y, loss.ignore_index)
-            column = self._rows(back, self._run(loss.softmax, aten.unsqueeze.default, over, 1))
-            over = self._run(loss.softmax, aten.select.int, column, 1, 0)
-            y = self._run(loss.softmax, aten.add.Tensor, over, loss.ignore_index)
+            over = call(loss.softmax, aten.sub.Tensor, (y, loss.ignore_index))
+            column = self._rows(back, call(loss.softmax, aten.unsqueeze.default, (over, 1)))
+            over = call(loss.softmax, aten.select.int, (column, 1, 0))
+            y = call(loss.softmax, aten.add.Tensor, (over, loss.ignore_index))
         if self.kept:
             return Layer(None, None, None, y, loss.product)
         return Layer(loss.h, loss.w, loss.b, y)
@@ -94,19 +93,19 @@ class _Writer:
     def _forward(self, layer: Layer) -> fx.Node:
         loss, form = self.loss, self.form
         y, weight, how = loss.forward.args[1:4]
-        made = self.like.new_empty((3 + form.smooth, self.rows))
-        sums = self._call(loss.softmax, row_sums, (layer, form), made)
+        made = loss.softmax.meta["val"].new_empty((3 + form.smooth, self.rows))
+        sums = call(loss.softmax, row_sums, (layer, form), val=made)
         self.column = self._chosen(sums, 0)
-        self.targets = self._run(loss.forward, one_class, y, form.ignore)
+        self.targets = call(loss.forward, one_class, (y, form.ignore))
         loss.forward.args = (self.column, self.targets, None, how, form.ignore)
         self.weights = None
         if weight is not None:
-            self.weights = self._run(loss.forward, class_weights, weight, y, form.ignore)
+            self.weights = call(loss.forward, class_weights, (weight, y, form.ignore))
             loss.forward.target = weighted_loss
             loss.forward.args = (self.column, self.targets, self.weights, how, form.ignore)
         if loss.row_sum is not None:
             column = self._chosen(sums, 3)
-            loss.row_sum.replace_all_uses_with(self._run(loss.row_sum, aten.select.int, column, 1, 0))
+            loss.row_sum.replace_all_uses_with(call(loss.row_sum, aten.select.int, (column, 1, 0)))
         return sums
 
     def _backward(self, layer: Layer, sums: fx.Node) -> None:
@@ -115,35 +114,36 @@ class _Writer:
         back = (*loss.given, *loss.through)
         args = (given, self.column, self.targets, None, *rest)
         column = torch.empty_like(self.column.meta["val"])
-        g = self._call(loss.backward, aten.nll_loss_backward.default, args, column)
+        g = call(loss.backward, aten.nll_loss_backward.default, args, val=column)
         if self.weights is not None:
-            g = self._run(loss.backward, aten.mul.Tensor, g, self.weights)
+            g = call(loss.backward, aten.mul.Tensor, (g, self.weights))
         g, u = self._rows(back, g), None
         if loss.smoothing is not None:
             u = self._rows(back, loss.smoothing.args[0])  # type: ignore[arg-type]
         if loss.of_rows is not None:  # in its own place: there its weight has been transposed
             with self.graph.inserting_before(loss.of_rows):
                 read = layer, form, g, u, sums, loss.of_rows.args[1]
-                call = self._call(loss.of_rows, gradient_of_rows, read, loss.of_rows.meta["val"])
-            loss.of_rows.replace_all_uses_with(call)
+                of_rows = call(loss.of_rows, gradient_of_rows, read, val=loss.of_rows.meta["val"])
+            loss.of_rows.replace_all_uses_with(of_rows)
         wanted = [end for end in (loss.of_weight, loss.of_bias) if end is not None]
         if wanted:
             with self.graph.inserting_before(min(wanted)):
                 flags = loss.of_weight is not None, loss.of_bias is not None
                 read = layer._replace(h=loss.h), form, g, u, sums, *flags  # type: ignore[assignment]
                 vals = tuple(end.meta["val"] for end in wanted)
-                both = self._call(wanted[0], gradients_of_weights, read, vals)
-                made = [self._call(end, operator.getitem, (both, i), vals[i]) for i, end in enumerate(wanted)]
+                both = call(wanted[0], gradients_of_weights, read, val=vals)
+                made = [call(end, operator.getitem, (both, i), val=vals[i]) for i, end in enumerate(wanted)]
             for end, gradient in zip(wanted, made, strict=True):
                 end.replace_all_uses_with(gradient)
 
     def _chosen(self, sums: fx.Node, i: int) -> fx.Node:
         """One of the numbers of each row that gets through to the loss: a column."""
         origin = self.loss.softmax
-        one = self._run(origin, aten.unsqueeze.default, self._run(origin, aten.select.int, sums, 0, i), 1)
+        one = call(origin, aten.unsqueeze.default, (call(origin, aten.select.int, (sums, 0, i)), 1))
         return self._rows((*self.loss.before, *self.loss.after), one)
 
-    def _rows(self, path: tuple[fx.Node, ...], x: fx.Node) -> fx.Node:
+    @staticmethod
+    def _rows(path: tuple[fx.Node, ...], x: fx.Node) -> fx.Node:
         """A column of which those numbers are chosen whose rows are, or zeros put in, on a path."""
         if not any(node.target in SLICES for node in path):
             return x
@@ -152,20 +152,9 @@ class _Writer:
                 args: list[Any] = [x, *node.args[1:]]
                 if node.target is aten.slice_backward.default:
                     args[1] = [*args[1][:-1], 1]
-                x = self._run(node, node.target, *args)
+                x = call(node, node.target, tuple(args))
             elif node.target is aten.clone.default:
-                x = self._run(node, node.target, x, **node.kwargs)
+                x = call(node, node.target, (x,), kwargs=node.kwargs)
             else:
-                x = self._run(node, aten.view.default, x, [*node.meta["val"].shape[:-1], 1])
+                x = call(node, aten.view.default, (x, [*node.meta["val"].shape[:-1], 1]))
         return x
-
-    def _run(self, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node of an op that runs on fake tensors."""
-        given = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-        return self._call(origin, target, args, target(*given[0], **given[1]), kwargs)
-
-    def _call(self, origin: fx.Node, target: Any, args: Any, val: Any, kwargs: Any = None) -> fx.Node:
-        """A node with the provenance of another."""
-        node = self.graph.create_node("call_function", target, args, kwargs or {})
-        node.meta = {key: what for key, what in origin.meta.items() if key != "tensor_meta"} | {"val": val}
-        return node

@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from checkmate.capture.nodes import getitems
+from checkmate.capture.nodes import call, getitems
 
 aten = torch.ops.aten
 FORWARD = aten._native_batch_norm_legit_functional.default
@@ -109,20 +109,13 @@ def in_two_halves(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Node] | N
     grad, x, weight, _, _, mean, invstd, training, _, wanted = node.args
     if not training or wanted != [True, True, True]:
         return None
-    about = {key: what for key, what in node.meta.items() if key not in ("val", "tensor_meta")}
     made, *sums = node.meta["val"]
     faces = {face.args[1]: face for face in getitems(node)}
-
-    def call(name: str, target: Any, args: tuple[Any, ...], val: Any) -> fx.Node:
-        new = graph.create_node("call_function", target, args, name=name)
-        new.meta = {**about, "val": val}
-        return new
-
     with graph.inserting_before(node):
-        whole = call(f"{node.name}_sums", BACKWARD, (*node.args[:-1], [False, True, True]), (None, *sums))
-        of = [call(f"{whole.name}_{i}", operator.getitem, (whole, i), val) for i, val in enumerate(sums, 1)]
-        count = made.numel() // made.shape[1]
-        inner = call(f"{node.name}_input", gradient_of_input, (grad, x, weight, mean, invstd, *of, count), made)
+        whole = call(node, BACKWARD, (*node.args[:-1], [False, True, True]), f"{node.name}_sums", (None, *sums))
+        of = [call(node, operator.getitem, (whole, i), f"{whole.name}_{i}", val) for i, val in enumerate(sums, 1)]
+        about = grad, x, weight, mean, invstd, *of, made.numel() // made.shape[1]
+        inner = call(node, gradient_of_input, about, f"{node.name}_input", made)
     for i, new in enumerate((inner, *of)):
         if i in faces:
             faces[i].replace_all_uses_with(new)

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture.joint import Joint
-from checkmate.capture.nodes import leaf_nodes
+from checkmate.capture.nodes import ancestors, leaf_nodes
 from checkmate.capture.ways.table import first_result, is_whole, positions_to_try
 
 aten = torch.ops.aten
@@ -95,13 +95,7 @@ def reason_against(joint: Joint, k: int, argument: fx.Node, shown: Collection[in
 def _may_be_zeros(node: fx.Node) -> bool:
     """Whether it depends on zeros without memory: of those ATen makes others, in sums, products, ``dot`` and views."""
     zeros = node.graph.find_nodes(op="call_function", target=aten._efficientzerotensor.default)
-    front, seen = {node} if zeros else set(), set[fx.Node]()
-    while front:
-        if not front.isdisjoint(zeros):
-            return True
-        seen |= front
-        front = {n for made in front for n in made.all_input_nodes} - seen
-    return False
+    return bool(zeros) and not ancestors([node]).isdisjoint(zeros)
 
 
 def _arguments(node: fx.Node) -> list[fx.Node]:

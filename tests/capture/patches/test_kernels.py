@@ -54,6 +54,9 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "linear algebra": lambda x: (
         torch.linalg.vector_norm(x, dim=1) + torch.cdist(x[0], x[1]).sum() + x.logcumsumexp(2)[:, 0]
     ),
+    "multilabel-margin": lambda x: F.multilabel_margin_loss(
+        x[:, 0].flatten(1), F.pad(torch.tensor([[2, 40, 7], [1, 0, 30]]), (0, 60), value=-1)
+    ),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -48,6 +48,40 @@ def test_a_buffer_that_is_assigned_to_its_name_again_stays_what_it_is(persistent
     assert model.table is table
     assert [*model.state_dict()] == keys
     assert len(compiled.plans) == 1
+
+
+OF_TYPE = {
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "double": torch.float64,
+    "bool": torch.bool,
+    "byte": torch.uint8,
+    "char": torch.int8,
+    "short": torch.int16,
+    "int": torch.int32,
+    "long": torch.int64,
+}
+
+
+def test_each_conversion_that_converts_nothing_gives_the_buffer_itself() -> None:
+    class Converting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.linspace(1, 2, 3))
+            self.table = nn.Buffer(torch.linspace(-1, 1, 3))
+            for name, dtype in OF_TYPE.items():
+                self.register_buffer(f"of_{name}", torch.ones(3, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.table = self.table.contiguous().cpu().type(torch.float32).type_as(x).float()
+            for name in OF_TYPE:
+                setattr(self, f"of_{name}", getattr(getattr(self, f"of_{name}"), name)())
+            return (self.scale * x * self.table).sum()
+
+    model, x = Converting(), torch.ones(3)
+    before = dict(model.named_buffers())
+    assert_same_bits(_compiled(model)(x), Converting()(x))
+    assert all(buffer is before[name] for name, buffer in model.named_buffers())
 
 
 def test_what_is_converted_is_another_tensor() -> None:
@@ -104,3 +138,14 @@ def test_what_a_kernel_takes_of_no_elements_is_refused() -> None:
     assert step() == 6
     with pytest.raises(checkmate.Unsupported, match=r"should be the same[^$]*no elements"):
         checkmate.compile(step, budget="1 MB")()
+
+
+@pytest.mark.parametrize("dropout", [lambda x: F.dropout(x, 0.5), lambda x: torch.dropout(x, 0.5, train=True)])
+def test_dropout_of_nothing_is_of_any_type(dropout: Callable[[Tensor], Tensor]) -> None:
+    """Of integers plain PyTorch draws nothing, if there are none of them."""
+    weight, nothing = torch.ones(3, requires_grad=True), torch.zeros(0, 3, dtype=torch.int64)
+
+    def step() -> Tensor:
+        return weight.sum() + dropout(nothing).sum()
+
+    assert_same_bits(_compiled(step)(), step())

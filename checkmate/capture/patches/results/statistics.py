@@ -23,20 +23,16 @@ def _statistics(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.dtyp
     return x.dtype if given.dtype == x.dtype else torch.float32
 
 
-def _layer_or_group_norm(given: Mapping[str, Any]) -> Types:
-    return [None, *[_statistics(given["input"], given["weight"], given["bias"])] * 2]
-
-
-def _batch_norm(given: Mapping[str, Any]) -> Types:
+def _normalization(given: Mapping[str, Any]) -> Types:
     running = [given[name] for name in ("running_mean", "running_var") if name in given]
     made = _statistics(given["input"], given["weight"], given["bias"], *running)
     return [None, made, made, *(t.dtype for t in running)]
 
 
 TYPES: dict[Any, Callable[[Mapping[str, Any]], Types]] = {
-    aten.native_layer_norm.default: _layer_or_group_norm,
-    aten.native_group_norm.default: _layer_or_group_norm,
+    aten.native_layer_norm.default: _normalization,
+    aten.native_group_norm.default: _normalization,
     aten.native_group_norm_backward.default: lambda given: [given["input"].dtype, None, None],
-    aten._native_batch_norm_legit_functional.default: _batch_norm,
-    aten._native_batch_norm_legit.no_stats: _batch_norm,
+    aten._native_batch_norm_legit_functional.default: _normalization,
+    aten._native_batch_norm_legit.no_stats: _normalization,
 }

@@ -89,9 +89,14 @@ def lay_out(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], d
     return torch.empty_strided(shape, strides, dtype=dtype, device=x.device).copy_(x)
 
 
+def copied(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A copy in the strides of ``x``, of its type or another."""
+    return lay_out(x, tuple(x.shape), x.stride(), dtype or x.dtype)
+
+
 def write_copy(op: OpOverload, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What ``x`` holds after a write by an op in place: a copy in the strides of x, on which the op was run."""
-    copy = lay_out(x, tuple(x.shape), x.stride(), x.dtype)
+    copy = copied(x)
     op(copy, *args, **kwargs)
     return copy
 
@@ -296,10 +301,6 @@ def _strides_of_the_kernel(op: Any, given: Sequence[Any], result: torch.Tensor) 
     return tuple(compute_elementwise_output_strides(*operands)) if operands else result.stride()
 
 
-def _of_type(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    return x if x.dtype == kind else lay_out(x, tuple(x.shape), x.stride(), kind)
-
-
 def _as_the_kernels_lay_out(describe: Callable[..., Any]) -> Callable[..., Any]:
     """What finds the fake result of an op, with the strides and the types of the CPU's kernel."""
 
@@ -311,7 +312,7 @@ def _as_the_kernels_lay_out(describe: Callable[..., Any]) -> Callable[..., Any]:
             given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
             pairs = zip(results, TYPES[op](given), strict=True)
             with mode:
-                return tuple(x if x is None or kind is None else _of_type(x, kind) for x, kind in pairs)
+                return tuple(x if x is None or kind in (None, x.dtype) else copied(x, kind) for x, kind in pairs)
         if op not in _DESCRIBED_WRONG:
             return results
 

@@ -1,7 +1,7 @@
-"""`torch.linalg.svdvals`, `eigvals` and their like, traced without vectors where eager PyTorch computes none.
+"""`torch.linalg.svdvals`, `eigvalsh` and their like, traced without vectors where eager PyTorch computes none.
 
 ``torch.linalg.svdvals`` and its like compute vectors if the gradient needs them, by another routine of LAPACK, which
-rounds otherwise. While they are traced PyTorch takes it that a gradient may be needed (ATen's
+rounds otherwise; not so ``eigvals``. While they are traced PyTorch takes it that a gradient may be needed (ATen's
 ``_may_require_fw_or_bw_grad`` says yes to each subclass of a tensor); here it is asked of the tensor itself.
 """
 
@@ -15,7 +15,7 @@ from torch.fx import traceback
 
 aten = torch.ops.aten
 _VALUES = {  # functions that give values only, or are computed from these
-    *(torch.linalg.svdvals, torch.linalg.eigvals, torch.linalg.eigvalsh, torch.linalg.cond, torch.linalg.matrix_rank),
+    *(torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.cond, torch.linalg.matrix_rank),
     *(torch.linalg.matrix_norm, torch.linalg.norm, torch.norm, torch.functional.norm, torch.nuclear_norm),
 }
 Call = Callable[..., Any]
@@ -37,13 +37,7 @@ def _eigh(call: Call, a: Any, uplo: str = "L", compute_v: bool = True) -> Any:
     return call(aten._linalg_eigh.default, (a, uplo, False), {})
 
 
-def _eig(call: Call, a: Any) -> Any:
-    values = call(aten._linalg_eigvals.default, (a,), {})
-    return values, values  # nobody reads the vectors
-
-
 _OPS: dict[Any, Call] = {
     aten._linalg_svd.default: _svd,
     aten._linalg_eigh.default: _eigh,
-    aten.linalg_eig.default: _eig,
 }
