@@ -22,7 +22,7 @@ import torch.fx as fx
 
 from checkmate.capture.nodes import ancestors
 from checkmate.codegen.arrival_order import FIRST, arrivals
-from checkmate.codegen.undefined_gradients import DEPTH, before_backward, is_compiled
+from checkmate.codegen.undefined_gradients import DEPTH, before_backward
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import ForwardTokenAOTOutput, _is_tangent
 from checkmate.torch_internals.dispatcher import _is_any_autocast_enabled
@@ -68,7 +68,7 @@ def refuse_watching(
     """
     for tensor in tree_leaves(results) if users else ():
         function: Any = getattr(tensor, "grad_fn", None)
-        later = users.get(tensor.output_nr) if is_compiled(function) else None
+        later = users.get(tensor.output_nr) if function in functions else None
         if later:
             function.register_prehook(partial(_refuse_watched, weakref.ref(tensor), later))
 

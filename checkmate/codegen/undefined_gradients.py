@@ -127,13 +127,8 @@ def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
     given = {id(arg.grad_fn) for arg in args if isinstance(arg, torch.Tensor)}
     for _ in range(DEPTH):
         front = {f for f in front if f is not None and id(f) not in given}
-        yield from filter(is_compiled, front)
+        yield from (f for f in front if hasattr(getattr(f, "_forward_cls", None), "_aot_id"))
         front = {following for f in front for following, _ in f.next_functions}
-
-
-def is_compiled(function: Any) -> bool:
-    """Whether this is the autograd node of a compiled call."""
-    return hasattr(getattr(function, "_forward_cls", None), "_aot_id")
 
 
 def watched(run: Callable[..., Any], *watches: Callable[[Sequence[Any], Sequence[Any], list[Any]], None]) -> Any:
