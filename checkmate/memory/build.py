@@ -1,4 +1,4 @@
-"""Compile and load arena.cpp for `Arena`: in the background, once for each version of PyTorch, in the cache folder.
+"""The allocator's C++ becomes a library once for each version of PyTorch, in the background, kept in the cache folder.
 
 It is compiled by itself, in some seconds: it needs only the headers of PyTorch's core, no Python and no build tool, and
 is called through `ctypes`. Where it cannot be had, one line of the log says why, and steps run with PyTorch's own
