@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.backends.captures import capture, drawing_nothing
+from checkmate.backends.captures import capture
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, quietly
 from checkmate.backends.planner import OF_EXPLAIN, OF_TRACE, Options
-from checkmate.backends.tensor_state import tensors_within, unchanged
+from checkmate.backends.tensor_state import drawing_nothing, tensors_within, unchanged
 from checkmate.capture.meta_tensors import is_fake, meta_as
 from checkmate.capture.patches.only_our_captures import Answer
 from checkmate.capture.provenance import is_users

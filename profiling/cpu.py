@@ -51,22 +51,16 @@ def measure_ops(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, OpCost | None]]
 
 def _recorded(nodes: Sequence[fx.Node]) -> list[OpCost | None]:
     """Bytes of each op at its own peak, its ways, and its seconds if it is long; None where it does not run."""
-    ran: list[bool] = []
-    seconds = [0.0] * len(nodes)
-    ways: list[dict[int, bool]] = [{} for _ in nodes]
     with record_allocations() as recording:
-        for i, node in enumerate(nodes):
-            ran.append(attempt(node, partial(_run_within, node, i, seconds, ways)))
+        ran = [attempt(node, partial(_run_within, node, i)) for i, node in enumerate(nodes)]
 
     def count(*span: int) -> int:
         return int(recording.within(_span(*span)).max())
 
-    return [
-        OpCost(seconds[i], count(i), {p: count(i, p) if does else None for p, does in ways[i].items()})
-        if ran[i]
-        else None
-        for i in range(len(nodes))
-    ]
+    def cost(i: int, seconds: float, ways: dict[int, bool]) -> OpCost:
+        return OpCost(seconds, count(i), {p: count(i, p) if does else None for p, does in ways.items()})
+
+    return [None if found is None else cost(i, *found) for i, found in enumerate(ran)]
 
 
 def _span(*numbers: int) -> str:
@@ -74,21 +68,21 @@ def _span(*numbers: int) -> str:
     return f"checkmate.op{'.'.join(map(str, numbers))}"
 
 
-def _run_within(node: fx.Node, i: int, seconds: list[float], ways: list[dict[int, bool]]) -> None:
+def _run_within(node: fx.Node, i: int) -> tuple[float, dict[int, bool]]:
+    """Seconds of op ``i`` if it is long, else 0, and whether it can write over its arguments, by position."""
     run, now = call_of(node), _clock()
     run()  # the first run may fill caches
     with torch.profiler.record_function(_span(i)):
         began = now()
         run()
         taken = now() - began
-    if taken > LONG:
-        seconds[i] = _median_of(run)
+    seconds = _median_of(run) if taken > LONG else 0.0
 
     def within(position: int, call: Callable[[], Any]) -> Any:
         with torch.profiler.record_function(_span(i, position)):
             return call()
 
-    ways[i] = ways_of(node, run, within)
+    return seconds, ways_of(node, run, within)
 
 
 def time_call(run: Callable[[], Any]) -> float:

@@ -33,12 +33,10 @@ def measure_ops(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, OpCost | None]]
     Only one op's tensors exist at a time, beside the buffer.
     """
     for i, node in enumerate(nodes):
-        costs: list[OpCost] = []
-        attempt(node, partial(_measure, node, costs))
-        yield i, costs[0] if costs else None
+        yield i, attempt(node, partial(_measure, node))
 
 
-def _measure(node: fx.Node, costs: list[OpCost]) -> None:
+def _measure(node: fx.Node) -> OpCost:
     device = device_of_op(node)
     with torch.cuda.device(device):
         run = call_of(node)
@@ -46,7 +44,7 @@ def _measure(node: fx.Node, costs: list[OpCost]) -> None:
         allocated, seconds = allocated_bytes(run, device), time_call(run, device)
         counts: dict[int, int] = {}
         ways = ways_of(node, run, partial(_counted, device, counts))
-        costs.append(OpCost(seconds, allocated, {p: counts[p] if does else None for p, does in ways.items()}))
+        return OpCost(seconds, allocated, {p: counts[p] if does else None for p, does in ways.items()})
 
 
 def _counted(device: torch.device, counts: dict[int, int], position: int, call: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ import operator
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
@@ -31,6 +31,7 @@ from checkmate.torch_internals.trees import tree_map
 
 log = logging.getLogger("checkmate.profiling")
 aten = torch.ops.aten
+T = TypeVar("T")
 
 DRAWN = 2**16  # floats of a tensor that are drawn, and not repeated
 
@@ -179,19 +180,18 @@ def device_of_op(node: fx.Node) -> torch.device:
     return main_device(tensors([n.meta.get("val") for n in (node, *node.all_input_nodes)]))
 
 
-def attempt(node: fx.Node, run: Callable[[], None]) -> bool:
-    """Run something with an op; False if the op does not run on made-up inputs.
+def attempt(node: fx.Node, run: Callable[[], T]) -> T | None:
+    """What something that is run with an op gives; None if the op does not run on made-up inputs.
 
     Raises:
         RuntimeError: if memory runs out, which says nothing about the op.
     """
     try:
-        run()
+        return run()
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
         if "allocate memory" in str(error):
             raise
         log.debug("%s does not run on its own: %s", node.name, error)
-        return False
-    return True
+        return None

@@ -98,9 +98,9 @@ def _try(node: fx.Node, run: partial[Any], count: Count, does: dict[int, bool]) 
 
 def _is_same(node: fx.Node, call: Call, over: torch.Tensor, plain: list[torch.Tensor]) -> bool:
     """Whether a call over an argument makes what the plain one made, there."""
-    made: list[torch.Tensor] = []
     where = over.data_ptr(), over.untyped_storage().nbytes()
-    if not attempt(node, lambda: made.extend(tensors(call()))) or len(made) != len(plain):
+    made = attempt(node, lambda: tensors(call()))
+    if made is None or len(made) != len(plain):
         return False
     first = made[0].data_ptr(), made[0].untyped_storage().nbytes()
     return first == where and all(

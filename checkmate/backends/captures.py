@@ -12,7 +12,6 @@ import gc
 import itertools
 import logging
 import pickle
-import random
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -20,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.fx as fx
 
@@ -29,6 +27,7 @@ from checkmate.backends.eager import Backend, Call
 from checkmate.backends.error_messages import quietly
 from checkmate.backends.recapture_reasons import Reason, asked, constants, spelled, too_many, value_now, why_not
 from checkmate.backends.taking_over import Running
+from checkmate.backends.tensor_state import draw_again_from, other_random_states
 from checkmate.capture.autocast import within_region
 from checkmate.capture.joint import Joint
 from checkmate.capture.meta_tensors import letting_go
@@ -92,13 +91,18 @@ def _copy_of(fn: Callable[..., Any]) -> types.FunctionType:
     return own
 
 
-def _compiled(own: types.FunctionType, backend: Any) -> Callable[..., Any]:
+def _compiled(own: types.FunctionType, backend: Backend, *, hands_back: bool = False) -> Callable[..., Any]:
+    """``hands_back``: a call in which nothing is planned raises `_NothingToPlan`."""
     alive = weakref.ref(backend)  # Dynamo keeps what it is given until it is reset
 
-    def compile_graph(*args: Any, **options: Any) -> Any:
+    def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         known = alive()
         assert known is not None
-        return known(*args, **options)
+        planned = len(known.running)
+        run = known(module, inputs, **options)
+        if not hands_back:
+            return run
+        return letting_go(run if len(known.running) > planned else _hand_back, module)
 
     compile_graph.answer = backend.answer  # type: ignore[attr-defined]  # by which Dynamo's patches know that it is ours
     run = torch.compile(own, fullgraph=True, dynamic=False, backend=compile_graph)
@@ -134,14 +138,6 @@ class Captures:
         self._warned = False
         self.before: Callable[[Any, Any], None] | None = None  # calls this function, before a call is captured for it
 
-        def compile_graph(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
-            planned = len(backend.running)
-            run = backend(module, inputs, **options)
-            return letting_go(run if len(backend.running) > planned else _hand_back, module)
-
-        compile_graph.answer = backend.answer  # type: ignore[attr-defined]
-        self._compile_graph = compile_graph
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's results, by the capture for this call, which is made if there is none."""
         kind, other = (within_region(), _kind((args, kwargs))), None
@@ -149,17 +145,17 @@ class Captures:
         for known in self._of_kind(kind):
             if any(_goes_another_way(known.answers, answers) for answers in found):
                 continue
-            state = _random_states() if known.draws else None
+            state = other_random_states() if known.draws else None
             try:
                 result = known.replay(*args, **kwargs)
             except AnotherAnswer as answer:
-                _draw_again_from(state)
+                draw_again_from(state)
                 other = other or answer
                 if answer.place is not None:
                     found.append((*known.answers[: answer.place], answer.now))
                 continue
             except _NothingToPlan:
-                _draw_again_from(state)
+                draw_again_from(state)
                 result = self._fn(*args, **kwargs)
             if result is not MISS:
                 known.used = next(self._calls)
@@ -234,7 +230,7 @@ class Captures:
         if not numbers:
             self._make_room(because)
         backend = self._backend
-        own, planned, state = _copy_of(self._fn), len(backend.running), _random_states()
+        own, planned, state = _copy_of(self._fn), len(backend.running), other_random_states()
         made = _Capture(kind, own, run(own), [], because, frozenset(numbers))
         call = Call((self._fn, args, kwargs), numbers, check)
 
@@ -247,10 +243,10 @@ class Captures:
         try:
             ours = backend.capturing(call)
             with ranks.in_one_piece(), as_inputs(numbers), quietly(), showing(doing), ours, collecting_seldom():
-                result = _compiled(own, self._compile_graph)(*args, **kwargs)
+                result = _compiled(own, backend, hands_back=True)(*args, **kwargs)
         except _NothingToPlan:
             made.draws = _have_drawn(state)
-            _draw_again_from(state)
+            draw_again_from(state)
             result = self._fn(*args, **kwargs)
         except BaseException:
             backend.forget(backend.running[planned:])
@@ -318,30 +314,8 @@ def _goes_another_way(known: tuple[bool | int, ...], found: tuple[bool | int, ..
     return len(known) >= len(found) and known[: len(found) - 1] == found[:-1] and known[len(found) - 1] != found[-1]
 
 
-@contextmanager
-def drawing_nothing() -> Iterator[None]:
-    """Put the generators from which captured code draws before its graph runs back as they were after the block."""
-    before = _random_states()
-    try:
-        yield
-    finally:
-        _draw_again_from(before)
-
-
-def _random_states() -> tuple[Any, Any]:
-    """Of the generators that captured code draws from before it calls the graph: Python's, and NumPy's."""
-    return random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002  # that of users' code
-
-
 def _have_drawn(before: tuple[Any, Any]) -> bool:
-    return pickle.dumps(_random_states()) != pickle.dumps(before)
-
-
-def _draw_again_from(states: tuple[Any, Any] | None) -> None:
-    """Have the generators draw what they drew before, for a capture that turned out to be for another call."""
-    if states is not None:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
+    return pickle.dumps(other_random_states()) != pickle.dumps(before)
 
 
 def _hand_back(*inputs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from checkmate.backends.in_parts import with_parts
-from checkmate.backends.overwritten import NeededTensors, explain_writes, needed_tensors
+from checkmate.backends.overwritten import explain_writes, needed_tensors
 from checkmate.backends.static_memory import Static, serving, within
 from checkmate.backends.step_problem import (
     asked_bytes,
@@ -50,6 +50,7 @@ from checkmate.codegen.undefined_gradients import (
     keep_undefined,
     leave_unreached,
     unreached,
+    watched,
 )
 from checkmate.codegen.writing_over import writing_over
 from checkmate.core.problem import Problem
@@ -74,11 +75,10 @@ _BY_CUDNN = (torch.lstm, torch.gru)
 
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Run the generated code as it is."""
-    forbid_donation()
     return lowered(module, writing_over)
 
 
-def forbid_donation() -> None:
+def _forbid_donation() -> None:
     """Tell AOTAutograd that the code now compiled reuses no saved tensors, so that the backward may run twice."""
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
@@ -106,10 +106,8 @@ class _Facts:
     memory: Static | None  # what serves the step; None: PyTorch's allocator
     counts: list[list[int]] = field(default_factory=list)  # contributions to gradients, of each graph that is traced
     noted: Noted = field(default_factory=list)  # what the step has tagged
-    users: dict[int, tuple[int, ...]] = field(default_factory=dict)  # results that others are computed from
-    within: dict[int, list[set[int]]] = field(default_factory=dict)  # what it adds to gradients of results from outside
     sharing: Sharing = field(default_factory=Sharing)
-    needed: NeededTensors = field(default_factory=NeededTensors)
+    watches: Sequence[Callable[..., None]] = ()  # that have a call's backward refuse what it cannot do as plain PyTorch
     unreached: list[int] = field(default_factory=list)  # inputs that are never differentiated
     running: Running | None = None  # by which plan, until it is lowered; None: nothing was planned
     code: ReplaceableCode | None = None  # that another plan may take over
@@ -211,11 +209,9 @@ class Backend:
             given = 0 if call.joint is None else call.joint.number_bytes
             asked = asked_bytes(running.plan, questions, inputs, given, self.limit(running.plan))
             running.plan = with_asked(running.plan, asked)
-        if self.takes_none:
-            run = keep_undefined(run)
-        run = leave_unreached(run, facts.unreached)
-        run = refuse_views(run, facts.within) if self.exact else run
-        run = refuse_watching(explain_writes(fan_out(run, facts.sharing), facts.needed), facts.users)
+        nones = [partial(keep_undefined, set[type]())] if self.takes_none else []
+        run = fan_out(leave_unreached(run, facts.unreached), facts.sharing)
+        run = watched(run, *nones, *facts.watches)
         if running is not None and go_on is not None:
             go_on(asked=asked)
             run = running.around(run)
@@ -223,6 +219,7 @@ class Backend:
 
     def _lower(self, facts: _Facts, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """What AOTAutograd calls for one of the two modules of the first plan."""
+        _forbid_donation()
         run = within(facts.memory, phase, self.lower)(module, inputs)
         return run if facts.code is None else facts.code.first(phase, run)
 
@@ -252,8 +249,8 @@ class Backend:
         if self.updates is not None:
             gone = self.updates(joint_module, facts.known, num_fwd_outputs, facts.names)
             counts = [count for n, count in enumerate(counts) if n not in gone]
-        facts.within = added_within(joint_module.graph, num_fwd_outputs)
-        facts.users.update(computed_from(joint_module.graph, num_fwd_outputs))
+        views = added_within(joint_module.graph, num_fwd_outputs)
+        users = computed_from(joint_module.graph, num_fwd_outputs)
         block_bytes, fakes = max(self.block_bytes, BLOCK_BYTES[device.type]), any(map(is_fake, facts.known))
         read = partial(
             read_joint,
@@ -300,7 +297,10 @@ class Backend:
         facts.memory = serving(facts.memory, solution, device, pools=self.pools)
         if self.exact:
             facts.sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)
-        facts.needed = needed_tensors(joint, modules, facts.names)
+        needed = needed_tensors(joint, modules, facts.names)
+        facts.watches = (partial(explain_writes, needed), partial(refuse_watching, users))
+        if self.exact:
+            facts.watches = (partial(refuse_views, views), *facts.watches)
         if unfinished is None:
             return modules.forward, modules.backward
         lower, pools = self.lower, self.pools  # alone: a backend that is dropped is gone at once, and what goes on too
@@ -311,7 +311,7 @@ class Backend:
             if sharing != facts.sharing:
                 return None
             facts.memory = serving(facts.memory, plan, device, pools=pools)
-            facts.needed.become(needed_tensors(joint, modules, facts.names))
+            needed.become(needed_tensors(joint, modules, facts.names))
             forward, backward = (within(facts.memory, phase, lower) for phase in PHASES)
             return forward(modules.forward, []), backward(modules.backward, [])
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from checkmate.backends.tensor_state import held_modules
 from checkmate.capture.number_inputs import CHOSEN, EXPERTS
 from checkmate.capture.provenance import is_users
 from checkmate.errors import CheckmateError, Unsupported
@@ -159,12 +160,11 @@ _ONE_GRAPH = (
 def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
     """The error to raise for one that came out of a compiled call; the same one where it explains itself."""
     name = getattr(fn, "__qualname__", type(fn).__name__)
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, CheckmateError):
-            return cause
-        cause = getattr(cause, "inner_exception", None) or cause.__cause__
-    if _is_of_data(error):
+    causes = [*_causes(error)]
+    if ours := next((cause for cause in causes if isinstance(cause, CheckmateError)), None):
+        return ours
+    if any(isinstance(c, GuardOnDataDependentSymNode) or "data-dependent expression" in str(c) for c in causes):
+        # PyTorch had to know a number that a tensor holds while it traced the step
         log.debug("%s failed in capture", name, exc_info=error)
         return Unsupported(
             f"Cannot capture {name}: {_NUMBER}{_place(error)}\n{EXPERTS if _CHOICE.search(str(error)) else _FIXED}"
@@ -202,13 +202,10 @@ def _of_this_version() -> str:
     return f"{untried}{left_out}"
 
 
-def _is_of_data(error: BaseException | None) -> bool:
-    """Whether PyTorch had to know a number that a tensor holds while it traced a step."""
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
-        if isinstance(error, GuardOnDataDependentSymNode) or "data-dependent expression" in str(error):
-            return True
+        yield error
         error = getattr(error, "inner_exception", None) or error.__cause__
-    return False
 
 
 def _as_eager(said: str) -> str:
@@ -247,23 +244,6 @@ def refuse_lazy(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
                 raise Unsupported(
                     f"{name} of {type(module).__name__} has no shape yet. Call it once before compiling, on a batch."
                 )
-
-
-def held_modules(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[nn.Module]:
-    """The modules among the arguments, and those that a function holds."""
-    code = getattr(fn, "__code__", None)
-    held = [getattr(fn, "__self__", None), *args, *contents_of_cells(fn)]
-    held += [fn.__globals__.get(name) for name in code.co_names] if code is not None else []
-    return [module for module in held if isinstance(module, nn.Module)]
-
-
-def contents_of_cells(fn: Any) -> Iterator[Any]:
-    """What a function closes over; nothing for a name that has no value yet, or no longer."""
-    for cell in getattr(fn, "__closure__", None) or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            continue
 
 
 def _reason(error: Exception) -> str:

@@ -140,19 +140,14 @@ class _Step:
         if not found or not self._is_at_loss(problem, hows, place, near=near):
             return
         for after, how in enumerate(hows[place:], place + 1):
-            if self._holds(how, found):
+            if not self.tried or all(equal_bits.loss_keeps_bits(loss, how) for loss in found):
                 module = in_parts(self.whole, how)
                 split = self._posed(module)
                 if split is None:
                     return
                 yield after, how, module, replace(split, splits=(self._said_of_loss(how, found),))
-
-    def _holds(self, how: LossSplit, found: Sequence[Loss]) -> bool:
-        """Whether losses split like this have the bits of the whole, as far as that is tried."""
-        if self.tried and not all(equal_bits.loss_keeps_bits(loss, how) for loss in found):
-            log.info("%s: not the bits of the whole", how)
-            return False
-        return True
+            else:
+                log.info("%s: not the bits of the whole", how)
 
     def _is_at_loss(self, problem: Problem, hows: Sequence[LossSplit], place: int, *, near: float = 0.0) -> bool:
         """Whether the op that needs the most goes, or came, as the loss is split; kept logits are beside all ops."""
@@ -258,7 +253,9 @@ class _Step:
         """How bits are known to be equal, or by what share of their largest element sums were ``off``."""
         if not self.tried:
             return "not tried here"
-        return f"{f'off by {off:.1e} of the largest at most' if off else equal}, {_threads()}"
+        count = torch.get_num_threads()
+        threads = f"{count} threads" if count > 1 else "1 thread"
+        return f"{f'off by {off:.1e} of the largest at most' if off else equal}, {threads}"
 
 
 def _gains(split: Problem, before: Problem) -> bool:
@@ -270,8 +267,3 @@ def _needs(problem: Problem) -> Iterator[OpNeeds]:
         saved = max((saved for _, saved in problem.savings[k]), default=0)
         own = int(problem.sizes[[*op.inputs, *op.outputs]].sum() + problem.workspace[k]) - saved
         yield OpNeeds(op.name, int(problem.unavoidable_bytes[k]), own)
-
-
-def _threads() -> str:
-    count = torch.get_num_threads()
-    return f"{count} threads" if count > 1 else "1 thread"

@@ -24,7 +24,7 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from checkmate.backends.eager import Backend, forbid_donation
+from checkmate.backends.eager import Backend
 from checkmate.backends.tensor_state import unchanged
 from checkmate.capture import random_draws as randomness
 from checkmate.capture import rewrite
@@ -167,7 +167,6 @@ def require_compiler() -> None:
 
 def lower(module: fx.GraphModule, inputs: list[Any]) -> Callable[[list[Any]], Any]:
     """Compile a module; what is left of it where gradients that are handed in are None runs as it is."""
-    forbid_donation()
     return lowered(module, lambda part: _compiled(part, inputs) if part is module else boxed(part))
 
 

@@ -8,9 +8,9 @@ the version as it was, and is found by nobody.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import wraps
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_view, target_name
 from checkmate.capture.provenance import where
 from checkmate.codegen.emit import AGAIN, Modules
-from checkmate.codegen.undefined_gradients import compiled_functions
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import SavedForBackwardsAOTOutput
 
@@ -54,8 +53,8 @@ class NeededTensor:
 class NeededTensors:
     """What the backward of a step needs of the step's inputs and results, each by position."""
 
-    inputs: Mapping[int, NeededTensor] = field(default_factory=dict)
-    results: Mapping[int, NeededTensor] = field(default_factory=dict)
+    inputs: Mapping[int, NeededTensor]
+    results: Mapping[int, NeededTensor]
 
     def become(self, other: NeededTensors) -> None:
         """Be those of another plan, which takes over."""
@@ -101,37 +100,26 @@ def _reader(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def explain_writes(run: Callable[..., Any], needed: NeededTensors) -> Callable[..., Any]:
-    """Have the backward of a compiled function refuse, in words, what was written to since its call.
+def explain_writes(
+    needed: NeededTensors, args: Sequence[Any], results: Sequence[Any], functions: Sequence[Any]
+) -> None:
+    """Have the backward of a call refuse, in words, what was written to since.
 
-    ``needed``: those at each call; they may change in between.
+    ``needed``: by it at this call; they may change before the next.
     """
-
-    @wraps(run)
-    def explaining(*args: Any) -> Any:
-        results = run(*args)
-        if not (needed.inputs or needed.results):
-            return results
-        functions = [*compiled_functions(results, args)]
-        given = [(args[i], need) for i, need in needed.inputs.items()]
-        made = [(t, needed.results.get(t.output_nr)) for t in results if getattr(t, "grad_fn", None) in functions]
-        kept = [
-            (weakref.ref(tensor), tensor._version, need)
-            for tensor, need in (*given, *made)
-            if need is not None and not tensor.is_inference()
-        ]
-        for function in functions if kept else ():
-            function.register_prehook(_check(kept))
-        return results
-
-    return explaining
+    given = [(args[i], need) for i, need in needed.inputs.items()]
+    made = [(t, needed.results.get(t.output_nr)) for t in results if getattr(t, "grad_fn", None) in functions]
+    kept = [
+        (weakref.ref(tensor), tensor._version, need)
+        for tensor, need in (*given, *made)
+        if need is not None and not tensor.is_inference()
+    ]
+    for function in functions if kept else ():
+        function.register_prehook(partial(_refuse_written, kept))
 
 
-def _check(kept: Iterable[tuple[weakref.ref[torch.Tensor], int, NeededTensor]]) -> Callable[[Any], None]:
-    def check(grads: Any) -> None:
-        for tensor, version, need in kept:
-            found = tensor()
-            if found is not None and found._version != version:
-                raise Unsupported(str(need))
-
-    return check
+def _refuse_written(kept: Iterable[tuple[weakref.ref[torch.Tensor], int, NeededTensor]], grads: Any) -> None:
+    for tensor, version, need in kept:
+        found = tensor()
+        if found is not None and found._version != version:
+            raise Unsupported(str(need))

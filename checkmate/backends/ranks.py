@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checkmate.backends.error_messages import WRAP_OUTSIDE, held_modules
+from checkmate.backends.error_messages import WRAP_OUTSIDE
+from checkmate.backends.tensor_state import held_modules
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem

@@ -19,7 +19,7 @@ from checkmate.memory import build
 from checkmate.memory.arena import Arena, Lives, Phase
 from checkmate.memory.cuda_pool import CudaPool, segment_bytes
 from checkmate.solvers import addresses
-from checkmate.solvers.addresses import Block, Placement
+from checkmate.solvers.addresses import Block
 from checkmate.solvers.common.processes import BackgroundCall
 
 PLACE_SECONDS = 0.5  # to place what a step allocates: the second step waits for it
@@ -48,10 +48,11 @@ def serving(memory: Static | None, plan: Solution, device: torch.device, *, pool
     if memory is None or plan.peak is None:
         return None
     if device.type == "cuda":
-        lives = lives_of(plan)
-        born, died, sizes = (np.array([getattr(life, name) for life in lives]) for name in ("born", "died", "bytes"))
-        made = Lives(sizes.astype(np.int64), born.astype(np.int64), died.astype(np.int64))
-        return CudaPool(device, segment_bytes(made)) if pools else None
+        if not pools:
+            return None
+        lives, names = lives_of(plan), ("bytes", "born", "died")
+        made = Lives(*(np.array([getattr(life, name) for life in lives], dtype=np.int64) for name in names))
+        return CudaPool(device, segment_bytes(made))
     if device.type != "cpu" or isinstance(memory, CudaPool):
         return None
     memory.expect(plan.peak - plan.problem.resident)
@@ -65,16 +66,18 @@ def within(memory: Static | None, phase: Phase, lower: Lower) -> Lower:
     return lambda module, inputs: takes_one_list(memory.within(phase, lower(module, inputs)))
 
 
-def place_soon(lives: Lives) -> Placement:
+def place_soon(lives: Lives) -> tuple[int, ...]:
     """An offset for each, soon."""
-    return addresses.place_blocks(_blocks(lives), time_limit=PLACE_SECONDS, gap=PLACE_GAP)
+    return _offsets(_blocks(lives), PLACE_SECONDS)
 
 
 def place_lower(lives: Lives) -> BackgroundCall:
     """The same with more time, in a process of its own."""
-    return BackgroundCall(
-        partial(addresses.place_blocks, time_limit=PLACE_LOWER_SECONDS, gap=PLACE_GAP), _blocks(lives)
-    )
+    return BackgroundCall(partial(_offsets, seconds=PLACE_LOWER_SECONDS), _blocks(lives))
+
+
+def _offsets(blocks: list[Block], seconds: float) -> tuple[int, ...]:
+    return addresses.place_blocks(blocks, time_limit=seconds, gap=PLACE_GAP).offsets
 
 
 def _blocks(lives: Lives) -> list[Block]:

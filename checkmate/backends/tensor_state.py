@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -14,68 +14,67 @@ import numpy as np
 import torch
 from torch import nn
 
-from checkmate.backends.error_messages import contents_of_cells
 from checkmate.capture.device import main_device, same_random_state
 from checkmate.memory import CPU
 from checkmate.torch_internals.trees import keystr, tree_flatten_with_path, tree_leaves
 
-_FUNCTIONS = (FunctionType, MethodType, partial)
-
 
 def tensors_within(things: Any) -> list[torch.Tensor]:
     """Parameters, buffers and inputs that a call can reach: in its arguments, and in what a function holds."""
-    return list({id(tensor): tensor for _, tensor in _named_within(things, depth=3)}.values())
+    return list({id(tensor): tensor for _, tensor in _named_within(things)}.values())
 
 
-def _named_within(things: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_within(things: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """These with their names, where a module has one for them."""
-    for leaf in tree_leaves(things):
-        if isinstance(leaf, torch.Tensor):
-            yield "", leaf
-        elif isinstance(leaf, nn.Module):
-            yield from leaf.named_parameters()
-            yield from leaf.named_buffers()
-        elif depth and isinstance(leaf, FunctionType):
-            held = [x for x in _held_by(leaf) if isinstance(x, (nn.Module, torch.Tensor, *_FUNCTIONS))]
-            yield from _named_within(held, depth - 1)
-        elif depth and isinstance(leaf, partial):
-            yield from _named_within((leaf.func, leaf.args, leaf.keywords), depth - 1)
-        elif depth and hasattr(leaf, "__self__"):
-            yield from _named_within((leaf.__self__, getattr(leaf, "__func__", None)), depth - 1)
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, ModuleType)):
-            held = [x for x in vars(leaf).values() if isinstance(x, (nn.Module, torch.Tensor))]
-            yield from _named_within(held, depth - 1)
+    for one in _reached(things, through=(nn.Module, torch.Tensor, FunctionType, MethodType, partial)):
+        if isinstance(one, torch.Tensor):
+            yield "", one
+        else:
+            yield from one.named_parameters()
+            yield from one.named_buffers()
 
 
 def modules_within(things: Any, depth: int = 3) -> list[nn.Module]:
     """The modules that a call can reach, as they are held: in its arguments, in what a function or an object holds."""
-    found: list[nn.Module] = []
+    return list({id(one): one for one in _reached(things, depth) if isinstance(one, nn.Module)}.values())
+
+
+def held_modules(fn: Any, args: tuple[Any, ...]) -> list[nn.Module]:
+    """The modules among the arguments, and those that a function itself holds."""
+    return modules_within((fn, getattr(fn, "__func__", None), args), depth=1)
+
+
+def _reached(things: Any, depth: int = 3, through: tuple[type, ...] = (object,)) -> Iterator[torch.Tensor | nn.Module]:
+    """Tensors and modules in a tree of things, and in what functions hold, so deep; ``through``: of what these hold."""
     for leaf in tree_leaves(things):
-        if isinstance(leaf, nn.Module):
-            found.append(leaf)
-        elif not depth or isinstance(leaf, (type, ModuleType, torch.Tensor)):
+        if isinstance(leaf, (torch.Tensor, nn.Module)):
+            yield leaf
+        elif not depth or isinstance(leaf, (type, ModuleType)):
             continue
         elif isinstance(leaf, FunctionType):
-            found += modules_within(_held_by(leaf), depth - 1)
+            yield from _reached([x for x in _held_by(leaf) if isinstance(x, through)], depth - 1, through)
         elif isinstance(leaf, partial):
-            found += modules_within((leaf.func, leaf.args, leaf.keywords), depth - 1)
+            yield from _reached((leaf.func, leaf.args, leaf.keywords), depth - 1, through)
         elif hasattr(leaf, "__self__"):
-            found += modules_within(leaf.__self__, depth - 1)
+            yield from _reached((leaf.__self__, getattr(leaf, "__func__", None)), depth - 1, through)
         elif hasattr(leaf, "__dict__"):
-            found += [held for held in vars(leaf).values() if isinstance(held, nn.Module)]
-    return list({id(module): module for module in found}.values())
+            yield from (x for x in vars(leaf).values() if isinstance(x, (nn.Module, torch.Tensor)))
 
 
 def _held_by(function: FunctionType) -> list[Any]:
     """What a function closes over, names of its module, and has as defaults."""
     names = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return [*contents_of_cells(function), *names, *defaults]
+    cells: list[Any] = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # of a name that has no value yet, or no longer
+            cells.append(cell.cell_contents)
+    return [*cells, *names, *defaults]
 
 
 def names_of(state: list[torch.Tensor], things: Any) -> dict[int, str]:
     """What to call each tensor, by its id: as its module does, with its number where two modules have the same name."""
-    own = {id(t): name for name, t in reversed([*_named_within(things, depth=3)])}
+    own = {id(t): name for name, t in reversed([*_named_within(things)])}
     times = Counter(own.values())
     return {
         id(t): (name if times[name] == 1 else f"{name} (tensor {i})") if (name := own[id(t)]) else f"tensor {i}"
@@ -98,19 +97,38 @@ def restored(state: list[torch.Tensor], device: torch.device) -> Iterator[None]:
     What autocast keeps of weights that it has converted is let go before the block and after it.
     """
     saved = [t.detach().to(CPU, copy=True) for t in state]
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the state that users' code draws from
     torch.clear_autocast_cache()
     try:
-        with same_random_state(device):
+        with same_random_state(device), drawing_nothing():
             yield
     finally:
         torch.clear_autocast_cache()
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
         with torch.no_grad():
             for tensor, value in zip(state, saved, strict=True):
                 if not same_bits(tensor.detach().to(CPU), value):
                     tensor.copy_(value)
+
+
+@contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """Put the generators from which captured code draws before its graph runs back as they were after the block."""
+    before = other_random_states()
+    try:
+        yield
+    finally:
+        draw_again_from(before)
+
+
+def other_random_states() -> tuple[Any, Any]:
+    """Of generators that are not torch's, from which captured code draws before its graph runs: Python's, NumPy's."""
+    return random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002  # that of users' code
+
+
+def draw_again_from(states: tuple[Any, Any] | None) -> None:
+    """Have the generators draw what they drew before, for a capture that turned out to be for another call."""
+    if states is not None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
 
 
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -1,4 +1,7 @@
-"""While a backward runs, tell whether another part of it adds to a gradient before a given autograd node does.
+"""Whether anything else in the backward that now runs adds to a gradient before a compiled step does.
+
+A compiled step's backward asks this of its own node of autograd: to hand over its contributions one by one then
+(`checkmate.codegen.contributions`), or to refuse what it cannot add in that order (`refused_backwards`).
 
 Autograd runs a backward in the order of descending sequence numbers: what was computed last comes first. So the
 question is whether a node of a higher number leads to the same gradient and is a part of this backward. From a node

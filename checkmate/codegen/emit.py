@@ -78,12 +78,12 @@ def emit(
     """
     steps = told_apart(plan.steps)
     before, after = steps[: plan.boundary], steps[plan.boundary :]
-    needed = _saved(joint, after)
+    tangents = _placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state)
+    needed = _saved(joint, after, tangents)
     saved = sorted((n for n in needed if not is_sym_node(n)), key=is_unchecked)  # AOTAutograd wants the unchecked last
     numbers = [n for n in needed if is_sym_node(n)]  # and numbers after them
     kinds = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
     inputs = _placeholders(joint, _is_primal, _is_fwd_seed_offset)
-    tangents = _placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state)
     times: Counter[fx.Node] = Counter()
     first = _Writer(joint, inputs, times, over)
     call = first.begin(begin, plan) if plan.sent else None
@@ -125,13 +125,13 @@ def is_unchecked(node: fx.Node) -> bool:
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
-def _saved(joint: Joint, steps: Iterable[Step | Land]) -> list[fx.Node]:
+def _saved(joint: Joint, steps: Iterable[Step | Land], tangents: Iterable[fx.Node]) -> list[fx.Node]:
     """What crosses from the forward to the backward: what the backward reads without having made it or had it back.
 
     And all inputs that autograd does not check. AOTAutograd counts these once, and so each plan saves as many: another
     may take over. It takes no memory, as they stay with the caller.
     """
-    made = set(_placeholders(joint, _is_tangent, _is_bwd_seed_offset, _is_backward_state))
+    made = {*tangents}
     saved: dict[fx.Node, None] = {}
 
     def read(nodes: Iterable[fx.Node]) -> None:

@@ -13,8 +13,8 @@ refused.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch.fx as fx
 
 from checkmate.capture.nodes import ancestors
 from checkmate.codegen.arrival_order import FIRST, arrivals
-from checkmate.codegen.undefined_gradients import DEPTH, before_backward, compiled_functions, is_compiled
+from checkmate.codegen.undefined_gradients import DEPTH, before_backward
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import ForwardTokenAOTOutput, _is_tangent
 from checkmate.torch_internals.dispatcher import _is_any_autocast_enabled
@@ -59,23 +59,18 @@ def _tokens_of(output: fx.Node, count: int) -> int:
     return sum(isinstance(desc, ForwardTokenAOTOutput) for desc in output.meta.get("desc", ())[:count])
 
 
-def refuse_watching(run: Callable[..., Any], users: Mapping[int, tuple[int, ...]]) -> Callable[..., Any]:
-    """Have the backward refuse hooks and kept gradients of results that other differentiated results come from.
+def refuse_watching(
+    users: Mapping[int, tuple[int, ...]], args: Sequence[Any], results: Sequence[Any], functions: Sequence[Any]
+) -> None:
+    """Have the backward of a call refuse hooks and kept gradients of results that others are computed from.
 
-    ``users``: what `computed_from` found of the compiled function; it may be filled later.
+    ``users``: what `computed_from` found of the compiled function.
     """
-
-    @wraps(run)
-    def watching(*args: Any) -> Any:
-        results = run(*args)
-        for tensor in tree_leaves(results) if users else ():
-            function: Any = getattr(tensor, "grad_fn", None)
-            later = users.get(tensor.output_nr) if is_compiled(function) else None
-            if later:
-                function.register_prehook(partial(_refuse_watched, weakref.ref(tensor), later))
-        return results
-
-    return watching
+    for tensor in tree_leaves(results) if users else ():
+        function: Any = getattr(tensor, "grad_fn", None)
+        later = users.get(tensor.output_nr) if function in functions else None
+        if later:
+            function.register_prehook(partial(_refuse_watched, weakref.ref(tensor), later))
 
 
 def _refuse_watched(result: weakref.ref[torch.Tensor], later: tuple[int, ...], grads: Sequence[Any]) -> None:
@@ -117,33 +112,25 @@ def _adds_to(total: fx.Node, user: fx.Node) -> bool:
     return user.args[0] is total and isinstance(user.args[1], fx.Node)
 
 
-def refuse_views(run: Callable[..., Any], within: Mapping[int, Sequence[set[int]]]) -> Callable[..., Any]:
-    """Have the backward refuse gradients of results that are views, where the order of additions is not known.
+def refuse_views(
+    within: Mapping[int, Sequence[set[int]]], args: Sequence[Any], results: Sequence[Any], functions: Sequence[Any]
+) -> None:
+    """Have the backward of a call refuse gradients of results that are views, where the order of sums is not known.
 
     ``within``: what `added_within` found of the compiled function.
     """
-    if not within:
-        return run
-
-    @wraps(run)
-    def refusing(*args: Any) -> Any:
-        results = run(*args)
-        functions = [*compiled_functions(results, args)]
-        views: dict[Any, dict[int, set[int]]] = {}
-        for tensor in results:
-            node = getattr(tensor, "grad_fn", None)
-            for _ in range(DEPTH):
-                if node is None or node in functions or not node.next_functions:
-                    break
-                following, position = node.next_functions[0]
-                if following in functions and position in within:
-                    views.setdefault(following, {}).setdefault(position, set()).add(node._sequence_nr())
-                node = following
-        for function, numbers in views.items():
-            before_backward(function, partial(_refuse_views, numbers, within))
-        return results
-
-    return refusing
+    views: dict[Any, dict[int, set[int]]] = {}
+    for tensor in results if within else ():
+        node = getattr(tensor, "grad_fn", None)
+        for _ in range(DEPTH):
+            if node is None or node in functions or not node.next_functions:
+                break
+            following, position = node.next_functions[0]
+            if following in functions and position in within:
+                views.setdefault(following, {}).setdefault(position, set()).add(node._sequence_nr())
+            node = following
+    for function, numbers in views.items():
+        before_backward(function, partial(_refuse_views, numbers, within))
 
 
 def _refuse_views(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -56,13 +57,6 @@ def may_change(joint: Joint) -> bool:
     )
 
 
-class _Never:
-    """A list of any length, of False."""
-
-    def __getitem__(self, place: int) -> bool:
-        return False
-
-
 def _detach_all_views() -> None:
     """Have AOTAutograd save views without their graph, be they inputs or not.
 
@@ -70,7 +64,7 @@ def _detach_all_views() -> None:
     """
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.saved_tensor_is_graph_input = _Never()
+        context.fw_metadata.saved_tensor_is_graph_input = defaultdict(bool)  # False at any place
 
 
 class ReplaceableCode:

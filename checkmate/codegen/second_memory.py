@@ -199,12 +199,6 @@ class SecondMemory:
                 self._calls += 1
                 self._last = (call.peak_there, call.sent, call.fetched, call.waited)
 
-    def close(self) -> None:
-        """Let what no call uses go."""
-        self._end_what_was_left()
-        with self._books:
-            self._let_go()
-
     def _taken(self, capacity: int) -> Store:
         with self._books:
             fitting = [store for store in self._free if store.capacity >= capacity]
@@ -212,14 +206,11 @@ class SecondMemory:
                 store = min(fitting, key=lambda store: store.capacity)
                 self._free.remove(store)
             else:
-                self._let_go()  # before there is another: both may not have room
+                while self._free:  # before there is another: both may not have room
+                    self._free.pop().close()
                 store = open_store(self.where, capacity, self.device)
             self._used.add(store)
         return store
-
-    def _let_go(self) -> None:
-        while self._free:
-            self._free.pop().close()
 
     def _end_what_was_left(self) -> None:
         while self.left:

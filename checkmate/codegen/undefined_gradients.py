@@ -38,26 +38,16 @@ _Known = tuple[fx.Node | None, bool]  # what stands for a node, None: undefined;
 DEPTH = 3  # views between a result and what the compiled function returned
 
 
-def keep_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Have autograd hand None to a compiled function's backward where a result has no gradient, and not zeros."""
-    own: set[type] = set()  # of the nodes of its calls: each compiled function has a type of its own
+def keep_undefined(own: set[type], args: Sequence[Any], results: Sequence[Any], functions: Sequence[Any]) -> None:
+    """Have autograd hand None to the backward of a call where a result has no gradient, and not zeros.
 
-    @wraps(run)
-    def keeping(*args: Any) -> Any:
-        results = run(*args)
-        direct = _functions(results)
-        if not own or not all(f is None or type(f) in own for f in direct):  # the first call, or views of results
-            direct = set(compiled_functions(results, args))
-            for function in direct:
-                if type(function) not in own:
-                    _need_nothing_for_nothing(function._forward_cls)
-            own.update(map(type, direct))
-        for function in direct:
-            if function is not None:
-                function.set_materialize_grads(False)
-        return results
-
-    return keeping
+    ``own``: types of such nodes of autograd that were seen: each compiled function has one of its own.
+    """
+    for function in functions:
+        if type(function) not in own:
+            own.add(type(function))
+            _need_nothing_for_nothing(function._forward_cls)
+        function.set_materialize_grads(False)
 
 
 def _need_nothing_for_nothing(compiled: Any) -> None:
@@ -130,24 +120,29 @@ def leave_unreached(run: Callable[..., Any], positions: Sequence[int]) -> Callab
     return leaving
 
 
-def _functions(results: Any) -> set[Any]:
-    leaves = results if isinstance(results, (list, tuple)) else tree_leaves(results)
-    return {t.grad_fn for t in leaves if isinstance(t, torch.Tensor)}
-
-
 def compiled_functions(results: Any, args: Iterable[Any]) -> Iterator[Any]:
     """The autograd node of a compiled call, from its results and what it was called with."""
-    front = _functions(results)
+    leaves = results if isinstance(results, (list, tuple)) else tree_leaves(results)
+    front: set[Any] = {t.grad_fn for t in leaves if isinstance(t, torch.Tensor)}
     given = {id(arg.grad_fn) for arg in args if isinstance(arg, torch.Tensor)}
     for _ in range(DEPTH):
         front = {f for f in front if f is not None and id(f) not in given}
-        yield from filter(is_compiled, front)
+        yield from (f for f in front if hasattr(getattr(f, "_forward_cls", None), "_aot_id"))
         front = {following for f in front for following, _ in f.next_functions}
 
 
-def is_compiled(function: Any) -> bool:
-    """Whether this is the autograd node of a compiled call."""
-    return hasattr(getattr(function, "_forward_cls", None), "_aot_id")
+def watched(run: Callable[..., Any], *watches: Callable[[Sequence[Any], Sequence[Any], list[Any]], None]) -> Any:
+    """A compiled function after each call of which these are told its arguments, results and nodes of autograd."""
+
+    @wraps(run)
+    def watching(*args: Any) -> Any:
+        results = run(*args)
+        functions = [*compiled_functions(results, args)]
+        for watch in watches:
+            watch(args, results, functions)
+        return results
+
+    return watching
 
 
 def before_backward(function: Any, check: Callable[[Any, Any], None]) -> None:
@@ -214,18 +209,15 @@ def _write_defined(graph: fx.Graph, source: fx.Graph, known: dict[fx.Node, _Know
             made[node] = [inner[result] for result in results]
             known[node] = None, True
             continue
-        needed = node.all_input_nodes if _is_accumulation(node) else given
+        # autograd adds two gradients here; that of `torch.round` depends on none that is handed in
+        is_sum = node.target is aten.add.Tensor and node.meta.get("is_gradient_acc")
+        needed = node.all_input_nodes if is_sum else given
         if given and all(known[n][0] is None for n in needed):
             known[node] = None, True
             continue
         term = _only_term(node, [n for n in node.all_input_nodes if known[n][0] is not None])
         copy = known[term][0] if term is not None else None
         known[node] = copy or graph.node_copy(node, lambda n: known[n][0] or _zeros(graph, n)), bool(given)
-
-
-def _is_accumulation(node: fx.Node) -> bool:
-    """Whether autograd adds two gradients here; that of `torch.round` depends on none that is handed in."""
-    return node.target is aten.add.Tensor and bool(node.meta.get("is_gradient_acc"))
 
 
 def _only_term(node: fx.Node, defined: list[fx.Node]) -> fx.Node | None:

@@ -1,9 +1,9 @@
-"""Copies between the RAM and a file without a name, on a thread for each direction.
+"""Copy values of a step to a file and back, on a thread for each direction: what a `Store` on the CPU calls.
 
-What the file holds is gone with the process, however that ends. It is written and read past the page cache where the
-file system can (O_DIRECT): pages that the kernel keeps of a file are memory of the machine, too, and a second memory is
-to have other bytes than the first. Elsewhere each piece is written to the device at once, and its pages given back. Its
-bytes are taken from the disk when it is opened, so that a full disk is known then.
+The file has no name: what it holds is gone with the process, however that ends. It is written and read past the page
+cache where the file system can (O_DIRECT): pages that the kernel keeps of a file are memory of the machine, too, and a
+second memory is to have other bytes than the first. Elsewhere each piece is written to the device at once, and its
+pages given back. Its bytes are taken from the disk when it is opened, so that a full disk is known then.
 
 Where the file is used past the page cache, addresses are multiples of 512 bytes for most disks, and PyTorch's are of
 64. So a value's begin up to such an address, its head, and what is behind its last whole block go by way of a small

@@ -1,4 +1,4 @@
-"""A second memory by its name, ``"file:/fast/disk"``, ``"file:"`` or ``"pinned"``: opened, and how fast it is.
+"""Open the second memory that a user names, ``host="file:/fast/disk"`` or ``"pinned"``, and measure copies to it.
 
 Bytes per second each way are measured once, on blocks like those that a step will send, and kept on disk: plans of the
 next start are the same then. One small JSON file for each place, that is the machine, its device and the folder, is
@@ -121,40 +121,29 @@ def _times(store: Store, device: torch.device, size: int) -> tuple[float, float,
     """Seconds to send a block, to fetch one, and for both at once."""
     near, far = -1, -2  # keys that no plan has
     first, second = (torch.empty(size, dtype=torch.uint8, device=device).untyped_storage() for _ in range(2))
+    out, back = (store.send, near, first), (store.fetch, far, second)
 
-    def send() -> None:
-        store.send(near, first)
-        store.wait(near)
-
-    def fetch() -> None:
-        store.fetch(far, second)
-        store.wait(far)
-
-    def both() -> None:
-        store.send(near, first)
-        store.fetch(far, second)
-        store.wait(near)
-        store.wait(far)
+    def seconds(*copies: tuple[Callable[[int, torch.UntypedStorage], None], int, torch.UntypedStorage]) -> float:
+        _synchronize(device)
+        begin = time.perf_counter()
+        for start, key, storage in copies:
+            start(key, storage)
+        for _, key, _ in copies:
+            store.wait(key)
+        _synchronize(device)
+        return time.perf_counter() - begin
 
     store.send(far, second)
     store.wait(far)
     rounds = []
     for _ in range(ROUNDS):
-        sent = _seconds(send, device)
+        sent = seconds(out)
         store.drop(near)
-        rounds.append((sent, _seconds(fetch, device), _seconds(both, device)))
+        rounds.append((sent, seconds(back), seconds(out, back)))
         store.drop(near)
     store.drop(far)
     sent, fetched, together = (median(column) for column in zip(*rounds, strict=True))
     return sent, fetched, together
-
-
-def _seconds(copy: Callable[[], None], device: torch.device) -> float:
-    _synchronize(device)
-    begin = time.perf_counter()
-    copy()
-    _synchronize(device)
-    return time.perf_counter() - begin
 
 
 def _synchronize(device: torch.device) -> None:

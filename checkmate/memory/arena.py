@@ -53,27 +53,22 @@ class Lives:
         return int(np.cumsum(changes).max(initial=0))
 
 
-class Placed(Protocol):
-    """Where each allocation lies."""
-
-    @property
-    def offsets(self) -> Sequence[int]:
-        """(N,) bytes from the begin of the arena."""
+Offsets = Sequence[int]  # (N,) bytes from the begin of the arena, where each allocation lies
 
 
 class PendingPlaces(Protocol):
-    """Places for allocations that are looked for in another process."""
+    """Offsets that are looked for in another process."""
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come."""
 
     @property
-    def result(self) -> Placed | None:
+    def result(self) -> Offsets | None:
         """What was found, if anything was."""
 
 
-PlaceSoon = Callable[[Lives], Placed]
+PlaceSoon = Callable[[Lives], Offsets]
 PlaceLower = Callable[[Lives], PendingPlaces]
 
 
@@ -85,9 +80,9 @@ class _Noted(NamedTuple):
     sizes: np.ndarray  # (N,) int64, bytes as they were asked for
     boundary: int  # how many are the forward's
 
-    def height(self, placed: Placed) -> int:
+    def height(self, offsets: Offsets) -> int:
         """Bytes of the arena."""
-        return int((np.array(placed.offsets, dtype=np.int64) + self.lives.sizes).max())
+        return int((np.array(offsets, dtype=np.int64) + self.lives.sizes).max())
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ class Counts:
 
     steps: int = 0  # since it was made
     layouts: int = 0  # times that addresses were planned
-    bytes: int = 0  # of the mapping
+    arena: int = 0  # bytes of the mapping
     served: int = 0  # allocations from it
     served_bytes: int = 0
     fallbacks: int = 0  # allocations that PyTorch's allocator served in its place
@@ -104,7 +99,7 @@ class Counts:
     unplanned: int = 0  # of these: of a size that was not due
     occupied: int = 0  # where something was still alive
     full: int = 0  # for which the mapping of a first step had no room
-    alive_bytes: int = 0  # of the mapping, now
+    alive: int = 0  # bytes of the mapping, now
 
 
 class Arena:
@@ -211,17 +206,17 @@ class Arena:
         could_be_lower = height - self.live_peak >= WORTH * self.live_peak
         self._lower = self._place_lower(noted.lives) if self._place_lower is not None and could_be_lower else None
 
-    def _lay_lower(self, placed: Placed | None) -> None:
+    def _lay_lower(self, offsets: Offsets | None) -> None:
         """Take other addresses for the same allocations, if they are worth it."""
         self._lower, noted = None, self._noted
         assert noted is not None
-        if placed is not None and (1 + WORTH) * noted.height(placed) <= self.counts.bytes:
-            self._lay(noted, placed)
+        if offsets is not None and (1 + WORTH) * noted.height(offsets) <= self.counts.arena:
+            self._lay(noted, offsets)
 
-    def _lay(self, noted: _Noted, placed: Placed) -> int:
+    def _lay(self, noted: _Noted, offsets: Offsets) -> int:
         """Have these addresses from now on; bytes of the arena."""
-        offsets, height = np.array(placed.offsets, dtype=np.int64), noted.height(placed)
-        arrays = (array.ctypes.data for array in (noted.sizes, offsets, noted.stays))
+        where, height = np.array(offsets, dtype=np.int64), noted.height(offsets)
+        arrays = (array.ctypes.data for array in (noted.sizes, where, noted.stays))
         self._library.checkmate_lay_out(self._handle, len(noted.sizes), *arrays, noted.boundary, height)
         return height
 

@@ -173,31 +173,29 @@ def record_allocations() -> Iterator[Recording]:
             "Memory is measured with torch.profiler, which is running already. Measure it before you start a profiler."
         )
     by = _by_thread if autograd_profiler._is_profiler_enabled else _by_process
-    recording = Recording()
-    with _no_collection(), by(recording):
+    recording, found = Recording(), list[tuple[int, int]]()
+    with _no_collection(), by(found, recording.spans):
         yield recording
-    order = np.argsort(recording.nanoseconds, kind="stable")  # equal times stay in the order of recording
-    recording.nanoseconds, recording.bytes = recording.nanoseconds[order], recording.bytes[order]
+    rows = np.array(found, dtype=np.int64).reshape(-1, 2)
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]  # equal times stay in the order of recording
+    recording.nanoseconds, recording.bytes = rows.T
 
 
 @contextmanager
-def _by_process(recording: Recording) -> Iterator[None]:
-    """Fill a recording by PyTorch's profiler, of which a process runs one at a time."""
+def _by_process(found: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) -> Iterator[None]:
+    """Find times and bytes of allocations, and spans, by PyTorch's profiler, of which a process runs one at a time."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each recording announces itself on the terminal
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with profiler:
         yield
     events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    memory = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    recording.nanoseconds, recording.bytes = _columns(memory)
-    recording.spans = {
-        e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.is_user_annotation()
-    }
+    found += ((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    spans |= {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.is_user_annotation()}
 
 
 @contextmanager
-def _by_thread(recording: Recording) -> Iterator[None]:
-    """Fill a recording by PyTorch's profiler of one thread and what it starts, beside another profiler elsewhere."""
+def _by_thread(found: list[tuple[int, int]], spans: dict[str, tuple[int, int]]) -> Iterator[None]:
+    """The same by PyTorch's profiler of one thread and what it starts, beside another profiler elsewhere."""
     experimental = _profiler._ExperimentalConfig()
     only_memory = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, experimental)
     _autograd._enable_profiler_legacy(only_memory)
@@ -206,25 +204,17 @@ def _by_thread(recording: Recording) -> Iterator[None]:
     finally:
         threads = _autograd._disable_profiler_legacy()
     (begin,) = (event for thread in threads for event in thread if event.name() == "__start_profile")
-    memory: list[tuple[int, int]] = []
     for thread in threads:
         opened: list[tuple[str, int]] = []
         for event in thread:
             now = round(1000 * begin.cpu_elapsed_us(event))
             if event.kind() == "memory_alloc":
-                memory.append((now, event.cpu_memory_usage()))
+                found.append((now, event.cpu_memory_usage()))
             elif event.kind() == "push":
                 opened.append((event.name(), now))
             elif event.kind() == "pop" and opened:
                 name, began = opened.pop()
-                recording.spans[name] = began, now
-    recording.nanoseconds, recording.bytes = _columns(memory)
-
-
-def _columns(memory: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Times and bytes of allocations."""
-    columns = np.array(memory, dtype=np.int64).reshape(-1, 2).T
-    return columns[0], columns[1]
+                spans[name] = began, now
 
 
 def trim() -> bool:

@@ -7,30 +7,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from checkmate.core.table import Printed, Table
-from checkmate.memory.arena import Arena
+from checkmate.memory.arena import Arena, Counts
 from checkmate.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
-class ArenaUse:
+class ArenaUse(Counts):
     """One captured graph's arena, in the step that ran last; all but counts in bytes."""
 
-    planned: int  # what the plan takes beyond what is resident
-    counted: int  # alive at once in the step for which addresses were found; 0 before there is one
-    arena: int  # of the mapping
-    resident: int  # of the mapping, what the machine holds now
-    outside: int  # what the first steps made the machine give beside it: libraries, small tensors, Python; about
-    served: int  # allocations
-    served_bytes: int
-    fallbacks: int  # allocations that PyTorch's allocator served in its place
-    fallback_bytes: int
-    unplanned: int  # of the fallbacks: of a size that was not due
-    occupied: int  # whose address something held that was still alive
-    full: int  # for which the mapping of a first step had no room
-    alive: int  # of the mapping, now
-    steps: int
-    layouts: int  # times that addresses were found
-    settled: bool  # nobody looks for lower ones any more
+    planned: int = 0  # what the plan takes beyond what is resident
+    counted: int = 0  # alive at once in the step for which addresses were found; 0 before there is one
+    resident: int = 0  # of the mapping, what the machine holds now
+    outside: int = 0  # what the first steps made the machine give beside it: libraries, small tensors, Python; about
+    settled: bool = True  # nobody looks for lower addresses any more
 
 
 @dataclass(frozen=True)
@@ -72,14 +61,18 @@ class ArenaReport(Printed):
 
 def report(arenas: Iterable[Arena], elsewhere: Iterable[HostUse] = ()) -> ArenaReport:
     """What these arenas did, the largest first, and second memories."""
-    uses = []
-    for arena in arenas:
-        c = arena.counts
-        if c.steps:
-            told = (c.served, c.served_bytes, c.fallbacks, c.fallback_bytes, c.unplanned, c.occupied, c.full)
-            held = (c.bytes, arena.resident, arena.outside)
-            since = (c.alive_bytes, c.steps, c.layouts)
-            uses.append(ArenaUse(arena.capacity, arena.live_peak, *held, *told, *since, settled=arena.settled))
+    uses = [
+        ArenaUse(
+            **asdict(counts),
+            planned=arena.capacity,
+            counted=arena.live_peak,
+            resident=arena.resident,
+            outside=arena.outside,
+            settled=arena.settled,
+        )
+        for arena in arenas
+        if (counts := arena.counts).steps
+    ]
     return ArenaReport(tuple(sorted(uses, key=lambda use: -use.planned)), tuple(elsewhere))
 
 

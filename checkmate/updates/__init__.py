@@ -1,1 +1,1 @@
-"""What an optimizer does to one parameter, as an op of the backward: it reads the gradient, which is free after it."""
+"""What a training step does with each gradient, as ops of its backward: `checkmate.training_step` has them put in."""

@@ -7,9 +7,9 @@ of the averaged model that has one tensor only.
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Callable, Collection
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,9 +34,8 @@ class Average:
     @property
     def pairs(self) -> dict[torch.Tensor, torch.Tensor]:
         """For each parameter and buffer of the model, what follows it."""
-        of = [(module.parameters(), module.buffers()) for module in (self.model, self.averaged.module)]
-        (ps, bs), (qs, cs) = of
-        return dict(zip(itertools.chain(ps, bs), itertools.chain(qs, cs), strict=True))
+        of, follow = ((*module.parameters(), *module.buffers()) for module in (self.model, self.averaged.module))
+        return dict(zip(of, follow, strict=True))
 
     @property
     def about(self) -> str:
@@ -79,14 +78,8 @@ class Average:
 
     def rehearsal(self) -> Callable[[torch.Tensor], None]:
         """A function that averages another parameter, to measure what that costs."""
-        averages: dict[torch.Tensor, torch.Tensor] = {}
-
-        def rehearse(parameter: torch.Tensor) -> None:
-            if parameter not in averages:
-                averages[parameter] = _like(parameter)
-            _average(self.averaged, parameter, averages[parameter], torch.ones((), dtype=torch.long))
-
-        return rehearse
+        like = cache(_like)
+        return lambda one: _average(self.averaged, one, like(one), torch.ones((), dtype=torch.long))
 
 
 def checked(ema: Any) -> Average:

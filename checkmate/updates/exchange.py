@@ -34,7 +34,7 @@ from checkmate.updates.optimizers import parameters_of
 
 AGREEING_BYTES = 2 * 8  # that ranks compare
 PATIENCE = 1.0  # seconds that a thread of the backend may take to let go of what it has sent
-_INSTEAD = (
+INSTEAD = (
     "Update outside of the plan: DistributedDataParallel(checkmate.compile(model, budget=..., reserve=...)), with the "
     "bytes of gradients and optimizer state as the reserve."
 )
@@ -172,10 +172,10 @@ def refuse_special(wrapped: Sequence[DistributedDataParallel]) -> None:
     """
     for module in wrapped:
         if type(module) not in (DistributedDataParallel, AsItsModule):
-            raise Unsupported(f"A {type(module).__name__} may do more than DistributedDataParallel. {_INSTEAD}")
+            raise Unsupported(f"A {type(module).__name__} may do more than DistributedDataParallel. {INSTEAD}")
         for does, words in _REFUSED:
             if does(module):
-                raise Unsupported(f"This DistributedDataParallel {words}, which no plan does. {_INSTEAD}")
+                raise Unsupported(f"This DistributedDataParallel {words}, which no plan does. {INSTEAD}")
         if not module.require_backward_grad_sync:
             raise Unsupported(
                 "A training step within no_sync() would update each rank by its own gradients. Call it outside; to sum "
@@ -213,7 +213,7 @@ def exchange_of(modules: Sequence[nn.Module], group: Any, optimizers: Sequence[o
         return None
     refuse_special(wrapped)
     if any(module.process_group != wrapped[0].process_group for module in wrapped):
-        raise Unsupported(f"Parts of the model average their gradients over different ranks. {_INSTEAD}")
+        raise Unsupported(f"Parts of the model average their gradients over different ranks. {INSTEAD}")
 
     def parameters() -> Iterator[torch.Tensor]:
         return (p for m in wrapped for n, p in m.module.named_parameters() if n not in m.parameters_to_ignore)

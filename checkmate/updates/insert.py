@@ -26,6 +26,7 @@ from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import _is_primal
 from checkmate.torch_internals.dispatcher import _disable_current_modes
 from checkmate.updates import operations
+from checkmate.updates.exchange import INSTEAD
 from checkmate.updates.gradients import largest_of, norm_of, order_of
 from checkmate.updates.optimizers import Update, parameters_of
 from checkmate.updates.updates import Updates
@@ -279,8 +280,7 @@ def _refuse_other_exchanges(graph: fx.Graph) -> None:
         if node in later and is_collective(node):
             raise Unsupported(
                 f"{where(node)}: the backward exchanges data with other ranks itself, as SyncBatchNorm does. Gradients "
-                "cannot be averaged within its plan: update outside, DistributedDataParallel(checkmate.compile(model, "
-                "budget=..., reserve=...)), with the bytes of gradients and optimizer state as the reserve."
+                f"cannot be averaged within its plan. {INSTEAD}"
             )
 
 

@@ -20,7 +20,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,13 +33,9 @@ from checkmate.torch_internals.dispatcher import _disable_current_modes
 from checkmate.torch_internals.steps import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 # What they compute of a parameter depends on nothing but its gradient, its state and its group's settings.
-SUPPORTED = tuple(
-    getattr(optim, name)
-    for name in (
-        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"),
-        *("Rprop", "SGD"),
-    )
-    if hasattr(optim, name)  # Muon is of PyTorch 2.9
+SUPPORTED = (
+    *(optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.Muon),
+    *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
 )
 _INSTEAD = (
     "Update outside of the plan: checkmate.compile(loss_fn, budget=..., reserve=...), with the bytes of its state and "
@@ -79,7 +75,7 @@ class Update:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """Update the parameter."""
-        _update(self.optimizer, self.settings, self.parameter, gradient, self.optimizer.state)
+        self._update(self.parameter, gradient, self.optimizer.state)
 
     def rehearsal(self) -> Call:
         """A function that does to another parameter what a late update does to this one, with a state of its own.
@@ -95,9 +91,9 @@ class Update:
                     {n: _copied(what) for n, what in self.optimizer.state.get(self.parameter, {}).items()}
                 )
                 if not isinstance(parameter, FakeTensor):  # whose counts cannot be read
-                    _update(self.optimizer, self.settings, parameter, gradient, states)
+                    self._update(parameter, gradient, states)
                     _make_late(states[parameter])
-            _update(self.optimizer, self.settings, parameter, gradient, states)
+            self._update(parameter, gradient, states)
 
         return rehearse
 
@@ -118,13 +114,49 @@ class Update:
             for device, settings in ((META, plain), (self.parameter.device, self.settings)):
                 like = nn.Parameter(torch.zeros_like(self.parameter, device=device))
                 try:
-                    _step(self.optimizer, settings, like, torch.zeros_like(like), states)
+                    self._step(like, torch.zeros_like(like), states, settings)
                 except (RuntimeError, NotImplementedError):  # of an optimizer that reads numbers of its state
                     if device != META:
                         raise
                 else:
                     break
         return states[like]
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, states: Any) -> None:
+        """Update a parameter: in slices if it is large, which takes less memory."""
+        if self._saves_by_slices(parameter, gradient, states.get(parameter, {})):
+            _step_in_slices(self._step, parameter, gradient, states)
+        else:
+            self._step(parameter, gradient, states)
+
+    def _step(self, parameter: Any, gradient: torch.Tensor, states: Any, settings: Any = None) -> None:
+        """Update a parameter, as the optimizer does with these settings; its state is found among these, or made."""
+        kind, settings = type(self.optimizer), self.settings if settings is None else settings
+        writes = kind is optim.SGD and settings["nesterov"] and settings["foreach"] is not False  # over the gradient
+        one: Any = object.__new__(kind)
+        one.__dict__.update(self.optimizer.__dict__)
+        one.__dict__.pop("step", None)  # in which a scheduler counts
+        one.param_groups, one.state = [{**settings, "params": [parameter]}], states
+        before, parameter.grad = parameter.grad, gradient.clone() if writes else gradient  # others may read it
+        try:
+            with torch.no_grad():
+                inspect.unwrap(kind.step)(one)  # without what a profiler and hooks are told of a whole step
+        finally:
+            parameter.grad = before
+
+    def _saves_by_slices(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> bool:
+        """Whether to update a parameter in slices: it is large, saves memory, and all that is sliced lies alike."""
+        kind, settings = type(self.optimizer), self.settings
+        if parameter.numel() <= SLICE or settings.get("fused") or kind.__name__ in _WHOLE:
+            return False
+        if kind is optim.SGD and not any(settings[name] for name in ("weight_decay", "nesterov", "maximize")):
+            return False  # it makes no temporaries
+        alike = [gradient, *(t for t in state.values() if _is_by_element(t, parameter))]
+        return (
+            parameter.dtype in _ROUNDED_ALIKE
+            and torch.ops.aten.is_non_overlapping_and_dense(parameter)
+            and all(t.layout == parameter.layout and t.stride() == parameter.stride() for t in alike)
+        )
 
 
 def about(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
@@ -142,38 +174,6 @@ def _is_on(value: Any) -> bool:
     return bool(value) if isinstance(value, (bool, int, float, str)) else value is not None
 
 
-def _update(
-    optimizer: optim.Optimizer, settings: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor, states: Any
-) -> None:
-    """Update a parameter: in slices if it is large, which takes less memory."""
-    if _in_slices(optimizer, settings, parameter, gradient, states.get(parameter, {})):
-        _step_in_slices(partial(_step, optimizer, settings), parameter, gradient, states)
-    else:
-        _step(optimizer, settings, parameter, gradient, states)
-
-
-def _step(
-    optimizer: optim.Optimizer, settings: dict[str, Any], parameter: Any, gradient: torch.Tensor, states: Any
-) -> None:
-    """Update a parameter, as the optimizer does with these settings; its state is found among these, or made."""
-    kind = type(optimizer)
-    one: Any = object.__new__(kind)
-    one.__dict__.update(optimizer.__dict__)
-    one.__dict__.pop("step", None)  # in which a scheduler counts
-    one.param_groups, one.state = [{**settings, "params": [parameter]}], states
-    before, parameter.grad = parameter.grad, gradient.clone() if _writes(optimizer, settings) else gradient
-    try:
-        with torch.no_grad():
-            inspect.unwrap(kind.step)(one)  # without what a profiler and hooks are told of a whole step
-    finally:
-        parameter.grad = before
-
-
-def _writes(optimizer: optim.Optimizer, settings: dict[str, Any]) -> bool:
-    """Whether an update writes over the gradient, which others may read, or be."""
-    return type(optimizer) is optim.SGD and settings["nesterov"] and settings["foreach"] is not False
-
-
 def _make_late(state: dict[str, Any]) -> None:
     """Have so many updates counted in a state, if it counts them."""
     step = state.get("step")
@@ -185,26 +185,6 @@ def _make_late(state: dict[str, Any]) -> None:
 
 def _copied(what: Any) -> Any:
     return what.clone() if isinstance(what, torch.Tensor) else what
-
-
-def _in_slices(
-    optimizer: optim.Optimizer,
-    settings: dict[str, Any],
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    state: dict[str, Any],
-) -> bool:
-    """Whether to update a parameter in slices: it is large, saves memory, and all that is sliced lies alike."""
-    if parameter.numel() <= SLICE or settings.get("fused") or type(optimizer).__name__ in _WHOLE:
-        return False
-    if type(optimizer) is optim.SGD and not any(settings[name] for name in ("weight_decay", "nesterov", "maximize")):
-        return False  # it makes no temporaries
-    alike = [gradient, *(t for t in state.values() if _is_by_element(t, parameter))]
-    return (
-        parameter.dtype in _ROUNDED_ALIKE
-        and torch.ops.aten.is_non_overlapping_and_dense(parameter)
-        and all(t.layout == parameter.layout and t.stride() == parameter.stride() for t in alike)
-    )
 
 
 def _step_in_slices(step: Callable[..., None], parameter: torch.Tensor, gradient: torch.Tensor, states: Any) -> None:

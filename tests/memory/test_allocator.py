@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from checkmate.backends.static_memory import place_soon
 from checkmate.memory import build, measure_peak
-from checkmate.memory.arena import Arena, Lives
+from checkmate.memory.arena import Arena, Lives, Offsets
 
 TINY = 4096
 
@@ -55,26 +55,19 @@ class Blocks:
         return np.asarray(type("Words", (), {"__array_interface__": about})())
 
 
-@dataclass(frozen=True)
-class Offsets:
-    """What an arena asks of a placement."""
-
-    offsets: Sequence[int]
-
-
 def nowhere(lives: Lives) -> Offsets:
     """A plan that puts everything in the same place."""
-    return Offsets([0] * len(lives.sizes))
+    return [0] * len(lives.sizes)
 
 
 def mixed(lives: Lives) -> Offsets:
     """A plan of which every second address is wrong."""
-    return Offsets([at if i % 2 else at // 128 * 64 for i, at in enumerate(place_soon(lives).offsets)])
+    return [at if i % 2 else at // 128 * 64 for i, at in enumerate(place_soon(lives))]
 
 
 def above_each_other(lives: Lives) -> Offsets:
     """A plan that needs more bytes than any other."""
-    return Offsets([0, *np.cumsum(lives.sizes)[:-1].tolist()])
+    return [0, *np.cumsum(lives.sizes)[:-1].tolist()]
 
 
 @dataclass
@@ -174,8 +167,8 @@ def test_a_step_that_repeats_is_served_whole_from_the_second_time_on(library: An
         assert (counts.steps, counts.layouts) == (step + 1, min(step, 1))
         assert counts.fallbacks == 0
     assert counts.served == sum(kind == "take" and size >= TINY for kind, size in phases[0] + phases[1])
-    assert arena.live_peak <= counts.bytes <= 1.3 * arena.live_peak
-    assert counts.alive_bytes == 0
+    assert arena.live_peak <= counts.arena <= 1.3 * arena.live_peak
+    assert counts.alive == 0
 
 
 def test_a_step_that_changes_for_good_is_planned_anew(library: Any) -> None:
@@ -218,7 +211,7 @@ def test_lower_addresses_that_are_found_later_hold_from_then_on(library: Any, fo
             asked[0].is_over = True
         for address in run_step(arena, blocks, phases, lambda: False, rng):
             blocks.free(address)
-        heights.append(arena.counts.bytes)
+        heights.append(arena.counts.arena)
         assert len(asked) == min(step, 1)
         assert arena.settled == (step not in (1, 2, 3))
     assert arena.counts.fallbacks == 0

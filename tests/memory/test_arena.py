@@ -290,7 +290,7 @@ def test_training_is_served_whole_from_the_second_step_on() -> None:
     use = measure_peak(lambda: step(*batch).backward())
     model.zero_grad()
     assert use.peak == step.plans[0].peak - step.plans[0].problem.resident
-    assert counts(step)[0].bytes <= 1.1 * use.peak
+    assert counts(step)[0].arena <= 1.1 * use.peak
     (told,) = step.memory().rows
     assert (told.planned, told.fallbacks) == (step.plans[0].peak - step.plans[0].problem.resident, 0)
     assert told.counted <= told.arena
