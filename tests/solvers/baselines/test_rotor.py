@@ -12,8 +12,7 @@ from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution, Status
-from checkmate.solvers.baselines.rotor import Table, runs_of
-from checkmate.solvers.baselines.rotor_chain import Chain, measure, segments_of
+from checkmate.solvers.baselines.rotor import Chain, Table, measure, runs_of, segments_of
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import peak_of
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
