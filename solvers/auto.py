@@ -20,9 +20,9 @@ import numpy as np
 
 from checkmate.core.solution import OPTIMAL_GAP, Solution
 from checkmate.errors import SolverError
-from checkmate.solvers.baselines.nothing_chosen import checkpoint_all
+from checkmate.solvers.baselines.chen import checkpoint_all
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.obeys_limits import obeys_limits
+from checkmate.solvers.common.runs import obeys_limits
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp

@@ -21,12 +21,12 @@ import numpy as np
 from checkmate.core import simulator
 from checkmate.core.plan import Fetch, Plan
 from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
 from checkmate.core.timing import timing
 from checkmate.errors import SolverError
 from checkmate.solvers.common.fetch_ops import plain_events, sendable, with_fetches
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.place_transfers import place_transfers
+from checkmate.solvers.common.runs import lowered
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import Bound, moment_bound, next_moments
 from checkmate.solvers.search.min_budget import with_most_sent
@@ -195,8 +195,8 @@ class SentSets:
             log.warning("what to do beside transfers was not found: %s", error)
         if inner.R is None:
             return None
-        found = simulator.lower(fetching.problem, Schedule.from_runs(fetching.problem.graph, inner.R))
-        return place_transfers(self.task.problem, self.task.budget, *plain_events(fetching, found))
+        found = plain_events(fetching, lowered(fetching.problem, inner.R))
+        return place_transfers(self.task.problem, self.task.budget, *found)
 
 
 def _worth(problem: Problem, v: int) -> float:

@@ -13,8 +13,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.errors import SolverError
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.obeys_limits import obeys_limits
-from checkmate.solvers.common.runs import peak_of
+from checkmate.solvers.common.runs import obeys_limits, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import Variables, build, cost_unit, without_spare

@@ -24,8 +24,7 @@ import numpy as np
 
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.obeys_limits import obeys_limits
-from checkmate.solvers.common.runs import bytes_in_stages
+from checkmate.solvers.common.runs import bytes_in_stages, obeys_limits
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.min_budget import grain_of
 from checkmate.solvers.search.value_sets import ValueSets

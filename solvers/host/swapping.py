@@ -1,8 +1,13 @@
-"""Make a plan of what a swapping heuristic decided: which values are swapped, which are made again, and where.
+"""Plans of heuristics that swap values, and the simplest of these: send all, and make nothing again.
 
-The ops run in order. A swapped value is sent after one op and fetched before another; a dropped one goes after an op
-and is made again when an op misses it. What is on its way there goes as soon as room is needed for something else, and
-only then do ops wait for it.
+The heuristic says which values are swapped, which are made again, and where; `unroll` makes a plan of that. The ops run
+in order. A swapped value is sent after one op and fetched before another; a dropped one goes after an op and is made
+again when an op misses it. What is on its way there goes as soon as room is needed for something else, and only then do
+ops wait for it.
+
+"offload-all" is what frameworks do that move activations to the host's memory (`torch.autograd.graph.save_on_cpu` at
+once, others by streams): a value goes after its last use in the forward, and comes back when the op before its first
+use in the backward runs. Nothing is chosen, so it is a yardstick.
 """
 
 from __future__ import annotations
@@ -10,8 +15,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from checkmate.core import simulator
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
+from checkmate.core.problem import Problem
+from checkmate.solvers.common.fetch_ops import sendable
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import OutOfTime, Task
+from checkmate.units import exact_bytes
 
 LOOK = 500  # steps between two looks at the clock
 
@@ -23,6 +33,48 @@ class Swap:
     value: int
     after: int
     fetch: int
+
+
+def offload_all(task: Task, incumbent: Incumbent, *, threshold: int = 0, ahead: int = 1) -> Remarks:
+    """The plan that sends all larger values which the backward reads. No plan where it does not fit.
+
+    Args:
+        threshold: bytes above which a value is sent.
+        ahead: how many ops before its first use in the backward a value is asked for.
+
+    >>> from checkmate import Problem, solve
+    >>> from checkmate.core.host import Host
+    >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[2] * 5, forward=3)
+    >>> solve(chain.with_host(Host(8, 2.0, 2.0)), 8, method="offload-all").cost
+    5.0
+    """
+    problem, host = task.problem, task.problem.host
+    assert host is not None
+    swaps = [swap for swap in every_swap(problem, ahead) if problem.sizes[swap.value] > threshold]
+    plan = unroll(task, swaps, {})
+    if incumbent.offer_plan(plan, "offload-all"):
+        return Remarks(details={"sent": len(plan.sent)})
+    usage = simulator.simulate(plan, problem)
+    there = f" and {exact_bytes(usage.peak_there)} there" if usage.peak_there > host.budget else ""
+    return Remarks(f"its only plan takes {exact_bytes(usage.peak)} here{there}", {"sent": len(plan.sent)})
+
+
+def every_swap(problem: Problem, ahead: int) -> list[Swap]:
+    """Each value of the forward that the backward reads, if there are ops to run while it is away."""
+    first, found = problem.graph.forward_length, []
+    for v in sendable(problem):
+        touched = accesses(problem, v)
+        early, late = [k for k in touched if k < first], [k for k in touched if k >= first]
+        if early and late and late[0] - ahead > early[-1]:
+            found.append(Swap(v, early[-1], late[0] - ahead))
+    return found
+
+
+def accesses(problem: Problem, v: int) -> list[int]:
+    """The ops that make or read a value, ascending."""
+    made_by = problem.graph.values[v].producer
+    assert made_by is not None
+    return [made_by, *problem.graph.users[v]]
 
 
 def unroll(task: Task, swaps: Collection[Swap], dropped: Mapping[int, int]) -> Plan:
