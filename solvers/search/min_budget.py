@@ -34,7 +34,7 @@ from checkmate.solvers.search.backward_search import find_plan, refute
 from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.next_use import GRID
-from checkmate.solvers.search.value_sets import ValueSets
+from checkmate.solvers.search.value_sets import ValueSets, grain_of
 from checkmate.units import format_bytes
 
 log = logging.getLogger("checkmate.solve")
@@ -350,13 +350,3 @@ class _Ends:
         for share in SHARES:
             if room <= 0 or not self._plan(low + int(share * room), width):
                 return
-
-
-def grain_of(problem: Problem, most: int) -> int:
-    """The largest size such that all values of up to that size have no more than ``most`` bytes together."""
-    sizes = np.sort(problem.sizes)
-    fits = np.flatnonzero(sizes.cumsum() <= most)
-    if not len(fits):
-        return 0
-    grain = int(sizes[fits[-1]])
-    return grain if sizes[sizes <= grain].sum() <= most else max(0, grain - 1)
