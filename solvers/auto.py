@@ -98,15 +98,7 @@ class Portfolio:
     @property
     def left(self) -> float:
         """Seconds that are left, of what closing the gap is worth."""
-        return self.worth * self.task.clock.limit - self.task.clock.elapsed
-
-    @property
-    def worth(self) -> float:
-        """The share of the time limit that closing the gap is worth."""
-        best = self.incumbent
-        if best.R is None or not self.settle or best.cost - best.bound >= self.settle * best.cost:
-            return 1.0
-        return (best.cost - best.bound) / (self.settle * best.cost)
+        return self.incumbent.worth(self.settle) * self.task.clock.limit - self.task.clock.elapsed
 
     @property
     def is_open(self) -> bool:

@@ -210,8 +210,7 @@ class Segment:
 
     forward: range  # ops
     backward: range  # ops
-    enters: int | None  # the value it follows on; None: nothing but what is at hand anyway
-    leaves: int | None  # the value it ends in; None likewise
+    leaves: int | None  # the value it ends in; None: nothing but what is at hand anyway
     saved: frozenset[int]  # the values it makes that its backward reads, and what leaves
     runs_to_pass: tuple[int, ...]  # the ops that run again to make only what leaves
     runs_to_keep: tuple[int, ...]  # the ops that run again to make all that is saved
@@ -261,10 +260,10 @@ def segments_of(problem: Problem, *, fine: bool = False) -> list[Segment]:
     if len(own) < 2:
         raise NotAChain("all data of the forward flows through one value nowhere, or only before what needs a backward")
     begins = [0, *(cuts[i][0] for i in own[:-1])]  # what has none joins the next segment that has one
-    values = [None, *(cuts[i][1] for i in own[:-1]), None]
+    leaves = [*(cuts[i][1] for i in own[:-1]), None]
     ends = [*begins[1:], graph.forward_length]
     return [
-        _segment(graph, anyway, range(begins[r], ends[r]), range(starts[i], starts[i - 1]), values[r], values[r + 1])
+        _segment(graph, anyway, range(begins[r], ends[r]), range(starts[i], starts[i - 1]), leaves[r])
         for r, i in enumerate(own)
     ]
 
@@ -311,21 +310,12 @@ def _backward_starts(graph: Graph, anyway: frozenset[int], cuts: list[tuple[int,
     return [first + sum(i < now for now in belongs) for i in range(L)] + [len(graph.ops)]
 
 
-def _segment(
-    graph: Graph, anyway: frozenset[int], forward: range, backward: range, enters: int | None, leaves: int | None
-) -> Segment:
+def _segment(graph: Graph, anyway: frozenset[int], forward: range, backward: range, leaves: int | None) -> Segment:
     flows = set() if leaves is None else {leaves}
     made = {v for k in forward for v in graph.ops[k].outputs} - anyway
     saved = frozenset(made.intersection(v for k in backward for v in graph.ops[k].inputs) | flows)
-    return Segment(
-        forward,
-        backward,
-        enters,
-        leaves,
-        saved,
-        _runs_for(graph, forward, flows, anyway),
-        _runs_for(graph, forward, saved, anyway),
-    )
+    runs_to_pass, runs_to_keep = (_runs_for(graph, forward, values, anyway) for values in (flows, saved))
+    return Segment(forward, backward, leaves, saved, runs_to_pass, runs_to_keep)
 
 
 def _runs_for(graph: Graph, forward: range, values: Iterable[int], anyway: frozenset[int]) -> tuple[int, ...]:

@@ -63,6 +63,10 @@ class Incumbent:
         """(cost - bound) / cost."""
         return max(0.0, 1 - self.bound / self.cost) if self.cost else 0.0
 
+    def worth(self, settle: float) -> float:
+        """The share of the time limit that closing the gap is worth, where that of ``settle`` is worth all of it."""
+        return min(1.0, self.gap / settle) if settle else 1.0
+
     @property
     def is_infeasible(self) -> bool:
         """It is proven that no schedule fits the budget."""

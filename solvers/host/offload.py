@@ -109,10 +109,9 @@ class SentSets:
     def is_open(self) -> bool:
         """There is time, and something to gain."""
         best, clock = self.incumbent, self.task.clock
-        if best.R is None or best.is_infeasible:
-            return not (clock.is_over or best.is_infeasible)
-        worth = min(1.0, best.gap / self.settle) if self.settle else 1.0
-        return best.gap > self.task.gap and clock.elapsed < worth * clock.limit
+        if best.is_infeasible or clock.elapsed >= best.worth(self.settle) * clock.limit:
+            return False
+        return best.R is None or best.gap > self.task.gap
 
     def attempt_parts(self, sent: Collection[int]) -> None:
         """Try a set, and parts of it: those that take longest to make again for their bytes."""

@@ -164,9 +164,9 @@ def test_what_a_segment_reads_enters_it_or_is_at_hand_anyway(name: str, fine: bo
     assert [k for s in segments for k in s.forward] == list(range(graph.forward_length))
     assert [k for s in reversed(segments) for k in s.backward] == list(range(graph.forward_length, len(graph.ops)))
     anyway = {*graph.outputs, *(v for op in graph.ops if op.pinned for v in op.outputs)}
-    for segment in segments:
+    for enters, segment in zip([None, *(s.leaves for s in segments)], segments, strict=False):
         made = {v for k in segment.forward for v in graph.ops[k].outputs}
-        allowed = made | anyway | {segment.enters}
+        allowed = made | anyway | {enters}
         assert all(v in allowed for k in segment.forward for v in graph.ops[k].inputs)
         late = {v for k in segment.backward for v in graph.ops[k].inputs}
         assert {v for v in late if graph.values[v].producer < graph.forward_length} <= allowed
