@@ -31,7 +31,7 @@ import numpy as np
 from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.runs import without_forbidden, without_useless
+from checkmate.solvers.common.runs import ops_for, without_forbidden, without_useless
 from checkmate.solvers.common.task import Task
 from checkmate.units import format_bytes
 
@@ -87,7 +87,7 @@ def _search(task: Task, incumbent: Incumbent, segments: list[Segment]) -> dict[s
     low, high, details = 0, len(told) - 1, dict[str, int]()
     while low <= high:
         middle = (low + high) // 2
-        R = runs_of(task.problem, segments, table.actions(told[middle]))
+        R = runs_of(task.problem, segments, table.actions(0, len(segments) - 1, told[middle]))
         if not incumbent.fits(R):
             high = middle - 1
             continue
@@ -182,11 +182,9 @@ class Table:
     def _slots(self, size: int) -> int:
         return -(-int(size) // self.unit)
 
-    def actions(self, m: int) -> list[Action]:
-        """What an optimal schedule within m slots does."""
-        return self._actions(0, len(self.chain) - 1, m)
+    def actions(self, s: int, t: int, m: int) -> list[Action]:
+        """What an optimal schedule of segments s to t within m slots does."""
 
-    def _actions(self, s: int, t: int, m: int) -> list[Action]:
         def seconds(option: Option) -> float:
             if m < option.least:
                 return math.inf
@@ -194,10 +192,10 @@ class Table:
             return option.seconds + float(self.after(option, t)[m - option.gone]) + again
 
         chosen = min(self.options(s, t), key=seconds)
-        inner = self._actions(chosen.follows, t, m - chosen.gone) if chosen.follows <= t else []
+        inner = self.actions(chosen.follows, t, m - chosen.gone) if chosen.follows <= t else []
         if chosen.cut is None:
             return [("keep", s), *inner, ("backward", s)]
-        return [*(("pass", k) for k in range(s, chosen.cut)), *inner, *self._actions(s, chosen.cut - 1, m)]
+        return [*(("pass", k) for k in range(s, chosen.cut)), *inner, *self.actions(s, chosen.cut - 1, m)]
 
 
 class NotAChain(Exception):
@@ -314,18 +312,8 @@ def _segment(graph: Graph, anyway: frozenset[int], forward: range, backward: ran
     flows = set() if leaves is None else {leaves}
     made = {v for k in forward for v in graph.ops[k].outputs} - anyway
     saved = frozenset(made.intersection(v for k in backward for v in graph.ops[k].inputs) | flows)
-    runs_to_pass, runs_to_keep = (_runs_for(graph, forward, values, anyway) for values in (flows, saved))
+    runs_to_pass, runs_to_keep = (ops_for(graph, forward, values, anyway) for values in (flows, saved))
     return Segment(forward, backward, leaves, saved, runs_to_pass, runs_to_keep)
-
-
-def _runs_for(graph: Graph, forward: range, values: Iterable[int], anyway: frozenset[int]) -> tuple[int, ...]:
-    """The ops of a segment that make these values from what enters and what is at hand anyway, ascending."""
-    needed, runs = set(values), []
-    for k in reversed(forward):
-        if not needed.isdisjoint(graph.ops[k].outputs):
-            runs.append(k)
-            needed.update(v for v in graph.ops[k].inputs if v not in anyway)
-    return tuple(reversed(runs))
 
 
 def measure(problem: Problem, segments: list[Segment]) -> Chain:

@@ -6,7 +6,7 @@ for symmetric chains; here an event simulation fills in the runs, for any graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -59,6 +59,20 @@ def kept_by_the_forward(problem: Problem, kept: Iterable[int]) -> np.ndarray:
     Within the forward nothing runs again: each value stays until its last use there.
     """
     return on_demand(problem, {problem.graph.forward_length - 1: kept})
+
+
+def ops_for(graph: Graph, ops: range, values: Iterable[int], anyway: Collection[int] = ()) -> tuple[int, ...]:
+    """Those of the ops, ascending, that must run to make these values from others and from what is at hand anyway.
+
+    >>> ops_for(Problem.from_dag([[], [0], [], [1]], seconds=[1] * 4, sizes=[1] * 4).graph, range(4), [3], anyway=[0])
+    (1, 3)
+    """
+    needed, found = set(values), []
+    for k in reversed(ops):
+        if not needed.isdisjoint(graph.ops[k].outputs):
+            found.append(k)
+            needed.update(v for v in graph.ops[k].inputs if v not in anyway)
+    return tuple(reversed(found))
 
 
 def without_forbidden(problem: Problem, R: np.ndarray) -> np.ndarray:

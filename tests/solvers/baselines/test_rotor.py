@@ -112,7 +112,7 @@ def test_what_the_table_says_it_does_takes_the_seconds_it_says(seed: int) -> Non
     for m in np.flatnonzero(np.isfinite(table.seconds[0, 5])):
         ran: set[int] = set()
         seconds = 0.0
-        for what, k in table.actions(int(m)):
+        for what, k in table.actions(0, len(table.chain) - 1, int(m)):
             if what != "backward" and k in ran:
                 seconds += chain.pass_seconds[k] if what == "pass" else chain.keep_seconds[k]
             ran.add(k)
@@ -151,7 +151,7 @@ def test_the_model_of_memory_is_close_to_the_simulator(name: str) -> None:
     unit = problem.keep_all_peak // 1000
     table = Table.of(measure(problem, segments), unit, 1100)
     least = int(np.argmax(table.seconds[0, len(segments) - 1] == 0.0))
-    R = runs_of(problem, segments, table.actions(least))
+    R = runs_of(problem, segments, table.actions(0, len(segments) - 1, least))
     assert (R == np.eye(len(R), dtype=bool)).all()
     assert problem.keep_all_peak == peak_of(problem, R) <= least * unit <= 1.07 * problem.keep_all_peak
 
