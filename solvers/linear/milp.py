@@ -43,13 +43,9 @@ def milp(
     target: float | None = None,
     engine: str = "highs",
 ) -> Remarks:
-    """The cheapest schedule within a budget, proven or with a bound.
+    """The cheapest schedule within a budget, proven or with a bound, without a second memory.
 
-    Args:
-        formulation: "strengthened", or "paper" for comparison.
-        start: a known schedule to start from; the answer is never worse. Ignored where it does not fit the budget.
-        target: stop at a schedule that takes at most this many seconds.
-        engine: "highs", or "pulp:" and the name of a solver that PuLP knows, e.g. "pulp:CBC".
+    Its options are those of `checkmate.solvers.host.exact.milp`, which asks this where there is none.
 
     Raises:
         ValueError: if the formulation is unknown.
