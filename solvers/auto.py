@@ -20,9 +20,9 @@ import numpy as np
 
 from checkmate.core.solution import OPTIMAL_GAP, Solution
 from checkmate.errors import SolverError
-from checkmate.solvers.baselines.nothing_chosen import checkpoint_all
+from checkmate.solvers.baselines.chen import checkpoint_all
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.obeys_limits import obeys_limits
+from checkmate.solvers.common.runs import obeys_limits
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
@@ -98,15 +98,7 @@ class Portfolio:
     @property
     def left(self) -> float:
         """Seconds that are left, of what closing the gap is worth."""
-        return self.worth * self.task.clock.limit - self.task.clock.elapsed
-
-    @property
-    def worth(self) -> float:
-        """The share of the time limit that closing the gap is worth."""
-        best = self.incumbent
-        if best.R is None or not self.settle or best.cost - best.bound >= self.settle * best.cost:
-            return 1.0
-        return (best.cost - best.bound) / (self.settle * best.cost)
+        return self.incumbent.worth(self.settle) * self.task.clock.limit - self.task.clock.elapsed
 
     @property
     def is_open(self) -> bool:

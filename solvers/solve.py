@@ -33,11 +33,7 @@ PATIENCE = 1.0  # seconds to look for each budget that a refusal names; auto may
 SLOW = 0.5  # overhead of the plan of the smallest budget from which on a refusal says so, and names a roomier budget
 SAVES = 0.8  # times the step of the smallest budget: a roomier budget is named where its step takes less than this
 ROOM = 1.1  # times the smallest budget, where a plan is found soon
-SHARES_OF_SPLITS = (
-    1 / 2,
-    1 / 4,
-    1 / 8,
-)  # of the time limit, for the first splits; those that follow get as much as the last
+SHARES_OF_SPLITS = (1 / 2, 1 / 4, 1 / 8)  # of the time limit, for the first splits; the others get as much as the last
 WORTH_A_SPLIT = 0.01  # of the cost: so much a further split has to save
 LEAST_SECONDS = 0.5  # to look for the smallest budget without each rule, at least
 FOLLOWS_ALL = ("auto", "milp", "lp-rounding", "next-use")  # the others know of ops that run once, and of no other rule

@@ -21,11 +21,10 @@ import torch
 from checkmate.backends.step_problem import with_asked
 from checkmate.codegen.replaceable_code import ReplaceableCode
 from checkmate.core.plan import Plan
-from checkmate.core.schedule import Schedule
 from checkmate.core.solution import OPTIMAL_GAP, Solution, Status
 from checkmate.errors import SolverError
 from checkmate.solvers.background_search import Search
-from checkmate.solvers.common.certify import certify_plan, contradicts
+from checkmate.solvers.common.certify import certify, contradicts
 from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.statusline import showing
 from checkmate.units import format_seconds
@@ -140,8 +139,7 @@ class Running:
         problem, budget, began = self.plan.problem, self.plan.budget, time.perf_counter()
         about: dict[str, Any] = {"seconds": self._began + seconds, "origin": "beside the training"}
         try:
-            schedule = Schedule.of_plan(problem.graph, plan)
-            found = certify_plan(problem, budget, plan, schedule, method=self.plan.method, bound=bound, **about)
+            found = certify(problem, budget, plan, method=self.plan.method, bound=bound, **about)
             found = with_asked(found, self._asked)
             assert self._write is not None
             code = self._write(found)

@@ -23,7 +23,7 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.runs import kept_by_the_forward
+from checkmate.solvers.common.runs import kept_by_the_forward, ops_for
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.units import format_bytes
 
@@ -87,13 +87,7 @@ def candidates(problem: Problem) -> list[int]:
     """The ops of the forward that make what the backward reads, or lead to it, and may run again; ascending."""
     graph = problem.graph
     needed = {v for op in graph.ops[graph.forward_length :] for v in op.inputs}
-    found = []
-    for k in reversed(range(graph.forward_length)):
-        op = graph.ops[k]
-        if not needed.isdisjoint(op.outputs):
-            found.append(k)
-            needed.update(op.inputs)
-    return [k for k in reversed(found) if graph.ops[k].pinned is None]
+    return [k for k in ops_for(graph, range(graph.forward_length), needed) if graph.ops[k].pinned is None]
 
 
 def most_seconds(seconds: Mapping[int, float], weight: Mapping[int, int], allowance: int) -> list[int]:

@@ -18,36 +18,21 @@ log = logging.getLogger("checkmate.solve")
 
 
 def certify(
-    problem: Problem, budget: int, R: np.ndarray, *, method: str, bound: float = 0.0, **fields: object
+    problem: Problem, budget: int, found: np.ndarray | Plan, *, method: str, bound: float = 0.0, **fields: object
 ) -> Solution:
-    """The Solution that runs R (T, T), verified and simulated.
+    """The Solution that runs R (T, T), or a plan, which may send values to a second memory; verified and simulated.
 
     The bound is raised to the cost of running each op once, which every schedule takes; one that this schedule
     contradicts was no proof, and does not count. OPTIMAL where the bound meets the cost within `OPTIMAL_GAP`.
 
     Raises:
-        SolverError: if R breaks a rule or exceeds the budget; the method is wrong then, not the problem.
+        SolverError: if it breaks a rule or exceeds a budget; the method is wrong then, not the problem.
     """
-    schedule = Schedule.from_runs(problem.graph, R)
-    plan = simulator.without_slower_ways(simulator.lower(problem, schedule), problem, budget)
-    return certify_plan(problem, budget, plan, schedule, method=method, bound=bound, **fields)
-
-
-def certify_plan(
-    problem: Problem,
-    budget: int,
-    plan: Plan,
-    schedule: Schedule,
-    *,
-    method: str,
-    bound: float = 0.0,
-    **fields: object,
-) -> Solution:
-    """The same for the plan of a schedule, which may send values to a second memory.
-
-    Raises:
-        SolverError: if the plan breaks a rule or exceeds a budget; the method is wrong then, not the problem.
-    """
+    if isinstance(found, Plan):
+        plan, schedule = found, Schedule.of_plan(problem.graph, found)
+    else:
+        schedule = Schedule.from_runs(problem.graph, found)
+        plan = simulator.without_slower_ways(simulator.lower(problem, schedule), problem, budget)
     if wrong := simulator.verify(plan, problem, budget):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise SolverError(f"The schedule of {method} is wrong: {wrong[0]}{more}.")
@@ -72,9 +57,8 @@ def again(known: Solution, problem: Problem, budget: int, *, bound: float = 0.0,
     """
     assert known.schedule is not None
     about = {"method": known.method, **fields}
-    if known.plan is None or not known.plan.sent:
-        return certify(problem, budget, known.schedule.R, bound=bound, **about)  # type: ignore[arg-type]
-    return certify_plan(problem, budget, known.plan, known.schedule, bound=bound, **about)  # type: ignore[arg-type]
+    found = known.plan if known.plan is not None and known.plan.sent else known.schedule.R
+    return certify(problem, budget, found, bound=bound, **about)  # type: ignore[arg-type]
 
 
 def contradicts(bound: float, cost: float) -> bool:

@@ -54,50 +54,42 @@ def with_fetches(problem: Problem, sent: Collection[int]) -> WithFetches:
     """
     graph, host = problem.graph, problem.host
     assert host is not None
-    order: list[tuple[int | None, int | None]] = []  # a plain op, or a value that is fetched
-    place: list[int] = []  # of each plain op
-    for k, op in enumerate(graph.ops):
-        place.append(len(order))
-        order.append((k, None))
-        order += [(None, v) for v in op.outputs if v in sent]
 
     def inside(k: int) -> int:
         """Bytes of what op k makes that counts as its workspace now: other ops take it over."""
         return sum(int(problem.sizes[w]) for w in graph.ops[k].outputs if w in sent)
 
-    ops, seconds, workspace = [], [], []
-    producer = [None if value.producer is None else place[value.producer] for value in graph.values]
-    for at, (plain, v) in enumerate(order):
-        if plain is not None:
-            op = graph.ops[plain]
-            ops.append(replace(op, outputs=tuple(w for w in op.outputs if w not in sent)))
-            seconds.append(float(problem.seconds[plain]))
-            workspace.append(int(problem.workspace[plain]) + inside(plain))
-        elif v is not None:
-            made_by = graph.values[v].producer
-            assert made_by is not None
-            producer[v] = at
-            ops.append(Op(f"fetch {graph.values[v].name}", "fetch", (), (v,), graph.ops[made_by].phase))
+    ops, seconds, workspace = list[Op](), list[float](), list[int]()
+    place = list[int]()  # of each plain op
+    plain, fetched = list[int | None](), list[int | None]()  # of each op, the plain one, or the value that it fetches
+    producer = [value.producer for value in graph.values]
+    for k, op in enumerate(graph.ops):
+        place.append(len(ops))
+        ops.append(replace(op, outputs=tuple(w for w in op.outputs if w not in sent)))
+        seconds.append(float(problem.seconds[k]))
+        workspace.append(int(problem.workspace[k]) + inside(k))
+        going = [v for v in op.outputs if v in sent]
+        for v in op.outputs:
+            producer[v] = place[k]
+        for v in going:
+            producer[v] = len(ops)
+            ops.append(Op(f"fetch {graph.values[v].name}", "fetch", (), (v,), op.phase))
             seconds.append(min(PRICE * host.seconds_to_fetch(int(problem.sizes[v])), MAX_BYTES))
             workspace.append(0)
+        plain += [k, *[None] * len(going)]
+        fetched += [None, *going]
     values = tuple(replace(value, producer=p) for value, p in zip(graph.values, producer, strict=True))
-    ways = [
-        replace(
-            way,
-            op=place[way.op],
-            makes=None if way.makes in sent else way.makes,
-            workspace=way.workspace + inside(way.op),
-        )
-        for way in problem.profile.ways
-    ]
-    source = problem.profile.source
-    profile = Profile(np.array(seconds), np.array(workspace), problem.resident, source, ways=tuple(ways))
+    ways = tuple(
+        replace(w, op=place[w.op], makes=None if w.makes in sent else w.makes, workspace=w.workspace + inside(w.op))
+        for w in problem.profile.ways
+    )
+    profile = Profile(np.array(seconds), np.array(workspace), problem.resident, problem.profile.source, ways=ways)
     rules = tuple(
         replace(rule, ops=tuple(place[k] for k in rule.ops), exempt=tuple((place[k], why) for k, why in rule.exempt))
         for rule in problem.rules
     )
     there = Problem(Graph(tuple(ops), values, graph.outputs), profile, rules=rules)
-    return WithFetches(there, tuple(k for k, _ in order), tuple(v for _, v in order))
+    return WithFetches(there, tuple(plain), tuple(fetched))
 
 
 def sendable(problem: Problem) -> list[int]:

@@ -18,8 +18,8 @@ from checkmate.core.plan import Plan
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, Status
 from checkmate.errors import SolverError
-from checkmate.solvers.common.certify import certify, certify_plan, contradicts
-from checkmate.solvers.common.runs import cost_of, peak_of
+from checkmate.solvers.common.certify import certify, contradicts
+from checkmate.solvers.common.runs import cost_of, lowered, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.units import format_seconds
 
@@ -63,6 +63,10 @@ class Incumbent:
         """(cost - bound) / cost."""
         return max(0.0, 1 - self.bound / self.cost) if self.cost else 0.0
 
+    def worth(self, settle: float) -> float:
+        """The share of the time limit that closing the gap is worth, where that of ``settle`` is worth all of it."""
+        return min(1.0, self.gap / settle) if settle else 1.0
+
     @property
     def is_infeasible(self) -> bool:
         """It is proven that no schedule fits the budget."""
@@ -82,7 +86,7 @@ class Incumbent:
         cost = cost_of(problem, R)
         if cost >= self.cost:
             return False
-        plan = simulator.lower(problem, Schedule.from_runs(problem.graph, R))
+        plan = lowered(problem, R)
         if R.diagonal().all() and not self._is_within(simulator.simulate(plan, problem).peak):
             return False
         if wrong := simulator.verify(plan, problem, budget):
@@ -136,9 +140,8 @@ class Incumbent:
     def now(self, method: str) -> Solution:
         """The best plan with its bound, certified, while the search goes on."""
         with self._lock:
-            R, plan, bound = self.R, self.plan, min(self.bound, self.cost)
-        assert R is not None
-        return self._certified(R, plan, method=method, bound=bound)
+            found, bound = self._found, min(self.bound, self.cost)
+        return certify(self.task.problem, self.task.budget, found, method=method, bound=bound)
 
     def solution(self, method: str, remarks: Remarks) -> Solution:
         """The best plan, certified, with what there is to say; or that there is none."""
@@ -149,16 +152,15 @@ class Incumbent:
             about |= {"details": remarks.details, "stuck": remarks.stuck}
             return Solution(status, task.problem, task.budget, method, **about)
         about["interrupted"] = remarks.interrupted
-        answer = self._certified(self.R, self.plan, method=method, **about)
+        answer = certify(task.problem, task.budget, self._found, method=method, **about)
         low, high = answer.bound, answer.cost  # what differs from them does in the last digit of a sum
         path = [(seconds, max(cost, high), min(bound, low)) for seconds, cost, bound in self.trajectory]
         return replace(answer, details={**remarks.details, "trajectory": [*path, (spent, high, low)]})
 
-    def _certified(self, R: np.ndarray, plan: Plan | None, **about: Any) -> Solution:
-        problem, budget = self.task.problem, self.task.budget
-        if plan is None:
-            return certify(problem, budget, R, **about)
-        return certify_plan(problem, budget, plan, Schedule.of_plan(problem.graph, plan), **about)
+    @property
+    def _found(self) -> np.ndarray | Plan:
+        assert self.R is not None
+        return self.R if self.plan is None else self.plan
 
     def line(self) -> str:
         """What a line has room for: the overhead, the gap and the time."""

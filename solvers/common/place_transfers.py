@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,6 +16,8 @@ from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.timing import Timing, timing
 from checkmate.solvers.common.fetch_ops import Event, MustBeBack
+
+ROUNDS = 4  # in each of which fetches go by when steps were reached in the one before
 
 
 def place_transfers(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Plan | None:
@@ -38,131 +39,133 @@ def place_transfers(problem: Problem, budget: int, happens: Sequence[Event], bou
         if when.seconds >= least:
             break
         best, least = plan, when.seconds
-        out.reached(plan, when)
+        out.now = _reached(out, plan, when)
     return best
 
 
-ROUNDS = 4  # in each of which fetches go by when steps were reached in the one before
+class Outward:
+    """Steps of a plan one after another: what is at hand, and what is on its way to the second memory or there."""
 
+    def __init__(self, problem: Problem, budget: int) -> None:
+        self.problem, self.budget, self.sizes = problem, budget, problem.sizes.tolist()
+        self.steps: list[Step] = []
+        self.boundary = 0
+        self.live: list[int] = []  # bytes at hand at each step, workspace of runs included
+        self.now: list[float] = []  # seconds since the step began when each step is reached
+        self.bytes_here, self.seconds = problem.resident, 0.0  # after the last
+        self.here, self.there = set[int](), set[int]()
+        self.sending: dict[int, float] = {}  # value -> where its transfer ends, in the order of the link
+        self.leaving: dict[int, None] = {}  # of these, what goes as soon as it is there
 
-@dataclass
-class _Outward:
-    """A plan whose fetches take no time: each `Fetch` is where its value is needed, with a `Wait` behind."""
-
-    steps: list[Step] = field(default_factory=list)
-    boundary: int = 0
-    live: list[int] = field(default_factory=list)  # bytes at hand at each step, workspace of runs included
-    now: list[float] = field(default_factory=list)  # seconds since the step began when each step is reached
-
-    def add(self, step: Step, live: int, now: float) -> None:
+    def add(self, step: Step, more: int = 0) -> None:
+        """The next step, and the bytes that it takes beside what is at hand."""
         self.steps.append(step)
-        self.live.append(live)
-        self.now.append(now)
+        self.live.append(self.bytes_here + more)
+        self.now.append(self.seconds)
 
-    def reached(self, plan: Plan, when: Timing) -> None:
-        """Take over when each step is reached where its fetches are elsewhere: what is waited for leaves time."""
-        rest = iter([at for step, at in zip(plan.steps, when.at, strict=True) if not isinstance(step, Fetch)])
-        self.now = [0.0 if isinstance(step, Fetch) else next(rest) for step in self.steps]
-        for i, step in enumerate(self.steps):
-            if isinstance(step, Fetch):
-                self.now[i] = self.now[i + 1]  # of its Wait
+    def run(self, step: Run) -> bool:
+        """Run an op, once there is as much room for it as there can be; whether that is enough."""
+        op = self.problem.graph.ops[step.op]
+        saved = 0 if step.over is None else dict(self.problem.savings[step.op]).get(step.over, 0)
+        during = sum(self.sizes[v] for v in op.outputs) + int(self.problem.workspace[step.op]) - saved
+        fits = self.make_room(during)
+        self.add(step, during)
+        self.seconds += float(self.problem.seconds[step.op])
+        self.bytes_here += sum(self.sizes[v] for v in op.outputs if v not in self.here)
+        self.here.update(op.outputs)
+        if step.over is not None and step.over in self.here:
+            self.here.discard(step.over)
+            self.bytes_here -= self.sizes[step.over]
+        return fits
+
+    def make_room(self, needed: int) -> bool:
+        """Wait for what is on its way there until so many bytes are free, or nothing is; whether they are."""
+        while self.bytes_here + needed > self.budget and self.leaving:
+            self.arrive(next(iter(self.leaving)))
+        return self.bytes_here + needed <= self.budget
+
+    def arrive(self, v: int) -> None:
+        """Its copy is there: wait for that, and let go of it where it leaves."""
+        self.add(Wait(v))
+        self.seconds = max(self.seconds, self.sending.pop(v))
+        self.there.add(v)
+        if v in self.leaving:
+            del self.leaving[v]
+            self.free(v)
+
+    def free(self, v: int) -> None:
+        """It is not at hand any more."""
+        self.add(Free(v))
+        self.here.discard(v)
+        self.bytes_here -= self.sizes[v]
 
 
-def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> _Outward | None:
-    graph, sizes, host = problem.graph, problem.sizes, problem.host
+def _sends(problem: Problem, budget: int, happens: Sequence[Event], boundary: int) -> Outward | None:
+    """A plan whose fetches take no time: each `Fetch` is where its value is needed, with a `Wait` behind."""
+    host, plan, busy = problem.host, Outward(problem, budget), 0.0
     assert host is not None
     last_back = {event.value: i for i, event in enumerate(happens) if isinstance(event, MustBeBack)}
-    plan = _Outward()
-    at_hand: set[int] = set()
-    there: set[int] = set()
-    sending: dict[int, float] = {}  # value -> where its transfer ends, in the order of the link
-    leaving: dict[int, None] = {}  # of these, what goes as soon as it is there
-    live, now, busy = problem.resident, 0.0, 0.0
-
-    def arrive(v: int) -> None:
-        """Its copy is there: wait for that."""
-        nonlocal now, live
-        plan.add(Wait(v), live, now)
-        now = max(now, sending.pop(v))
-        there.add(v)
-        if v in leaving:
-            del leaving[v]
-            let_go(v)
-
-    def let_go(v: int) -> None:
-        nonlocal live
-        plan.add(Free(v), live, now)
-        at_hand.discard(v)
-        live -= int(sizes[v])
-
     for i, event in enumerate(happens):
         if i == boundary:
             plan.boundary = len(plan.steps)
         if isinstance(event, Free):
-            if event.value not in at_hand or event.value in leaving:
+            v = event.value
+            if v not in plan.here or v in plan.leaving:
                 continue
-            if sending.get(event.value, 0.0) > now:
-                leaving[event.value] = None
-            elif event.value in sending:
-                leaving[event.value] = None
-                arrive(event.value)
-            else:
-                let_go(event.value)
+            if v not in plan.sending:
+                plan.free(v)
+                continue
+            plan.leaving[v] = None
+            if plan.sending[v] <= plan.seconds:
+                plan.arrive(v)
             continue
-        for v in [v for v, end in sending.items() if end <= now and v in leaving]:
-            arrive(v)
+        for v in [v for v, end in plan.sending.items() if end <= plan.seconds and v in plan.leaving]:
+            plan.arrive(v)
         if isinstance(event, MustBeBack):
             v = event.value
-            if v in leaving:  # it has not gone yet
-                del leaving[v]
+            if v in plan.leaving:  # it has not gone yet
+                del plan.leaving[v]
                 continue
-            if v in at_hand:
+            if v in plan.here:
                 continue
-            if v in sending:
-                arrive(v)
-            while live + int(sizes[v]) > budget and leaving:
-                arrive(next(iter(leaving)))
-            live += int(sizes[v])
-            at_hand.add(v)
-            plan.add(Fetch(v), live, now)
-            plan.add(Wait(v), live, now)
+            if v in plan.sending:
+                plan.arrive(v)
+            plan.make_room(plan.sizes[v])
+            plan.bytes_here += plan.sizes[v]
+            plan.here.add(v)
+            plan.add(Fetch(v))
+            plan.add(Wait(v))
             if last_back[v] == i:
-                plan.add(Drop(v), live, now)
-                there.discard(v)
+                plan.add(Drop(v))
+                plan.there.discard(v)
             continue
-        k = event.op
-        op = graph.ops[k]
-        for v in (*op.outputs, *(() if event.over is None else (event.over,))):
-            if v in sending:
-                arrive(v)
-        saved = 0 if event.over is None else dict(problem.savings[k]).get(event.over, 0)
-        during = sum(int(sizes[v]) for v in op.outputs) + int(problem.workspace[k]) - saved
-        while live + during > budget and leaving:
-            arrive(next(iter(leaving)))
-        if live + during > budget:
+        outputs = problem.graph.ops[event.op].outputs
+        for v in (*outputs, *(() if event.over is None else (event.over,))):
+            if v in plan.sending:
+                plan.arrive(v)
+        if not plan.run(event):
             return None
-        plan.add(event, live + during, now)
-        now += float(problem.seconds[k])
-        live += sum(int(sizes[v]) for v in op.outputs if v not in at_hand)
-        at_hand.update(op.outputs)
-        if event.over is not None and event.over in at_hand:
-            at_hand.discard(event.over)
-            live -= int(sizes[event.over])
-        for v in op.outputs:
-            if last_back.get(v, -1) > i and v not in there and v not in sending:
-                busy = max(busy, now) + host.seconds_to_send(int(sizes[v]))
-                sending[v] = busy
-                plan.add(Send(v), live, now)
+        for v in outputs:
+            if last_back.get(v, -1) > i and v not in plan.there and v not in plan.sending:
+                plan.sending[v] = busy = max(busy, plan.seconds) + host.seconds_to_send(plan.sizes[v])
+                plan.add(Send(v))
     if boundary >= len(happens):
         plan.boundary = len(plan.steps)
-    for v in list(sending):
-        arrive(v)
-    for v in sorted(there):  # needed again before it had gone
-        plan.add(Drop(v), live, now)
+    for v in list(plan.sending):
+        plan.arrive(v)
+    for v in sorted(plan.there):  # needed again before it had gone
+        plan.add(Drop(v))
     return plan
 
 
-def _fetches(problem: Problem, budget: int, plan: _Outward) -> Plan:
+def _reached(out: Outward, plan: Plan, when: Timing) -> list[float]:
+    """When each step is reached where its fetches are elsewhere, in a plan: what is waited for leaves time."""
+    rest = iter([at for step, at in zip(plan.steps, when.at, strict=True) if not isinstance(step, Fetch)])
+    now = [0.0 if isinstance(step, Fetch) else next(rest) for step in out.steps]
+    return [now[i + 1] if isinstance(step, Fetch) else now[i] for i, step in enumerate(out.steps)]  # of its Wait
+
+
+def _fetches(problem: Problem, budget: int, plan: Outward) -> Plan:
     """Move each fetch to where it begins early enough, or as early as there is room."""
     host, sizes, steps = problem.host, problem.sizes, plan.steps
     assert host is not None

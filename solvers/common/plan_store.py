@@ -31,7 +31,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
 from checkmate.errors import InvalidProblem, SolverError
-from checkmate.solvers.common.certify import certify, certify_plan, contradicts
+from checkmate.solvers.common.certify import certify, contradicts
 from checkmate.version import __version__
 
 log = logging.getLogger("checkmate.solve")
@@ -141,10 +141,8 @@ class Record:
         bound = self.bound if self.answers(Question.of(problem, budget, self.question.method)) else 0.0
         about: dict[str, Any] = {"method": self.by, "bound": bound, "origin": "plan cache"}
         try:
-            if not self.steps:
-                return certify(problem, budget, self.runs(), **about)
-            plan = Plan.from_lists(self.steps, self.boundary)
-            return certify_plan(problem, budget, plan, Schedule.of_plan(problem.graph, plan), **about)
+            found = Plan.from_lists(self.steps, self.boundary) if self.steps else self.runs()
+            return certify(problem, budget, found, **about)
         except (SolverError, IndexError):
             return None
 

@@ -1,4 +1,4 @@
-"""A schedule as a matrix R of the ops that run in each stage: how it is made and tidied, its seconds and its peak.
+"""A schedule as a matrix R of the ops that run in each stage: how it is made and tidied, its seconds, peak and limits.
 
 Checkpointing heuristics choose what to keep; a schedule says what runs. Published code writes S by a formula that holds
 for symmetric chains; here an event simulation fills in the runs, for any graph.
@@ -6,12 +6,13 @@ for symmetric chains; here an event simulation fills in the runs, for any graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
 from checkmate.core import simulator
 from checkmate.core.graph import Graph
+from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.errors import SolverError
@@ -60,6 +61,20 @@ def kept_by_the_forward(problem: Problem, kept: Iterable[int]) -> np.ndarray:
     return on_demand(problem, {problem.graph.forward_length - 1: kept})
 
 
+def ops_for(graph: Graph, ops: range, values: Iterable[int], anyway: Collection[int] = ()) -> tuple[int, ...]:
+    """Those of the ops, ascending, that must run to make these values from others and from what is at hand anyway.
+
+    >>> ops_for(Problem.from_dag([[], [0], [], [1]], seconds=[1] * 4, sizes=[1] * 4).graph, range(4), [3], anyway=[0])
+    (1, 3)
+    """
+    needed, found = set(values), []
+    for k in reversed(ops):
+        if not needed.isdisjoint(graph.ops[k].outputs):
+            found.append(k)
+            needed.update(v for v in graph.ops[k].inputs if v not in anyway)
+    return tuple(reversed(found))
+
+
 def without_forbidden(problem: Problem, R: np.ndarray) -> np.ndarray:
     """R (T, T) without the runs of ops after what they read is overwritten: what they made stays instead."""
     until = problem.limits.until
@@ -92,13 +107,22 @@ def peak_of(problem: Problem, R: np.ndarray) -> int:
     if not R.diagonal().all():
         k = int(np.argmin(R.diagonal()))
         raise SolverError(f"An answer of the solver never runs {problem.graph.ops[k].name}.")
-    schedule = Schedule.from_runs(problem.graph, R)
-    return simulator.simulate(simulator.lower(problem, schedule), problem).peak
+    return simulator.simulate(lowered(problem, R), problem).peak
+
+
+def lowered(problem: Problem, R: np.ndarray) -> Plan:
+    """The plan of R (T, T)."""
+    return simulator.lower(problem, Schedule.from_runs(problem.graph, R))
+
+
+def fits(problem: Problem, budget: int, R: np.ndarray) -> bool:
+    """Whether R (T, T) is a schedule within the budget, for searches that try many."""
+    return obeys_limits(problem, R) and peak_of(problem, R) <= budget
 
 
 def bytes_in_stages(problem: Problem, R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(T,), (T,) int64: the most bytes at hand in each stage of a schedule (T, T), and those while its own op runs."""
-    usage = simulator.simulate(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem)
+    usage = simulator.simulate(lowered(problem, R), problem)
     most, own = np.zeros(len(R), dtype=np.int64), np.zeros(len(R), dtype=np.int64)
     stage = 0
     for op, live in zip(usage.ops, usage.bytes_at, strict=True):
@@ -106,6 +130,38 @@ def bytes_in_stages(problem: Problem, R: np.ndarray) -> tuple[np.ndarray, np.nda
         if op == stage:
             own[stage], stage = live, stage + 1
     return most, own
+
+
+def obeys_limits(problem: Problem, R: np.ndarray) -> bool:
+    """Whether no op of R (T, T) runs more often or later than it may, and what a rule has made again is.
+
+    For searches that try many; the certifier looks for itself.
+
+    >>> from checkmate.core.rules import with_rules
+    >>> chain = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4, forward=3)
+    >>> again = np.eye(4, dtype=bool)
+    >>> again[3, 0] = True
+    >>> problem = with_rules(chain, {"op": "recompute"})
+    >>> obeys_limits(problem, again), obeys_limits(with_rules(chain, {"op": 1}), again), obeys_limits(chain, again)
+    (False, False, True)
+    """
+    limits = problem.limits
+    pinned = [k for k, op in enumerate(problem.graph.ops) if op.pinned]
+    if problem.rules and (R[:, pinned].sum(axis=0) > 1).any():
+        return False
+    if any(R[:, k].sum() > most for k, most in limits.most_runs.items()):
+        return False
+    if any(R[last + 1 :, k].any() for k, last in limits.until.items()):
+        return False
+    return not any(_is_kept(problem, R, v) for v in limits.gone)
+
+
+def _is_kept(problem: Problem, R: np.ndarray, v: int) -> bool:
+    """Whether an op of the backward, or one that runs again there, reads a value before it is made again."""
+    graph, begin = problem.graph, problem.graph.forward_length
+    users, producer = list(graph.users[v]), graph.values[v].producer
+    read, made = np.flatnonzero(R[begin:, users].any(axis=1)), np.flatnonzero(R[begin:, producer])
+    return bool(len(read) and (not len(made) or read[0] < made[0]))
 
 
 def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:

@@ -28,9 +28,10 @@ from numpy.typing import NDArray
 
 from checkmate.core import simulator
 from checkmate.core.problem import Problem
+from checkmate.solvers.common.fetch_ops import sendable
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import OutOfTime, Task
-from checkmate.solvers.host.unroll import Swap, unroll
+from checkmate.solvers.host.swapping import Swap, accesses, unroll
 from checkmate.units import exact_bytes
 
 STEP = 0.01  # of the bytes of keeping all: so much more goes before the next plan is tried
@@ -58,7 +59,7 @@ def capuchin(task: Task, incumbent: Incumbent) -> Remarks:
     policy, found = Policy(task), Remarks("out of time")
     with contextlib.suppress(OutOfTime):
         found = _search(task, incumbent, policy)
-    return replace(found, details={"swapped": len(policy.swaps), "recomputed": len(policy.dropped)})
+    return replace(found, details={"swapped": len(policy.taken), "recomputed": len(policy.dropped)})
 
 
 def _search(task: Task, incumbent: Incumbent, policy: Policy) -> Remarks:
@@ -88,37 +89,33 @@ class Policy:
         self.free = [candidate for candidate in self.left if candidate.free_time >= 0]
         assert self.problem.host is not None
         self.room = self.problem.host.budget
-        self.taken: list[Candidate] = []  # for swaps
-        self.swaps: list[Swap] = []
-        self.swapped: set[int] = set()
-        self.dropped: dict[int, int] = {}
-        self.back: dict[int, int] = {candidate.swap.value: candidate.back for candidate in self.left}
+        self.taken: dict[int, Candidate] = {}  # values that are swapped
+        self.dropped: dict[int, int] = {}  # those made again: the op after which each goes
 
     @property
     def triggers(self) -> list[list[Swap]]:
         """The swaps, their fetches asked for early enough for all in the queue, for themselves, and when accessed."""
-        _, begins = self._queue(self.taken)
+        taken = [*self.taken.values()]
+        swaps, begins = [candidate.swap for candidate in taken], self._queue(taken)[1]
         ops = np.concatenate([[0.0], np.cumsum(self.problem.seconds)])
         early = (np.searchsorted(ops, begins, side="right") - 1).tolist()
-        in_turn = [
-            replace(s, fetch=min(s.fetch, max(at, s.after + 1))) for s, at in zip(self.swaps, early, strict=True)
-        ]
-        return [in_turn, self.swaps, [replace(swap, fetch=self.back[swap.value]) for swap in self.swaps]]
+        in_turn = [replace(s, fetch=min(s.fetch, max(at, s.after + 1))) for s, at in zip(swaps, early, strict=True)]
+        return [in_turn, swaps, [replace(candidate.swap, fetch=candidate.back) for candidate in taken]]
 
     def take(self) -> bool:
         """Take one value more; whether there was one."""
         while self.free:  # what would be late now stays so with more in the queue
             candidate = self.free.pop(0)
-            if self._has_room(candidate) and self._late([*self.taken, candidate]) <= 0:
+            if self._has_room(candidate) and self._late(candidate) <= 0:
                 self._swap(candidate)
                 return True
         best, most = None, -1.0
-        late = self._late(self.taken)
+        late = self._late()
         for candidate in self.left:  # the most bytes for a second, by whichever of the two takes less
             size = float(self.problem.sizes[candidate.swap.value])
             again, swap = self._seconds_again(candidate), float("inf")
             if self._has_room(candidate):
-                swap = self._late([*self.taken, candidate]) - late
+                swap = self._late(candidate) - late
             rate = size / max(min(again, swap), 1e-12)
             if min(again, swap) < float("inf") and rate > most:
                 best, most = (candidate, swap < again), rate
@@ -135,20 +132,18 @@ class Policy:
     @property
     def bytes_evicted(self) -> int:
         """Of all values taken so far."""
-        return int(self.problem.sizes[[*self.dropped, *(swap.value for swap in self.swaps)]].sum())
+        return int(self.problem.sizes[[*self.dropped, *self.taken]].sum())
 
     def _swap(self, candidate: Candidate) -> None:
         self.left.remove(candidate)
-        self.taken.append(candidate)
-        self.swaps.append(candidate.swap)
-        self.swapped.add(candidate.swap.value)
+        self.taken[candidate.swap.value] = candidate
         self.room -= int(self.problem.sizes[candidate.swap.value])
 
-    def _late(self, taken: list[Candidate]) -> float:
-        """Seconds by which the free time of one of these swaps is negative, if they queue for the links."""
+    def _late(self, *more: Candidate) -> float:
+        """Seconds by which the free time of a swap is negative, where those taken and more queue for the links."""
         if self.clock.is_over:
             raise OutOfTime
-        ends, begins = self._queue(taken)
+        ends, begins = self._queue([*self.taken.values(), *more])
         return float((ends - begins).max(initial=0.0))
 
     def _queue(self, taken: list[Candidate]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -177,7 +172,7 @@ class Policy:
     def _is_away(self, v: int, at: int) -> bool:
         """Not at hand before an op, and not in the second memory."""
         graph = self.problem.graph
-        if v in graph.outputs or graph.values[v].producer is None or v in self.swapped:
+        if v in graph.outputs or graph.values[v].producer is None or v in self.taken:
             return False
         after, users = self.dropped.get(v), graph.users[v]
         return users[-1] < at or (after is not None and after < at)
@@ -194,15 +189,12 @@ def _ends(ready: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[n
 
 def candidates(problem: Problem) -> list[Candidate]:
     """The values with two accesses or more, each with the longest time between two."""
-    graph, host = problem.graph, problem.host
+    host = problem.host
     assert host is not None
     begins = np.concatenate([[0.0], np.cumsum(problem.seconds)])
     found = []
-    for v, value in enumerate(graph.values):
-        if value.producer is None or v in graph.outputs or v in problem.limits.gone or not problem.sizes[v]:
-            continue
-        accesses = [value.producer, *graph.users[v]]
-        gaps = [(begins[b] - begins[a + 1], a, b) for a, b in pairwise(accesses) if b > a + 1]
+    for v in sendable(problem):
+        gaps = [(begins[b] - begins[a + 1], a, b) for a, b in pairwise(accesses(problem, v)) if b > a + 1]
         if not gaps:
             continue
         seconds, evicted, back = max(gaps)

@@ -36,17 +36,17 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.errors import SolverError
 from checkmate.solvers.common.fetch_ops import Event, plain_events, sendable, with_fetches
+from checkmate.solvers.common.flat_problem import Touches
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.place_transfers import place_transfers
-from checkmate.solvers.common.runs import without_useless
+from checkmate.solvers.common.runs import lowered, obeys_limits, without_useless
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.host.offload import SentSets
 from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear import milp as linear
+from checkmate.solvers.linear.equations import makers, most_saved_bytes, own_bytes, results_bytes
 from checkmate.solvers.linear.links import link_seconds
-from checkmate.solvers.linear.model import INF, NONE, Model, Term
-from checkmate.solvers.linear.touches import Touches
+from checkmate.solvers.linear.model import INF, NONE, Model, Term, after, before, pairs
 
 SHARE_OF_RECOMPUTATION, SHARE_OF_SETS = 0.3, 0.1  # of the time; of what is left, for what else could be sent
 
@@ -134,8 +134,7 @@ def plan_of(problem: Problem, budget: int, R: np.ndarray, F: np.ndarray) -> Plan
     runs = without_useless(fetching.problem.graph, runs)
     if not obeys_limits(fetching.problem, runs):
         return None
-    found = simulator.lower(fetching.problem, Schedule.from_runs(fetching.problem.graph, runs))
-    happens, boundary = plain_events(fetching, found)
+    happens, boundary = plain_events(fetching, lowered(fetching.problem, runs))
     apart: list[list[Event]] = [  # what is on its way there is not written over: nothing waits for that
         [Run(e.op), Free(e.over)] if isinstance(e, Run) and e.over is not None and e.over in sent else [e]
         for e in happens
@@ -271,7 +270,7 @@ class Program:
             kept[k, [*op.inputs]] = NONE
             for v, less in problem.savings[k]:
                 saved[k, v] = less / unit
-        room = (self.budget - least_bytes(problem)) / unit - saved.max(axis=1)
+        room = (self.budget - problem.unavoidable_bytes) / unit - saved.max(axis=1)
         self.model.constrain("fit", [(kept, M), (self.In, M), (self.over, -saved)], upper=room)
         self.model.constrain("fit there", [(self.H, M), (self.Out, M)], upper=self.host.budget / unit)
         self.model.constrain("write over one", [(self.over, 1.0)], upper=1.0)
@@ -285,20 +284,15 @@ class Program:
         own_k: inputs, outputs and workspace of op k, less what its best way saves.
         """
         problem, unit = self.problem, equations.size_unit(self.problem)
-        graph, sizes, results = problem.graph, problem.sizes, set(problem.graph.outputs)
         stays = self.model.variables(self.S != NONE, name="stays")
         pairs(self.model, "new or there before", self.S, [(self.made, -1.0), (self.F, -1.0), (stays, -1.0)])
-        made = [0, *(sum(int(sizes[v]) for v in op.outputs if v in results) for op in graph.ops[:-1])]
-        own = np.array(
-            [sizes[[*op.outputs, *(v for v in op.inputs if v not in results)]].sum() for op in graph.ops], dtype=float
-        )
-        own += problem.workspace - equations.most_saved_bytes(problem)
+        own = (own_bytes(problem) - most_saved_bytes(problem)) / unit
         t, again = np.nonzero(np.tril(self.R != NONE, -1))
         beside = stays[t]
         for row, k in enumerate(again.tolist()):
-            beside[row, [*graph.ops[k].inputs, *graph.ops[k].outputs]] = NONE
-        room = (self.budget - problem.resident - np.cumsum(made))[t] / unit
-        terms: list[Term] = [(beside, sizes / unit), (self.R[t, again], own[again] / unit)]
+            beside[row, [*problem.graph.ops[k].inputs, *problem.graph.ops[k].outputs]] = NONE
+        room = (self.budget - problem.resident - results_bytes(problem))[t] / unit
+        terms: list[Term] = [(beside, problem.sizes / unit), (self.R[t, again], own[again])]
         self.model.constrain("fit again", terms, upper=room)
 
     def take_time(self) -> None:
@@ -328,46 +322,3 @@ def may_go(problem: Problem, S: np.ndarray) -> np.ndarray:
     assert problem.host is not None
     goes[[v for v in sendable(problem) if problem.sizes[v] <= problem.host.budget]] = True
     return S & goes
-
-
-def after(family: np.ndarray, none: int | bool = NONE) -> np.ndarray:
-    """The same one stage later, (T, V); nothing after the last."""
-    return np.vstack([family[1:], np.full((1, family.shape[1]), none)])
-
-
-def before(family: np.ndarray, none: int | bool = NONE) -> np.ndarray:
-    """The same one stage earlier, (T, V); nothing before the first."""
-    return np.vstack([np.full((1, family.shape[1]), none), family[:-1]])
-
-
-def least_bytes(problem: Problem) -> np.ndarray:
-    """(T,) int64: what every plan has at hand while each op runs for the first time, whatever it keeps beside."""
-    sizes, results, made = problem.sizes, set(problem.graph.outputs), set[int]()
-    found = []
-    for op in problem.graph.ops:
-        found.append(int(sizes[[*made.union(op.inputs, op.outputs)]].sum()))
-        made |= results.intersection(op.outputs)
-    return np.array(found) + problem.resident + problem.workspace - equations.most_saved_bytes(problem)
-
-
-def makers(R: np.ndarray, touches: Touches, shape: tuple[int, ...]) -> np.ndarray:
-    """(T, V): R[t, prod(v)] of the values that may be kept, `NONE` of the others."""
-    v, made_by = touches.values()
-    made = np.full(shape, NONE)
-    made[:, v] = R[:, made_by]
-    return made
-
-
-def pairs(
-    model: Model,
-    name: str,
-    first: np.ndarray,
-    others: list[tuple[np.ndarray, float]],
-    *,
-    upper: float = 0.0,
-    lower: float = -INF,
-) -> None:
-    """A row for each variable of a family (T, V): it, and those of the same place in others, at most ``upper``."""
-    at = np.nonzero(first != NONE)
-    terms = [(first[at], 1.0), *((family[at], coefficient) for family, coefficient in others)]
-    model.constrain(name, terms, lower=lower, upper=upper)

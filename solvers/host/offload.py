@@ -21,12 +21,12 @@ import numpy as np
 from checkmate.core import simulator
 from checkmate.core.plan import Fetch, Plan
 from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
 from checkmate.core.timing import timing
 from checkmate.errors import SolverError
 from checkmate.solvers.common.fetch_ops import plain_events, sendable, with_fetches
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.place_transfers import place_transfers
+from checkmate.solvers.common.runs import lowered
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear.moments import Bound, moment_bound, next_moments
 from checkmate.solvers.search.min_budget import with_most_sent
@@ -109,10 +109,9 @@ class SentSets:
     def is_open(self) -> bool:
         """There is time, and something to gain."""
         best, clock = self.incumbent, self.task.clock
-        if best.R is None or best.is_infeasible:
-            return not (clock.is_over or best.is_infeasible)
-        worth = min(1.0, best.gap / self.settle) if self.settle else 1.0
-        return best.gap > self.task.gap and clock.elapsed < worth * clock.limit
+        if best.is_infeasible or clock.elapsed >= best.worth(self.settle) * clock.limit:
+            return False
+        return best.R is None or best.gap > self.task.gap
 
     def attempt_parts(self, sent: Collection[int]) -> None:
         """Try a set, and parts of it: those that take longest to make again for their bytes."""
@@ -195,8 +194,8 @@ class SentSets:
             log.warning("what to do beside transfers was not found: %s", error)
         if inner.R is None:
             return None
-        found = simulator.lower(fetching.problem, Schedule.from_runs(fetching.problem.graph, inner.R))
-        return place_transfers(self.task.problem, self.task.budget, *plain_events(fetching, found))
+        found = plain_events(fetching, lowered(fetching.problem, inner.R))
+        return place_transfers(self.task.problem, self.task.budget, *found)
 
 
 def _worth(problem: Problem, v: int) -> float:

@@ -25,10 +25,10 @@ from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import Task
-from checkmate.solvers.host.exact import after, before, may_go, pairs, plan_of
+from checkmate.solvers.host.exact import may_go, plan_of
 from checkmate.solvers.linear import equations, highs
 from checkmate.solvers.linear.links import link_seconds
-from checkmate.solvers.linear.model import NONE, Entry, Model
+from checkmate.solvers.linear.model import NONE, Model, after, before, pairs
 
 MOST_OPS = 200  # beyond this the program takes gigabytes, and finds nothing in minutes
 
@@ -80,7 +80,7 @@ def build(problem: Problem, budget: int) -> tuple[Model, np.ndarray, np.ndarray]
     MOut = model.variables(away, name="MOut", cost=out, integer=True)
     MIn = model.variables(before(away, False), name="MIn", cost=back, integer=True)
     equations.depend_until_freed(model, x)
-    keep_or_free(model, x, K)
+    equations.keep_or_free(model, x, K)  # what is at hand when ops have run, before pages move
     for name, first, others, upper in (
         ("stay or page in", x.S, [(before(K), -1.0), (MIn, -1.0)], 0.0),
         ("page out", MOut, [(before(K), -1.0)], 0.0),
@@ -101,19 +101,3 @@ def build(problem: Problem, budget: int) -> tuple[Model, np.ndarray, np.ndarray]
         equations.keep_one_copy(model, x)
     equations.run_at_most(model, x.R, problem)
     return model, x.R, MIn
-
-
-def keep_or_free(model: Model, x: equations.Variables, K: np.ndarray) -> None:
-    """What is at hand when ops have run was made by them or there before, and is not freed; K (T, V)."""
-    touch = x.touches
-    v, made_by = touch.values()
-    freed = np.zeros(K.shape, dtype=bool)
-    t, e = np.nonzero(x.FREE != NONE)
-    freed[t, touch.value[e]] = True
-    there = freed | (K != NONE)
-    rows = np.full(there.shape, NONE)
-    s, i = np.nonzero(there)
-    rows[s, i] = row = np.arange(len(s))
-    producer = made_by[np.searchsorted(v, i)]
-    terms: list[Entry] = [(row, K[s, i], 1.0), (row, x.R[s, producer], -1.0), (row, x.S[s, i], -1.0)]
-    model.constrain_sparse("keep or free", len(s), [*terms, (rows[t, touch.value[e]], x.FREE[t, e], 1.0)], upper=0.0)

@@ -34,8 +34,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.solvers.linear.model import NONE, Entry, Model
-from checkmate.solvers.linear.touches import Touches
+from checkmate.solvers.common.flat_problem import Touches
+from checkmate.solvers.linear.model import NONE, Entry, Model, after, pairs
 
 FORMULATIONS = ("strengthened", "paper")
 LARGEST = 1e9  # of a coefficient, in units of the mean: HiGHS takes no model with one above 1e15
@@ -85,7 +85,7 @@ def build(problem: Problem, budget: int, *, formulation: str = "strengthened") -
         free_with_no_hazard_only(model, x)
     else:
         depend_until_freed(model, x)
-        keep_or_free(model, x)
+        keep_or_free(model, x, after(x.S))
         fit_first_runs(model, x, problem, budget)
     begin_stage(model, x, problem)
     run_and_free(model, x, problem)
@@ -113,10 +113,8 @@ def keep(model: Model, x: Variables) -> None:
 
     S[t+1, v] <= R[t, prod(v)] + S[t, v]      every stage t, value v
     """
-    v, made_by = x.touches.values()
-    t, i = np.nonzero(x.S[1:, v] != NONE)
-    terms = [(x.S[t + 1, v[i]], 1.0), (x.R[t, made_by[i]], -1.0), (x.S[t, v[i]], -1.0)]
-    model.constrain("keep", terms, upper=0.0)
+    made = makers(x.R, x.touches, x.S.shape)
+    pairs(model, "keep", after(x.S), [(made, -1.0), (x.S, -1.0)])
 
 
 def free_without_hazard(model: Model, x: Variables) -> None:
@@ -144,7 +142,7 @@ def _hazards(x: Variables) -> tuple[int, Entry, list[Entry], np.ndarray]:
     t, e = np.nonzero(there)
     rows = np.full(x.FREE.shape, NONE)
     rows[t, e] = np.arange(len(t))
-    kept = np.vstack([x.S[1:], np.full((1, x.S.shape[1]), NONE)])[t, touch.value[e]]
+    kept = after(x.S)[t, touch.value[e]]
     late, early = touch.earlier
     s, pair = np.nonzero(there[:, early] & (x.R[:, touch.op[late]] != NONE))
     held = rows[s, early[pair]]
@@ -176,24 +174,18 @@ def depend_until_freed(model: Model, x: Variables) -> None:
     model.constrain_sparse("depend until freed", len(t), terms, upper=0.0)
 
 
-def keep_or_free(model: Model, x: Variables) -> None:
-    """What is at hand is kept, or freed once, and nothing else is; implies (1c).
+def keep_or_free(model: Model, x: Variables, kept: np.ndarray) -> None:
+    """What is at hand is kept, or freed once, and nothing else is; implies (1c) where ``kept`` (T, V) is S[t+1].
 
     S[t+1, v] + Σ_k FREE[t, v, k] <= R[t, prod(v)] + S[t, v]      every stage t, value v
     """
-    touch = x.touches
-    v, made_by = touch.values()
-    nth = np.searchsorted(v, touch.value)  # the row of each touch's value among those that may be kept
-    kept = np.vstack([x.S[1:], np.full((1, x.S.shape[1]), NONE)])
-    freed = np.zeros((len(x.S), len(v)), dtype=bool)
     t, e = np.nonzero(x.FREE != NONE)
-    freed[t, nth[e]] = True
-    there = freed | (kept[:, v] != NONE)
-    s, i = np.nonzero(there)
-    rows = np.full(there.shape, NONE)
-    rows[s, i] = own = np.arange(len(s))
-    sides = [(own, kept[s, v[i]], 1.0), (own, x.R[s, made_by[i]], -1.0), (own, x.S[s, v[i]], -1.0)]
-    model.constrain_sparse("keep or free", len(s), [*sides, (rows[t, nth[e]], x.FREE[t, e], 1.0)], upper=0.0)
+    v, there = x.touches.value[e], kept != NONE
+    there[t, v] = True
+    made, rows = makers(x.R, x.touches, x.S.shape)[there], np.full(there.shape, NONE)
+    rows[there] = own = np.arange(len(made))
+    terms: list[Entry] = [(own, kept[there], 1.0), (own, made, -1.0), (own, x.S[there], -1.0)]
+    model.constrain_sparse("keep or free", len(own), [*terms, (rows[t, v], x.FREE[t, e], 1.0)], upper=0.0)
 
 
 def begin_stage(model: Model, x: Variables, problem: Problem) -> None:
@@ -231,7 +223,7 @@ def without_spare(problem: Problem, budget: int) -> tuple[Problem, int]:
     >>> smaller.workspace.tolist(), budget
     ([0, 4, 0], 6)
     """
-    spare = budget - problem.resident - int(_results_bytes(problem)[-1]) - 2 * int(problem.sizes.sum())
+    spare = budget - problem.resident - int(results_bytes(problem)[-1]) - 2 * int(problem.sizes.sum())
     spare -= spare % _divisor(problem)
     if spare <= 0:
         return problem, budget
@@ -277,11 +269,10 @@ def keep_one_copy(model: Model, x: Variables) -> None:
 
     S[t, v] + R[t, prod(v)] <= 1      every stage t, value v that a way writes over
     """
-    v = np.unique(x.touches.value[x.touches.saved > 0])
-    values, made_by = x.touches.values()
-    p = made_by[np.searchsorted(values, v)]
-    t, i = np.nonzero((x.S[:, v] != NONE) & (x.R[:, p] != NONE))
-    model.constrain("keep one copy", [(x.S[t, v[i]], 1.0), (x.R[t, p[i]], 1.0)], upper=1.0)
+    both = makers(x.R, x.touches, x.S.shape)
+    both[x.S == NONE] = NONE
+    both[:, np.setdiff1d(np.arange(both.shape[1]), x.touches.value[x.touches.saved > 0])] = NONE
+    pairs(model, "keep one copy", both, [(x.S, 1.0)], upper=1.0)
 
 
 def fit_first_runs(model: Model, x: Variables, problem: Problem, budget: int) -> None:
@@ -295,8 +286,8 @@ def fit_first_runs(model: Model, x: Variables, problem: Problem, budget: int) ->
     value v saves that only where v is not kept, that is, saved · (1 - S[t+1, v]).
     """
     M, graph, unit = _sizes(problem), problem.graph, size_unit(problem)
-    own = _own_bytes(problem) / unit
-    kept = np.vstack([x.S[1:], np.full((1, x.S.shape[1]), NONE)])
+    own = own_bytes(problem) / unit
+    kept = after(x.S)
     written = np.full(len(graph.ops), NONE)  # per stage: the column of the one value that its op could write over
     for k, op in enumerate(graph.ops):
         if len(problem.savings[k]) == 1:
@@ -348,8 +339,8 @@ def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, n
             useful[k] = min(wanted, until.get(k, wanted))
         inputs = list(graph.ops[k].inputs)
         read[inputs] = np.maximum(read[inputs], useful[k])
-    room = budget - problem.resident - _results_bytes(problem)
-    fits = _own_bytes(problem) - most_saved_bytes(problem) <= room[:, None]
+    room = budget - problem.resident - results_bytes(problem)
+    fits = own_bytes(problem) - most_saved_bytes(problem) <= room[:, None]
     R = (stage == np.arange(T)) | ((stage > np.arange(T)) & (stage <= useful) & fits)
     v, made_by = touch.values()
     S = np.zeros((T, V), dtype=bool)
@@ -360,7 +351,15 @@ def _where(problem: Problem, budget: int, touch: Touches) -> tuple[np.ndarray, n
     return R, S, FREE
 
 
-def _results_bytes(problem: Problem) -> np.ndarray:
+def makers(R: np.ndarray, touches: Touches, shape: tuple[int, ...]) -> np.ndarray:
+    """(T, V): R[t, prod(v)] of the values that may be kept, `NONE` of the others."""
+    v, made_by = touches.values()
+    made = np.full(shape, NONE)
+    made[:, v] = R[:, made_by]
+    return made
+
+
+def results_bytes(problem: Problem) -> np.ndarray:
     """(T,) int64: bytes of the results of the step that are made before each stage."""
     made = np.zeros(len(problem.graph.ops) + 1, dtype=np.int64)
     for v in problem.graph.outputs:
@@ -370,7 +369,7 @@ def _results_bytes(problem: Problem) -> np.ndarray:
     return made.cumsum()[:-1]
 
 
-def _own_bytes(problem: Problem) -> np.ndarray:
+def own_bytes(problem: Problem) -> np.ndarray:
     """(T,) int64: bytes an op needs at hand beside the results so far: inputs, outputs and workspace."""
     results = set(problem.graph.outputs)
     touched = [[*(v for v in op.inputs if v not in results), *op.outputs] for op in problem.graph.ops]
@@ -406,7 +405,7 @@ def _capacity(problem: Problem, budget: int) -> np.ndarray:
     Sums of sizes are multiples of their greatest common divisor, so the budget is rounded down to one.
     """
     step = _divisor(problem)
-    room = budget - problem.resident - _results_bytes(problem)
+    room = budget - problem.resident - results_bytes(problem)
     return room // step * step / size_unit(problem)
 
 

@@ -13,8 +13,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.errors import SolverError
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.obeys_limits import obeys_limits
-from checkmate.solvers.common.runs import peak_of
+from checkmate.solvers.common.runs import obeys_limits, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import Variables, build, cost_unit, without_spare
@@ -44,13 +43,9 @@ def milp(
     target: float | None = None,
     engine: str = "highs",
 ) -> Remarks:
-    """The cheapest schedule within a budget, proven or with a bound.
+    """The cheapest schedule within a budget, proven or with a bound, without a second memory.
 
-    Args:
-        formulation: "strengthened", or "paper" for comparison.
-        start: a known schedule to start from; the answer is never worse. Ignored where it does not fit the budget.
-        target: stop at a schedule that takes at most this many seconds.
-        engine: "highs", or "pulp:" and the name of a solver that PuLP knows, e.g. "pulp:CBC".
+    Its options are those of `checkmate.solvers.host.exact.milp`, which asks this where there is none.
 
     Raises:
         ValueError: if the formulation is unknown.

@@ -154,3 +154,28 @@ class Model:
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def after(family: np.ndarray, none: int | bool = NONE) -> np.ndarray:
+    """The same one stage later, (T, V); nothing after the last."""
+    return np.vstack([family[1:], np.full((1, family.shape[1]), none)])
+
+
+def before(family: np.ndarray, none: int | bool = NONE) -> np.ndarray:
+    """The same one stage earlier, (T, V); nothing before the first."""
+    return np.vstack([np.full((1, family.shape[1]), none), family[:-1]])
+
+
+def pairs(
+    model: Model,
+    name: str,
+    first: np.ndarray,
+    others: list[tuple[np.ndarray, float]],
+    *,
+    upper: float = 0.0,
+    lower: float = -INF,
+) -> None:
+    """A row for each variable of a family (T, V): it, and those of the same place in others, at most ``upper``."""
+    at = np.nonzero(first != NONE)
+    terms = [(first[at], 1.0), *((family[at], coefficient) for family, coefficient in others)]
+    model.constrain(name, terms, lower=lower, upper=upper)

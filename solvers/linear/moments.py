@@ -42,8 +42,7 @@ from checkmate.core.limits import lives
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.obeys_limits import obeys_limits
-from checkmate.solvers.common.runs import bytes_in_stages, on_demand, peak_of
+from checkmate.solvers.common.runs import bytes_in_stages, fits, on_demand
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
@@ -87,9 +86,10 @@ class Relaxed:
     OVER: np.ndarray  # (m, V): the op of moment i writes over value v
     links: LinkColumns | None = None  # where there is a second memory
 
-    def fetched(self, s: np.ndarray, v: np.ndarray) -> list[Term]:
-        """F of segments and values, in an equation on whose other side it stands."""
-        return [] if self.links is None else [(self.links.F[s, v], -1.0)]
+    def sources(self, s: np.ndarray, v: np.ndarray, made_by: np.ndarray) -> list[Term]:
+        """Where values are from in the segments after moments s, in an equation on whose other side that stands."""
+        fetched = [] if self.links is None else [(self.links.F[s + 1, v], -1.0)]
+        return [(self.carried[s, v], -1.0), (self.R[s + 1, made_by[v]], -1.0), *fetched]
 
 
 def moment_bound(
@@ -164,9 +164,8 @@ def _round(
     sent = () if x.links is None else np.flatnonzero((x.model.value(result.x, x.links.F) > 0.5).any(axis=0))
     found = Bound(value, tuple(at), kept, R, tuple(map(int, sent)), cut=result.outcome is Outcome.STOPPED)
     schedule = lift(problem, found)
-    fits = peak_of(problem, schedule.R) <= budget and obeys_limits(problem, schedule.R)
-    proven = schedule.cost(problem) <= value * (1 + EXACT)
-    return replace(found, schedule=schedule if fits and proven else None)
+    proven = fits(problem, budget, schedule.R) and schedule.cost(problem) <= value * (1 + EXACT)
+    return replace(found, schedule=schedule if proven else None)
 
 
 def _start(x: Relaxed, moments: list[int], R: np.ndarray | None) -> tuple[np.ndarray, np.ndarray] | None:
@@ -247,15 +246,13 @@ def _depend(x: Relaxed, problem: Problem, begins: np.ndarray, made_by: np.ndarra
     j, v = np.array(reads, dtype=np.int64).reshape(-1, 2).T
     s, e = np.nonzero((x.R[1:, j] != NONE) & (made_by[v] < begins[1:, None]))
     j, v = j[e], v[e]
-    terms = [(x.R[s + 1, j], 1.0), (x.carried[s, v], -1.0), (x.R[s + 1, made_by[v]], -1.0), *x.fetched(s + 1, v)]
-    x.model.constrain("depend", terms, upper=0.0)
+    x.model.constrain("depend", [(x.R[s + 1, j], 1.0), *x.sources(s, v, made_by)], upper=0.0)
 
 
 def _keep(x: Relaxed, begins: np.ndarray, made_by: np.ndarray) -> None:
     """X[i, v] <= X[i-1, v] + R[i, prod(v)]      v made before segment i."""
     s, v = np.nonzero((x.X[1:] != NONE) & (made_by < begins[1:-1, None]))
-    terms = [(x.X[s + 1, v], 1.0), (x.carried[s, v], -1.0), (x.R[s + 1, made_by[v]], -1.0), *x.fetched(s + 1, v)]
-    x.model.constrain("keep", terms, upper=0.0)
+    x.model.constrain("keep", [(x.X[s + 1, v], 1.0), *x.sources(s, v, made_by)], upper=0.0)
 
 
 def _fit(x: Relaxed, problem: Problem, budget: int, moments: Sequence[int], made_by: np.ndarray) -> None:

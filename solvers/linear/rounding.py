@@ -19,8 +19,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.problem import Problem
 from checkmate.core.solution import OPTIMAL_GAP
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.obeys_limits import obeys_limits
-from checkmate.solvers.common.runs import cost_of, peak_of, without_useless
+from checkmate.solvers.common.runs import cost_of, fits, obeys_limits, without_useless
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.linear.milp import relax
 
@@ -85,7 +84,7 @@ def _without_needless(task: Task, R: np.ndarray) -> np.ndarray:
             fewer = R.copy()
             fewer[t, k] = False
             fewer = without_useless(problem.graph, fewer)
-            R = fewer if obeys_limits(problem, fewer) and peak_of(problem, fewer) <= task.budget else R
+            R = fewer if fits(problem, task.budget, fewer) else R
     return R
 
 

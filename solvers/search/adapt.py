@@ -18,8 +18,7 @@ from checkmate.core.rules import without_rules
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.obeys_limits import obeys_limits
-from checkmate.solvers.common.runs import as_matrix, cost_of, peak_of
+from checkmate.solvers.common.runs import as_matrix, cost_of, fits
 from checkmate.solvers.common.task import Task
 from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.eviction import Stuck, run_pass
@@ -72,19 +71,14 @@ def adapt(task: Task, R: np.ndarray) -> np.ndarray | None:
     np.int64(4)
     """
     found = _passes(task, R)
-    if (
-        (not found or not task.clock.is_over)
-        and obeys_limits(task.problem, R)
-        and peak_of(task.problem, R) <= task.budget
-    ):
+    if (not found or not task.clock.is_over) and fits(task.problem, task.budget, R):
         found.append(drop_runs(task.problem, task.budget, R, task.clock))
     return exchange(task, min(found, key=lambda runs: cost_of(task.problem, runs))) if found else None
 
 
 def _passes(task: Task, R: np.ndarray) -> list[np.ndarray]:
     """Passes that let go first of what the schedule does not keep for the next stage; those that fit."""
-    kept = Schedule.from_runs(task.problem.graph, R).S
-    outside = tuple((t, ~kept[t + 1]) for t in range(len(kept) - 1))
+    outside = ~Schedule.from_runs(task.problem.graph, R).S[1:]
     tables, found = Tables.of(task.problem), []
     for weights in GRID[:PASSES]:
         stages = run_pass(tables, task.budget, replace(weights, outside=outside))

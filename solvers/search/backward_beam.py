@@ -16,26 +16,19 @@ stage are a bound (a relaxed decision diagram). Where nothing had to be merged t
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.obeys_limits import obeys_limits
-from checkmate.solvers.common.runs import bytes_in_stages
-from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.search.min_budget import grain_of
-from checkmate.solvers.search.value_sets import ValueSets
+from checkmate.solvers.common.runs import bytes_in_stages, obeys_limits
+from checkmate.solvers.common.task import Clock, OutOfTime, Task
+from checkmate.solvers.search.backward_search import CHUNK, KNOWN, Backward, Pending, States, Waiting, runs_of
+from checkmate.solvers.search.value_sets import ValueSets, grain_of
 
-Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and the op that runs again in it, or `KNOWN`
-State = tuple[float, int, "Trail | None"]  # seconds of what runs again later, bytes that must be at hand, what runs
-States = dict[int, State]  # by what must be at hand
-Pending = dict[tuple[int, int], State]  # and by what op t and its reruns read that is still to be decided on
-KNOWN = -1  # what runs after this stage is what the known plan runs
-CHUNK = 256  # states that are compared at a time
 LEAST_GROUP = 4  # states; fewer are not merged
 WIDTHS = (64, 256, 1024, 4096)  # states of the bound that go on, unmerged: more of them prove more, in more time
 BEHIND = 0.25  # of the seconds that are proven to run again: what proves less of them does not catch up when wider
@@ -45,7 +38,7 @@ NEVER = 1e3  # times the step: the price of keeping what does not fit
 
 
 @dataclass
-class Beam:
+class Beam(Backward):
     """One search within a budget.
 
     Attributes:
@@ -55,6 +48,7 @@ class Beam:
         merge: of too many states two become one; else the least promising are dropped.
         complete: no state was dropped so far but for a better one, or merged.
         price: (values with a bit, T + 1) float32, as `prices` gives it.
+        beside: the known plan, whose states go along.
     """
 
     sets: ValueSets
@@ -66,17 +60,17 @@ class Beam:
     every: bool = False
     merge: bool = False
     complete: bool = True
+    beside: _Known | None = None
 
     def search(self, known: np.ndarray | None = None) -> np.ndarray | None:
         """R (T, T) of the cheapest plan that is found, never dearer than the known one; None without time or plan."""
-        beside = None if known is None else _Known(self.sets, known)
-        if beside is not None:
-            self.most = float(beside.seconds[0])
-        states = self._states(beside)
-        if not states:
+        self.beside = None if known is None else _Known(self.sets, known)
+        if self.beside is not None:
+            self.most = float(self.beside.seconds[0])
+        try:
+            return self._cheapest(known)[1]
+        except OutOfTime:
             return None
-        _, _, trail = min(states.values(), key=lambda state: state[0])
-        return _runs(self.sets, trail, known)
 
     def bound(self) -> tuple[float, np.ndarray | None]:
         """Seconds of what every schedule runs again, at most ``most``; and R (T, T) of just that, if there is one.
@@ -84,29 +78,23 @@ class Beam:
         0.0 where the time is over.
         """
         self.every = self.merge = True
-        states = self._states(None)
-        if not states:
-            return (0.0 if self.clock.is_over else self.most), None
+        try:
+            seconds, R = self._cheapest(None)
+        except OutOfTime:
+            return 0.0, None
+        return seconds, R if self.complete else None
+
+    def _cheapest(self, known: np.ndarray | None) -> tuple[float, np.ndarray | None]:
+        """Seconds of what the cheapest plan runs again, and R (T, T); ``most`` where none is left."""
+        states: States = {}
+        for states in self.back_from(self.sets.T - 1):
+            if not states:
+                return self.most, None
         seconds, _, trail = min(states.values(), key=lambda state: state[0])
-        return seconds, _runs(self.sets, trail, None) if self.complete else None
+        return seconds, runs_of(self.sets, trail, known)
 
-    def _states(self, beside: _Known | None) -> States:
-        """The states at the begin of the step, all of which need nothing; none without time or plan."""
-        states: States = {0: (0.0, 0, None)}
-        for t in reversed(range(self.sets.T)):
-            begun = {needed: state for needed, state in self._stage(t, states).items() if self._fits(t - 1, needed)}
-            states = self._thin(begun, t)
-            if beside is not None:
-                beside.join(t, states)
-            if not states or self.clock.is_over:
-                return {}
-        return states
-
-    def _stage(self, t: int, states: States) -> States:
-        """What must be at hand when stage t begins, for each state at its end."""
-        sets, waiting = self.sets, _Waiting(self.sets)
-        done: States = {}
-        of, seconds_of, room = sets.bytes_of, sets.tables.seconds, self.budget - sets.base[t]
+    def _begin(self, t: int, states: States, waiting: Waiting) -> None:
+        sets, of, room = self.sets, self.sets.bytes_of, self.budget - self.sets.base[t]
         reads, writes, ways = sets.inputs[t], sets.outputs[t], sets.savings[t]
         earlier, asked_for = sets.free[t] & sets.below[t], reads | sets.closing[t]
         for needed, (seconds, held, trail) in states.items():
@@ -115,35 +103,38 @@ class Beam:
                 held += of(reads & ~needed) - of(needed & writes)
                 before = needed & ~writes | reads
                 asked = (before if self.every else before & asked_for) & earlier
-                waiting.add(before, asked, (seconds, held, trail), done)
-        while waiting.queue:
-            k, now = waiting.pop()
-            reads, writes, takes, working = sets.inputs[k], sets.outputs[k], seconds_of[k], sets.working[k]
-            ways = sets.savings[k]
-            for (needed, asked), state in now.items():
-                kept = asked & ~writes
-                if not self.every or self._fits(t - 1, needed & ~kept):
-                    waiting.add(needed, kept, state, done)
-                seconds, held, trail = state
-                seconds += takes
-                if seconds >= self.most:
-                    continue
-                missing = of(reads & ~needed)
-                short = held + missing + of(writes & ~needed) + working - room
-                if short <= 0 or (ways and short <= sets.saved(t, k, needed)):
-                    again = seconds, held + missing - of(needed & writes), (trail, t, k)
-                    waiting.add(needed & ~writes | reads, kept | reads & earlier, again, done)
-            if self.clock.is_over:
-                return {}
-            if waiting.count > 2 * self.width:
-                self._thin_waiting(waiting, t)
-        return done
+                waiting.add(before, asked, (seconds, held, trail))
+
+    def _decide(self, t: int, k: int, now: Pending, waiting: Waiting) -> None:
+        sets, of, room = self.sets, self.sets.bytes_of, self.budget - self.sets.base[t]
+        reads, writes, takes, working = sets.inputs[k], sets.outputs[k], sets.tables.seconds[k], sets.working[k]
+        ways, earlier = sets.savings[k], sets.free[t] & sets.below[t]
+        for (needed, asked), state in now.items():
+            kept = asked & ~writes
+            if not self.every or self._fits(t - 1, needed & ~kept):
+                waiting.add(needed, kept, state)
+            seconds, held, trail = state
+            seconds += takes
+            if seconds >= self.most:
+                continue
+            missing = of(reads & ~needed)
+            short = held + missing + of(writes & ~needed) + working - room
+            if short <= 0 or (ways and short <= sets.saved(t, k, needed)):
+                again = seconds, held + missing - of(needed & writes), (trail, t, k)
+                waiting.add(needed & ~writes | reads, kept | reads & earlier, again)
+
+    def _end(self, t: int, states: States) -> States:
+        begun = {needed: state for needed, state in states.items() if self._fits(t - 1, needed)}
+        states = self._thin(begun, t)
+        if self.beside is not None:
+            self.beside.join(t, states)
+        return states
 
     def _fits(self, t: int, needed: int) -> bool:
         """Whether op t can run where this is needed after it; there is no stage before the first."""
         return t < 0 or self.sets.at(t, t, needed) <= self.budget
 
-    def _thin_waiting(self, waiting: _Waiting, t: int) -> None:
+    def _thin_waiting(self, t: int, waiting: Waiting) -> None:
         self.complete = False
         if self.merge:
             waiting.count = 0
@@ -186,22 +177,14 @@ class Beam:
             return states
         needed_sets = list(states)
         promise = self._promise(needed_sets, [states[needed][0] for needed in needed_sets], t)
-        best: list[tuple[int, float]] = []
-        for i in np.argsort(promise, kind="stable").tolist():
-            needed = needed_sets[i]
-            seconds = states[needed][0]
-            if not any(other & needed == other and cost <= seconds for other, cost in best):
-                best.append((needed, seconds))
-                if not len(best) % CHUNK and self.clock.is_over:
-                    return {}
-                if len(best) > self.width and not self.merge:
-                    self.complete = False
-                    best.pop()
-                    break
+        order = (needed_sets[i] for i in np.argsort(promise, kind="stable").tolist())
+        best = list(islice(self._undominated(states, order), None if self.merge else self.width + 1))
         if len(best) <= self.width:
-            return {needed: states[needed] for needed, _ in best}
+            return {needed: states[needed] for needed in best}
         self.complete = False
-        into = self._merged([needed for needed, _ in best], states, self.width, t)
+        if not self.merge:
+            return {needed: states[needed] for needed in best[:-1]}
+        into = self._merged(best, states, self.width, t)
         return {
             needed: (min(states[part][0] for part in parts), self.sets.bytes_of(needed), None)
             for needed, parts in into.items()
@@ -241,41 +224,6 @@ class Beam:
         return bits.astype(np.float32)
 
 
-class _Waiting:
-    """States of a stage by the op to decide on next, the last one first."""
-
-    def __init__(self, sets: ValueSets) -> None:
-        self.producer = sets.producer
-        self.groups: dict[int, Pending] = {}
-        self.queue: list[int] = []
-        self.count = 0
-
-    def add(self, needed: int, asked: int, state: State, done: States) -> None:
-        """A state of which the values ``asked`` may still be made again in this stage."""
-        if not asked:
-            known = done.get(needed)
-            if known is None or state[0] < known[0]:
-                done[needed] = state
-            return
-        k = self.producer[asked.bit_length() - 1]
-        group = self.groups.get(k)
-        if group is None:
-            group = self.groups[k] = {}
-            heapq.heappush(self.queue, -k)
-        known = group.get((needed, asked))
-        if known is None:
-            self.count += 1
-        if known is None or state[0] < known[0]:
-            group[needed, asked] = state
-
-    def pop(self) -> tuple[int, Pending]:
-        """The last op to decide on, and its states."""
-        k = -heapq.heappop(self.queue)
-        group = self.groups.pop(k)
-        self.count -= len(group)
-        return k, group
-
-
 class _Known:
     """What a known plan needs when each stage begins, and the seconds of what it runs again from there on."""
 
@@ -296,18 +244,6 @@ class _Known:
         state = states.get(needed)
         if state is None or seconds < state[0] * (1 - 1e-12):
             states[needed] = seconds, self.held[t], (None, t, KNOWN)
-
-
-def _runs(sets: ValueSets, trail: Trail | None, known: np.ndarray | None) -> np.ndarray:
-    R = np.eye(sets.T, dtype=bool)
-    while trail is not None:
-        trail, t, k = trail
-        if k == KNOWN:
-            assert known is not None
-            R[t:] = known[t:]
-        else:
-            R[t, k] = True
-    return R
 
 
 def prices(sets: ValueSets, budget: int, worth: np.ndarray) -> np.ndarray:

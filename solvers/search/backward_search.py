@@ -8,37 +8,160 @@ the last stage to the first. That no state is left is a proof; where too many ar
 proof comes of it. (Decision diagrams in which states are dropped: Bergman, Cire, van Hoeve and Hooker, "Decision
 Diagrams for Optimization", 2016.)
 
-Cost does not count here. Where everything that is missing can be made again from nothing, that is done.
+`Backward` is the engine; what is decided, and which states go on, is said by those that derive from it. In
+`BackwardSearch` cost does not count: where everything that is missing can be made again from nothing, that is done. In
+`checkmate.solvers.search.backward_beam` it does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.value_sets import ValueSets
 
-Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and the runs in it: of op k, or -1 - a set
-States = dict[int, Trail | None]  # what must be at hand -> what runs afterwards
+Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and its runs: of op k, `KNOWN`, or `SCRATCH` - set
+State = tuple[float, int, "Trail | None"]  # seconds of what runs again later, bytes that must be at hand, what runs
+States = dict[int, State]  # by what must be at hand
+Pending = dict[tuple[int, int], State]  # and by what may still be made again in the stage
+KNOWN = -1  # what runs after this stage is what the known plan runs
 SCRATCH = -1
 FAR = 60  # stages: a gradient that has been let go for so long would take the whole backward to make again
 ANY = 2**31  # stages
+CHUNK = 256  # states that are compared at a time
 
 
 class TooWide(Exception):
     """More states than a proof may have."""
 
 
+class Waiting:
+    """States of a stage by the op to decide on next, the last one first; and those that are done."""
+
+    def __init__(self, sets: ValueSets) -> None:
+        self.producer = sets.producer
+        self.groups: dict[int, Pending] = {}
+        self.queue: list[int] = []
+        self.count = 0
+        self.done: States = {}
+
+    def add(self, needed: int, asked: int, state: State) -> None:
+        """A state of which the values ``asked`` may still be made again in this stage; of two, the cheaper one."""
+        if not asked:
+            known = self.done.get(needed)
+            if known is None or state[0] < known[0]:
+                self.done[needed] = state
+            return
+        k = self.producer[asked.bit_length() - 1]
+        group = self.groups.get(k)
+        if group is None:
+            group = self.groups[k] = {}
+            heapq.heappush(self.queue, -k)
+        known = group.get((needed, asked))
+        if known is None:
+            self.count += 1
+        if known is None or state[0] < known[0]:
+            group[needed, asked] = state
+
+    def pop(self) -> tuple[int, Pending]:
+        """The last op to decide on, and its states."""
+        k = -heapq.heappop(self.queue)
+        group = self.groups.pop(k)
+        self.count -= len(group)
+        return k, group
+
+
+class Backward(ABC):
+    """One search under a budget, from the last stage to the first."""
+
+    sets: ValueSets
+    budget: int
+    width: int  # states that go on at most
+    clock: Clock
+    complete: bool  # no state was dropped so far
+
+    def back_from(self, last: int) -> Iterator[States]:
+        """Each stage from the last to the first, with what must be at hand when it begins; none: nothing fits.
+
+        Raises:
+            OutOfTime: where the clock runs out first.
+        """
+        states: States = {0: (0.0, 0, None)}
+        for t in range(last, -1, -1):
+            if self.clock.is_over:
+                raise OutOfTime
+            waiting = Waiting(self.sets)
+            self._begin(t, states, waiting)
+            while waiting.queue:
+                k, now = waiting.pop()
+                self._decide(t, k, now, waiting)
+                if waiting.count > 2 * self.width:
+                    self._thin_waiting(t, waiting)
+                if self.clock.is_over:
+                    raise OutOfTime
+            states = self._end(t, waiting.done)
+            yield states
+
+    def _undominated(self, states: States, order: Iterable[int]) -> Iterator[int]:
+        """Those of the sets, in this order, of which none before needs less and takes less."""
+        best: list[tuple[int, float]] = []
+        for needed in order:
+            seconds = states[needed][0]
+            if not any(other & needed == other and cost <= seconds for other, cost in best):
+                best.append((needed, seconds))
+                if not len(best) % CHUNK and self.clock.is_over:
+                    raise OutOfTime
+                yield needed
+
+    @abstractmethod
+    def _begin(self, t: int, states: States, waiting: Waiting) -> None:
+        """Op t runs for the first time: have what must be at hand before it wait for what else runs in stage t."""
+
+    @abstractmethod
+    def _decide(self, t: int, k: int, now: Pending, waiting: Waiting) -> None:
+        """Op k runs again in stage t, or what it makes is kept from before."""
+
+    @abstractmethod
+    def _thin_waiting(self, t: int, waiting: Waiting) -> None:
+        """Drop or merge states within stage t."""
+
+    @abstractmethod
+    def _end(self, t: int, states: States) -> States:
+        """Those of the states when stage t begins that go on."""
+
+
+def runs_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = None) -> np.ndarray:
+    """R (T, T) bool of a trail."""
+    R = np.eye(sets.T, dtype=bool)
+    while trail is not None:
+        trail, t, what = trail
+        if what >= 0:
+            R[t, what] = True
+            continue
+        if what == KNOWN:
+            assert known is not None
+            R[t:] = known[t:]
+            continue
+        missing = SCRATCH - what
+        while missing:
+            k = sets.producer[missing.bit_length() - 1]
+            R[t, k] = True
+            missing = sets.before(k, missing) & sets.free[t]
+    return R
+
+
 @dataclass
-class BackwardSearch:
-    """One search under a budget.
+class BackwardSearch(Backward):
+    """A search for any plan, or for a proof that there is none.
 
     Attributes:
-        width: states that go on at most.
         complete: no state was dropped so far: without a state left, no schedule fits the budget.
         least: the smallest number of bytes by which a state was refused; a budget below it changes nothing.
         reached: the last stage that was looked at.
@@ -56,87 +179,46 @@ class BackwardSearch:
     least: int = 2**62
     reached: int = -1
 
-    def stage(self, t: int, states: States) -> States:
-        """What must be at hand when stage t begins, for each state at its end; empty if nothing fits."""
-        sets = self.sets
-        begun: States = {}
+    def _begin(self, t: int, states: States, waiting: Waiting) -> None:
         self.reached = t
-        if self.clock.is_over:
-            raise OutOfTime
-        for needed, trail in states.items():
+        for needed, (_, _, trail) in states.items():
             if self._fits(t, t, needed):
-                begun.setdefault(sets.before(t, needed), trail)
-        return self._within(t, begun)
+                self._wait(t, t, self.sets.before(t, needed), trail, waiting)
 
-    def _within(self, t: int, begun: States) -> States:
-        """Decide what runs again in stage t, from the last op before t to the first."""
-        done: States = {}
-        free = self.sets.free[t]
-        waiting: dict[int, States] = {}  # by the op to decide on next
-        queue: list[int] = []
-        count = 0
+    def _wait(self, t: int, k: int, needed: int, trail: Trail | None, waiting: Waiting) -> None:
+        """What is made before op k may still be made again in stage t."""
+        waiting.add(needed, needed & self.sets.free[t] & self.sets.below[k], (0.0, 0, trail))
 
-        def wait(needed: int, trail: Trail | None, k: int) -> int:
-            undecided = needed & free & self.sets.below[k]
-            if not undecided:
-                done.setdefault(needed, trail)
-                return 0
-            following = self.sets.producer[undecided.bit_length() - 1]
-            if following not in waiting:
-                waiting[following] = {}
-                heapq.heappush(queue, -following)
-            before = len(waiting[following])
-            waiting[following].setdefault(needed, trail)
-            return len(waiting[following]) - before
-
-        for needed, trail in begun.items():
-            count += wait(needed, trail, t)
-        while queue:
-            k = -heapq.heappop(queue)
-            now = waiting.pop(k)
-            count -= len(now)
-            for needed, trail in now.items():
-                for state, path in self._decide(t, k, needed, trail, done):
-                    count += wait(state, path, k)
-            if count > 2 * self.width:
-                waiting, count = self._thin_waiting(waiting)
-            if self.clock.is_over:
-                raise OutOfTime
-        return self._thin(done)
-
-    def _decide(self, t: int, k: int, needed: int, trail: Trail | None, done: States) -> list[tuple[int, Trail | None]]:
-        """Op k runs in stage t, or what it makes is kept from before; or all that is missing is made from nothing."""
-        sets, free = self.sets, self.sets.free[t]
-        found: list[tuple[int, Trail | None]] = []
-        if k < sets.forward_length:
-            missing = needed & free & sets.below[k + 1]
-            scratch = sets.from_scratch(t, missing)
-            others = needed ^ missing
-            with_pinned = others | scratch.pinned
-            peak = sets.base[t] + sets.bytes_of(with_pinned) + scratch.peak + sets.owed(t, with_pinned)
-            if peak <= self.budget:
-                done.setdefault(others if self.loose else with_pinned, (trail, t, SCRATCH - missing))
-                if with_pinned == others or self.loose or not self.exact:
-                    self.complete &= with_pinned == others or self.loose
-                    return []
-        if k >= sets.forward_length and t - k > self.far:
-            if self.loose:  # as if all that is missing were to be had for nothing
-                done.setdefault(needed & ~(free & sets.below[k + 1]), trail)
-                return []
-            self.complete = False
-        elif self._may_run(t, k) and self._fits(t, k, needed):
-            found.append((sets.before(k, needed), (trail, t, k)))
-        if self.homes is not None and self.homes.get(k) == t:
-            return found
-        kept = needed & ~(sets.below[k] & free)  # for sure, in the last moment of the stage before
-        if t == sets.forward_length and needed & sets.outputs[k] & sets.gone:
-            return found
-        if self._fits(t - 1, t - 1, kept):
-            found.append((needed, trail))
-        return found
-
-    def _may_run(self, t: int, k: int) -> bool:
-        return self.homes is None or k < self.sets.forward_length or self.homes.get(k) == t
+    def _decide(self, t: int, k: int, now: Pending, waiting: Waiting) -> None:
+        """Or all that is missing is made from nothing."""
+        sets, free, done = self.sets, self.sets.free[t], waiting.done
+        home = None if self.homes is None else self.homes.get(k)
+        for (needed, _), (_, _, trail) in now.items():
+            if k < sets.forward_length:
+                missing = needed & free & sets.below[k + 1]
+                scratch = sets.from_scratch(t, missing)
+                others = needed ^ missing
+                with_pinned = others | scratch.pinned
+                peak = sets.base[t] + sets.bytes_of(with_pinned) + scratch.peak + sets.owed(t, with_pinned)
+                if peak <= self.budget:
+                    done.setdefault(others if self.loose else with_pinned, (0.0, 0, (trail, t, SCRATCH - missing)))
+                    if with_pinned == others or self.loose or not self.exact:
+                        self.complete &= with_pinned == others or self.loose
+                        continue
+            if k >= sets.forward_length and t - k > self.far:
+                if self.loose:  # as if all that is missing were to be had for nothing
+                    done.setdefault(needed & ~(free & sets.below[k + 1]), (0.0, 0, trail))
+                    continue
+                self.complete = False
+            elif (self.homes is None or k < sets.forward_length or home == t) and self._fits(t, k, needed):
+                self._wait(t, k, sets.before(k, needed), (trail, t, k), waiting)
+            if home == t:
+                continue
+            kept = needed & ~(sets.below[k] & free)  # for sure, in the last moment of the stage before
+            if t == sets.forward_length and needed & sets.outputs[k] & sets.gone:
+                continue
+            if self._fits(t - 1, t - 1, kept):
+                self._wait(t, k, needed, trail, waiting)
 
     def _fits(self, t: int, k: int, needed: int) -> bool:
         least = self.sets.at(t, k, needed)
@@ -144,22 +226,19 @@ class BackwardSearch:
             self.least = min(self.least, least)
         return least <= self.budget
 
-    def _thin_waiting(self, waiting: dict[int, States]) -> tuple[dict[int, States], int]:
-        where = {needed: k for k, states in waiting.items() for needed in states}
-        kept = self._thin({needed: waiting[k][needed] for needed, k in where.items()})
-        thinned: dict[int, States] = {k: {} for k in waiting}
-        for needed, trail in kept.items():
-            thinned[where[needed]][needed] = trail
-        return thinned, len(kept)
+    def _thin_waiting(self, t: int, waiting: Waiting) -> None:
+        where = {key[0]: (k, key) for k, group in waiting.groups.items() for key in group}
+        kept = self._end(t, {needed: waiting.groups[k][key] for needed, (k, key) in where.items()})
+        waiting.groups, waiting.count = {k: {} for k in waiting.groups}, len(kept)
+        for needed, state in kept.items():
+            k, key = where[needed]
+            waiting.groups[k][key] = state
 
-    def _thin(self, states: States) -> States:
+    def _end(self, t: int, states: States) -> States:
         """Without those that contain another one; and no more than the width."""
         if len(states) <= 1:
             return states
-        best: list[int] = []
-        for needed in sorted(states, key=self.sets.bytes_of):
-            if not any(other & needed == other for other in best):
-                best.append(needed)
+        best = list(self._undominated(states, sorted(states, key=self.sets.bytes_of)))
         if len(best) > self.width:
             if self.loose:
                 raise TooWide
@@ -169,26 +248,19 @@ class BackwardSearch:
 
     def _promising(self, states: list[int]) -> list[int]:
         """By three measures in turn: the bytes, the peak of making what is free from nothing, and between them."""
-        ranked = [sorted(states, key=measure) for measure in self._measures()]
-        chosen: dict[int, None] = {}
-        for row in zip(*ranked, strict=True):
-            for needed in row:
-                if len(chosen) < self.width:
-                    chosen.setdefault(needed)
-        return list(chosen)
-
-    def _measures(self) -> tuple[Callable[[int], float], ...]:
         sets, t = self.sets, self.reached
         forward = sets.below[sets.forward_length] & sets.free[t]
 
         def alone(needed: int) -> int:
             return sets.bytes_of((needed & ~forward) | sets.from_scratch(t, needed & forward).pinned)
 
-        return (
+        measures = (
             lambda needed: alone(needed) + sets.from_scratch(t, needed & forward).peak,
             lambda needed: alone(needed) + 0.5 * sets.bytes_of(needed & forward),
             sets.bytes_of,
         )
+        ranked = [sorted(states, key=measure) for measure in measures]
+        return list(dict.fromkeys(chain(*zip(*ranked, strict=True))))[: self.width]
 
 
 def find_plan(
@@ -207,12 +279,10 @@ def find_plan(
     """
     far = ANY if exact or homes is not None else _far(sets) if width > 1 else 0
     search = BackwardSearch(sets, budget, width, clock, exact, far=far, homes=homes, complete=homes is None)
-    states: States = {0: None}
-    for t in reversed(range(sets.T)):
-        states = search.stage(t, states)
+    for states in search.back_from(sets.T - 1):
         if not states:
             return None, search
-    return _runs(sets, next(iter(states.values()))), search
+    return runs_of(sets, next(iter(states.values()))[2]), search
 
 
 def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) -> int | None:
@@ -226,34 +296,15 @@ def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) ->
         OutOfTime: where the clock runs out first.
     """
     search = BackwardSearch(sets, budget, width, clock, loose=True, far=_far(sets))
-    states: States = {0: None}
-    try:
-        for stage in range(t, -1, -1):
-            states = search.stage(stage, states)
+    with contextlib.suppress(TooWide):
+        for states in search.back_from(t):
             if not states:
                 return search.least
             if 0 in states:
                 break
-    except TooWide:
-        pass
     return None
 
 
 def _far(sets: ValueSets) -> int:
     """How long gradients may have been let go; as long as can be where updates wait for all of them, to be clipped."""
     return ANY if sets.problem.limits.until else FAR
-
-
-def _runs(sets: ValueSets, trail: Trail | None) -> np.ndarray:
-    R = np.eye(sets.T, dtype=bool)
-    while trail is not None:
-        trail, t, what = trail
-        if what >= 0:
-            R[t, what] = True
-            continue
-        missing = SCRATCH - what
-        while missing:
-            k = sets.producer[missing.bit_length() - 1]
-            R[t, k] = True
-            missing = sets.before(k, missing) & sets.free[t]
-    return R

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from checkmate.solvers.common.obeys_limits import obeys_limits
-from checkmate.solvers.common.runs import bytes_in_stages, cost_of
+from checkmate.solvers.common.runs import bytes_in_stages, cost_of, obeys_limits
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.backward_beam import Beam, prices
 from checkmate.solvers.search.exchange import exchange
@@ -54,9 +53,8 @@ class Detours:
         while not clock.is_over and not self.is_over:
             found = self._beam(R, clock)
             better = found is not None and cost_of(problem, found) < cost_of(problem, R) * (1 - 1e-9)
-            if (
-                found is not None and better and obeys_limits(problem, found)
-            ):  # a beam knows not how often an op has run
+            # a beam knows not how often an op has run
+            if found is not None and better and obeys_limits(problem, found):
                 seconds = SHARE_OF_EXCHANGE * clock.left
                 R, quiet = exchange(self.task.within(seconds), found), 0
             else:

@@ -16,8 +16,7 @@ from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.ways import Saving
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.obeys_limits import obeys_limits
-from checkmate.solvers.common.runs import cost_of, without_useless
+from checkmate.solvers.common.runs import cost_of, obeys_limits, without_useless
 from checkmate.solvers.common.task import Clock
 
 Worth = Callable[[int, int], float]  # of a value in a stage: the higher, the sooner it stays

@@ -31,7 +31,7 @@ class Weights:
     b: float = 1.0
     c: float = 1.0
     tilt: np.ndarray | None = None  # (V,) float64, of each value
-    outside: tuple[tuple[int, np.ndarray], ...] = ()  # (stage, (V,) bool): up to the stage those values go first
+    outside: np.ndarray | None = None  # (n, V) bool: in each of the first n stages those values go first
 
 
 @dataclass(frozen=True)
@@ -259,10 +259,8 @@ class _State:
             urgency[v] = (after - self.now + 1.0) ** -self.weights.c
             if after == NEVER:
                 spared.append(v)
-        for stage, outside in self.weights.outside:
-            if self.now <= stage:
-                urgency[outside] *= 1e-9
-                break
+        if self.weights.outside is not None and self.now < len(self.weights.outside):
+            urgency[self.weights.outside[self.now]] *= 1e-9
         gone: list[tuple[float, int]] = []
         written = 0  # bytes that are saved by what is needed later
         while self.room < goal:

@@ -22,20 +22,19 @@ from checkmate.core.fingerprint import fingerprints
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
-from checkmate.core.schedule import KIND, Schedule
+from checkmate.core.schedule import KIND
 from checkmate.core.solution import check_problem
 from checkmate.solvers.common.fetch_ops import WithFetches, plain_events, sendable, with_fetches
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.made_twice import second_runs
-from checkmate.solvers.common.obeys_limits import obeys_limits
 from checkmate.solvers.common.place_transfers import place_transfers
-from checkmate.solvers.common.runs import as_matrix, on_demand, peak_of
+from checkmate.solvers.common.runs import as_matrix, lowered, obeys_limits, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.backward_search import find_plan, refute
 from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.next_use import GRID
-from checkmate.solvers.search.value_sets import ValueSets
+from checkmate.solvers.search.value_sets import ValueSets, grain_of
 from checkmate.units import format_bytes
 
 log = logging.getLogger("checkmate.solve")
@@ -162,8 +161,7 @@ def with_most_sent(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple
     fetching = every
     while sent:
         peak, R = least_runs(fetching.problem, time_limit=time_limit)
-        found = simulator.lower(fetching.problem, Schedule.from_runs(fetching.problem.graph, R))
-        plan = place_transfers(problem, peak, *plain_events(fetching, found))
+        plan = place_transfers(problem, peak, *plain_events(fetching, lowered(fetching.problem, R)))
         if plan is not None and simulator.simulate(plan, problem).peak_there <= problem.host.budget:
             return every, plan
         sent, time_limit = sent[: len(sent) // 2], time_limit / 2
@@ -270,9 +268,7 @@ class _Ends:
             if search.complete and search.least > self.known.bound:
                 self.known.bound, self.known.op = min(search.least, self.known.peak), search.reached
             return True
-        if not obeys_limits(
-            self.problem, R
-        ):  # the search knows not how often an op has run: let those under a rule run once
+        if not obeys_limits(self.problem, R):  # it knows not how often an op has run: let those under a rule run once
             R, _ = find_plan(self.once, budget, width=width, clock=self.clock, exact=self.exact)
         if R is None or not obeys_limits(self.problem, R):
             return True
@@ -354,13 +350,3 @@ class _Ends:
         for share in SHARES:
             if room <= 0 or not self._plan(low + int(share * room), width):
                 return
-
-
-def grain_of(problem: Problem, most: int) -> int:
-    """The largest size such that all values of up to that size have no more than ``most`` bytes together."""
-    sizes = np.sort(problem.sizes)
-    fits = np.flatnonzero(sizes.cumsum() <= most)
-    if not len(fits):
-        return 0
-    grain = int(sizes[fits[-1]])
-    return grain if sizes[sizes <= grain].sum() <= most else max(0, grain - 1)

@@ -1,5 +1,16 @@
 """Pack blocks below a height where first fit does not reach: contract them, then search for addresses many times.
 
+A search fills an arena of the height from its floor up (`fill`). Time is cut into sections at births and deaths, and
+the level of a section is how far it is filled. If blocks fit at all, they fit so that each lies on the floor or on
+another one. So take a valley of the levels, and a section of it: either one of the blocks that lie within the valley
+covers the section on its bottom, or none does, and the bytes up to what comes next are lost there. A section can lose
+no more than the arena has beyond all that is alive in it, its slack.
+
+What fails at one time has little to do with what was decided at another. So each level knows the decisions that it
+follows from, and a failure goes back to the last of those that it follows from (conflict-directed backjumping, Prosser
+1993) instead of trying again all that was decided since. Sections that failed often are decided first (Boussemart et
+al. 2004). MiniMalloc (Moffitt 2023) searches the same placements, the lowest address first, and goes back step by step.
+
 Blocks that were made by cutting others up fit where these fitted. So two blocks of one size, one of which dies when the
 other is born, are taken as one block that lives on; and blocks of one life as one of all their bytes. Contracted so, to
 the end, a problem with little room to spare is often a tenth as large, and addresses of what is left are addresses of
@@ -17,14 +28,25 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
-from checkmate.solvers.search.skyline import Block, Packing, fill
-
+Block = tuple[int, int, int]  # born, died (exclusive), size
 NODES = 500  # decisions of the shortest searches, beside two for each block
 SHARE_OF_PROOF = 0.2  # of all decisions, for searches of all blocks
+NOISE = 0.3  # how far a random search departs from the usual order
+CLOCK = 32  # nodes between looks at the clock
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What came of a search for addresses below a height."""
+
+    offsets: tuple[int, ...] | None  # of each block; None if none were found
+    impossible: bool  # proven: there are none
+    nodes: int  # decisions that were tried
 
 
 def pack(
@@ -155,3 +177,299 @@ def _stack(parts: Sequence[Part], rng: random.Random) -> list[Part]:
     for group in lives.values():
         rng.shuffle(group)
     return [reduce(Part.below, group) for group in lives.values()]
+
+
+_Urgency = tuple[float, int, int, int]  # options for the times it failed, level, slack, section: the least comes first
+
+
+class _Valley(NamedTuple):
+    """Sections of one level, between higher ones; one of them is to be decided."""
+
+    begin: int
+    end: int
+    section: int
+
+
+class _Stuck(NamedTuple):
+    """Some section cannot be filled any more."""
+
+    reason: int  # a set of decisions, as bits: no others have a part in it
+
+
+@dataclass
+class _Choice:
+    """A decision: what covers a section on the bottom of its valley."""
+
+    options: list[int]  # blocks; ~section: none does
+    reason: int  # decisions because of which there are no other options, and those that had failed did
+    mark: int  # how long the trail was
+    tried: int = 0
+
+
+def fill(
+    blocks: Sequence[Block],
+    capacity: int,
+    *,
+    node_limit: float = math.inf,
+    deadline: float = math.inf,
+    seed: int | None = None,
+) -> Packing:
+    """Find addresses below a height, or prove that there are none.
+
+    Args:
+        blocks: each with a life and a size above 0.
+        capacity: of the arena.
+        node_limit: decisions to try.
+        deadline: of `time.perf_counter`.
+        seed: another search for each; None is the usual order.
+
+    >>> fill([(0, 2, 2), (1, 3, 1), (2, 4, 2)], 3).offsets, fill([(0, 2, 2), (1, 3, 1)], 2).impossible
+    ((0, 2, 0), True)
+    """
+    arena = _Arena(blocks, capacity, seed)
+    if any(slack < 0 for slack in arena.slack):
+        return Packing(None, impossible=True, nodes=0)
+    path: list[_Choice] = []
+    nodes = 0
+    while arena.left:
+        found = arena.scan()
+        if isinstance(found, _Valley):
+            path.append(arena.choice(found))
+        elif not _go_back(arena, path, found.reason):
+            return Packing(None, impossible=True, nodes=nodes)
+        if nodes >= node_limit or (nodes % CLOCK == 0 and time.perf_counter() > deadline):
+            return Packing(None, impossible=False, nodes=nodes)
+        nodes += 1
+        choice = path[-1]
+        arena.decide(choice.options[choice.tried], 1 << len(path) - 1)
+        choice.tried += 1
+    return Packing(tuple(arena.offsets), impossible=False, nodes=nodes)
+
+
+def _go_back(arena: _Arena, path: list[_Choice], reason: int) -> bool:
+    """Take decisions back up to the last that has a part in the failure and another option; whether there is one."""
+    while path:
+        choice = path[-1]
+        arena.undo(choice.mark)
+        own = 1 << len(path) - 1
+        if reason & own:
+            choice.reason |= reason & ~own
+            if choice.tried < len(choice.options):
+                return True
+            reason = choice.reason
+        path.pop()
+    return False
+
+
+class _Arena:
+    """How far each section is filled, with what, and because of which decisions."""
+
+    def __init__(self, blocks: Sequence[Block], capacity: int, seed: int | None) -> None:
+        moments = sorted({moment for born, died, _ in blocks for moment in (born, died)})
+        at = {moment: section for section, moment in enumerate(moments)}
+        rng = random.Random(seed)
+        noise = 0.0 if seed is None else NOISE
+        self.begin = [at[born] for born, _, _ in blocks]
+        self.end = [at[died] for _, died, _ in blocks]
+        self.size = [size for _, _, size in blocks]
+        self.value = [  # sections times bytes: what is large comes first
+            (end - begin) * size * (1 + noise * rng.random())
+            for begin, end, size in zip(self.begin, self.end, self.size, strict=True)
+        ]
+        self.left = len(blocks)
+        self.offsets = [-1] * self.left
+        count = max(0, len(moments) - 1)
+        self.born: list[list[int]] = [[] for _ in range(count)]  # blocks that are not placed yet, by first section
+        self.need = [0] * count  # bytes of these in each section
+        for i, section in enumerate(self.begin):
+            self.born[section].append(i)
+            for covered in range(section, self.end[i]):
+                self.need[covered] += self.size[i]
+        self.top = 2 * capacity + 2  # the level of a section that nothing more goes into
+        self.level = [0 if need else self.top for need in self.need]
+        self.slack = [capacity - need for need in self.need]  # bytes that may still be lost
+        self.closed = [False] * count  # decided: no other block covers the section on the bottom of its valley
+        self.reason = [0] * count  # the decisions that all this follows from
+        self.weight = [1 + noise * rng.random() for _ in range(count)]  # how often the section failed
+        self.trail: list[tuple[int, ...]] = []
+        self.fewest: dict[int, tuple[_Urgency, _Valley]] = {}  # for each valley, by its first section
+        self.changed: tuple[int, int] | None = (0, count) if count else None  # sections, since the last scan
+
+    def scan(self) -> _Valley | _Stuck:
+        """Give up valleys that nothing fits into, and find the section with the fewest options.
+
+        Only where something has changed since the last scan is it looked at again.
+        """
+        while self.changed is not None:
+            self.changed = begin, end = self._widened(*self.changed)
+            for section in range(begin, end):
+                self.fewest.pop(section, None)
+            done = self._look_at_valleys(begin, end)
+            if isinstance(done, _Stuck):
+                return done
+            if done:
+                self.changed = None
+        return min(self.fewest.values())[1]  # the lowest section that needs more is in a valley
+
+    def _look_at_valleys(self, begin: int, end: int) -> _Stuck | bool:
+        """Whether all were looked at; not if one was given up, as levels are others then."""
+        for first, last, rim in self._valleys(begin, end):
+            options = self._options(first, last)
+            if options is None:
+                return self._give_up(first, last, rim) or False
+            fewest = self._fewest(first, last, options)
+            if isinstance(fewest, _Stuck):
+                return fewest
+            self.fewest[first] = fewest
+        return True
+
+    def _fewest(self, begin: int, end: int, options: list[int]) -> tuple[_Urgency, _Valley] | _Stuck:
+        """The section of a valley that is to be decided first."""
+        least: _Urgency = (math.inf, 0, 0, begin)
+        for section, blocks in enumerate(options, begin):
+            if self.closed[section]:
+                continue
+            slack = self.slack[section]
+            count = blocks + (slack > 0)
+            if not count:
+                self.weight[section] += 1
+                return _Stuck(self._because(begin, end))
+            if blocks:
+                key = (1.0 if count == 1 else 2 + count / self.weight[section], self.level[section], slack, section)
+                least = min(least, key)
+        return least, _Valley(begin, end, least[-1])
+
+    def choice(self, valley: _Valley) -> _Choice:
+        """All that may cover a section on the bottom of its valley, the likeliest first."""
+        first, last = valley.section, valley.section + 1
+        while first > valley.begin and not self.closed[first - 1]:
+            first -= 1
+        while last < valley.end and not self.closed[last]:
+            last += 1
+        fitting = [
+            i for t in range(first, valley.section + 1) for i in self.born[t] if valley.section < self.end[i] <= last
+        ]
+        rims = {self._rim(valley.begin - 1), self._rim(valley.end)}
+        bottom = self.level[valley.begin]
+
+        def rank(i: int) -> tuple[bool, float]:
+            beside = self.begin[i] == valley.begin or self.end[i] == valley.end
+            return not (beside and bottom + self.size[i] in rims), -self.value[i]
+
+        options = sorted(fitting, key=rank)
+        if self.slack[valley.section] > 0:
+            options.append(~valley.section)
+        return _Choice(options, self._because(valley.begin, valley.end), len(self.trail))
+
+    def decide(self, option: int, decision: int) -> None:
+        """Place a block on the bottom of its valley, or none on a section."""
+        if option < 0:
+            section = ~option
+            self._set(section, self.level[section], self.slack[section], True, self.reason[section] | decision)
+            return
+        begin, end, size = self.begin[option], self.end[option], self.size[option]
+        self.offsets[option] = self.level[begin]
+        level, reason = self.level[begin] + size, decision
+        for section in range(begin, end):
+            reason |= self.reason[section]
+        for section in range(begin, end):
+            self.need[section] -= size
+            self._set(section, level if self.need[section] else self.top, self.slack[section], False, reason)
+        self.born[begin].remove(option)
+        self.left -= 1
+        self.trail.append((option,))
+
+    def undo(self, mark: int) -> None:
+        """Take back all since the trail was so long."""
+        while len(self.trail) > mark:
+            entry = self.trail.pop()
+            if len(entry) == 1:
+                self._take_back(entry[0])
+                continue
+            section, self.level[section], self.slack[section], closed, self.reason[section] = entry
+            self.closed[section] = bool(closed)
+            self._touch(section)
+
+    def _take_back(self, block: int) -> None:
+        self.left += 1
+        self.born[self.begin[block]].append(block)
+        for section in range(self.begin[block], self.end[block]):
+            self.need[section] += self.size[block]
+
+    def _set(self, section: int, level: int, slack: int, closed: bool, reason: int) -> None:
+        before = (section, self.level[section], self.slack[section], self.closed[section], self.reason[section])
+        self.trail.append(before)
+        self.level[section], self.slack[section] = level, slack
+        self.closed[section], self.reason[section] = closed, reason
+        self._touch(section)
+
+    def _touch(self, section: int) -> None:
+        begin, end = self.changed or (section, section + 1)
+        self.changed = min(begin, section), max(end, section + 1)
+
+    def _widened(self, begin: int, end: int) -> tuple[int, int]:
+        """With all sections of the levels on both sides."""
+        level, count = self.level, len(self.level)
+        if begin > 0:
+            beside = level[begin - 1]
+            while begin > 0 and level[begin - 1] == beside:
+                begin -= 1
+        if end < count:
+            beside = level[end]
+            while end < count and level[end] == beside:
+                end += 1
+        return begin, end
+
+    def _rim(self, section: int) -> int:
+        return self.level[section] if 0 <= section < len(self.level) else self.top
+
+    def _valleys(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Where levels are lower than on both sides: first section, last exclusive, and the lower side's level."""
+        level, left = self.level, self._rim(begin - 1)
+        while begin < end:
+            bottom, after = level[begin], begin + 1
+            while after < end and level[after] == bottom:
+                after += 1
+            right = self._rim(after)
+            if left > bottom < right:
+                yield begin, after, min(left, right)
+            begin, left = after, bottom
+
+    def _options(self, begin: int, end: int) -> list[int] | None:
+        """How many blocks may cover each section on the bottom of a valley; None if none anywhere."""
+        change = [0] * (end - begin + 1)
+        some = False
+        last = end
+        for section in range(end - 1, begin - 1, -1):
+            if self.closed[section]:
+                last = section
+                continue
+            for i in self.born[section]:
+                if self.end[i] <= last:
+                    some = True
+                    change[section - begin] += 1
+                    change[self.end[i] - begin] -= 1
+        if not some:
+            return None
+        for k in range(1, len(change)):
+            change[k] += change[k - 1]
+        return change[:-1]
+
+    def _give_up(self, begin: int, end: int, rim: int) -> _Stuck | None:
+        """Nothing more comes to lie on the bottom of a valley: what comes next there lies at its rim or above."""
+        lost = rim - self.level[begin]
+        reason = self._because(begin, end)
+        for section in range(begin, end):
+            if self.slack[section] < lost:
+                self.weight[section] += 1
+                return _Stuck(reason)
+        for section in range(begin, end):
+            self._set(section, rim, self.slack[section] - lost, False, reason)
+        return None
+
+    def _because(self, begin: int, end: int) -> int:
+        """The decisions that made a valley what it is, its rims too."""
+        reason = 0
+        for section in range(max(begin - 1, 0), min(end + 1, len(self.reason))):
+            reason |= self.reason[section]
+        return reason

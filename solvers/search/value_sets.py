@@ -178,6 +178,16 @@ class ValueSets:
         return (needed & ~self.outputs[k]) | self.inputs[k]
 
 
+def grain_of(problem: Problem, most: int) -> int:
+    """The largest size such that all values of up to that size have no more than ``most`` bytes together."""
+    sizes = np.sort(problem.sizes)
+    fits = np.flatnonzero(sizes.cumsum() <= most)
+    if not len(fits):
+        return 0
+    grain = int(sizes[fits[-1]])
+    return grain if sizes[sizes <= grain].sum() <= most else max(0, grain - 1)
+
+
 def _sums_of_eights(size: list[int]) -> np.ndarray:
     """(⌈V/8⌉, 256) int64: the bytes of each set of eight neighbours."""
     sizes = np.array(size + [0] * (-len(size) % 8), dtype=np.int64).reshape(-1, 8)

@@ -27,7 +27,7 @@ from checkmate.core.solution import Solution
 from checkmate.errors import HostError, Unsupported
 from checkmate.host.store import Store
 from checkmate.profiling.profilers import profiler
-from checkmate.solvers.common.certify import certify_plan
+from checkmate.solvers.common.certify import certify
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import solve
 from tests.support.bits import assert_same_bits
@@ -53,7 +53,7 @@ def sending(seed: int, *, again: bool = False) -> Plans:
             found = tighter
         sent = with_transfers(problem, found, np.random.default_rng(seed), share=0.7 if again else 1.0)
         sent = as_run(problem, sent)
-        return certify_plan(problem, 10**12, sent, Schedule.of_plan(problem.graph, sent), method="by hand")
+        return certify(problem, 10**12, sent, method="by hand")
 
     return plan
 

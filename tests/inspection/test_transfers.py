@@ -21,7 +21,7 @@ from checkmate.inspection.difference import diff
 from checkmate.inspection.peak import explain_peak
 from checkmate.inspection.timeline import timeline
 from checkmate.solvers.addresses import Block, live_peak
-from checkmate.solvers.common.certify import certify_plan
+from checkmate.solvers.common.certify import certify
 from checkmate.solvers.solve import solve
 from tests.support import oracle
 from tests.support.transfers import with_transfers
@@ -40,7 +40,7 @@ AWAY = Plan(
 
 def certified(problem: Problem, plan: Plan, budget: int = 10**9) -> Solution:
     """The solution that a plan made by hand is."""
-    return certify_plan(problem, budget, plan, Schedule.of_plan(problem.graph, plan), method="by hand")
+    return certify(problem, budget, plan, method="by hand")
 
 
 def drawn() -> Iterator[Solution]:

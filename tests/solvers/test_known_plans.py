@@ -85,16 +85,16 @@ def test_a_small_gap_is_worth_little_of_the_time(solves: list[dict]) -> None:
     assert [options["settle"] for options in solves] == [planning.WAVER]
     best = Incumbent(Task(problem, budget, Clock(100.0)))
     search = Portfolio(best.task, best, settle=0.01, known=None)
-    assert search.worth == 1.0  # there is no plan yet
+    assert best.worth(search.settle) == 1.0  # there is no plan yet
     best.R, best.cost = np.eye(1, dtype=bool), 1.0
     shares = []
     for bound in (0.9, 0.99, 0.995, 0.999):
         best.bound = bound
-        shares.append(search.worth)
+        shares.append(best.worth(search.settle))
     assert shares == pytest.approx([1.0, 1.0, 0.5, 0.1])
     assert search.left < 10.0
     search.settle = 0.0
-    assert search.worth == 1.0
+    assert best.worth(search.settle) == 1.0
 
 
 def test_without_the_cache_all_is_anew(solves: list[dict]) -> None:

@@ -17,8 +17,7 @@ from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.obeys_limits import obeys_limits
-from checkmate.solvers.common.runs import on_demand, peak_of
+from checkmate.solvers.common.runs import obeys_limits, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.frontier import frontier
 from checkmate.solvers.linear.moments import moment_bound

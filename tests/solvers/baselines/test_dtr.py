@@ -13,8 +13,7 @@ from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution, Status
-from checkmate.solvers.baselines.dtr_runtime import Runtime
-from checkmate.solvers.baselines.dtr_scores import HEURISTICS
+from checkmate.solvers.baselines.dtr import HEURISTICS, Runtime
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.task import Clock, OutOfTime
@@ -187,7 +186,7 @@ def test_the_time_limit_is_named() -> None:
 
 
 def test_a_run_that_goes_round_in_circles_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkmate.solvers.baselines.dtr_runtime.MOST_RUNS", 2)
+    monkeypatch.setattr("checkmate.solvers.baselines.dtr.MOST_RUNS", 2)
     runtime = Runtime(
         Tables.of(dags.unit_chain(8)), 3, HEURISTICS["LRU"], clock=Clock()
     )  # 45 runs of 17 ops, at the least

@@ -9,8 +9,7 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
-from checkmate.solvers.baselines.dtr_runtime import Runtime
-from checkmate.solvers.baselines.dtr_scores import HEURISTICS, Ancestors, Classes, Neighbourhood
+from checkmate.solvers.baselines.dtr import HEURISTICS, Ancestors, Classes, Neighbourhood, Runtime
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.task import Clock
 from tests.support.oracle import random_problem
@@ -38,7 +37,7 @@ def test_neighbourhoods_are_those_of_a_search_after_every_change(seed: int) -> N
     for _ in range(40):
         v = int(rng.choice(made))
         for follower in (ancestors, both):
-            (follower.restore if v in evicted else follower.evict)(v)
+            follower.mark(v, evicted=v not in evicted)
         evicted ^= {v}
         here = [w for w in made if w not in evicted]
         up = [searched(problem, evicted, w, ancestors=True, descendants=False) for w in here]
@@ -55,7 +54,7 @@ def test_classes_without_restoring_are_connected_components(seed: int) -> None:
     edges = [(u, w) for k, inputs in enumerate(tables.inputs) for u in inputs for w in tables.outputs[k]]
     made = [v for v, p in enumerate(tables.producer) if p >= 0]
     for v in np.random.default_rng(seed).permutation(made).tolist()[:-1]:
-        classes.evict(v)
+        classes.mark(v, evicted=True)
         evicted.add(v)
         graph = nx.Graph([(u, w) for u, w in edges if u in evicted and w in evicted])
         graph.add_nodes_from(evicted)
@@ -71,17 +70,17 @@ def test_a_value_that_comes_back_leaves_its_class_whole() -> None:
     chain = Problem.from_dag([[], [0], [1], [2], [3]], seconds=[1, 2, 4, 8, 16], sizes=[1] * 5)
     classes = Classes(Tables.of(chain))
     for v in (1, 2, 3):
-        classes.evict(v)
+        classes.mark(v, evicted=True)
     assert classes.seconds(np.array([0, 4])).tolist() == [14, 14]
-    classes.restore(2)
+    classes.mark(2, evicted=False)
     assert classes.seconds(np.array([0, 2, 4])).tolist() == [10, 10, 10]
-    classes.evict(2)
-    classes.restore(1)
-    classes.restore(3)
+    classes.mark(2, evicted=True)
+    classes.mark(1, evicted=False)
+    classes.mark(3, evicted=False)
     assert classes.seconds(np.array([1])).tolist() == [4]
-    classes.restore(2)
+    classes.mark(2, evicted=False)
     assert classes.seconds(np.array([1])).tolist() == [0]
-    classes.evict(3)
+    classes.mark(3, evicted=True)
     assert classes.seconds(np.array([2, 4])).tolist() == [8, 8]
 
 
@@ -145,8 +144,8 @@ def test_two_outputs_of_an_op_count_its_seconds_once_in_the_exact_neighbourhood(
     tables = Tables.of(Problem(Graph(tuple(ops), tuple(values), (2,)), Profile(np.array([3.0, 1.0]), np.zeros(2))))
     for kind, seconds in ((Neighbourhood, 3.0), (Ancestors, 3.0), (Classes, 6.0)):
         neighbours = kind(tables)
-        neighbours.evict(0)
-        neighbours.evict(1)
+        neighbours.mark(0, evicted=True)
+        neighbours.mark(1, evicted=True)
         assert neighbours.seconds(np.array([2])).tolist() == [seconds]
 
 

@@ -12,8 +12,7 @@ from checkmate.core import simulator
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.solution import Solution, Status
-from checkmate.solvers.baselines.rotor import Table, runs_of
-from checkmate.solvers.baselines.rotor_chain import Chain, measure, segments_of
+from checkmate.solvers.baselines.rotor import Chain, Table, measure, runs_of, segments_of
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import peak_of
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
@@ -113,7 +112,7 @@ def test_what_the_table_says_it_does_takes_the_seconds_it_says(seed: int) -> Non
     for m in np.flatnonzero(np.isfinite(table.seconds[0, 5])):
         ran: set[int] = set()
         seconds = 0.0
-        for what, k in table.actions(int(m)):
+        for what, k in table.actions(0, len(table.chain) - 1, int(m)):
             if what != "backward" and k in ran:
                 seconds += chain.pass_seconds[k] if what == "pass" else chain.keep_seconds[k]
             ran.add(k)
@@ -152,7 +151,7 @@ def test_the_model_of_memory_is_close_to_the_simulator(name: str) -> None:
     unit = problem.keep_all_peak // 1000
     table = Table.of(measure(problem, segments), unit, 1100)
     least = int(np.argmax(table.seconds[0, len(segments) - 1] == 0.0))
-    R = runs_of(problem, segments, table.actions(least))
+    R = runs_of(problem, segments, table.actions(0, len(segments) - 1, least))
     assert (R == np.eye(len(R), dtype=bool)).all()
     assert problem.keep_all_peak == peak_of(problem, R) <= least * unit <= 1.07 * problem.keep_all_peak
 
@@ -165,9 +164,9 @@ def test_what_a_segment_reads_enters_it_or_is_at_hand_anyway(name: str, fine: bo
     assert [k for s in segments for k in s.forward] == list(range(graph.forward_length))
     assert [k for s in reversed(segments) for k in s.backward] == list(range(graph.forward_length, len(graph.ops)))
     anyway = {*graph.outputs, *(v for op in graph.ops if op.pinned for v in op.outputs)}
-    for segment in segments:
+    for enters, segment in zip([None, *(s.leaves for s in segments)], segments, strict=False):
         made = {v for k in segment.forward for v in graph.ops[k].outputs}
-        allowed = made | anyway | {segment.enters}
+        allowed = made | anyway | {enters}
         assert all(v in allowed for k in segment.forward for v in graph.ops[k].inputs)
         late = {v for k in segment.backward for v in graph.ops[k].inputs}
         assert {v for v in late if graph.values[v].producer < graph.forward_length} <= allowed

@@ -12,7 +12,7 @@ from checkmate.core import simulator
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.made_twice import second_runs
-from checkmate.solvers.common.obeys_limits import obeys_limits
+from checkmate.solvers.common.runs import obeys_limits
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search import min_budget as least
 from checkmate.solvers.search.backward_search import find_plan

@@ -16,7 +16,7 @@ from checkmate.core.rules import with_rules
 from checkmate.core.solution import Status
 from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.task import Clock, Task
-from checkmate.solvers.host.exact import least_bytes, milp
+from checkmate.solvers.host.exact import milp
 from checkmate.solvers.solve import solve
 from tests.support.all_plans import cheapest_plan, random_chain_with_host, random_problem_with_host
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_ruled_problem
@@ -36,7 +36,7 @@ MAKES = (random_problem_with_host, random_chain_with_host, random_ruled_problem_
 
 def budgets(problem: Problem) -> set[int]:
     """The least that could do, and some in between."""
-    least = int(least_bytes(problem).max())
+    least = int(problem.unavoidable_bytes.max())
     return {least, least + 1, (least + problem.keep_all_peak) // 2}
 
 

@@ -184,7 +184,7 @@ def test_a_guide_decides_what_goes_first() -> None:
     for first in (0, 1):
         kept = np.ones(5, dtype=bool)
         kept[first] = False
-        stages = run_pass(Tables.of(problem), 6, Weights(outside=((3, ~kept),)))
+        stages = run_pass(Tables.of(problem), 6, Weights(outside=np.tile(~kept, (4, 1))))
         assert not isinstance(stages, Stuck)
         assert stages[4] == [first, 4]
 

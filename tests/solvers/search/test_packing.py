@@ -11,8 +11,7 @@ import pytest
 
 from checkmate.solvers.addresses import Block, live_peak, overlaps
 from checkmate.solvers.search import packing
-from checkmate.solvers.search.packing import contract, pack
-from checkmate.solvers.search.skyline import fill
+from checkmate.solvers.search.packing import contract, fill, pack
 from tests.support.blocks import NINE_ALIVE_TEN_NEEDED, cut_up, drawn, least_height
 
 MINIMALLOC = sorted((Path(__file__).parent / "minimalloc").glob("*.csv"))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from checkmate.solvers.addresses import Block, live_peak, overlaps
-from checkmate.solvers.search import skyline
-from checkmate.solvers.search.skyline import fill
+from checkmate.solvers.search import packing
+from checkmate.solvers.search.packing import fill
 from tests.support.blocks import NINE_ALIVE_TEN_NEEDED, cut_up, drawn, least_height
 
 
@@ -63,14 +63,14 @@ def test_a_failure_does_not_try_again_what_was_decided_at_another_time() -> None
 def test_what_failed_before_is_remembered_when_all_has_failed() -> None:
     """The third decision failed at first because of the first one, which has another option; the second has no part."""
     arena: Any = SimpleNamespace(undo=lambda mark: None)
-    path = [skyline._Choice(options=[0, 1], reason=0, mark=0, tried=1) for _ in range(3)]
-    assert skyline._go_back(arena, path, 0b101)
+    path = [packing._Choice(options=[0, 1], reason=0, mark=0, tried=1) for _ in range(3)]
+    assert packing._go_back(arena, path, 0b101)
     assert len(path) == 3
     path[2].tried = 2
-    assert skyline._go_back(arena, path, 0b100)
+    assert packing._go_back(arena, path, 0b100)
     assert len(path) == 1
     path[0].tried = 2
-    assert not skyline._go_back(arena, path, 0b001)
+    assert not packing._go_back(arena, path, 0b001)
     assert path == []
 
 

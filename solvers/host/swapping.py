@@ -1,8 +1,13 @@
-"""Make a plan of what a swapping heuristic decided: which values are swapped, which are made again, and where.
+"""Plans of heuristics that swap values, and the simplest of these: send all, and make nothing again.
 
-The ops run in order. A swapped value is sent after one op and fetched before another; a dropped one goes after an op
-and is made again when an op misses it. What is on its way there goes as soon as room is needed for something else, and
-only then do ops wait for it.
+The heuristic says which values are swapped, which are made again, and where; `unroll` makes a plan of that. The ops run
+in order. A swapped value is sent after one op and fetched before another; a dropped one goes after an op and is made
+again when an op misses it. What is on its way there goes as soon as room is needed for something else, and only then do
+ops wait for it.
+
+"offload-all" is what frameworks do that move activations to the host's memory (`torch.autograd.graph.save_on_cpu` at
+once, others by streams): a value goes after its last use in the forward, and comes back when the op before its first
+use in the backward runs. Nothing is chosen, so it is a yardstick.
 """
 
 from __future__ import annotations
@@ -10,8 +15,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
+from checkmate.core import simulator
+from checkmate.core.plan import Drop, Fetch, Plan, Run, Send, Wait
+from checkmate.core.problem import Problem
+from checkmate.solvers.common.fetch_ops import sendable
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.place_transfers import Outward
 from checkmate.solvers.common.task import OutOfTime, Task
+from checkmate.units import exact_bytes
 
 LOOK = 500  # steps between two looks at the clock
 
@@ -23,6 +34,48 @@ class Swap:
     value: int
     after: int
     fetch: int
+
+
+def offload_all(task: Task, incumbent: Incumbent, *, threshold: int = 0, ahead: int = 1) -> Remarks:
+    """The plan that sends all larger values which the backward reads. No plan where it does not fit.
+
+    Args:
+        threshold: bytes above which a value is sent.
+        ahead: how many ops before its first use in the backward a value is asked for.
+
+    >>> from checkmate import Problem, solve
+    >>> from checkmate.core.host import Host
+    >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[2] * 5, forward=3)
+    >>> solve(chain.with_host(Host(8, 2.0, 2.0)), 8, method="offload-all").cost
+    5.0
+    """
+    problem, host = task.problem, task.problem.host
+    assert host is not None
+    swaps = [swap for swap in every_swap(problem, ahead) if problem.sizes[swap.value] > threshold]
+    plan = unroll(task, swaps, {})
+    if incumbent.offer_plan(plan, "offload-all"):
+        return Remarks(details={"sent": len(plan.sent)})
+    usage = simulator.simulate(plan, problem)
+    there = f" and {exact_bytes(usage.peak_there)} there" if usage.peak_there > host.budget else ""
+    return Remarks(f"its only plan takes {exact_bytes(usage.peak)} here{there}", {"sent": len(plan.sent)})
+
+
+def every_swap(problem: Problem, ahead: int) -> list[Swap]:
+    """Each value of the forward that the backward reads, if there are ops to run while it is away."""
+    first, found = problem.graph.forward_length, []
+    for v in sendable(problem):
+        touched = accesses(problem, v)
+        early, late = [k for k in touched if k < first], [k for k in touched if k >= first]
+        if early and late and late[0] - ahead > early[-1]:
+            found.append(Swap(v, early[-1], late[0] - ahead))
+    return found
+
+
+def accesses(problem: Problem, v: int) -> list[int]:
+    """The ops that make or read a value, ascending."""
+    made_by = problem.graph.values[v].producer
+    assert made_by is not None
+    return [made_by, *problem.graph.users[v]]
 
 
 def unroll(task: Task, swaps: Collection[Swap], dropped: Mapping[int, int]) -> Plan:
@@ -41,16 +94,12 @@ def unroll(task: Task, swaps: Collection[Swap], dropped: Mapping[int, int]) -> P
     return unrolling.plan()
 
 
-class _Unrolling:
+class _Unrolling(Outward):
     def __init__(self, task: Task, swaps: Collection[Swap], dropped: Mapping[int, int]) -> None:
-        self.problem, self.budget, self.clock, self.dropped = task.problem, task.budget, task.clock, dropped
-        graph = self.problem.graph
-        self.steps: list[Step] = []
-        self.boundary = self.looked_at = 0  # steps of the forward, and when the clock was looked at
-        self.live = self.problem.resident  # bytes
-        self.here, self.coming, self.there = set[int](), set[int](), set[int]()
-        self.leaving: dict[int, None] = {}  # sent, still here, in the order of the link
-        self.results = set(graph.outputs)
+        super().__init__(task.problem, task.budget)
+        self.clock, self.dropped = task.clock, dropped
+        graph, self.looked_at = self.problem.graph, 0  # steps when the clock was looked at
+        self.coming, self.results = set[int](), set(graph.outputs)
         self.last = {v: max((value.producer or 0, *graph.users[v])) for v, value in enumerate(graph.values)}
         self.given = {v for v, value in enumerate(graph.values) if value.producer is None}
         self.sent_after: dict[int, list[int]] = {}
@@ -69,11 +118,11 @@ class _Unrolling:
         self.have(graph.ops[k].inputs, set(graph.ops[k].inputs))
         touched = {*graph.ops[k].inputs, *graph.ops[k].outputs} - self.results - self.given
         gone = {v for v in touched if self.last[v] == k or self.dropped.get(v) == k}
-        self.run(k, gone)
+        self.run_and_free(k, gone)
         for v in self.sent_after.get(k, ()):
             if v in self.here:
-                self.steps.append(Send(v))
-                self.leaving[v] = None
+                self.add(Send(v))
+                self.leaving[v], self.sending[v] = None, 0.0
 
     def have(self, values: Collection[int], needed: set[int]) -> None:
         """Have values at hand: wait for those on their way, fetch what has a copy, make the others again."""
@@ -83,7 +132,8 @@ class _Unrolling:
             if v not in self.coming and v in self.there:
                 self.fetch(v)
             if v in self.coming:
-                self.steps += [Wait(v), Drop(v)]
+                self.add(Wait(v))
+                self.add(Drop(v))
                 self.coming.discard(v)
                 self.there.discard(v)
                 self.here.add(v)
@@ -106,51 +156,28 @@ class _Unrolling:
         self.have(op.inputs, needed | set(op.inputs))
         new = {w for w in op.inputs if w not in before and w not in needed} - self.given
         others = {w for w in op.outputs if w != v and w not in before and w not in needed} - self.results
-        self.run(producer, new | others)
+        self.run_and_free(producer, new | others)
 
-    def run(self, k: int, gone: set[int]) -> None:
+    def run_and_free(self, k: int, gone: set[int]) -> None:
         """Run an op, after which values go."""
-        problem, op = self.problem, self.problem.graph.ops[k]
         dying = sorted(v for v in gone if v not in self.leaving)
-        saved = problem.saved(k, [v for v in dying if v in op.inputs])
-        made = sum(int(problem.sizes[v]) for v in op.outputs)
-        self.make_room(made + int(problem.workspace[k]) - (saved[1] if saved else 0))
-        over = None if saved is None else saved[0]
-        self.steps.append(Run(k, over))
-        self.live += sum(int(problem.sizes[v]) for v in op.outputs if v not in self.here)
-        self.here.update(op.outputs)
+        saved = self.problem.saved(k, [v for v in dying if v in self.problem.graph.ops[k].inputs])
+        self.run(Run(k, None if saved is None else saved[0]))
         for v in dying:
             if v in self.here:
-                self.steps += [] if v == over else [Free(v)]
-                self.let_go(v)
+                self.free(v)
 
     def fetch(self, v: int) -> None:
         """Ask for a value that is there; one that has not gone yet need not come back."""
         if v in self.leaving:
-            self.steps += [Wait(v), Drop(v)]
-            del self.leaving[v]
+            self.add(Wait(v))
+            self.add(Drop(v))
+            del self.leaving[v], self.sending[v]
         elif v in self.there and v not in self.coming and v not in self.here:
-            self.make_room(int(self.problem.sizes[v]))
-            self.steps.append(Fetch(v))
+            self.make_room(self.sizes[v])
+            self.add(Fetch(v))
             self.coming.add(v)
-            self.live += int(self.problem.sizes[v])
-
-    def make_room(self, needed: int) -> None:
-        """Wait for what is on its way there until so many bytes are free, or nothing is."""
-        while self.live + needed > self.budget and self.leaving:
-            self.arrive(next(iter(self.leaving)))
-
-    def arrive(self, v: int) -> None:
-        """Its copy is complete: let go of it."""
-        del self.leaving[v]
-        self.steps += [Wait(v), Free(v)]
-        self.there.add(v)
-        self.let_go(v)
-
-    def let_go(self, v: int) -> None:
-        """It is not at hand any more."""
-        self.here.discard(v)
-        self.live -= int(self.problem.sizes[v])
+            self.bytes_here += self.sizes[v]
 
     def plan(self) -> Plan:
         """What was unrolled, once all is waited for."""
