@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.mlp import MLP
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.resnet import resnet18, resnet50
@@ -72,6 +71,8 @@ def language_model(module: nn.Module) -> Step:
 
 def _gpt2(name: str, attention: Literal["eager", "sdpa"], layers: int) -> Case:
     def make(seed: int) -> tuple[nn.Module, Step, tuple[Tensor, ...]]:
+        from benchmarks.networks.gpt2 import GPT2  # its library takes ten seconds, which only this one needs
+
         torch.manual_seed(seed)
         module = GPT2(vocabulary=128, positions=64, width=64, layers=layers, heads=4, attention=attention)
         return module, language_model(module), (torch.randint(128, (8, 65)),)
