@@ -186,7 +186,7 @@ def test_plans_of_training_steps_verify_and_get_cheaper_with_memory(name: str) -
     assert 0 < costs[2] <= costs[1] + 0.005 <= costs[0] + 0.01 < 0.12
 
 
-@in_turn(seed=range(30))
+@in_turn(seed=range(60))
 def test_never_below_the_optimum_of_small_problems(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     known = outcomes(problem)

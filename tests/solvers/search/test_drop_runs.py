@@ -20,7 +20,7 @@ from tests.support.sampling import in_turn
 Make = Callable[..., Problem]
 
 
-@in_turn(make=[random_problem, random_problem_with_ways], seed=range(20))
+@in_turn(make=[random_problem, random_problem_with_ways], seed=range(40))
 def test_any_valid_schedule_becomes_no_dearer_and_fits_what_it_fitted(make: Make, seed: int) -> None:
     problem = make(seed, most_ops=4)
     pinned = [op.pinned is not None for op in problem.graph.ops]
