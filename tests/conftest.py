@@ -12,6 +12,14 @@ from typing import Any
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is long is slow as well: ``-m "not slow"`` takes the place of the option that leaves out what is long."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker("slow")
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """The same random numbers in every test, whichever ran before it. Tests without PyTorch do not load it for this."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.networks.batches import Batch, Step, classifier, images, language_model, tokens
-from benchmarks.networks.gpt2 import GPT2
 from benchmarks.networks.mlp import MLP
 from benchmarks.networks.mobilenet import MobileNetV2
 from benchmarks.networks.resnet import resnet18, resnet50
@@ -45,7 +45,12 @@ def _numbers() -> Batch:
     return torch.randn(512, 64), torch.randint(CLASSES, (512,))
 
 
-_gpt2 = partial(GPT2, vocabulary=128, positions=64, width=64, heads=4)
+def _gpt2(**settings: Any) -> nn.Module:
+    from benchmarks.networks.gpt2 import GPT2  # its library takes ten seconds, which only this one needs
+
+    return GPT2(vocabulary=128, positions=64, width=64, heads=4, **settings)
+
+
 _text = partial(tokens, 8, 64, 128)
 _CASES = (
     Case("mlp", lambda: MLP(64, 128, layers=6, classes=CLASSES), _numbers),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from checkmate.capture.splits.parts import InParts
 from checkmate.capture.ways.batch_norm import normalized
 from checkmate.core.problem import Problem
 from tests.support.bits import assert_same_bits
-from tests.support.sampling import few
+from tests.support.sampling import few, long, slow
 
 Step = Callable[..., Tensor]
 
@@ -45,9 +46,13 @@ class _Attention(nn.Module):
         return x + (F.dropout(scores.softmax(-1), self.dropout) @ v).transpose(1, 2).reshape(x.shape)
 
 
-def _attention(dropout: float = 0.1) -> tuple[Step, Tensor]:
+def _attention(dropout: float = 0.0) -> tuple[Step, Tensor]:
     layers = nn.Sequential(*(_Attention(16, 4, dropout, masked=True) for _ in range(2)))
     return (lambda x: layers(x).square().mean()), torch.randn(8, 64, 16)
+
+
+def _attention_with_dropout() -> tuple[Step, Tensor]:
+    return _attention(0.1)
 
 
 def _images() -> tuple[Step, Tensor]:
@@ -75,6 +80,25 @@ def _tied() -> tuple[Step, Tensor]:
     return _Tied(3000, 64), torch.randint(3000, (128,))
 
 
+Make = Callable[[], tuple[Step, Tensor]]
+
+
+@functools.cache
+def _made(make: Make) -> tuple[Step, Tensor]:
+    torch.manual_seed(0)
+    return make()
+
+
+@functools.cache
+def _traced(make: Make, **options: str) -> Problem:
+    return checkmate.trace(*_made(make), **options)
+
+
+@functools.cache
+def _smallest(make: Make, **options: str) -> Any:
+    return checkmate.min_budget(_traced(make, **options), time_limit=1)
+
+
 def _floor(problem: Problem) -> int:
     return int(problem.unavoidable_bytes.max())
 
@@ -82,18 +106,15 @@ def _floor(problem: Problem) -> int:
 @pytest.mark.parametrize(
     ("make", "share"),
     [
-        pytest.param(_attention, 0.95, marks=[pytest.mark.slow, pytest.mark.long], id="attention with dropout"),
-        pytest.param(lambda: _attention(0.0), 0.75, marks=pytest.mark.slow, id="attention"),
-        pytest.param(_images, 0.85, id="images"),
+        long(_attention_with_dropout, 0.95),
+        slow(_attention, 0.75),
+        (_images, 0.85),
     ],
 )
-def test_below_the_smallest_budget_of_the_whole_regions_are_split(make: Any, share: float) -> None:
-    torch.manual_seed(0)
-    step, x = make()
-    problem = checkmate.trace(step, x)
-    smallest = checkmate.min_budget(problem, time_limit=1)
-    assert smallest.peak < share * _floor(problem)
-    report = checkmate.verify(step, x, budget=smallest.peak, time_limit=1)  # bits, and the peak to the byte
+def test_below_the_smallest_budget_of_the_whole_regions_are_split(make: Make, share: float) -> None:
+    smallest = _smallest(make)
+    assert smallest.peak < share * _floor(_traced(make))
+    report = checkmate.verify(*_made(make), budget=smallest.peak, time_limit=1)  # bits, and the peak to the byte
     assert report.measured_peak == report.predicted_peak <= smallest.peak
     assert all(" parts: bits equal by " in text for text in smallest.splits)
     assert smallest.splits
@@ -151,8 +172,7 @@ def test_the_sum_of_a_tied_embeddings_gradients_is_written_over_one_of_them_in_p
 
 @pytest.mark.slow
 def test_layers_that_are_alike_are_split_together() -> None:
-    step, x = _attention(0.0)
-    problem = checkmate.trace(step, x)
+    problem = _traced(_attention)
     assert problem.smaller is not None
     split = problem.smaller()
     assert split is not None
@@ -163,23 +183,20 @@ def test_layers_that_are_alike_are_split_together() -> None:
 
 
 def test_where_a_plan_fits_nothing_is_split_nor_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, x = _attention()
-    problem = checkmate.trace(step, x)
+    problem = checkmate.trace(*_attention(0.1))  # what others split is known
     monkeypatch.setattr(in_parts.equal_bits, "same_bits", lambda parts: pytest.fail("tried"))
     assert checkmate.solve(problem, problem.keep_all_peak, time_limit=1).problem.splits == ()
 
 
 def test_a_region_with_other_bits_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, x = _attention()
-    problem = checkmate.trace(step, x)
+    problem = checkmate.trace(*_attention(0.1))
     monkeypatch.setattr(in_parts.equal_bits, "same_bits", lambda parts: False)
     assert [one.splits for one in problem.and_smaller()] == [()]
 
 
 @pytest.mark.slow
 def test_a_refusal_names_the_smallest_budget_with_parts() -> None:
-    step, x = _attention(0.0)
-    problem = checkmate.trace(step, x)
+    problem = _traced(_attention)
     solution = checkmate.solve(problem, problem.resident + 10, time_limit=1)
     assert solution.refusal is not None
     assert solution.refusal.min_budget < _floor(problem)
@@ -189,7 +206,7 @@ def test_a_refusal_names_the_smallest_budget_with_parts() -> None:
 @pytest.mark.slow
 def test_with_data_on_the_meta_device_regions_are_estimated() -> None:
     with torch.device("meta"):
-        step, x = _attention()
+        step, x = _attention(0.1)
     *_, last = checkmate.trace(step, x, profile="roofline:h100").and_smaller()
     assert all(text.endswith(": not tried here") for text in last.splits)
     assert last.splits
@@ -276,20 +293,17 @@ def _wide_images() -> tuple[Step, Tensor]:
 
 def test_sums_over_parts_fit_where_nothing_with_equal_bits_does() -> None:
     """The forward keeps its bits, gradients are off by no more than the certificate says, the peak is the plan's."""
-    torch.manual_seed(0)
-    step, x = _wide_images()
-    splits = _fits_with_rounding_only(step, x)
+    splits = _fits_with_rounding_only(_wide_images)
     assert any(" with sums over them: off by " in text for text in splits)
 
 
-def _fits_with_rounding_only(step: Step, x: Tensor) -> tuple[str, ...]:
+def _fits_with_rounding_only(make: Make) -> tuple[str, ...]:
     """What runs in parts at the smallest budget with rounding, which is far below that with equal bits."""
-    exact = checkmate.min_budget(checkmate.trace(step, x), time_limit=1)
-    rounding = checkmate.min_budget(checkmate.trace(step, x, numerics="rounding"), time_limit=1)
-    assert rounding.peak < 0.85 * exact.peak
+    rounding = _smallest(make, numerics="rounding")
+    assert rounding.peak < 0.85 * _smallest(make).peak
     with pytest.raises(checkmate.InfeasibleBudget):
-        checkmate.verify(step, x, budget=rounding.peak, time_limit=1)
-    report = checkmate.verify(step, x, budget=rounding.peak, time_limit=1, numerics="rounding")
+        checkmate.verify(*_made(make), budget=rounding.peak, time_limit=1)
+    report = checkmate.verify(*_made(make), budget=rounding.peak, time_limit=1, numerics="rounding")
     assert report.measured_peak == report.predicted_peak <= rounding.peak
     assert 0 < report.off < 1e-6
     assert "plain PyTorch but for rounding" in str(report)
@@ -319,11 +333,9 @@ def test_a_batch_norm_is_made_again_image_by_image_with_the_bits_it_had() -> Non
 @pytest.mark.slow
 def test_a_batch_norm_in_halves_fits_where_its_whole_does_not() -> None:
     """The sums of its backward are off by rounding."""
-    torch.manual_seed(0)
-    step, x = _images()
-    splits = _fits_with_rounding_only(step, x)
+    splits = _fits_with_rounding_only(_images)
     assert any(text.startswith("native_batch_norm_backward_1_input of 2 (BatchNorm2d") for text in splits)
-    *_, last = checkmate.trace(step, x, numerics="rounding").and_smaller()
+    *_, last = _traced(_images, numerics="rounding").and_smaller()
     regions = in_parts.regions_of(in_parts.joint_of(last).module).values()
     assert last.rounding > max(in_parts.equal_bits.off_in_parts(parts) for _, parts, _ in regions)  # halves add up
 
@@ -358,26 +370,21 @@ def test_an_op_that_regions_about_it_left_whole_is_split_before_them() -> None:
 
 
 def test_a_budget_that_equal_bits_fit_has_these_with_rounding_too() -> None:
-    step, x = _wide_images()
-    problem = checkmate.trace(step, x, numerics="rounding")
-    smallest = checkmate.min_budget(checkmate.trace(step, x), time_limit=1).peak
+    problem, smallest = _traced(_wide_images, numerics="rounding"), _smallest(_wide_images).peak
     assert checkmate.solve(problem, smallest, time_limit=1).problem.rounding == 0
-    assert checkmate.verify(step, x, budget=smallest, time_limit=1, numerics="rounding").off == 0
+    assert checkmate.verify(*_made(_wide_images), budget=smallest, time_limit=1, numerics="rounding").off == 0
 
 
 def test_a_sum_that_is_further_off_than_when_it_was_tried_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    step, x = _wide_images()
-    budget = checkmate.min_budget(checkmate.trace(step, x, numerics="rounding"), time_limit=1).peak
+    budget = _smallest(_wide_images, numerics="rounding").peak
     monkeypatch.setattr(in_parts.equal_bits, "_tried", dict.fromkeys(in_parts.equal_bits._tried, 1e-12))
     with pytest.raises(checkmate.VerificationError, match="16 times what such sums were off by when they were tried"):
-        checkmate.verify(step, x, budget=budget, time_limit=1, numerics="rounding")
+        checkmate.verify(*_made(_wide_images), budget=budget, time_limit=1, numerics="rounding")
 
 
 @pytest.mark.slow
 def test_a_region_that_has_other_bits_on_real_data_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, x = _images()
-    budget = checkmate.min_budget(checkmate.trace(step, x), time_limit=1).peak
+    budget = _smallest(_images).peak
     really = InParts._write
 
     def off(self: InParts, inputs: Any, results: tuple[Tensor, ...], begin: int) -> None:
@@ -389,7 +396,7 @@ def test_a_region_that_has_other_bits_on_real_data_is_named(monkeypatch: pytest.
     with pytest.raises(
         checkmate.VerificationError, match=r"in \d+ parts it has other bits than at once on these values"
     ):
-        checkmate.verify(step, x, budget=budget, time_limit=1)
+        checkmate.verify(*_made(_images), budget=budget, time_limit=1)
 
 
 @pytest.mark.slow

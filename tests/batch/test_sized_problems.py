@@ -21,6 +21,7 @@ from checkmate.batch.size_search import (
 from checkmate.batch.sized_problems import SizedProblems
 from checkmate.core.problem import Profile
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
+from tests.support.sampling import in_turn
 
 
 def grown(problem: Problem, size: int, block: int = 1) -> Problem:
@@ -98,7 +99,7 @@ def test_a_cap_that_makes_no_sense_is_refused(wrong: object) -> None:
         check_overhead(wrong)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@in_turn(seed=range(25))
 def test_a_plan_under_a_cap_is_found_where_there_is_one_and_else_refuted(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     found = outcomes(problem)

@@ -18,11 +18,14 @@ from checkmate.capture.random_draws import draw_mask
 from checkmate.capture.rewrite import scale_mask
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
+from tests.support.sampling import in_turn
 
 
-@pytest.mark.parametrize("p", [0.1, 0.3, 0.37, 0.5, 0.9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout", ["contiguous", "channels-last", "transposed", "empty"])
+@in_turn(
+    p=[0.1, 0.3, 0.37, 0.5, 0.9],
+    dtype=[torch.float32, torch.float64, torch.bfloat16, torch.float16],
+    layout=["contiguous", "channels-last", "transposed", "empty"],
+)
 def test_mask_and_noise_are_those_of_eager_dropout(p: float, dtype: torch.dtype, layout: str) -> None:
     x = torch.randn(0 if layout == "empty" else 3, 5, 7, 9).to(dtype)
     if layout == "channels-last":

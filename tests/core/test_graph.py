@@ -10,6 +10,7 @@ import pytest
 from checkmate.core.graph import MAX_BYTES, Graph, Op, Value
 from checkmate.errors import InvalidProblem
 from tests.support.oracle import random_problem
+from tests.support.sampling import in_turn
 
 OPS = (
     Op("embed", "f", (0,), (1,)),
@@ -42,7 +43,7 @@ def test_networkx() -> None:
     assert [graph.nodes[k]["op"] for k in range(3)] == list(OPS)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@in_turn(seed=range(20))
 def test_networkx_agrees_on_the_order(seed: int) -> None:
     graph = random_problem(seed, most_ops=8).graph
     assert nx.is_directed_acyclic_graph(graph.to_networkx())

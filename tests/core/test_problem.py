@@ -20,6 +20,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.errors import InvalidProblem
 from tests.core.test_schedule import random_runs
 from tests.support.oracle import random_problem
+from tests.support.sampling import in_turn
 
 SEEDS = range(40)
 
@@ -254,7 +255,7 @@ def test_keep_all_by_hand() -> None:
     assert (problem.keep_all_peak, problem.keep_all_cost) == (80, 10.0)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@in_turn(seed=SEEDS)
 def test_keep_all_is_what_the_simulator_sees(seed: int) -> None:
     problem = random_problem(seed, most_ops=9)
     once = Schedule.from_runs(problem.graph, np.eye(len(problem.graph.ops), dtype=bool))
@@ -276,7 +277,7 @@ def test_unavoidable_by_hand() -> None:
     assert (problem.unavoidable_bytes - 32).tolist() == [1, 1 + 2, 1 + 2 + 4 + 16, 2 + 4 + 8]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@in_turn(seed=SEEDS)
 def test_no_schedule_uses_less_than_is_unavoidable(seed: int) -> None:
     problem = random_problem(seed, most_ops=7)
     assert (problem.unavoidable_bytes <= problem.live_bytes).all()

@@ -15,6 +15,7 @@ from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.core.schedule import Schedule
 from tests.support.oracle import random_problem
+from tests.support.sampling import in_turn
 
 # op0 -> op1 -> op2 -> op3, op0 -> op3, and op4 reads op1 and op3; all sizes differ
 PROBLEM = Problem.from_dag([[], [0], [1], [0, 2], [1, 3]], [1, 2, 4, 8, 16], [1, 10, 100, 1000, 10_000])
@@ -43,7 +44,7 @@ def random_runs(problem: Problem, seed: int) -> np.ndarray:
     return R
 
 
-@pytest.mark.parametrize("seed", range(20))
+@in_turn(seed=range(20))
 def test_keeps_what_is_read_before_it_is_made_again(seed: int) -> None:
     problem = random_problem(seed, most_ops=10)
     graph, R = problem.graph, random_runs(problem, seed)
@@ -182,7 +183,7 @@ def test_no_kept_value_can_be_spared(seed: int) -> None:
         assert Schedule(schedule.R, _changed(schedule.S, t, v)).violations(problem) != []
 
 
-@pytest.mark.parametrize("seed", range(10))
+@in_turn(seed=range(10))
 def test_more_kept_than_needed_still_lowers_to_a_plan(seed: int) -> None:
     problem = random_problem(seed, most_ops=7)
     least = Schedule.from_runs(problem.graph, random_runs(problem, seed))

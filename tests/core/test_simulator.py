@@ -14,6 +14,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.simulator import cost, lower, simulate, verify, without_idle_values
 from tests.core.test_schedule import random_runs
 from tests.support.oracle import random_problem
+from tests.support.sampling import in_turn
 
 GRAPH = Graph(
     ops=(
@@ -121,7 +122,7 @@ def test_a_peak_beyond_the_budget_is_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@in_turn(seed=range(30))
 def test_any_missing_run_is_found(seed: int) -> None:
     """Every run of a lowered plan is needed: each is the first of its op, or what is read later is not at hand."""
     problem = random_problem(seed, most_ops=7)
@@ -133,7 +134,7 @@ def test_any_missing_run_is_found(seed: int) -> None:
             assert verify(mutant, problem) != []
 
 
-@pytest.mark.parametrize("seed", range(30))
+@in_turn(seed=range(30))
 def test_any_free_of_what_is_still_read_is_found(seed: int) -> None:
     problem = random_problem(seed, most_ops=7)
     graph = problem.graph

@@ -16,9 +16,10 @@ from checkmate.solvers.addresses import Block, overlaps
 from checkmate.solvers.common.certify import certify
 from tests.core.test_schedule import random_runs
 from tests.support.oracle import random_problem_with_ways
+from tests.support.sampling import in_turn
 
 
-@pytest.mark.parametrize("seed", range(40))
+@in_turn(seed=range(40))
 def test_what_is_written_over_gives_its_place_and_nothing_else_overlaps(seed: int) -> None:
     problem = random_problem_with_ways(seed, most_ops=9)
     for R in (np.eye(len(problem.graph.ops), dtype=bool), random_runs(problem, seed)):

@@ -21,6 +21,7 @@ from checkmate.inspection.timeline import ROLES, Timeline, timeline
 from checkmate.solvers.catalogue import METHODS
 from tests.core.test_schedule import random_runs
 from tests.support import oracle
+from tests.support.sampling import in_turn
 
 next_use = METHODS["next-use"].solve
 
@@ -175,7 +176,7 @@ def _agrees(line: Timeline, plan: Plan, problem: Problem) -> None:
     assert {span.role for span in line.spans} <= set(ROLES)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@in_turn(seed=range(20))
 def test_it_says_what_the_simulator_says(seed: int) -> None:
     problem = oracle.random_problem(seed)
     for schedule in islice(oracle.all_schedules(problem), 0, None, 31):
@@ -184,7 +185,7 @@ def test_it_says_what_the_simulator_says(seed: int) -> None:
             _agrees(timeline(plan, problem), plan, problem)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@in_turn(seed=range(30))
 def test_it_says_so_of_what_is_written_over(seed: int) -> None:
     problem = oracle.random_problem_with_ways(seed, most_ops=9)
     for R in (np.eye(len(problem.graph.ops), dtype=bool), random_runs(problem, seed)):

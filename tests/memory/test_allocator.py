@@ -14,6 +14,7 @@ import pytest
 from checkmate.backends.static_memory import place_soon
 from checkmate.memory import build, measure_peak
 from checkmate.memory.arena import Arena, Lives, Offsets
+from tests.support.sampling import in_turn
 
 TINY = 4096
 
@@ -130,8 +131,7 @@ def run_step(
     return [block for block in (*made, *others) if block is not None]
 
 
-@pytest.mark.parametrize("plan", [place_soon, nowhere, mixed])
-@pytest.mark.parametrize("seed", range(6))
+@in_turn(plan=[place_soon, nowhere, mixed], seed=range(6))
 def test_no_two_blocks_that_live_overlap(library: Any, seed: int, plan: Any) -> None:
     """Two arenas that take turns, steps that differ from those noted, blocks that stay for some steps."""
     rng = random.Random(seed)

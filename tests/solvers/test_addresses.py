@@ -10,9 +10,10 @@ import pytest
 from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block, live_peak, overlaps, place_blocks
 from tests.support.blocks import NINE_ALIVE_TEN_NEEDED, cut_up, drawn, least_height
+from tests.support.sampling import in_turn
 
 
-@pytest.mark.parametrize("seed", range(30))
+@in_turn(seed=range(30))
 def test_no_lower_than_the_least_height(seed: int) -> None:
     blocks = drawn(random.Random(seed), 6, moments=12)
     placed, least = place_blocks(blocks), least_height(blocks)
@@ -21,7 +22,7 @@ def test_no_lower_than_the_least_height(seed: int) -> None:
     assert placed.height == max(o + block.size for o, block in zip(placed.offsets, blocks, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@in_turn(seed=range(20))
 def test_hundreds_of_blocks(seed: int) -> None:
     blocks = drawn(random.Random(seed), 300, moments=60)
     placed = place_blocks(blocks, time_limit=0)
@@ -29,7 +30,7 @@ def test_hundreds_of_blocks(seed: int) -> None:
     assert placed.bound == live_peak(blocks) <= placed.height <= sum(block.size for block in blocks)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@in_turn(seed=range(5))
 def test_first_fit_puts_each_as_low_as_it_can_be(seed: int) -> None:
     blocks = drawn(random.Random(seed), 12, moments=8)
     data = np.array(blocks, dtype=np.int64)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
 from checkmate.solvers.backward_order import late_results
 from checkmate.solvers.search.min_budget import min_budget
+from tests.support.sampling import in_turn
 
 
 def _random_step(seed: int) -> Graph:
@@ -59,7 +59,7 @@ def test_what_stands_before_an_op_that_must_run_once_stays() -> None:
     assert late_results(replace(graph, ops=(*graph.ops[:-1], last))) is None
 
 
-@pytest.mark.parametrize("seed", range(5))
+@in_turn(seed=range(5))
 def test_an_order_can_be_undone(seed: int) -> None:
     graph = _random_step(seed)
     swapped = [*range(len(graph.ops) - 2), len(graph.ops) - 1, len(graph.ops) - 2]

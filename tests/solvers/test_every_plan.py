@@ -19,7 +19,7 @@ from checkmate.solvers.search.min_budget import MinBudget, min_budget
 from checkmate.solvers.solve import solve
 from tests.support.all_plans import cheapest_plan, is_a_schedule, random_chain_with_host, random_dag
 from tests.support.oracle import optimum, outcomes, random_problem, random_problem_with_ways
-from tests.support.sampling import long
+from tests.support.sampling import in_turn, long
 
 # op 3 needs ops 0 and 1, op 4 needs ops 0 and 2: op 2 runs again in the stage of op 4, and op 0 once more after it
 FIVE = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
@@ -81,8 +81,7 @@ OUT_OF_ORDER: dict[Callable[..., Problem], set[int]] = {
 }
 
 
-@pytest.mark.parametrize("make", OUT_OF_ORDER, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("first", [0, 70, *map(long, range(10, 70, 10)), *map(long, range(80, 300, 10))])
+@in_turn(make=OUT_OF_ORDER, first=[0, 70, *map(long, range(10, 70, 10)), *map(long, range(80, 300, 10))])
 def test_plans_are_better_than_what_is_found_only_where_ops_run_again_out_of_order(
     make: Callable[..., Problem], first: int
 ) -> None:

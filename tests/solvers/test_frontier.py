@@ -29,6 +29,7 @@ from checkmate.solvers.common.task import Task
 from checkmate.solvers.frontier import BUDGETS, Frontier, frontier
 from checkmate.solvers.solve import min_budget, solve
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.sampling import in_turn
 
 milp = METHODS["milp"].solve
 
@@ -79,7 +80,7 @@ def test_the_known_optima() -> None:
     check(found, CHAIN)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@in_turn(seed=range(8))
 def test_it_is_the_optimum_of_brute_force_at_every_budget(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     known = outcomes(problem)

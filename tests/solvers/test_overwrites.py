@@ -30,6 +30,7 @@ from tests.support.oracle import (
     outcomes,
     random_problem_with_overwrites,
 )
+from tests.support.sampling import in_turn
 from tests.support.searches import found_from
 
 SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))]
@@ -39,7 +40,7 @@ def wrong(problem: Problem, R: np.ndarray, budget: int | None = None) -> list[st
     return simulator.verify(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem, budget)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@in_turn(seed=SEEDS)
 def test_every_method_beside_all_schedules_that_are_allowed(seed: int) -> None:
     check_methods(random_problem_with_overwrites(seed))
 
@@ -63,7 +64,7 @@ def check_methods(problem: Problem) -> None:
         assert paper is None or paper.cost == pytest.approx(best, rel=2e-4)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@in_turn(seed=SEEDS)
 def test_every_part_of_auto_obeys(seed: int) -> None:
     check_parts(random_problem_with_overwrites(seed))
 
@@ -98,7 +99,7 @@ def _forbidden(problem: Problem, stages: list[list[int]]) -> list[bool]:
     return [t > until.get(k, t) for t, ops in enumerate(stages) for k in ops]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@in_turn(seed=range(4))
 def test_what_searches_ask_is_what_the_verifier_finds(seed: int) -> None:
     problem = random_problem_with_overwrites(seed)
     pinned = [k for k, op in enumerate(problem.graph.ops) if op.pinned]

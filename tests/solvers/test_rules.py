@@ -31,7 +31,7 @@ from checkmate.solvers.search.next_use import GRID
 from checkmate.solvers.search.value_sets import ValueSets
 from checkmate.solvers.solve import FOLLOWS_ALL, solve
 from tests.support.oracle import all_schedules, interesting_budgets, optimum, outcomes, random_ruled_problem
-from tests.support.sampling import few
+from tests.support.sampling import few, in_turn
 from tests.support.searches import found_from
 
 SEEDS = [*range(4), *few(2, [(seed,) for seed in range(4, 60)])]
@@ -50,7 +50,7 @@ def network(blocks: int = 3) -> Problem:
     return Problem.from_dag(deps, seconds, [4] * (n + 1) + [2] * n, forward=n + 1)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@in_turn(seed=SEEDS)
 def test_every_method_beside_all_schedules_that_obey(seed: int) -> None:
     problem = random_ruled_problem(seed)
     known = outcomes(problem)  # of those that the verifier lets pass
@@ -71,7 +71,7 @@ def test_every_method_beside_all_schedules_that_obey(seed: int) -> None:
             assert method != "milp" or found.cost == pytest.approx(best)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@in_turn(seed=SEEDS)
 def test_every_part_of_auto_obeys(seed: int) -> None:
     problem = random_ruled_problem(seed)
     every = [schedule.R for schedule in all_schedules(problem)]
@@ -85,7 +85,7 @@ def test_every_part_of_auto_obeys(seed: int) -> None:
         assert moment_bound(task, Incumbent(task), most=5).value <= best * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@in_turn(seed=range(4))
 def test_what_searches_ask_is_what_the_verifier_finds(seed: int) -> None:
     problem = random_ruled_problem(seed)
     for schedule in all_schedules(problem):

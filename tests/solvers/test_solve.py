@@ -28,7 +28,7 @@ from checkmate.solvers.search.min_budget import least_runs
 from checkmate.solvers.solve import min_budget, solve
 from checkmate.units import exact_bytes
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
-from tests.support.sampling import every, slow
+from tests.support.sampling import every, in_turn, slow
 
 checkpoint_all = METHODS["checkpoint-all"].solve
 WITHOUT_HOST = [name for name, method in METHODS.items() if not method.needs_host]
@@ -74,8 +74,7 @@ def test_every_method_answers_to_its_name(method: str) -> None:
     assert solution.method in (method, "checkpoint-all")
 
 
-@pytest.mark.parametrize("method", WITHOUT_HOST)
-@pytest.mark.parametrize("seed", range(0, 30, 3))
+@in_turn(method=WITHOUT_HOST, seed=range(0, 30, 3))
 def test_every_method_is_verified_and_never_below_the_optimum(method: str, seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     known = outcomes(problem)
@@ -319,7 +318,7 @@ def test_auto_keeps_its_plan_where_a_stage_fails_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(highs, "run", _fails)
-    solution = solve(dags.unit_chain(30), 8, time_limit=5)
+    solution = solve(dags.unit_chain(30), 8, time_limit=1)
     assert solution.status is Status.FEASIBLE
     assert "HiGHS failed to run." in solution.details["failed"]
     assert any("HiGHS failed to run." in record.getMessage() for record in caplog.records)

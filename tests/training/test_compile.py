@@ -48,10 +48,10 @@ def _problem(name: str) -> checkmate.Problem:
 def test_same_numbers_within_the_budget(name: str, share: float) -> None:
     """At the smallest budget, at one in between and at keep-all; the peak is predicted to the byte."""
     problem = _problem(name)
-    smallest = checkmate.min_budget(problem, time_limit=2.0).peak
+    smallest = checkmate.min_budget(problem, time_limit=1.0).peak
     budget = int(smallest + share * (problem.keep_all_peak - smallest))
     module, step, batch = CASES[name].make(0)
-    compiled = checkmate.compile(step, budget=budget, time_limit=2.0)
+    compiled = checkmate.compile(step, budget=budget, time_limit=1.0)
 
     found = train(module, compiled, batch)
 

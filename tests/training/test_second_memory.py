@@ -57,12 +57,12 @@ def least() -> int:
 def below() -> int:
     """A budget that holds with a second memory only."""
     problem = checkmate.trace(Net(), *batch(), host_budget="100 MB", host="file:/dev/shm")
-    return (checkmate.min_budget(problem, time_limit=2).peak + least()) // 2
+    return (checkmate.min_budget(problem, time_limit=1).peak + least()) // 2
 
 
 def compiled(fn: Any) -> Any:
     asked: dict[str, Any] = {"budget": below(), "host_budget": "100 MB", "host": "file:/dev/shm"}
-    return checkmate.compile(fn, time_limit=2, wait="best", **asked)
+    return checkmate.compile(fn, time_limit=1, wait="best", **asked)
 
 
 @pytest.mark.slow
@@ -116,13 +116,13 @@ def test_whole_steps_with_gradients_that_are_accumulated() -> None:
     there: dict[str, Any] = {"host_budget": "100 MB", "host": "file:/dev/shm"}
 
     def planned(model: Net, optimizer: torch.optim.Optimizer, budget: int, **options: Any) -> checkmate.TrainingStep:
-        about: dict[str, Any] = {"clip_norm": 1.0, "accumulate": 2, "time_limit": 2, "wait": "best"}
+        about: dict[str, Any] = {"clip_norm": 1.0, "accumulate": 2, "time_limit": 1, "wait": "best"}
         return checkmate.training_step(model, optimizer, budget=budget, **about, **options)
 
     def smallest(**options: Any) -> int:
         model = Net()
         step = planned(model, torch.optim.AdamW(model.parameters(), lr=0.01), 10**9)
-        return checkmate.min_budget(checkmate.trace(step, *batch(), **options), time_limit=2).peak
+        return checkmate.min_budget(checkmate.trace(step, *batch(), **options), time_limit=1).peak
 
     budget = (smallest() + smallest(**there)) // 2
     left = []
@@ -179,7 +179,7 @@ def test_a_plan_that_sends_takes_over_between_two_steps() -> None:
 
 @pytest.mark.slow
 def test_it_is_verified() -> None:
-    report = checkmate.verify(Net(), *batch(), budget=below(), time_limit=2, host_budget="100 MB", host="file:/dev/shm")
+    report = checkmate.verify(Net(), *batch(), budget=below(), time_limit=1, host_budget="100 MB", host="file:/dev/shm")
     assert report.measured_peak == report.predicted_peak
 
 

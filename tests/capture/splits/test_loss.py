@@ -24,6 +24,7 @@ from checkmate.capture.splits.loss import (
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 from tests.support.products import OneOrder
+from tests.support.sampling import in_turn
 
 aten = torch.ops.aten
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -53,9 +54,7 @@ def _in_parts(
     return [loss, dh, dw, *(bias.view(-1) for bias in db)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("upcast", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@in_turn(dtype=[torch.float32, torch.bfloat16], upcast=[False, True], seed=range(6))
 def test_random_losses_have_the_bits_of_plain_pytorch(
     dtype: torch.dtype, upcast: bool, seed: int, threads: int
 ) -> None:

@@ -14,7 +14,7 @@ import checkmate
 from checkmate.backends.tensor_state import same_bits
 from checkmate.capture.ways.shape_only import convolution_backward_input, max_pool2d_backward, stand_in
 from checkmate.memory import measure_peak
-from tests.support.sampling import every
+from tests.support.sampling import every, in_turn
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ def _convolution(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor, torch.
     return x, weight, torch.randn(y.shape).to(dtype), geometry
 
 
-@pytest.mark.parametrize("block", every(3, range(20)))
+@in_turn(block=every(3, range(20)))
 def test_the_input_gradient_of_any_convolution(block: int) -> None:
     for seed in range(25 * block, 25 * block + 25):
         torch.manual_seed(seed)

@@ -23,6 +23,7 @@ from checkmate.solvers.baselines.checkpoint_places import (
     why_no_chain,
 )
 from tests.support.oracle import random_problem
+from tests.support.sampling import in_turn
 
 
 def dag(deps: list[list[int]], pinned: Iterable[int] = ()) -> Problem:
@@ -55,7 +56,7 @@ def test_articulation_points_are_what_parts_before_from_after(data: st.DataObjec
     assert list(articulation_points(problem)) == parting_ops(problem)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@in_turn(seed=range(40))
 def test_on_anything(seed: int) -> None:
     problem = random_problem(seed, most_ops=16)
     assert list(articulation_points(problem)) == parting_ops(problem)

@@ -17,6 +17,7 @@ from checkmate.solvers.baselines.chen import by_bytes, every_kth, kept, selectio
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import kept_by_the_forward, peak_of
 from tests.support.oracle import random_problem
+from tests.support.sampling import in_turn
 
 NAMES = ("chen-sqrt", "chen-greedy", "ap-sqrt", "ap-greedy", "linearized-sqrt", "linearized-greedy")
 SOLVERS = {name: METHODS[name].solve for name in NAMES}
@@ -61,7 +62,7 @@ def test_unit_chains_against_the_optimum(layers: int) -> None:
     assert chen_greedy(problem, problem.keep_all_peak).status is Status.OPTIMAL
 
 
-@pytest.mark.parametrize("seed", range(6))
+@in_turn(seed=range(6))
 def test_chains_against_the_optimum(seed: int) -> None:
     problem = random_chain(seed, layers=4)
     low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak
@@ -75,7 +76,7 @@ def test_chains_against_the_optimum(seed: int) -> None:
                 check(solution)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@in_turn(seed=range(30))
 def test_greedy_is_the_best_choice_of_all_thresholds_by_brute_force(seed: int) -> None:
     """Every b from 0 to all bytes, one by one."""
     problem = random_chain(100 + seed, layers=6)
@@ -130,7 +131,7 @@ def test_sqrt_has_one_schedule_and_says_what_it_takes() -> None:
     assert "chen-greedy" in refused.message
 
 
-@pytest.mark.parametrize("seed", range(40))
+@in_turn(seed=range(40))
 def test_what_is_kept_is_what_reaches_the_backward(seed: int) -> None:
     """The checkpoints, all after the last of them, and what is always at hand; nothing else of the forward."""
     problem = random_problem(seed, most_ops=16)
@@ -145,8 +146,7 @@ def test_what_is_kept_is_what_reaches_the_backward(seed: int) -> None:
     assert all(graph.values[v].producer < graph.forward_length for v in here)
 
 
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("name", SOLVERS)
+@in_turn(seed=range(40), name=SOLVERS)
 def test_any_graph_has_an_answer(seed: int, name: str) -> None:
     problem = random_problem(seed, most_ops=14)
     for budget in (problem.keep_all_peak, (int(problem.unavoidable_bytes.max()) + problem.keep_all_peak) // 2):

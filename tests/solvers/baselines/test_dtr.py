@@ -19,7 +19,7 @@ from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.task import Clock, OutOfTime
 from tests.solvers.search.test_next_use import masked
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
-from tests.support.sampling import every
+from tests.support.sampling import every, in_turn
 
 dtr = METHODS["dtr"].solve
 milp = METHODS["milp"].solve
@@ -56,8 +56,7 @@ def test_on_short_chains_it_is_never_below_the_optimum_and_near_it(heuristic: st
         assert milp(chain, budget, time_limit=20).cost <= solution.cost + 1e-9 <= 1.7 * chain.keep_all_cost
 
 
-@pytest.mark.parametrize("heuristic", HEURISTICS)
-@pytest.mark.parametrize("block", every(3, range(3)))
+@in_turn(heuristic=HEURISTICS, block=every(3, range(3)))
 def test_never_below_the_optimum_of_small_problems(heuristic: str, block: int) -> None:
     for seed in range(15 * block, 15 * block + 15):
         problem = random_problem(seed, most_ops=4)
@@ -90,7 +89,7 @@ def test_with_ways_it_is_never_below_the_optimum_of_small_problems(block: int) -
                 check(solution)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@in_turn(seed=range(30))
 def test_without_pressure_nothing_runs_again(seed: int) -> None:
     problem = random_problem(seed, most_ops=16)
     for heuristic in HEURISTICS:

@@ -13,6 +13,7 @@ from checkmate.solvers.baselines.dtr import HEURISTICS, Ancestors, Classes, Neig
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.task import Clock
 from tests.support.oracle import random_problem
+from tests.support.sampling import in_turn
 
 
 def searched(problem: Problem, evicted: set[int], v: int, *, ancestors: bool, descendants: bool) -> float:
@@ -27,7 +28,7 @@ def searched(problem: Problem, evicted: set[int], v: int, *, ancestors: bool, de
     return sum(tables.seconds[k] for k in {tables.producer[w] for w in found})
 
 
-@pytest.mark.parametrize("seed", range(20))
+@in_turn(seed=range(20))
 def test_neighbourhoods_are_those_of_a_search_after_every_change(seed: int) -> None:
     problem = random_problem(seed, most_ops=14)
     tables, rng = Tables.of(problem), np.random.default_rng(seed)
@@ -46,7 +47,7 @@ def test_neighbourhoods_are_those_of_a_search_after_every_change(seed: int) -> N
         assert both.seconds(np.array(here, dtype=int)) == pytest.approx(np.add(up, down))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@in_turn(seed=range(20))
 def test_classes_without_restoring_are_connected_components(seed: int) -> None:
     problem = random_problem(seed, most_ops=14)
     tables = Tables.of(problem)
@@ -149,8 +150,7 @@ def test_two_outputs_of_an_op_count_its_seconds_once_in_the_exact_neighbourhood(
         assert neighbours.seconds(np.array([2])).tolist() == [seconds]
 
 
-@pytest.mark.parametrize("heuristic", HEURISTICS)
-@pytest.mark.parametrize("seed", range(15))
+@in_turn(heuristic=HEURISTICS, seed=range(15))
 def test_the_runtime_counts_its_room_and_can_bring_back_what_it_let_go(heuristic: str, seed: int) -> None:
     for problem in (random_problem(seed, most_ops=16), dags.gpt(1)):
         tables = Tables.of(problem)

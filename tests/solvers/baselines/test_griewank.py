@@ -17,6 +17,7 @@ from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import peak_of
 from tests.solvers.baselines.test_chen import random_chain
 from tests.support.oracle import random_problem
+from tests.support.sampling import in_turn
 
 griewank = METHODS["griewank"].solve
 milp = METHODS["milp"].solve
@@ -87,7 +88,7 @@ def test_the_integer_optima_of_unit_chains(layers: int, budget: int) -> None:
     assert solution.cost == solution.details["least steps"] + 1 + layers
 
 
-@pytest.mark.parametrize("seed", range(6))
+@in_turn(seed=range(6))
 def test_chains_of_different_costs_against_the_optimum(seed: int) -> None:
     problem = random_chain(seed, layers=4)
     low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak
@@ -120,7 +121,7 @@ def test_where_the_forward_is_no_chain_it_says_so_and_offers_another_use(name: s
         assert solution.cost > problem.keep_all_cost
 
 
-@pytest.mark.parametrize("seed", range(40))
+@in_turn(seed=range(40))
 def test_any_line_and_any_number_of_slots_give_a_schedule(seed: int) -> None:
     problem = random_problem(seed, most_ops=14)
     rng = np.random.default_rng(seed)

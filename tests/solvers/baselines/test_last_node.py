@@ -13,6 +13,7 @@ from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import on_demand
 from checkmate.units import exact_bytes
 from tests.support.oracle import random_problem
+from tests.support.sampling import in_turn
 
 last_node = METHODS["last-node"].solve
 
@@ -28,7 +29,7 @@ def test_on_a_unit_chain_each_value_is_made_again_from_the_start(layers: int) ->
     assert last_node(problem, 10**6).cost == solution.cost  # whatever the budget
 
 
-@pytest.mark.parametrize("seed", range(40))
+@in_turn(seed=range(40))
 def test_nothing_else_is_kept(seed: int) -> None:
     problem = random_problem(seed, most_ops=12)
     graph = problem.graph

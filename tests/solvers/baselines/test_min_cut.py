@@ -16,6 +16,7 @@ from checkmate.solvers.baselines.min_cut import SLOTS, candidates, cut, most_sec
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import kept_by_the_forward
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.sampling import in_turn
 
 min_cut = METHODS["min-cut"].solve
 
@@ -49,7 +50,7 @@ def bytes_of(problem: Problem, values: set[int]) -> int:
     return int(problem.sizes[sorted(values - set(problem.graph.outputs))].sum())
 
 
-@pytest.mark.parametrize("seed", range(60))
+@in_turn(seed=range(60))
 def test_no_choice_saves_fewer_bytes_than_the_cut(seed: int) -> None:
     problem = random_problem(seed, most_ops=9)
     graph, rng = problem.graph, np.random.default_rng(seed)
@@ -78,7 +79,7 @@ def test_of_two_minimum_cuts_the_one_nearer_to_the_backward_is_taken() -> None:
     assert cut(problem, [0]) == [2]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@in_turn(seed=range(40))
 def test_the_knapsack_is_full_of_the_most_seconds(seed: int) -> None:
     rng = np.random.default_rng(seed)
     seconds = dict(enumerate(rng.random(9)))
@@ -116,7 +117,7 @@ def test_with_room_for_all_nothing_runs_again() -> None:
         assert solution.cost == pytest.approx(problem.keep_all_cost)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@in_turn(seed=range(40))
 def test_never_below_the_optimum_of_small_problems(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     known = outcomes(problem)

@@ -16,6 +16,7 @@ from checkmate.solvers.baselines.rotor import Chain, Table, measure, runs_of, se
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.common.runs import peak_of
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.sampling import in_turn
 
 rotor = METHODS["rotor"].solve
 milp = METHODS["milp"].solve
@@ -93,7 +94,7 @@ def random_chain(seed: int, length: int) -> Chain:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@in_turn(seed=range(60))
 def test_the_table_is_the_best_of_all_strategies(seed: int) -> None:
     length = 1 + seed % 5
     chain, slots = random_chain(seed, length), 60
@@ -105,7 +106,7 @@ def test_the_table_is_the_best_of_all_strategies(seed: int) -> None:
     assert sum(np.isfinite(table.seconds[0, length - 1])) > 0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@in_turn(seed=range(20))
 def test_what_the_table_says_it_does_takes_the_seconds_it_says(seed: int) -> None:
     chain = random_chain(seed, 6)
     table = Table.of(chain, 1, 60)
@@ -184,7 +185,7 @@ def test_plans_of_training_steps_verify_and_get_cheaper_with_memory(name: str) -
     assert 0 < costs[2] <= costs[1] + 0.005 <= costs[0] + 0.01 < 0.12
 
 
-@pytest.mark.parametrize("seed", range(60))
+@in_turn(seed=range(60))
 def test_never_below_the_optimum_of_small_problems(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     known = outcomes(problem)

@@ -20,6 +20,7 @@ from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.solvers.test_overwrites import whole_step
 from tests.support.oracle import outcomes, random_problem_with_overwrites
+from tests.support.sampling import in_turn
 
 
 def convolutional(layers: int, seed: int) -> Problem:
@@ -63,8 +64,7 @@ def test_nothing_waits_where_updates_follow_their_gradients() -> None:
     assert all(not homes for homes in second_runs(whole_step(6, clipped=False)))
 
 
-@pytest.mark.parametrize("layers", [6, 10])
-@pytest.mark.parametrize("seed", range(3))
+@in_turn(layers=[6, 10], seed=range(3))
 def test_the_narrowest_search_finds_the_smallest_budget(
     layers: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +89,7 @@ def test_plans_that_make_twice_are_among_all_schedules(block: int) -> None:
     assert tried >= 5
 
 
-@pytest.mark.parametrize("seed", range(4))
+@in_turn(seed=range(4))
 def test_plans_that_make_twice_are_allowed(seed: int) -> None:
     problem = convolutional(3, seed)
     ends = min_budget(problem)

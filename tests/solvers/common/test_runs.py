@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.runs import kept_by_the_forward, on_demand
 from tests.support.oracle import random_problem
+from tests.support.sampling import in_turn
 
 
 def test_keeping_everything_runs_nothing_again() -> None:
@@ -35,7 +35,7 @@ def test_pinned_values_are_kept_whatever_is_asked() -> None:
     assert (R.sum(axis=0) > 1).any()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@in_turn(seed=range(20))
 def test_any_choice_gives_a_schedule_that_needs_no_more_than_was_kept(seed: int) -> None:
     problem: Problem = random_problem(seed, most_ops=6)
     rng = np.random.default_rng(seed)

@@ -31,6 +31,7 @@ from tests.support.oracle import (
     random_problem_with_ways,
     random_ruled_problem,
 )
+from tests.support.sampling import in_turn
 
 
 def layers(n: int, *, seconds: float = 1.0, size: int = 8) -> Problem:
@@ -124,7 +125,7 @@ KINDS: list[Callable[..., Problem]] = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@in_turn(seed=range(24))
 def test_whatever_is_sent_the_plan_is_right_and_no_bound_is_above_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     plain = KINDS[seed % len(KINDS)](seed, most_ops=8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import replace
+from inspect import getsource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from checkmate.solvers.linear.equations import build
 from checkmate.solvers.linear.highs import Outcome, Result
 from checkmate.solvers.linear.model import NONE, Model
 from tests.support.processes import run_python
+from tests.support.sampling import in_turn
 
 milp = METHODS["milp"].solve
 
@@ -42,7 +44,7 @@ def by_hand(model: Model) -> float:
     return float((points[fits] @ model.cost).min())
 
 
-@pytest.mark.parametrize("seed", range(5))
+@in_turn(seed=range(5))
 def test_integers_are_solved_exactly(seed: int) -> None:
     model = knapsack(seed)
     result = highs.run(model)
@@ -53,7 +55,7 @@ def test_integers_are_solved_exactly(seed: int) -> None:
     assert model.broken(result.x) == []
 
 
-@pytest.mark.parametrize("seed", range(5))
+@in_turn(seed=range(5))
 def test_the_relaxation_bounds_from_below(seed: int) -> None:
     model = knapsack(seed)
     result = highs.run(model, relax=True)
@@ -137,7 +139,7 @@ def test_a_start_on_some_columns_is_completed_and_returned_without_time() -> Non
     assert result.objective == pytest.approx(17)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@in_turn(seed=range(5))
 def test_what_is_better_than_the_start_is_given(seed: int) -> None:
     """Be it all that presolve leaves: HiGHS 1.16 gives the start there, with the other's objective."""
     model = knapsack(seed)
@@ -318,11 +320,14 @@ def test_a_file_is_lp_or_mps(tmp_path: Path) -> None:
         highs.export(knapsack(), tmp_path / "nowhere" / "model.lp")
 
 
-SCRIPT = """
+SCRIPT = f"""
 import sys
+import numpy as np
 from checkmate.solvers.linear import highs
-from tests.solvers.linear.test_highs import by_hand, knapsack
+from checkmate.solvers.linear.model import Model
 
+{getsource(knapsack)}
+{getsource(by_hand)}
 model = knapsack()
 assert highs.run(model).objective == by_hand(model) >= highs.run(model, relax=True).objective
 highs.export(model, sys.argv[1])

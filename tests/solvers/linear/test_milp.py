@@ -30,7 +30,7 @@ from checkmate.solvers.linear.model import NONE, Model
 from checkmate.solvers.solve import solve
 from tests.support import oracle
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
-from tests.support.sampling import every, long, slow
+from tests.support.sampling import every, in_turn, long, slow
 
 milp = METHODS["milp"].solve
 
@@ -74,17 +74,17 @@ def check_against_brute_force(
         assert solution.bound <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", every(8, range(80)))
+@in_turn(seed=every(8, range(80)))
 def test_strengthened_form_equals_brute_force(seed: int) -> None:
     check_against_brute_force(seed, "strengthened")
 
 
-@pytest.mark.parametrize("seed", every(6, range(0, 80, 2)))
+@in_turn(seed=every(6, range(0, 80, 2)))
 def test_paper_form_equals_brute_force(seed: int) -> None:
     check_against_brute_force(seed, "paper")
 
 
-@pytest.mark.parametrize("seed", every(6, range(0, 80, 2)))
+@in_turn(seed=every(6, range(0, 80, 2)))
 def test_with_ways_both_forms_equal_brute_force(seed: int) -> None:
     for formulation in FORMULATIONS:
         check_against_brute_force(seed, formulation, make=random_problem_with_ways)
@@ -97,8 +97,7 @@ def test_six_ops_equal_brute_force(seed: int) -> None:
         check_against_brute_force(seed, formulation, most_ops=6)
 
 
-@pytest.mark.parametrize("seed", every(5, range(0, 80, 4)))
-@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
+@in_turn(seed=every(5, range(0, 80, 4)), make=[random_problem, random_problem_with_ways])
 def test_relaxations_bound_the_optimum_and_the_strengthened_one_is_tighter(
     seed: int, make: Callable[..., Problem]
 ) -> None:
@@ -140,7 +139,7 @@ def test_golden_chain_of_8_whose_backward_writes_over_gradients(budget: int, cos
     assert (solution.status, solution.cost) == (Status.OPTIMAL, cost)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@in_turn(seed=range(4))
 def test_without_ways_the_model_has_no_trace_of_them(seed: int) -> None:
     problem = random_problem(seed)
     model, x = build(problem, problem.keep_all_peak)
@@ -211,7 +210,7 @@ def test_the_model_admits_a_schedule_exactly_from_its_simulated_peak_on(seed: in
 # Traps.
 
 
-@pytest.mark.parametrize("seed", range(12))
+@in_turn(seed=range(12))
 def test_trap_nothing_is_freed_after_an_op_that_did_not_run(seed: int) -> None:
     """FREE <= R left out undercounts memory: in the paper's form no FREE goes without its R."""
     problem = random_problem(seed)
@@ -224,7 +223,7 @@ def test_trap_nothing_is_freed_after_an_op_that_did_not_run(seed: int) -> None:
         assert highs.run(tried).outcome is Outcome.INFEASIBLE
 
 
-@pytest.mark.parametrize("seed", range(12))
+@in_turn(seed=range(12))
 def test_trap_nothing_is_freed_twice_or_without_being_at_hand(seed: int) -> None:
     """The strengthened form may free late, but never more than is there, nor what is still to be read or kept."""
     problem = random_problem(seed)
@@ -441,7 +440,7 @@ def test_a_workspace_far_beyond_all_values_is_taken(method: str) -> None:
     assert solve(problem, problem.keep_all_peak - 1, method=method).refusal.reason.startswith("op1 alone needs")
 
 
-@pytest.mark.parametrize("seed", range(20))
+@in_turn(seed=range(20))
 def test_without_what_is_spare_the_same_schedules_fit(seed: int) -> None:
     """A large workspace, of a plain run or of a way: the schedules within a budget are those of the smaller problem."""
     problem, rng = random_problem_with_ways(seed), np.random.default_rng(seed)

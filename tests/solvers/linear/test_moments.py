@@ -29,7 +29,7 @@ from tests.support.oracle import (
     random_problem_with_ways,
     random_ruled_problem,
 )
-from tests.support.sampling import every
+from tests.support.sampling import every, in_turn
 
 next_use = METHODS["next-use"].solve
 
@@ -45,7 +45,7 @@ def moment_bound(
     return bound
 
 
-@pytest.mark.parametrize("block", every(5, range(10)))
+@in_turn(block=every(5, range(10)))
 def test_never_above_the_optimum(block: int) -> None:
     for seed in range(25 * block, 25 * block + 25):
         problem = (random_problem, random_problem_with_ways)[seed % 2](seed, most_ops=4)

@@ -25,14 +25,13 @@ from tests.support.oracle import (
     random_problem,
     random_problem_with_overwrites,
 )
-from tests.support.sampling import every
+from tests.support.sampling import every, in_turn
 
 milp = METHODS["milp"].solve
 lp_rounding = METHODS["lp-rounding"].solve
 
 
-@pytest.mark.parametrize("randomized", [False, True])
-@pytest.mark.parametrize("seed", every(5, range(10)))
+@in_turn(randomized=[False, True], seed=every(5, range(10)))
 def test_between_the_bound_and_the_optimum(seed: int, randomized: bool) -> None:
     problem = random_problem(seed)
     every = outcomes(problem)
@@ -98,7 +97,7 @@ def test_phase_two_keeps_what_it_was_told_to_with_valid_runs(seed: int, make: Ca
         assert Schedule.from_runs(problem.graph, R).violations(problem) == []
 
 
-@pytest.mark.parametrize("seed", range(10))
+@in_turn(seed=range(10))
 def test_phase_two_is_least_among_all_schedules_that_keep_this_much(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     schedules = [s for s in all_schedules(problem) if not s.violations(problem)]

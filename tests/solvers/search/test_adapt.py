@@ -17,6 +17,7 @@ from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.adapt import adapt, as_schedule, proven_by
 from checkmate.solvers.solve import min_budget, solve
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.sampling import in_turn
 
 CLOSE = 1e-9
 
@@ -26,7 +27,7 @@ def _between(problem: Problem, share: float) -> int:
     return int(low + share * (problem.keep_all_peak - low))
 
 
-@pytest.mark.parametrize("block", range(4))
+@in_turn(block=range(4))
 def test_whatever_the_start_the_optimum_of_small_problems_is_found(block: int) -> None:
     """From keeping everything, which does not fit, and from running everything in every stage."""
     for seed in range(10 * block, 10 * block + 10):

@@ -16,7 +16,7 @@ from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_beam import Beam, prices
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
-from tests.support.sampling import every
+from tests.support.sampling import every, in_turn
 
 Make = Callable[..., Problem]
 MANY = 10**6  # states: more than there are
@@ -28,8 +28,7 @@ def beam(problem: Problem, budget: int, width: int, *, worth: float = 0.1, secon
     return Beam(sets, budget, width, price, Clock(seconds))
 
 
-@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
-@pytest.mark.parametrize("block", every(8, range(8)))
+@in_turn(make=[random_problem, random_problem_with_ways], block=every(8, range(8)))
 def test_with_every_state_it_is_the_optimum(make: Make, block: int) -> None:
     for seed in range(10 * block, 10 * block + 10):
         problem = make(seed, most_ops=4)
@@ -47,9 +46,7 @@ def test_with_every_state_it_is_the_optimum(make: Make, block: int) -> None:
             assert certify(problem, budget, R, method="beam").cost == pytest.approx(best)
 
 
-@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
-@pytest.mark.parametrize("block", every(8, range(8)))
-@pytest.mark.parametrize("width", [1, 2, 4])
+@in_turn(make=[random_problem, random_problem_with_ways], block=every(8, range(8)), width=[1, 2, 4])
 def test_merged_states_are_never_above_the_optimum(make: Make, block: int, width: int) -> None:
     for seed in range(10 * block, 10 * block + 10):
         problem = make(seed, most_ops=4)

@@ -15,7 +15,7 @@ from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search import backward_beam as module
 from checkmate.solvers.search.backward_beam import backward_bound
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
-from tests.support.sampling import every
+from tests.support.sampling import every, in_turn
 
 
 def run(
@@ -34,8 +34,7 @@ def run(
     return incumbent
 
 
-@pytest.mark.parametrize("block", every(8, range(8)))
-@pytest.mark.parametrize("grain", [module.GRAIN, 0.3])
+@in_turn(block=every(8, range(8)), grain=[module.GRAIN, 0.3])
 def test_never_above_the_optimum(block: int, grain: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a coarse grain much is left out: the bound is lower then, and what breaks the budget is not taken."""
     monkeypatch.setattr(module, "GRAIN", grain)

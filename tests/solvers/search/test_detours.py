@@ -14,7 +14,7 @@ from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.detours import Detours
 from checkmate.solvers.search.min_budget import least_runs
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
-from tests.support.sampling import every
+from tests.support.sampling import every, in_turn
 
 
 @pytest.mark.parametrize("block", every(4, range(4)))
@@ -52,7 +52,7 @@ def test_without_time_the_plan_stays() -> None:
     assert np.array_equal(Detours(Task(problem, 4)).search(start, Clock(0.0)), start)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@in_turn(seed=range(5))
 def test_bytes_in_stages_are_the_peak_of_each_stage(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     R = np.tril(np.ones((len(problem.graph.ops),) * 2, dtype=bool))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
@@ -16,12 +15,12 @@ from checkmate.solvers.search.backward_search import find_plan
 from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.support.oracle import all_schedules, random_problem, random_problem_with_ways
+from tests.support.sampling import in_turn
 
 Make = Callable[..., Problem]
 
 
-@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
-@pytest.mark.parametrize("seed", range(40))
+@in_turn(make=[random_problem, random_problem_with_ways], seed=range(40))
 def test_any_valid_schedule_becomes_no_dearer_and_fits_what_it_fitted(make: Make, seed: int) -> None:
     problem = make(seed, most_ops=4)
     pinned = [op.pinned is not None for op in problem.graph.ops]

@@ -17,6 +17,7 @@ from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.exchange import Line, exchange, places_of
 from tests.support.oracle import random_problem, random_problem_with_ways
+from tests.support.sampling import in_turn
 
 Make = Callable[..., Problem]
 
@@ -26,8 +27,7 @@ def bytes_at_runs(problem: Problem, R: np.ndarray) -> tuple[int, ...]:
     return simulator.simulate(simulator.lower(problem, Schedule.from_runs(problem.graph, R)), problem).bytes_at
 
 
-@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
-@pytest.mark.parametrize("seed", range(60))
+@in_turn(make=[random_problem, random_problem_with_ways], seed=range(60))
 def test_bytes_are_the_simulators_whatever_runs(make: Make, seed: int) -> None:
     problem = make(2000 + seed, most_ops=12)
     T = len(problem.graph.ops)

@@ -12,9 +12,10 @@ from checkmate.solvers.addresses import Block, live_peak, overlaps
 from checkmate.solvers.search import packing
 from checkmate.solvers.search.packing import fill
 from tests.support.blocks import NINE_ALIVE_TEN_NEEDED, cut_up, drawn, least_height
+from tests.support.sampling import in_turn
 
 
-@pytest.mark.parametrize("seed", range(60))
+@in_turn(seed=range(60))
 def test_the_least_height_is_found_and_none_below(seed: int) -> None:
     """Small blocks over few moments, and a rectangle cut up, which leaves no room; in the usual order and another."""
     rng = random.Random(seed)
@@ -31,7 +32,7 @@ def test_the_least_height_is_found_and_none_below(seed: int) -> None:
         assert below.offsets is None
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@in_turn(seed=[None, 0, 1, 2])
 def test_eight_blocks_need_more_than_is_ever_alive(seed: int | None) -> None:
     blocks = NINE_ALIVE_TEN_NEEDED
     assert live_peak(blocks) == 9

@@ -19,7 +19,7 @@ from checkmate.solvers.search.min_budget import MinBudget, bottleneck, least_run
 from checkmate.solvers.solve import solve
 from checkmate.units import exact_bytes
 from tests.support.oracle import outcomes, random_problem, random_problem_with_ways
-from tests.support.sampling import every
+from tests.support.sampling import every, in_turn
 
 Make = Callable[..., Problem]
 STEPS = {
@@ -36,8 +36,7 @@ def smallest(problem: Problem) -> int:
     return min(peak for _, peak in outcomes(problem))
 
 
-@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
-@pytest.mark.parametrize("block", range(10))
+@in_turn(make=[random_problem, random_problem_with_ways], block=range(10))
 def test_both_ends_are_the_smallest_peak_of_all_schedules(make: Make, block: int) -> None:
     for seed in range(12 * block, 12 * block + 12):
         problem = make(seed, most_ops=5 if seed % 12 == 0 else 4)
@@ -46,8 +45,7 @@ def test_both_ends_are_the_smallest_peak_of_all_schedules(make: Make, block: int
         assert peak_of(problem, least_runs(problem)[1]) == truth
 
 
-@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
-@pytest.mark.parametrize("block", every(5, range(10)))
+@in_turn(make=[random_problem, random_problem_with_ways], block=every(5, range(10)))
 def test_the_way_of_large_problems_keeps_the_truth_between_its_ends(
     make: Make, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

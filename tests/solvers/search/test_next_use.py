@@ -21,7 +21,7 @@ from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.min_budget import least_runs, min_budget
 from checkmate.solvers.search.next_use import GRID
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
-from tests.support.sampling import every
+from tests.support.sampling import every, in_turn
 
 Make = Callable[..., Problem]
 next_use = METHODS["next-use"].solve
@@ -57,8 +57,7 @@ def test_plans_of_training_steps_verify(name: str, share: float) -> None:
     assert solution.overhead < 0.35
 
 
-@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
-@pytest.mark.parametrize("seed", every(8, range(24)))
+@in_turn(make=[random_problem, random_problem_with_ways], seed=every(8, range(24)))
 def test_never_below_the_optimum_and_mostly_on_it(make: Make, seed: int) -> None:
     problem = make(seed)
     known = outcomes(problem)
@@ -82,8 +81,7 @@ def test_finds_the_optimum_of_nearly_all_small_problems() -> None:
     assert misses <= 0.02 * hits
 
 
-@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways])
-@pytest.mark.parametrize("seed", range(40))
+@in_turn(make=[random_problem, random_problem_with_ways], seed=range(40))
 def test_the_memory_that_a_pass_counts_is_never_below_the_simulators(make: Make, seed: int) -> None:
     problem = make(1000 + seed, most_ops=16)
     low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak
@@ -196,7 +194,7 @@ def test_where_no_pass_fits_it_says_who_is_in_the_way() -> None:
     assert problem.graph.ops[solution.stuck].name in solution.message
 
 
-@pytest.mark.parametrize("seed", range(0, 120, 2))
+@in_turn(seed=range(0, 120, 2))
 def test_the_smallest_budget_of_small_problems_is_exact(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     assert min_budget(problem).peak == interesting_budgets(outcomes(problem))[-1] + 1

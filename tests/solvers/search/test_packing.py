@@ -13,6 +13,7 @@ from checkmate.solvers.addresses import Block, live_peak, overlaps
 from checkmate.solvers.search import packing
 from checkmate.solvers.search.packing import contract, fill, pack
 from tests.support.blocks import NINE_ALIVE_TEN_NEEDED, cut_up, drawn, least_height
+from tests.support.sampling import in_turn
 
 MINIMALLOC = sorted((Path(__file__).parent / "minimalloc").glob("*.csv"))
 
@@ -22,7 +23,7 @@ def _read(path: Path) -> list[Block]:
         return [Block(int(row["lower"]), int(row["upper"]), int(row["size"])) for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@in_turn(seed=range(40))
 def test_the_least_height_is_found_and_none_below(seed: int) -> None:
     """What is proven holds for the blocks as they are, not only as they were taken together."""
     rng = random.Random(seed)
@@ -58,7 +59,7 @@ def test_all_six_problems_are_there() -> None:
     assert [path.name[0] for path in MINIMALLOC] == [*"ABCDEF"]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@in_turn(seed=range(4))
 def test_a_rectangle_cut_into_two_hundred_fits_again(seed: int) -> None:
     blocks = cut_up(random.Random(seed), 200, moments=150, height=1 << 20)
     found = pack(blocks, 1 << 20, node_limit=20_000)
@@ -67,8 +68,7 @@ def test_a_rectangle_cut_into_two_hundred_fits_again(seed: int) -> None:
     assert found == pack(blocks, 1 << 20, node_limit=20_000)
 
 
-@pytest.mark.parametrize("stack", [True, False])
-@pytest.mark.parametrize("seed", range(5))
+@in_turn(stack=[True, False], seed=range(5))
 def test_addresses_of_blocks_taken_together_are_addresses_of_all(stack: bool, seed: int) -> None:
     """Whatever is taken together: here each such block lies above the one before, so that no two of them overlap."""
     rng = random.Random(seed)

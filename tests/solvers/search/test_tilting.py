@@ -15,13 +15,14 @@ from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.next_use import Tilts
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.sampling import in_turn
 
 next_use = METHODS["next-use"].solve
 
 SECONDS = 60.0  # not reached: the searches end by themselves, or find what they look for
 
 
-@pytest.mark.parametrize("seed", range(12))
+@in_turn(seed=range(12))
 def test_never_below_the_optimum_and_never_over_the_budget(seed: int) -> None:
     problem = random_problem(seed, most_ops=4)
     known = outcomes(problem)

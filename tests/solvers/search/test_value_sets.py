@@ -26,6 +26,7 @@ from tests.support.oracle import (
     random_problem_with_overwrites,
     random_problem_with_ways,
 )
+from tests.support.sampling import in_turn
 
 Make = Callable[..., Problem]
 
@@ -34,7 +35,7 @@ def as_bits(sets: ValueSets, values: set[int]) -> int:
     return sum(sets.bit.get(v, 0) for v in values)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@in_turn(seed=range(30))
 def test_bytes_of_sets(seed: int) -> None:
     problem = random_problem(seed, most_ops=9)
     sets = ValueSets(problem)
@@ -75,8 +76,7 @@ def smallest_cut(sets: ValueSets, t: int) -> int:
     return int(nx.maximum_flow_value(graph, "from", "to"))
 
 
-@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways, random_problem_with_overwrites])
-@pytest.mark.parametrize("seed", range(120))
+@in_turn(make=[random_problem, random_problem_with_ways, random_problem_with_overwrites], seed=range(40))
 def test_no_schedule_holds_less_than_is_needed_and_owed(make: Make, seed: int) -> None:
     """At each run of each schedule the bytes are at least those of what later runs need, and of what is owed."""
     few = 5 if seed % 30 == 0 else 4
@@ -103,8 +103,7 @@ def test_no_schedule_holds_less_than_is_needed_and_owed(make: Make, seed: int) -
             stage += step.op == stage
 
 
-@pytest.mark.parametrize("make", [random_problem, random_problem_with_ways, random_problem_with_overwrites])
-@pytest.mark.parametrize("block", range(4))
+@in_turn(make=[random_problem, random_problem_with_ways, random_problem_with_overwrites], block=range(4))
 def test_refutations_are_true_where_half_of_the_ops_are_pinned(make: Make, block: int) -> None:
     refuted = 0
     for seed in range(4000 + 15 * block, 4015 + 15 * block):
