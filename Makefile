@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: help demo test test-long test-versions test-oldest lint format notebooks docs bench bench-all clean
+.PHONY: help demo test test-long gpu test-versions test-oldest lint format notebooks docs bench bench-all clean
 
 help:
 	@echo "make demo    train two networks inside byte budgets, and compare with plain PyTorch"
 	@echo "make test    run the test suite"
 	@echo "make test-long  run more cases of the same: random programs, networks, notebooks"
+	@echo "make gpu     run what needs a CUDA device; make test runs it on a simulated one"
 	@echo "make test-versions  run a selection of them on each version of PyTorch that is supported; about an hour"
 	@echo "make test-oldest  run it on the oldest of these"
 	@echo "make lint    check style and types"
@@ -29,6 +30,9 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m long $(ARGS)
+
+gpu: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "cuda and not long" $(ARGS)
 
 test-versions: $(STAMP)
 	$(BIN)/nox -s versions -- --jobs $(JOBS)

@@ -119,22 +119,22 @@ def _fill_all(numbers: list[torch.Tensor], name: str, run: partial[Any]) -> None
 def _fill(tensor: torch.Tensor, name: str, i: int) -> None:
     """Fill argument i, the whole of its memory, with the numbers of a set."""
     to = flat(tensor)
-    numbers = _numbers(name, tensor.dtype, tensor.device).roll(-i * STRIDE)
-    repeat(to, numbers)
+    numbers = _numbers(name, tensor.dtype).roll(-i * STRIDE)
+    repeat(to, numbers.to(tensor.device))
     if name == "special" and tensor.is_floating_point():
-        head = _numbers("head", tensor.dtype, tensor.device).roll(-i * STRIDE)[: min(SPECIAL, len(to))]
-        to[: len(head)] = head
+        head = _numbers("head", tensor.dtype).roll(-i * STRIDE)[: min(SPECIAL, len(to))]
+        to[: len(head)] = head.to(tensor.device)
 
 
 @cache
-def _numbers(name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """(LENGTH,) the numbers of a set: the same in every process."""
+def _numbers(name: str, dtype: torch.dtype) -> torch.Tensor:
+    """(LENGTH,) the numbers of a set, on the CPU: the same in every process, and nothing stays on a device."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.rand(LENGTH, generator=generator, dtype=torch.float64)
     if dtype is torch.bool:
-        return (drawn < 0.7).to(device)  # more are true than false
+        return drawn < 0.7  # more are true than false
     if name == "usual":
-        return drawn.mul_(0.8).add_(0.1).to(device, dtype)
+        return drawn.mul_(0.8).add_(0.1).to(dtype)
     signs = torch.where(drawn.roll(1) < 0.5, -1.0, 1.0)
     sizes = 10.0 ** (drawn * 8 - 5)
     info = torch.finfo(dtype)
@@ -144,7 +144,7 @@ def _numbers(name: str, dtype: torch.dtype, device: torch.device) -> torch.Tenso
         sizes = torch.tensor(rare, dtype=torch.float64)[(drawn.roll(2) * len(rare)).long()]
     else:
         sizes[::64] = torch.tensor(rare, dtype=torch.float64).repeat(LENGTH)[: len(sizes[::64])]
-    return (sizes * signs).to(dtype).to(device)
+    return (sizes * signs).to(dtype)
 
 
 def tried_here(joint: Joint, profile: Profile, positions: Mapping[tuple[int, int], int]) -> Profile:

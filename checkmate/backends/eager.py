@@ -70,7 +70,7 @@ from checkmate.updates.insert import Insert
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 MEASURE = Measure()
 IN_PLACE = context_variables, ctc_lengths, logging_calls, numpy_draws, small_changes  # once imported
-_BY_CUDNN = (torch.lstm, torch.gru)
+_BY_CUDNN = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def run_generated_code(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -331,7 +331,7 @@ def _refuse_inexact(module: fx.GraphModule) -> None:
         if node.target in _BY_CUDNN and node.args[0].meta["example_value"].is_cuda:
             raise Unsupported(
                 f"{where(node)}: on a GPU {node.target.__name__} is a kernel of cuDNN, which cannot be captured. "
-                "Call nn.LSTMCell or nn.GRUCell once for each step of the sequence."
+                "Call nn.LSTMCell, nn.GRUCell or nn.RNNCell once for each step of the sequence."
             )
         if re.fullmatch(r"_foreach_\w+_", getattr(node.target, "__name__", "")):
             _refuse_lost_writes(node)

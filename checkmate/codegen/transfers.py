@@ -84,7 +84,7 @@ def fetch(token: torch.Tensor, v: int) -> torch.Tensor:
     """Begin to copy a value back, into memory that is allocated now."""
     call = _at_work(token)
     if v not in call.kept:
-        landing = torch.UntypedStorage(call.bytes[v], device=call.faces[v][0].device)
+        landing = torch.empty(call.bytes[v], dtype=torch.uint8, device=call.faces[v][0].device).untyped_storage()
         call.store.fetch(v, landing)
         call.landing[v] = landing
         call.fetched += call.bytes[v]

@@ -3,7 +3,8 @@
 Each way has a stream. The memory is taken and pinned once, to the byte: PyTorch's own pool of pinned memory rounds up
 to powers of two. A copy begins when what the compute stream was given before it is done, and `wait` has the compute
 stream wait for its end: the host waits for nothing. So memory that is freed after `wait`, or allocated before `fetch`,
-is ordered by the compute stream alone, and no tensor has to be recorded on another. No device has run this yet.
+is ordered by the compute stream alone, and no tensor has to be recorded on another. It has run on a simulated device
+only.
 """
 
 from __future__ import annotations

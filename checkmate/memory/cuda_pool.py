@@ -7,8 +7,8 @@ as it does. What does not fit, since the step is not as planned, gets further se
 address changes what is computed.
 
 A step whose pool is in use already, by another thread or from within itself, runs without. When another step's forward
-begins, a pool in which nothing is alive goes back to the device; so does that of a step that is deleted. No device has
-run this yet.
+begins, a pool in which nothing is alive goes back to the device; so does that of a step that is deleted. It has run
+on a simulated device only.
 """
 
 from __future__ import annotations
@@ -141,7 +141,10 @@ class CudaPool:
                 _take_over(self)
             new = self._pool is None
             if new:
-                self._pool = torch.cuda.MemPool()
+                if self.segment:
+                    torch.cuda.empty_cache()  # within a pool, no memory that is cached outside makes room for it
+                with torch.cuda.device(self.device):  # a pool is of the device that is current
+                    self._pool = torch.cuda.MemPool()
             with torch.cuda.use_mem_pool(self._pool, self.device):
                 if new and self.segment:
                     self._reserve()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,7 @@ class Device:
         self.asked: list[tuple[int | None, int]] = []  # in which pool how many bytes
         self.alive: dict[int, int] = {}
         self.made = 0
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         monkeypatch.setattr(torch.cuda, "MemPool", self.pool)
         monkeypatch.setattr(torch.cuda, "use_mem_pool", self.use)
         monkeypatch.setattr(torch.cuda, "memory_snapshot", self.snapshot)
@@ -155,12 +156,42 @@ def test_a_segment_that_cannot_be_had_is_done_without(device: Device, monkeypatc
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA device")
+def test_a_pool_is_of_its_own_device_whichever_is_current() -> None:
+    pool = CudaPool(torch.device("cuda", 1), 32 * MIB)
+    with torch.cuda.device(0):
+        kept = pool.within("forward", lambda inputs: torch.ones(5 * MIB, device="cuda:1"))([])
+        assert pool._pool.use_count() == 1  # what the device counts, after the step has left it
+        torch.cuda.empty_cache()
+    assert (pool.reserved, pool.allocated) == (32 * MIB, 20 * MIB)
+    del kept
+    assert pool.release()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_what_is_cached_makes_room_for_a_pool() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + 48 * MIB) / total, device)
+    try:
+        torch.empty(40 * MIB, dtype=torch.uint8, device=device)  # freed, and cached
+        pool = CudaPool(device, 32 * MIB)
+        pool.within("forward", lambda inputs: None)([])
+        assert pool.reserved == 32 * MIB
+        assert pool.release()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_what_a_step_allocates_on_cuda_is_in_its_pool() -> None:
     pool = CudaPool(torch.device("cuda", torch.cuda.current_device()), 32 * MIB)
     elsewhere = torch.ones(5 * MIB, device="cuda")
     kept = pool.within("forward", lambda inputs: (inputs[0] + 1).mul(2))([elsewhere])
-    assert pool.reserved in (32 * MIB, 64 * MIB)  # 20 MiB twice: the second does not fit beside the first
+    assert pool.reserved == (32 + 20) * MIB  # 20 MiB twice: the second does not fit beside the first
     assert pool.allocated == 20 * MIB
     assert not pool.release()
     assert_same_bits(kept, torch.full_like(kept, 4.0))

@@ -1,0 +1,80 @@
+"""Compile the simulated device for the PyTorch that is installed: once, and anew when a source or PyTorch changes.
+
+    python -m tests.support.simulated_cuda.build
+
+takes about a minute of one processor the first time, and prints where the library is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import platformdirs
+import torch
+from filelock import FileLock
+
+HERE = Path(__file__).parent
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w")
+
+
+def sources() -> list[Path]:
+    """What is compiled, and what that includes."""
+    return sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")])
+
+
+def library() -> Path:
+    """The compiled device: built if there is none yet.
+
+    Raises:
+        RuntimeError: with what the compiler says, if it fails or there is none.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise RuntimeError(f"The simulated CUDA device is compiled by {compiler}, which is not here. Install g++.")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    key = hashlib.sha256("\0".join([torch.__version__, torch.__file__, version, *FLAGS]).encode())
+    for path in sources():
+        key.update(path.name.encode() + path.read_bytes())
+    folder = Path(platformdirs.user_cache_dir("checkmate")) / "simulated_cuda"
+    built = folder / f"{key.hexdigest()[:24]}.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{built}.lock"):
+        if not built.exists():
+            _build(compiler, built)
+    return built
+
+
+def _build(compiler: str, built: Path) -> None:
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    home = Path(torch.__file__).parent  # torch.utils.cpp_extension knows it too, but looks for a CUDA device first
+    includes = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
+    folders = [f"-L{home / 'lib'}", f"-Wl,-rpath,{home / 'lib'}"]
+    with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
+
+        def compile_one(source: Path) -> str:
+            made = str(Path(scratch) / f"{source.stem}.o")
+            _run([compiler, *FLAGS, abi, *includes, "-c", str(source), "-o", made])
+            return made
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = [*pool.map(compile_one, HERE.glob("*.cpp"))]
+        linked = Path(scratch) / built.name
+        _run([compiler, "-shared", "-o", str(linked), *objects, *folders, "-ltorch_cpu", "-lc10"])
+        linked.replace(built)
+
+
+def _run(command: list[str]) -> None:
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(f"The simulated CUDA device does not compile: {' '.join(command)}\n{run.stderr[-8000:]}")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{library()}\n")

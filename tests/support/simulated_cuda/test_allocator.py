@@ -1,0 +1,239 @@
+"""The simulated allocator: the rules of PyTorch's on CUDA, in figures that follow from them."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.simulated_cuda import install
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not install.is_installed(), reason="tests of the simulated CUDA device"),
+]
+
+MIB = 1 << 20
+OTHER = 1  # the device that no other test uses
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> Iterator[None]:
+    """Nothing is on the device, before and after; it is as large as before."""
+    gc.collect()
+    with torch.cuda.device(OTHER):
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == 0, "what ran before holds memory of this device"
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.get_device_properties(OTHER).total_memory
+        yield
+        install.set_option("expandable", False)
+        install.set_capacity(before, OTHER)
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_allocated() == 0
+
+
+def take(nbytes: float) -> Tensor:
+    return torch.empty(int(nbytes), dtype=torch.uint8, device=f"cuda:{OTHER}")
+
+
+def stats(name: str) -> int:
+    return torch.cuda.memory_stats(OTHER)[name]
+
+
+def used() -> tuple[int, int, int]:
+    """Requested, allocated, reserved."""
+    return (
+        stats("requested_bytes.all.current"),
+        torch.cuda.memory_allocated(OTHER),
+        torch.cuda.memory_reserved(OTHER),
+    )
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (11 * MIB, 12 * MIB, 12 * MIB),  # a rest of 1 MiB is not split off
+        (33 * MIB - 5, 34 * MIB, 34 * MIB),
+    ],
+)
+def test_blocks_and_segments(nbytes: int, allocated: int, reserved: int) -> None:
+    kept = take(nbytes)
+    assert used() == (nbytes, allocated, reserved)
+    del kept
+    assert used() == (0, 0, reserved)
+    torch.cuda.empty_cache()
+    assert used() == (0, 0, 0)
+
+
+def test_small_and_large_blocks_have_segments_of_their_own() -> None:
+    kept = [take(512), take(2 * MIB), take(512), take(3 * MIB)]
+    assert used()[2] == 22 * MIB
+    assert stats("reserved_bytes.small_pool.current") == 2 * MIB
+    assert kept[2].data_ptr() - kept[0].data_ptr() == 512
+    assert kept[3].data_ptr() - kept[1].data_ptr() == 2 * MIB
+
+
+def test_the_smallest_block_that_fits_is_taken_the_lowest_of_equal_ones() -> None:
+    kept: list[Any] = [take(size * MIB) for size in (2, 3, 2, 4, 2, 3, 2)]  # 18 of 20 MiB
+    places = [tensor.data_ptr() for tensor in kept]
+    kept[1] = kept[3] = kept[5] = None
+    assert take(3 * MIB).data_ptr() == places[1]
+    assert take(3.5 * MIB).data_ptr() == places[3]
+
+
+def test_what_would_leave_a_mebibyte_takes_all() -> None:
+    kept: list[Any] = [take(size * MIB) for size in (2, 4, 2)]
+    kept[1] = None
+    whole = take(3 * MIB)
+    assert used()[1] == 8 * MIB
+    del whole
+    part = take(3 * MIB - 512)
+    assert used()[1] == 4 * MIB + 3 * MIB - 512
+    del part
+
+
+def test_neighbours_that_are_free_are_one() -> None:
+    kept: list[Any] = [take(6 * MIB) for _ in range(3)]  # and 2 MiB are left
+    begin = kept[0].data_ptr()
+    kept[2] = None
+    kept[2] = take(8 * MIB)
+    assert kept[2].data_ptr() == begin + 12 * MIB
+    kept[0] = kept[1] = None
+    kept[0] = take(9.5 * MIB)
+    assert kept[0].data_ptr() == begin
+    kept.clear()
+    assert used() == (0, 0, 20 * MIB)
+    assert torch.cuda.memory_stats(OTHER)["inactive_split.all.current"] == 0
+
+
+def test_peaks_are_kept_until_they_are_reset() -> None:
+    first, second = take(600), take(5 * MIB)
+    del second
+    assert torch.cuda.max_memory_allocated(OTHER) == 1024 + 5 * MIB
+    assert stats("requested_bytes.all.peak") == 600 + 5 * MIB
+    assert torch.cuda.max_memory_reserved(OTHER) == 22 * MIB
+    torch.cuda.reset_peak_memory_stats(OTHER)
+    assert torch.cuda.max_memory_allocated(OTHER) == 1024
+    del first
+
+
+def test_memory_is_poisoned_when_it_is_new_and_when_it_is_freed() -> None:
+    x = torch.empty(1000, device=f"cuda:{OTHER}")
+    assert x.isnan().all()
+    place = x.zero_().data_ptr()
+    beside = ctypes.cast(place, ctypes.POINTER(ctypes.c_float))
+    assert beside[0] == 0
+    del x
+    assert math.isnan(beside[0])
+    x = torch.empty(1000, device=f"cuda:{OTHER}")
+    assert x.data_ptr() == place
+    assert x.isnan().all()
+
+
+def test_out_of_memory_once_what_is_cached_has_gone_back() -> None:
+    install.set_capacity(64 * MIB, OTHER)
+    first, second = take(30 * MIB), take(30 * MIB)
+    del second
+    assert used()[2] == 60 * MIB
+    kept = take(32 * MIB)  # for which the 30 MiB go back
+    assert used()[1:] == (62 * MIB, 62 * MIB)
+    assert stats("num_alloc_retries") >= 1
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        take(3 * MIB)
+    torch.cuda.set_per_process_memory_fraction(0.5, OTHER)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            take(2 * MIB)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, OTHER)
+    del first, kept
+
+
+def test_expandable_segments_leave_no_rests() -> None:
+    install.set_option("expandable", True)
+    kept: list[Any] = [take(3 * MIB - 512), take(11 * MIB), take(21 * MIB)]
+    assert used() == (35 * MIB - 512, 35 * MIB - 512, 40 * MIB)
+    assert kept[2].data_ptr() - kept[0].data_ptr() == 14 * MIB - 512
+    (segment,) = [s for s in torch.cuda.memory_snapshot() if s["device"] == OTHER and s["segment_type"] == "large"]
+    assert segment["is_expandable"]
+    assert segment["total_size"] == 40 * MIB
+    kept[1] = kept[2] = None
+    torch.cuda.empty_cache()  # of 20 MiB each whole unit goes back
+    assert used()[1:] == (3 * MIB - 512, 20 * MIB)
+    kept.append(take(30 * MIB))
+    assert used()[2] == 40 * MIB
+    kept.clear()
+
+
+def test_a_pool_has_segments_of_its_own_and_gives_them_back() -> None:
+    outside = take(2 * MIB)
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool, OTHER):
+        inside = take(2 * MIB)
+    assert used() == (4 * MIB, 4 * MIB, 40 * MIB)
+    (segment,) = torch.cuda.memory_snapshot(pool.id)
+    assert (segment["total_size"], segment["allocated_size"]) == (20 * MIB, 2 * MIB)
+    assert tuple(segment["segment_pool_id"]) == pool.id
+    assert take(2 * MIB).data_ptr() == outside.data_ptr() + 2 * MIB
+    del inside
+    del pool
+    assert used()[2] == 20 * MIB
+    del outside
+
+
+def test_a_pool_is_of_the_device_on_which_it_is_made() -> None:
+    with torch.cuda.device(0):
+        pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool, OTHER):
+        take(2 * MIB)
+    assert pool.use_count() == 1
+    assert install.lib().simulated_pool_uses(OTHER, *pool.id) == 0  # nobody there holds it: any empty_cache frees it
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_snapshot(pool.id) == []
+
+
+def test_while_a_pool_is_in_use_nothing_cached_goes_back() -> None:
+    install.set_capacity(64 * MIB, OTHER)
+    take(40 * MIB)
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool, OTHER), pytest.raises(torch.OutOfMemoryError):
+        take(30 * MIB)
+    assert take(30 * MIB).numel() == 30 * MIB
+
+
+def test_a_snapshot_lists_blocks_side_by_side() -> None:
+    first, second = take(1000), take(2000)
+    (segment,) = [s for s in torch.cuda.memory_snapshot() if s["device"] == OTHER]
+    assert [(b["size"], b["requested_size"], b["state"]) for b in segment["blocks"]] == [
+        (1024, 1000, "active_allocated"),
+        (2048, 2000, "active_allocated"),
+        (2 * MIB - 3072, 0, "inactive"),
+    ]
+    assert segment["address"] == first.data_ptr()
+    del second
+
+
+def test_two_devices_count_apart() -> None:
+    before = torch.cuda.memory_allocated(0)
+    kept = take(5 * MIB)
+    assert torch.cuda.memory_allocated(0) == before
+    with pytest.raises(RuntimeError, match="same device"):
+        kept + torch.ones(1, device="cuda:0")
+    with pytest.raises(RuntimeError, match="same device"):
+        kept + torch.ones(5 * MIB, dtype=torch.uint8)
+    there = kept.fill_(3).to("cuda:0")
+    assert there.device.index == 0
+    assert (there == 3).all()

@@ -1,0 +1,213 @@
+"""Streams of the simulated device: what nothing orders is found, and copies run as late as they may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkmate.host import Store, open_store, pinned_mover
+from tests.support.bits import assert_same_bits
+from tests.support.simulated_cuda import install
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not install.is_installed(), reason="tests of the simulated CUDA device"),
+]
+
+SIZE = 100_000
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    torch.cuda.synchronize()
+    for option in ("clocks", "late", "poison"):
+        install.set_option(option, True)
+
+
+def tensors() -> tuple[Tensor, Tensor]:
+    return torch.ones(SIZE, device="cuda"), torch.zeros(SIZE).pin_memory()
+
+
+def test_a_copy_that_waits_is_in_order() -> None:
+    source, to = tensors()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        to.copy_(source, non_blocking=True)
+    torch.cuda.current_stream().wait_stream(side)
+    source.zero_()
+    torch.cuda.synchronize()
+    assert (to == 1).all()
+
+
+def test_a_copy_that_starts_too_early_is_an_error() -> None:
+    source, to = tensors()
+    with (
+        torch.cuda.stream(torch.cuda.Stream()),
+        pytest.raises(RuntimeError, match="does not wait for what stream 0 writes to"),
+    ):
+        to.copy_(source, non_blocking=True)
+
+
+def test_a_write_that_does_not_wait_for_a_copy_is_an_error() -> None:
+    source, to = tensors()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        to.copy_(source, non_blocking=True)
+    with pytest.raises(RuntimeError, match="reads from the same memory"):
+        source.zero_()
+
+
+def test_memory_that_is_freed_too_early_is_found_where_it_is_used_again() -> None:
+    source, to = tensors()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        to.copy_(source, non_blocking=True)
+    place = source.data_ptr()
+    del source
+    other = torch.empty(SIZE, device="cuda")
+    assert other.data_ptr() == place
+    with pytest.raises(RuntimeError, match="reads from the same memory"):
+        other.zero_()
+
+
+def test_memory_recorded_on_a_stream_stays_until_that_has_come_so_far() -> None:
+    source, to = tensors()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        to.copy_(source, non_blocking=True)
+    source.record_stream(side)
+    place = source.data_ptr()
+    del source
+    other = torch.zeros(SIZE, device="cuda")
+    assert other.data_ptr() != place
+    side.synchronize()
+    assert (to == 1).all()
+    assert torch.zeros(SIZE, device="cuda").data_ptr() == place
+
+
+def test_a_stream_s_memory_is_its_own() -> None:
+    side = torch.cuda.Stream()
+    place = torch.empty(SIZE, device="cuda").data_ptr()
+    with torch.cuda.stream(side):
+        assert torch.empty(SIZE, device="cuda").data_ptr() != place
+    assert torch.empty(SIZE, device="cuda").data_ptr() == place
+
+
+def test_without_clocks_late_copies_show_in_the_bits() -> None:
+    """The second way to see it, which knows nothing of who accesses what."""
+    install.set_option("clocks", False)
+    source, to = tensors()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        to.copy_(source, non_blocking=True)
+    assert not side.query()
+    source.fill_(7)
+    torch.cuda.synchronize()
+    assert (to == 7).all()
+    assert side.query()
+
+
+def test_the_host_may_read_what_it_has_waited_for() -> None:
+    source, to = tensors()
+    event = torch.cuda.Event()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        to.copy_(source, non_blocking=True)
+        event.record()
+    assert not event.query()
+    assert (to == 0).all()
+    event.synchronize()
+    assert event.query()
+    assert (to == 1).all()
+    source.zero_()  # what the host has waited for is over
+
+
+def test_events_time_the_device_s_work_and_not_the_host_s() -> None:
+    begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    x, y = torch.zeros(1000, device="cuda"), torch.zeros(10_000_000, device="cuda")
+    begin.record()
+    x.add_(1)
+    middle.record()
+    y.add_(1)
+    end.record()
+    assert 0 < begin.elapsed_time(middle) < middle.elapsed_time(end) / 5
+    assert begin.elapsed_time(middle) == pytest.approx(2e-3, rel=0.01)  # ms: a launch
+
+
+def send_and_fetch(store: Store) -> None:
+    """A value goes, its memory is used again, and it comes back."""
+    value = torch.randn(SIZE, device="cuda")
+    before = value.cpu()
+    value.mul_(2).div_(2)  # the last write is the stream's, and the host has not waited for it
+    store.send(0, value.untyped_storage())
+    store.wait(0)
+    del value
+    torch.randn(SIZE, device="cuda")
+    back = torch.empty(SIZE, device="cuda")
+    store.fetch(0, back.untyped_storage())
+    store.wait(0)
+    store.drop(0)
+    assert_same_bits(back.clone(), before.to("cuda"))
+
+
+def without_waits(monkeypatch: pytest.MonkeyPatch, *, of_copies: bool) -> None:
+    """Have the streams of copies, or the default one, wait for no event."""
+    wait = install.Stream.wait_event
+
+    def wait_event(stream: install.Stream, event: torch.cuda.Event) -> None:
+        if (stream.stream_id != 0) is not of_copies:
+            wait(stream, event)
+
+    monkeypatch.setattr(install.Stream, "wait_event", wait_event)
+
+
+@pytest.mark.parametrize("clocks", [True, False])
+def test_a_value_comes_back_from_pinned_memory(clocks: bool) -> None:
+    install.set_option("clocks", clocks)
+    late, checked = install.lib().simulated_late_tasks(), install.lib().simulated_orders_checked()
+    store = open_store("pinned", 4 << 20, torch.device("cuda", 0))
+    send_and_fetch(store)
+    store.close()
+    assert install.lib().simulated_late_tasks() == late + 2
+    assert install.lib().simulated_orders_checked() > checked
+    assert install.unpinned_early() == 0
+
+
+@pytest.mark.parametrize("of_copies", [True, False])
+def test_pinned_memory_without_a_wait_is_found_by_the_clocks(of_copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the copies' streams for the step, and of the step's for a copy."""
+    store = open_store("pinned", 4 << 20, torch.device("cuda", 0))
+    without_waits(monkeypatch, of_copies=of_copies)
+    with pytest.raises(RuntimeError, match="does not wait"):
+        send_and_fetch(store)
+    store.close()
+
+
+def test_pinned_memory_without_a_wait_is_found_by_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store("pinned", 4 << 20, torch.device("cuda", 0))
+    install.set_option("clocks", False)
+    without_waits(monkeypatch, of_copies=False)
+    with pytest.raises(AssertionError):
+        send_and_fetch(store)
+    store.close()
+
+
+def test_pinned_memory_is_not_let_go_of_while_a_copy_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the host waits; a mover that does not is found."""
+    for waits, early in ((True, 0), (False, 1)):
+        if not waits:
+            monkeypatch.setattr(pinned_mover.PinnedMover, "finish", lambda self: None)
+        store = open_store("pinned", 4 << 20, torch.device("cuda", 0))
+        store.send(0, torch.randn(SIZE, device="cuda").untyped_storage())
+        store.close()
+        assert install.unpinned_early() == early

@@ -1,0 +1,47 @@
+"""Whatever is marked ``cuda`` runs on the simulated device, where there is none; on one that is there, as it is.
+
+By hand: ``make gpu`` on a machine with a GPU, and ``make gpu ARGS="-p tests.support.simulated_cuda.plugin"`` elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+MARK = re.compile(r"pytest\.mark\.cuda\b")
+PLUGIN = "tests.support.simulated_cuda.plugin"
+
+
+def files() -> list[str]:
+    """Those with such tests, of the device itself first: to import all others would take longer than to run these."""
+    tests = (path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__))
+    found = sorted((path for path in tests if MARK.search(path.read_text())), key=lambda p: (p.parent != HERE, p))
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which runs these tests itself")
+def test_what_is_marked_cuda_runs_on_the_simulated_device(tmp_path: Path) -> None:
+    """All of it: nothing is skipped. Where the device cannot be built, this fails with what the compiler says."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", PLUGIN, "-p", "no:cacheprovider", "-m", "cuda and not long"]
+    run = subprocess.run(
+        [*command, f"--basetemp={tmp_path / 'base'}", *files()],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, (run.stdout + run.stderr)[-20_000:]
+    counts = run.stdout.splitlines()[-1]
+    assert int(re.search(r"(\d+) passed", counts)[1]) > len(files())
+    assert "skipped" not in counts, run.stdout[-5000:]

@@ -1,0 +1,129 @@
+"""Whole steps on a CUDA device: plain PyTorch's bits with what runs there only, and nothing of ours stays there."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import checkmate
+from tests.support.bits import assert_same_bits
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+class Net(nn.Module):
+    """Convolutions, batch norm and dropout, and attention over the rows of a picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2))
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.body(x).flatten(2)  # (batch, 16, 64)
+        mixed, _ = self.attention(rows, rows, rows, need_weights=False)
+        return self.head((rows + mixed).mean(1))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(32, 3, 8, 8, device="cuda"), torch.randint(10, (32,), device="cuda")
+
+
+def loss_of(net: nn.Module, dtype: torch.dtype | None) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
+            return F.cross_entropy(net(x), y)
+
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "fused"), [(None, True), (torch.bfloat16, False), (torch.float16, None)])
+def test_a_training_step_leaves_the_bits_of_plain_pytorch(dtype: torch.dtype | None, fused: bool | None) -> None:
+    """By each implementation of AdamW, in each precision; float16 with its scaler."""
+    ours = Net().cuda()
+    plain = copy.deepcopy(ours)
+    optimizers = [torch.optim.AdamW(net.parameters(), fused=fused) for net in (ours, plain)]
+    scalers = [torch.amp.GradScaler("cuda") for _ in optimizers] if dtype is torch.float16 else [None, None]
+    step = checkmate.training_step(loss_of(ours, dtype), optimizers[0], "1 GB", scaler=scalers[0])
+    data = [batch() for _ in range(3)]
+    torch.manual_seed(1)
+    found = [step(*each).detach() for each in data]
+    torch.manual_seed(1)
+    for each, expected in zip(data, found, strict=True):
+        optimizers[1].zero_grad()
+        loss = loss_of(plain, dtype)(*each)
+        if scalers[1] is None:
+            loss.backward()
+            optimizers[1].step()
+        else:
+            scalers[1].scale(loss).backward()
+            scalers[1].step(optimizers[1])
+            scalers[1].update()
+        assert_same_bits(expected, loss.detach())
+    assert_same_bits(ours.state_dict(), plain.state_dict())
+
+
+@pytest.mark.slow
+def test_values_wait_in_pinned_memory_and_come_back_as_they_were() -> None:
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)]
+    net, x = nn.Sequential(*layers).cuda(), torch.randn(2048, 256, device="cuda")
+
+    def step(x: Tensor) -> Tensor:
+        return net(x).square().mean()
+
+    host: dict[str, Any] = {"host_budget": "100 MB", "host": "pinned"}
+    alone = checkmate.min_budget(checkmate.trace(step, x), time_limit=2).peak
+    beside = checkmate.min_budget(checkmate.trace(step, x, **host), time_limit=2).peak
+    assert beside < alone
+    compiled = checkmate.compile(step, budget=(alone + beside) // 2, time_limit=2, verify=True, **host)
+    wanted = [*net.parameters()]
+    found = torch.autograd.grad(compiled(x), wanted)
+    assert compiled.plans[0].plan.sent
+    assert_same_bits(found, torch.autograd.grad(step(x), wanted))
+
+
+def test_measuring_leaves_nothing_on_the_device() -> None:
+    """So the smallest budget of a trace is that of a step which is compiled next."""
+    x = torch.rand(64, 65, dtype=torch.float64, device="cuda", requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        return F.softmax(x.sin(), 1).tanh().sum()
+
+    torch.autograd.grad(step(x), x)
+    residents = []
+    for _ in range(2):
+        problem = checkmate.trace(step, x, cache=False)
+        residents.append(problem.resident)
+        del problem
+        gc.collect()
+    assert residents[1] <= residents[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, lambda *sizes: nn.RNN(*sizes, nonlinearity="relu")])
+def test_layers_that_are_one_kernel_of_cudnn_are_refused_by_name(kind: Any) -> None:
+    net, x = kind(4, 8).cuda(), torch.randn(3, 2, 4, device="cuda")
+    with pytest.raises(checkmate.Unsupported, match=r"is a kernel of cuDNN.*nn\.RNNCell"):
+        checkmate.trace(lambda x: net(x)[0].sum(), x)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+@pytest.mark.parametrize("memory", ["arena", "allocator"])
+def test_a_step_on_another_device_than_the_current_one(memory: str) -> None:
+    net, x = nn.Linear(64, 64).to("cuda:1"), torch.randn(512, 64, device="cuda:1")
+    gc.collect()
+    held = torch.cuda.memory_allocated(0)
+    step = checkmate.compile(lambda x: net(x).tanh().square().mean(), budget="1 GB", memory=memory, verify=True)
+    found = torch.autograd.grad(step(x), [*net.parameters()])
+    assert {grad.device for grad in found} == {x.device}
+    assert torch.cuda.memory_allocated(0) == held
+    assert_same_bits(found, torch.autograd.grad(net(x).tanh().square().mean(), [*net.parameters()]))
