@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.capture.device import BLOCK_BYTES
 from checkmate.profiling.cost_table import OpCost
 from checkmate.profiling.one_op import attempt, call_of, device_of_op
 from checkmate.profiling.trial import ways_of
@@ -54,13 +55,22 @@ def _counted(device: torch.device, counts: dict[int, int], position: int, call: 
 
 
 def allocated_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that a call takes from the caching allocator at its peak, rounded to blocks as the allocator does."""
+    """Bytes that a call takes from the caching allocator at its peak, each tensor rounded to blocks of 512 bytes.
+
+    What the allocator gives beyond that depends on what was freed before, and is no cost of the op: up to 1 MiB for a
+    tensor. Where there is such, each tensor is taken to have been rounded by a whole block.
+    """
     torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_stats(device)
     run()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    found = torch.cuda.memory_stats(device)
+    given, asked, blocks = (
+        found[f"{what}.all.peak"] - before[f"{what}.all.current"]
+        for what in ("allocated_bytes", "requested_bytes", "allocation")
+    )
+    return min(given, asked + blocks * BLOCK_BYTES["cuda"])
 
 
 def time_call(run: Callable[[], Any], device: torch.device) -> float:

@@ -22,6 +22,7 @@ from checkmate.capture.device import main_device
 from checkmate.capture.nodes import is_collective, target_name, tensors
 from checkmate.capture.number_inputs import value_of
 from checkmate.capture.patches.recurrent import lstm_layer
+from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import save_state
 from checkmate.capture.splits.parts import InParts
 from checkmate.capture.ways.rounding_probes import packet_of
@@ -184,12 +185,19 @@ def attempt(node: fx.Node, run: Callable[[], T]) -> T | None:
     """What something that is run with an op gives; None if the op does not run on made-up inputs.
 
     Raises:
-        RuntimeError: if memory runs out, which says nothing about the op.
+        RuntimeError: if memory runs out, which says nothing about the op; or if the device fails, which no op can use
+            in this process any more.
     """
     try:
         return run()
     except torch.OutOfMemoryError:
         raise
+    except torch.AcceleratorError as error:
+        raise RuntimeError(
+            f"{node.target} ({where(node)}), measured on made-up numbers, has stopped the device, which this process "
+            f'cannot use any more: {str(error).strip().splitlines()[0]} Start it anew with profile="roofline:NAME", '
+            "which runs nothing, and please report this op."
+        ) from error
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
         if "allocate memory" in str(error):
             raise

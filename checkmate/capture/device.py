@@ -14,6 +14,7 @@ from checkmate.capture.nodes import tensors
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU
+from checkmate.memory.meter import requested
 from checkmate.torch_internals.dispatcher import _disable_current_modes
 
 BLOCK_BYTES = {"cpu": 1, "cuda": 512}  # what PyTorch's allocator rounds sizes up to (kMinBlockSize on CUDA)
@@ -59,12 +60,12 @@ def device_of(graph: fx.Graph) -> torch.device:
 
 
 def allocated_on(device: torch.device) -> int | None:
-    """Bytes in use on a CUDA device when a step begins there; None on the CPU, where PyTorch keeps no count."""
+    """Bytes in use, as they were asked for, on a CUDA device when a step begins there; None on the CPU."""
     if device.type != "cuda":
         return None
     have_libraries_take_workspaces(device)
     gc.collect()  # what only a cycle holds is not in use
-    return torch.cuda.memory_allocated(device)
+    return requested(device)
 
 
 def have_libraries_take_workspaces(device: torch.device) -> None:

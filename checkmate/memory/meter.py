@@ -3,8 +3,8 @@
 On the CPU the meter is the running sum of the profiler's ``[memory]`` events: every allocation of PyTorch, workspaces
 inside ops and what autograd saves included, repeatable to the byte. It does not see private scratch of oneDNN and MKL.
 Where somebody else's profiler runs, that of PyTorch's which belongs to a thread records another thread (`aside`).
-On CUDA it is the peak that PyTorch's allocator keeps itself, `torch.cuda.max_memory_allocated`; the bytes that the
-allocator holds of the device, in use or not, are told beside it.
+On CUDA it is the peak of the bytes that were asked for, which PyTorch's allocator counts itself; those of the blocks
+that it gave for them, and those that it holds of the device, in use or not, are told beside it.
 
 `trim` gives back to the machine what malloc keeps of freed memory, which it does only when it is asked to.
 """
@@ -41,7 +41,8 @@ class MemoryUse:
     final: int  # bytes above that level when it returned
     result: Any = field(repr=False)  # what the call returned
     device: torch.device = CPU  # where they were counted
-    before: int | None = None  # bytes allocated at entry; None on the CPU, where PyTorch keeps no count
+    before: int | None = None  # bytes that were asked for at entry; None on the CPU, where PyTorch keeps no count
+    allocated: int | None = None  # the most bytes of blocks that the allocator gave; None on the CPU
     reserved: int | None = None  # the most bytes that the allocator held of the device; None on the CPU
 
 
@@ -63,8 +64,9 @@ class Recording:
 def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> MemoryUse:
     """Call ``fn`` and measure what it allocates on a device, in bytes.
 
-    On CUDA, ``before + peak`` is `torch.cuda.max_memory_allocated` over the call, whose sizes are those that the
-    allocator gave: multiples of 512, and for a tensor above 1 MiB up to 1 MiB more than asked for, unless it runs with
+    On CUDA, ``before + peak`` is the most that was asked for at a time (``requested_bytes`` of
+    `torch.cuda.memory_stats`). The allocator gives blocks for it, ``allocated`` at their peak: multiples of 512 bytes,
+    and for a tensor above 1 MiB up to 1 MiB more than asked for, by what was freed before, unless it runs with
     ``expandable_segments:True``. Its peaks are reset by this.
 
     On the CPU it counts what this thread and its backward allocate and free. That a thread of another library frees
@@ -98,17 +100,24 @@ def _measure_on_cuda(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
     with _no_collection():
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        before = requested(device)
         result = fn()
         torch.cuda.synchronize(device)
+        found = torch.cuda.memory_stats(device)
         return MemoryUse(
-            peak=torch.cuda.max_memory_allocated(device) - before,
-            final=torch.cuda.memory_allocated(device) - before,
+            peak=found["requested_bytes.all.peak"] - before,
+            final=found["requested_bytes.all.current"] - before,
             result=result,
             device=device,
             before=before,
-            reserved=torch.cuda.max_memory_reserved(device),
+            allocated=found["allocated_bytes.all.peak"],
+            reserved=found["reserved_bytes.all.peak"],
         )
+
+
+def requested(device: torch.device) -> int:
+    """Bytes of a CUDA device that were asked for and are in use."""
+    return torch.cuda.memory_stats(device).get("requested_bytes.all.current", 0)  # empty before the first
 
 
 @contextmanager

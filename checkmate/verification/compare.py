@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from checkmate.codegen.arrival_order import reachable
 from checkmate.core.simulator import simulate
 from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError
-from checkmate.memory import CPU, measure_peak
+from checkmate.memory import CPU, MemoryUse, measure_peak
 from checkmate.torch_internals.trees import tree_leaves
 from checkmate.units import exact_bytes, format_bytes
 from checkmate.verification.first_difference import first_difference
@@ -43,10 +43,7 @@ from checkmate.verification.outcomes import (
 
 log = logging.getLogger("checkmate.verification.compare")
 
-_SLACK = (
-    " PyTorch's allocator may give each tensor above 1 MiB up to 1 MiB more than it asks for; set "
-    "PYTORCH_ALLOC_CONF=expandable_segments:True, which gives it what it asks for."
-)
+_EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True has it give what is asked for"
 _OUTSIDE = " What hooks and code outside the compiled step allocate is in no plan."
 TORCH, _PYTHON, _NUMPY = "torch", "Python's random", "NumPy's global generator"
 
@@ -66,6 +63,7 @@ class Certificate:
     plain_peak: int | None  # bytes of the plain step
     off: float = 0.0  # the most that a step differs by which may round differently: by Inductor, or by sums over parts
     calls: int = 1  # of the step before the backward
+    allocated_peak: int | None = None  # bytes of the blocks that PyTorch's allocator gave; None on the CPU
 
     def __str__(self) -> str:
         why = "the step returns more than one loss" if self.calls == 1 else "a plan is for one call"
@@ -90,7 +88,15 @@ class Certificate:
                 ("measured", shown(self.measured_peak)),
                 ("plain", shown(self.plain_peak)),
             ]
+        if self.allocated_peak is not None:
+            facts.append(("allocated", f"{shown(self.allocated_peak)} in blocks of PyTorch's allocator{self._slack}"))
         return "\n".join([f"verified: {same}", *(f"  {name:<11}{text}" for name, text in facts)])
+
+    @property
+    def _slack(self) -> str:
+        """What to do about blocks above the budget."""
+        above = self.budget is not None and (self.allocated_peak or 0) > self.budget
+        return f", above the budget: {_EXPANDABLE}" if above else ""
 
 
 def compare_with_plain(
@@ -156,7 +162,7 @@ def compare_with_plain(
     resident = planned.problem.resident if planned else 0
     comparable = planned is not None and calls == 1 and _is_loss(expected)
     if planned is not None and comparable:
-        check_peak(resident + found.peak, planned, device, backend.limit(planned), exact=backend.exact)
+        check_peak(resident + found.use.peak, planned, device, backend.limit(planned), exact=backend.exact)
         check_elsewhere(planned, backend, device)
     return Certificate(
         outputs=expected.count("output"),
@@ -166,15 +172,18 @@ def compare_with_plain(
         spread=spread,
         budget=backend.limit(planned) if planned else None,
         predicted_peak=planned.peak if planned else None,
-        measured_peak=resident + found.peak if comparable else None,
-        plain_peak=resident + expected.peak if comparable else None,
+        measured_peak=resident + found.use.peak if comparable else None,
+        plain_peak=resident + expected.use.peak if comparable else None,
         off=off,
         calls=calls,
+        allocated_peak=found.use.allocated,
     )
 
 
 def check_peak(measured: int, plan: Solution, device: torch.device, limit: int, *, exact: bool = True) -> None:
     """On the CPU the prediction holds to the byte; on CUDA, and compiled by Inductor, it may be more, up to the budget.
+
+    On CUDA these are the bytes that were asked for.
 
     Raises:
         VerificationError: if the peak is above.
@@ -182,7 +191,7 @@ def check_peak(measured: int, plan: Solution, device: torch.device, limit: int, 
     if measured > limit:
         raise VerificationError(
             f"The measured peak of {exact_bytes(measured)} is above the budget of {exact_bytes(limit)}."
-            f"{_SLACK if device.type == 'cuda' else _OUTSIDE} Please report this."
+            f"{_OUTSIDE} Please report this."
         )
     if device.type == "cpu" and exact and plan.peak is not None and measured > plan.peak:
         raise VerificationError(
@@ -259,13 +268,15 @@ def _outcome(
         if grad is not None
     }
     results |= {f"{names[id(t)]} of shape {tuple(t.shape)}": t for t in state}
-    return outcome_of(results, device, use.peak)
+    return outcome_of(results, device, use)
 
 
-def outcome_of(results: dict[str, torch.Tensor], device: torch.device, peak: int) -> Outcome:
+def outcome_of(results: dict[str, torch.Tensor], device: torch.device, use: MemoryUse) -> Outcome:
     """What is there now, held on the CPU: on the step's device it would stand in the way of the next step."""
     states = {TORCH: random_states(device), _PYTHON: random.getstate(), _NUMPY: np.random.get_state()}  # noqa: NPY002
-    return Outcome({name: t.detach().to(CPU, copy=True) for name, t in results.items()}, states, peak)
+    return Outcome(
+        {name: t.detach().to(CPU, copy=True) for name, t in results.items()}, states, replace(use, result=None)
+    )
 
 
 def _leaves(root: torch.Tensor) -> Iterator[torch.Tensor]:

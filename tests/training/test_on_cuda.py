@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import checkmate
 from tests.support.bits import assert_same_bits
+from tests.support.simulated_cuda.install import is_installed, set_waver
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -127,3 +128,36 @@ def test_a_step_on_another_device_than_the_current_one(memory: str) -> None:
     assert {grad.device for grad in found} == {x.device}
     assert torch.cuda.memory_allocated(0) == held
     assert_same_bits(found, torch.autograd.grad(net(x).tanh().square().mean(), [*net.parameters()]))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_budget_holds_what_is_asked_for_and_what_the_allocator_adds_is_told(share: float) -> None:
+    """Weights of 1.54 MB and activations of 1.64 MB, of whose blocks the allocator keeps up to 1 MiB more."""
+    net = nn.Sequential(*(module for _ in range(8) for module in (nn.Linear(600, 600), nn.GELU()))).cuda()
+    x = torch.randn(640, 600, device="cuda")
+
+    def step(x: Tensor) -> Tensor:
+        return net(x).square().mean()
+
+    problem = checkmate.trace(step, x)
+    least = checkmate.min_budget(problem).peak
+    budget = least + int(share * (problem.keep_all_peak - least))
+    report = checkmate.verify(step, x, budget=budget)
+    assert report.measured_peak <= report.predicted_peak <= budget
+    assert report.allocated_peak >= report.measured_peak
+    assert ("above the budget: PYTORCH_ALLOC_CONF" in str(report)) == (report.allocated_peak > budget)
+
+
+def test_a_right_step_passes_where_attention_wavers() -> None:
+    """Its gradients are summed in no order: on a GPU by atomic additions, on the simulated device by chance."""
+    net = Net().cuda()
+    loss = loss_of(net, torch.bfloat16)
+    wavers = set_waver if is_installed() else lambda on: None
+    for seed in range(6):
+        torch.manual_seed(seed)
+        data = batch()
+        wavers(True)
+        try:
+            checkmate.verify(loss, *data, budget="1 GB")
+        finally:
+            wavers(False)

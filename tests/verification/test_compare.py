@@ -7,6 +7,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ import checkmate
 from checkmate.capture import rewrite
 from checkmate.codegen import boxed as runtime
 from checkmate.codegen.boxed import takes_one_list
+from checkmate.memory import MemoryUse
 from checkmate.verification import compare as verification
-from checkmate.verification.outcomes import distance
+from checkmate.verification.outcomes import Outcome, compare_with_spread, distance, names_that_differ
 from tests.support.bits import assert_same_bits
 
 
@@ -215,7 +217,7 @@ def test_more_than_the_spread_is_caught(
 ) -> None:
     wavering_sum = _wavering_sum(monkeypatch, off=0.01)
     compiled = checkmate.compile(lambda x: wavering_sum(net(x).tanh()), budget="1 MB", verify=True)
-    with pytest.raises(checkmate.VerificationError, match=r"output 0 .* runs differ by 0.0003 at most"):
+    with pytest.raises(checkmate.VerificationError, match=r"output 0 .* runs of it differ by 0.0003 at most"):
         compiled(batch[0])
 
 
@@ -229,6 +231,47 @@ def test_what_plain_pytorch_repeats_must_be_equal_beside_what_it_does_not(
     compiled = checkmate.compile(lambda x: (wavering_sum(x), net(x)), budget="1 MB", verify=True)
     with pytest.raises(checkmate.VerificationError, match=r"repeats its own bits"):
         compiled(batch[0].requires_grad_())
+
+
+def _runs(gradients: dict[str, list[float]], output: float = 1.0) -> list[Outcome]:
+    """Outcomes of steps whose gradients have these largest elements, run by run."""
+    count = len(next(iter(gradients.values())))
+    return [
+        Outcome(
+            {"output 0": torch.tensor(output)}
+            | {f"the gradient of {name}": torch.tensor([1.0, values[i]]) for name, values in gradients.items()},
+            {},
+            MemoryUse(0, 0, None),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "error"),
+    [
+        ([8.0], [4.0], None),
+        ([8.0], [4.0 + 4 * 2**-8], None),  # which repeats, but may be off as the other may
+        ([8.0], [4.0 + 4 * 2**-8 + 0.01], r"of bias .* runs of it differ by 0 at most, and 0.0156 is allowed"),
+        ([8.0 + 5 * 2**-7], [4.0], None),
+        ([9.0], [4.0], r"of weight .* by 0.992 at least.* differ by 0.00781 at most, and 0.0312 is allowed"),
+    ],
+)
+def test_where_one_gradient_wavers_all_may(weight: list[float], bias: list[float], error: str | None) -> None:
+    """In five plain runs the weight's differ by 2 ** -10 of its largest element, and the bias's do not."""
+    plain = _runs({"weight": [8.0, 8.0, 8.0 + 2**-7, 8.0, 8.0], "bias": [4.0] * 5})
+    (found,) = _runs({"weight": weight, "bias": bias})
+    with nullcontext() if error is None else pytest.raises(checkmate.VerificationError, match=error):
+        compare_with_spread(names_that_differ(plain[0], found) or ["the gradient of weight"], plain, found)
+
+
+def test_outputs_and_what_repeats_everywhere_must_be_the_same() -> None:
+    wavers, repeats = [8.0, 8.0 + 2**-7], [8.0, 8.0]
+    for gradients, output, name in ((wavers, 1.01, "output 0"), (repeats, 1.0, "the gradient of weight")):
+        plain = _runs({"weight": gradients})
+        (found,) = _runs({"weight": [8.0 + 2**-7 if gradients is wavers else 8.1]}, output)
+        with pytest.raises(checkmate.VerificationError, match=rf"^{name} .* repeats its own bits"):
+            compare_with_spread(names_that_differ(plain[0], found), plain, found)
 
 
 @pytest.mark.parametrize(
