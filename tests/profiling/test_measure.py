@@ -443,7 +443,6 @@ def test_neither_the_random_state_nor_a_tensor_is_touched() -> None:
     assert_same_bits(net.state_dict(), before)
 
 
-@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="measures on a CUDA device, and there is none")
 def test_on_cuda_time_grows_with_work_and_workspaces_are_whole_blocks() -> None:
     x = torch.randn(512, 512, device="cuda", requires_grad=True)
