@@ -23,7 +23,7 @@ from checkmate.capture.nodes import is_collective, target_name, tensors
 from checkmate.capture.number_inputs import value_of
 from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.provenance import where
-from checkmate.capture.random_draws import save_state
+from checkmate.capture.random_draws import SAVES
 from checkmate.capture.splits.parts import InParts
 from checkmate.capture.ways.rounding_probes import packet_of
 from checkmate.torch_internals.aot import is_with_effects
@@ -95,7 +95,7 @@ def call_of(node: fx.Node) -> partial[Any]:
     def make(arg: Any) -> Any:
         if not isinstance(arg, fx.Node):
             return arg
-        if arg.target is save_state:  # a generator takes no made-up state
+        if arg.target in SAVES:  # a generator takes no made-up state
             return call_of(arg)()
         source: Any = arg.args[0] if arg.target is operator.getitem else None
         if source is not None and source.target is lstm_layer:  # nor its backward a made-up workspace

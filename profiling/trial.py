@@ -40,6 +40,7 @@ import torch.fx as fx
 
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import tensors
+from checkmate.capture.random_draws import dropout, dropout_again, save_device_state
 from checkmate.capture.ways.rounding_probes import cancel, same_bytes
 from checkmate.capture.ways.table import call_over, positions_to_try, written_of
 from checkmate.core.problem import Profile
@@ -186,6 +187,20 @@ def _is_same_in_two(node: fx.Node) -> bool:
         a is b is None or (a is not None and b is not None and a.stride() == b.stride() and same_bytes(a, b))
         for a, b in pairs
     )
+
+
+def same_again(node: fx.Node) -> bool:
+    """Whether a ``native_dropout`` on CUDA draws the same numbers from the state that its generator had."""
+    return _once("again", node, lambda: {0: _is_same_again(node)}).get(0, False)
+
+
+def _is_same_again(node: fx.Node) -> bool:
+    x, p, train = call_of(node).args
+    saved = save_device_state(x)
+    first = dropout(saved, x, p, train)
+    now = save_device_state(x)
+    again = dropout_again(saved, x, p, train)
+    return same_bytes(now, save_device_state(x)) and all(map(same_bytes, first, again))
 
 
 def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dict[int, bool]:

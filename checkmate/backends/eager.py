@@ -59,7 +59,7 @@ from checkmate.errors import Unsupported
 from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Profiler
-from checkmate.profiling.trial import same_in_two
+from checkmate.profiling.trial import same_again, same_in_two
 from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.statusline import showing
 from checkmate.tags import Noted, noting
@@ -267,6 +267,7 @@ class Backend:
             on_cpu=self.block_bytes == 1,  # else it is planned for a GPU
             as_is=self.exact,
             in_two=None if device.type == "cpu" or fakes else same_in_two,
+            again=None if fakes else same_again,
         )
         joint = read(joint_module)
         if numbers:

@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from checkmate.capture.nodes import tensors
 from checkmate.capture.provenance import where
+from checkmate.capture.random_draws import save_device_state
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU
 from checkmate.memory.meter import requested
@@ -43,7 +44,7 @@ def device_of(graph: fx.Graph) -> torch.device:
     numbers: set[torch.device] = set()
     for node in graph.nodes:
         for tensor in tensors(node.meta.get("val")):
-            if tensor.device == CPU and tensor.ndim == 0:
+            if tensor.device == CPU and (tensor.ndim == 0 or node.target is save_device_state):
                 numbers.add(CPU)
             else:
                 first.setdefault(tensor.device, f"{node.name} ({where(node)})")

@@ -25,7 +25,7 @@ from checkmate.capture.nodes import (
 )
 from checkmate.capture.number_inputs import number_placeholders
 from checkmate.capture.provenance import where
-from checkmate.capture.random_draws import save_state
+from checkmate.capture.random_draws import SAVES
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import (
     BufferAOTInput,
@@ -102,7 +102,7 @@ class Traced:
             return does.format(*map(self.name, leaf_nodes(node.args[1:2])))
         if is_with_effects(node):
             return "has a side effect"
-        if node.target is save_state:
+        if node.target in SAVES:
             return "saves the random state before a draw"
         if is_random(node):
             return "draws random numbers"

@@ -17,12 +17,15 @@ from checkmate.capture.patches.recurrent import LAYER, lstm_layer
 from checkmate.capture.patches.results.strides import draw_copy, lay_out
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import (
+    DEVICE_STATE_BYTES,
     DRAWS,
     STATE_BYTES,
     WORTH_BYTES,
     draw_mask,
     draw_numbers,
     draw_saved,
+    dropout,
+    save_device_state,
     save_state,
 )
 from checkmate.capture.ways.shape_only import forget_inputs
@@ -32,7 +35,12 @@ aten = torch.ops.aten
 
 
 def prepare(
-    graph: fx.Graph, *, on_cpu: bool = True, as_is: bool = True, in_two: Callable[[fx.Node], bool] | None = None
+    graph: fx.Graph,
+    *,
+    on_cpu: bool = True,
+    as_is: bool = True,
+    in_two: Callable[[fx.Node], bool] | None = None,
+    again: Callable[[fx.Node], bool] | None = None,
 ) -> None:
     """Rewrite a joint graph in place, pass by pass.
 
@@ -41,6 +49,7 @@ def prepare(
         on_cpu: the step is planned for the CPU: masks of dropout may be drawn again.
         as_is: its ops run as they are captured, by no other compiler.
         in_two: whether the backward of a convolution has the same bits in two calls; None: each has.
+        again: whether a dropout on CUDA draws the same numbers again; None: each does.
     """
     expose_dropout(graph)
     draw_as_in_place(graph)
@@ -58,6 +67,8 @@ def prepare(
         if as_is:
             forget_inputs(graph)
         save_states(graph)  # of draws that somebody reads
+    if as_is:
+        save_device_states(graph, again)
     graph.lint()
 
 
@@ -68,7 +79,7 @@ def expose_dropout(graph: fx.Graph) -> None:
 
     The mask is one byte an element; the noise and the product can be computed from it again. AOTAutograd
     traces ``native_dropout`` instead, whose scaling rounds differently from eager in half precision. On CUDA that op is
-    what eager runs too, in one kernel with a random stream of its own: there it stays, runs once, and its mask is kept.
+    what eager runs too, in one kernel with a random stream of its own: there it stays; see `save_device_states`.
     """
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         x, p, train = node.args
@@ -99,6 +110,25 @@ def save_states(graph: fx.Graph) -> None:
             like = torch.empty(STATE_BYTES + 8 * len(shape), dtype=torch.uint8)
         saved = _call(node, save_state, (x,), f"{node.name}_state", like)
         _replace(node, draw_saved, (saved, shape, p), f"{node.name}_drawn")
+
+
+def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None = None) -> None:
+    """Keep seed and offset before each large dropout of the forward on CUDA, so that it can run again.
+
+    Else its result, which the mask alone does not give with the same bits, has to wait as well. ``again`` as for
+    `prepare`.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        x, p, train = node.args
+        val = x.meta["val"]
+        if val.device.type != "cuda" or train is False or not 0.0 < p < 1.0 or val.nbytes < WORTH_BYTES:
+            continue
+        if not node.users or "backward" in node.meta.get("partitioner_tag", "") or not (again is None or again(node)):
+            continue
+        with val.fake_mode:
+            like = torch.empty(DEVICE_STATE_BYTES, dtype=torch.uint8)
+        saved = _call(node, save_device_state, (x,), f"{node.name}_state", like)
+        _replace(node, dropout, (saved, x, p, train), f"{node.name}_drawn")
 
 
 def draw_as_in_place(graph: fx.Graph) -> None:

@@ -204,8 +204,12 @@ class Graph:
 
     @cached_property
     def only_here(self) -> frozenset[int]:
-        """Values that cannot wait in a second memory: others hold them, or write to them when their op has returned."""
-        made = (op.outputs for op in self.ops if op.target.partition(".")[0] in _HELD_BY_OTHERS)
+        """Values that cannot wait in a second memory.
+
+        Others hold them, or write to them when their op has returned; or they are on the host already.
+        """
+        on_host = "checkmate.save_device_state"
+        made = (op.outputs for op in self.ops if op.target == on_host or op.target.partition(".")[0] in _HELD_BY_OTHERS)
         return frozenset(v for outputs in made for v in outputs)
 
     @cached_property

@@ -347,6 +347,18 @@ def test_running_out_of_memory_is_no_property_of_an_op() -> None:
         inputs.attempt(node, fill_memory)
 
 
+def test_an_op_that_stops_the_device_is_named() -> None:
+    """After a device-side assert every call on the device fails: no other op can be measured in this process."""
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.ops.aten.sin.default, (graph.placeholder("x"),))
+
+    def stop() -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered\nand more")
+
+    with pytest.raises(RuntimeError, match=r"^aten\.sin\.default .* has stopped the device.*assert triggered Start it"):
+        inputs.attempt(node, stop)
+
+
 def test_an_estimate_is_scaled_to_what_was_measured() -> None:
     """A machine half as fast as the estimate says: what is estimated takes twice as long too."""
     found = []

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
+from checkmate.profiling import trial
 from tests.support.bits import assert_same_bits
 from tests.support.simulated_cuda.install import is_installed, set_waver
 
@@ -161,3 +162,38 @@ def test_a_right_step_passes_where_attention_wavers() -> None:
             checkmate.verify(loss, *data, budget="1 GB")
         finally:
             wavers(False)
+
+
+@pytest.mark.parametrize("host", [None, "10 MB"])
+def test_dropout_runs_again_with_the_bits_of_plain_pytorch(host: str | None) -> None:
+    """Its seed and offset are kept, and neither its result nor, where the budget is tight, its mask."""
+    torch.manual_seed(0)
+    blocks = [m for _ in range(4) for m in (nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.3))]
+    net, x = nn.Sequential(*blocks).cuda(), torch.randn(512, 128, device="cuda")
+
+    def step(x: Tensor) -> Tensor:
+        return net(x).square().mean()
+
+    problem = checkmate.trace(step, x)
+    budget = checkmate.min_budget(problem).peak
+    report = checkmate.verify(step, x, budget=budget, host_budget=host)
+    assert report.measured_peak <= budget
+    compiled = checkmate.compile(step, budget=budget, host_budget=host, wait="best")
+    wanted = [*net.parameters()]
+    torch.manual_seed(1)
+    found = torch.autograd.grad(compiled(x), wanted)
+    after = torch.cuda.get_rng_state()
+    solution = compiled.plans[0]
+    again = [op for op, runs in zip(problem.graph.ops, solution.schedule.R.sum(0), strict=True) if runs > 1]
+    assert host or any(op.target == "checkmate.dropout" for op in again)
+    torch.manual_seed(1)
+    assert_same_bits(found, torch.autograd.grad(step(x), wanted))
+    assert_same_bits(after, torch.cuda.get_rng_state())
+
+
+def test_a_dropout_that_does_not_repeat_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "dropout_again", lambda saved, *args: torch.ops.aten.native_dropout(*args))
+    monkeypatch.setattr(trial, "_known", {})
+    x = torch.randn(512, 128, device="cuda", requires_grad=True)
+    problem = checkmate.trace(lambda x: F.dropout(x, 0.25).square().sum(), x)
+    assert [op.pinned for op in problem.graph.ops if "dropout.default" in op.target] == ["draws random numbers"]
