@@ -16,6 +16,7 @@ from checkmate.capture.nodes import (
     is_collective,
     is_mutating,
     is_random,
+    is_unordered,
     is_view,
     leaf_nodes,
     storage,
@@ -108,6 +109,8 @@ class Traced:
             return "draws random numbers"
         if is_collective(node):
             return "exchanges data with other ranks"
+        if is_unordered(node):
+            return "adds in no fixed order on a GPU"
         if isinstance(node.target, HigherOrderOperator):
             return "runs a subgraph"
         if name := self.reads_overwritten(node):

@@ -126,6 +126,29 @@ def test_a_cpu_has_its_own_ops() -> None:
     assert not on_cpu["native_dropout"]
 
 
+def test_what_adds_in_no_order_runs_once() -> None:
+    """The loss has seen the sums of one run; those of another may have other bits."""
+    with torch.device("meta"):
+        weight, x, index = torch.randn(8, 16, requires_grad=True), torch.randn(4, 16), torch.zeros(4, dtype=torch.long)
+
+    def step(x: Tensor, index: Tensor) -> Tensor:
+        places = index.cumsum(0)  # of whole numbers: the same in any order
+        rows = weight.sin()[places].cumsum(1)
+        return torch.zeros_like(weight).index_add(0, index, rows * x).exp().sum()
+
+    def pinned(device: str) -> set[str]:
+        problem = checkmate.trace(step, x, index, profile=f"roofline:{device}")
+        return {op.target.split(".")[1] for op in problem.graph.ops if op.pinned == "adds in no fixed order on a GPU"}
+
+    assert pinned("h100") == {"cumsum", "index_add"}
+    assert pinned("laptop") == set()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert pinned("h100") == set()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_sizes_are_blocks_and_a_whole_step_is_planned() -> None:
     step, batch = _step(dtype=torch.bfloat16)
     problem = checkmate.trace(step, *batch, profile="roofline:h100")
