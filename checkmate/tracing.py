@@ -77,7 +77,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     """What `trace` gives for a batch."""
     find_costs, block_bytes = options.costs
     problems: list[Problem] = []
-    without_data = any(map(is_fake, tensors_within((fn, args, kwargs))))
+    fakes = [*filter(is_fake, tensors_within((fn, args, kwargs)))]
     as_captured = fn.as_captured if isinstance(fn, TrainingStep) else nullcontext
     fn, updates = (fn.loss_fn, fn.inserts) if isinstance(fn, TrainingStep) else (fn, None)
 
@@ -90,7 +90,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
             quietly(),
             drawing_nothing(),
             as_captured(),
-            _planned_on(find_costs) if without_data else nullcontext(),
+            _planned_on(find_costs, fakes) if fakes else nullcontext(),
         ):
             backend = Backend(keep_all, _stop, find_costs, block_bytes)
             backend.updates, backend.elsewhere, backend.rounding = updates, options.elsewhere, options.rounding
@@ -112,9 +112,12 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 @contextmanager
-def _planned_on(find_costs: Profiler) -> Iterator[None]:
-    """Take tensors on the meta device for tensors on the device that costs are of; measured, they are refused."""
-    if isinstance(find_costs, Measure):
+def _planned_on(find_costs: Profiler, fakes: list[torch.Tensor]) -> Iterator[None]:
+    """Take tensors on the meta device for tensors on the device that costs are of; measured, they are refused.
+
+    Fake tensors on the CPU stay there.
+    """
+    if isinstance(find_costs, Measure) or all(t.device.type == "cpu" for t in fakes):
         yield
         return
     capability = find_costs.device.capability if isinstance(find_costs, Roofline) else None

@@ -26,13 +26,16 @@ def meta_as(device: torch.device) -> Iterator[None]:
     """Within the block, tracing takes tensors on the meta device for tensors on this one.
 
     As they are they cannot be traced: PyTorch chooses kernels by the device, and for the meta device it has no
-    backward of some ops and records a step without it.
+    backward of some ops and records a step without it. What is on the CPU beside them is taken to be there as well, as
+    a model is whose batch has no data; but for numbers, tensors of no dimension, which may be on the CPU in any step.
+    Fake tensors are where they say.
     """
     describe = MetaTensorDescriber.describe_tensor
 
     def describe_there(self: MetaTensorDescriber, t: torch.Tensor, **options: Any) -> MetaTensorDesc[Any]:
         found = describe(self, t, **options)
-        return replace(found, device=device) if found.device.type == "meta" else found
+        stays = found.device.type == "cpu" and (not found.ndim or isinstance(t, FakeTensor))
+        return replace(found, device=device) if found.device.type in ("meta", "cpu") and not stays else found
 
     with patch.object(MetaTensorDescriber, "describe_tensor", describe_there):
         yield

@@ -38,7 +38,7 @@ class Unbuildable(Exception):
 class Source:
     """A file of C++, the libraries of PyTorch that it needs, and what is called in it.
 
-    >>> Source(Path("arena.cpp"), ("c10",), ()).path().name.startswith("arena-")
+    >>> Source(Path(__file__).with_name("arena.cpp"), ("c10",), ()).path().name.startswith("arena-")
     True
     """
 

@@ -213,7 +213,8 @@ class Beam(Backward):
 
     def _promise(self, needed_sets: list[int], seconds: list[float], t: int) -> np.ndarray:
         """(n,) float: seconds of what runs later, and the price of what is needed when stage t begins."""
-        return np.array(seconds) + self._bits(needed_sets) @ self.price[:, t]
+        with np.errstate(invalid="ignore"):  # BLAS may compute with what lies beside a short vector, and drops it
+            return np.array(seconds) + self._bits(needed_sets) @ self.price[:, t]
 
     def _bits(self, needed_sets: list[int]) -> np.ndarray:
         """(n, values with a bit) float32, 0 or 1."""

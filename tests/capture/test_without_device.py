@@ -171,6 +171,16 @@ def test_what_the_model_asks_of_its_device_is_answered() -> None:
     assert targets["exp"] == targets["sin"] == 1
 
 
+def test_a_model_with_data_goes_where_its_batch_is_planned_to_be() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    half = torch.tensor(0.5)  # a number, which may stay on the CPU
+    x = torch.ones(2, 4, device="meta")
+    for factor in (half, half.to("meta")):
+        problem = checkmate.trace(lambda x, by: net(x * by).sum(), x, factor, profile="roofline:l4")
+        assert _ops(problem)["native_dropout"] == 1
+    assert {p.device.type for p in net.parameters()} == {"cpu"}
+
+
 def test_a_question_of_random_numbers_is_refused() -> None:
     with torch.device("meta"):
         layer, x = nn.Linear(10, 10), torch.ones(4, 10)
