@@ -32,7 +32,7 @@ test-long: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m long $(ARGS)
 
 gpu: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "cuda and not long" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cuda $(ARGS)
 
 test-versions: $(STAMP)
 	$(BIN)/nox -s versions -- --jobs $(JOBS)

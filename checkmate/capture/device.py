@@ -1,4 +1,4 @@
-"""Where a step runs: on the CPU or on one CUDA device, and what that means for sizes, budget and random numbers."""
+"""Where a step runs: on the CPU or on one CUDA device, and what that means for sizes, budget and repeated numbers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,28 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.capture.nodes import tensors
+from checkmate.capture.nodes import called, tensors
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import save_device_state
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU
 from checkmate.memory.meter import requested
-from checkmate.torch_internals.dispatcher import _disable_current_modes
+from checkmate.torch_internals.dispatcher import OpOverload, _disable_current_modes
 
 BLOCK_BYTES = {"cpu": 1, "cuda": 512}  # what PyTorch's allocator rounds sizes up to (kMinBlockSize on CUDA)
+
+UNORDERED = {  # on CUDA their kernels add by atomic operations, says `torch.use_deterministic_algorithms`
+    *("cumsum", "index_add", "scatter_add", "scatter_reduce", "index_reduce", "put", "histc", "bincount", "median"),
+    *("max_unpool2d", "max_unpool3d", "nll_loss2d_forward", "convolution_backward", "embedding_dense_backward"),
+    *("_embedding_bag_backward", "_embedding_bag_dense_backward", "_ctc_loss_backward", "avg_pool3d_backward"),
+    *("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward", "adaptive_max_pool2d_backward"),
+    *("fractional_max_pool2d_backward", "fractional_max_pool3d_backward", "max_pool3d_with_indices_backward"),
+    *(f"{kind}_pad{n}d_backward" for kind in ("reflection", "replication") for n in (1, 2, 3)),
+    *(f"upsample_{kind}_backward" for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")),
+    *("_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward"),
+    *("grid_sampler_2d_backward", "grid_sampler_3d_backward"),
+    *(f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")),
+}
 
 
 def as_allocated(size_bytes: int, block_bytes: int) -> int:
@@ -90,3 +103,24 @@ def random_states(device: torch.device) -> list[torch.Tensor]:
     """The global random state of the CPU and, if it is another, of the device."""
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def may_waver(device: torch.device) -> bool:
+    """Whether plain PyTorch need not repeat its own numbers there."""
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return device.type == "cuda" and not strict
+
+
+def is_unordered(node: fx.Node) -> bool:
+    """Adds in an order that may be another in the next run, which then leaves other bits.
+
+    Also where a part of several that it runs does.
+    """
+    within = getattr(node.target, "part", None)
+    if isinstance(within, fx.Graph):
+        return any(map(is_unordered, within.nodes))
+    op = called(node)
+    if not isinstance(op, OpOverload) or op._schema.name.removeprefix("aten::") not in UNORDERED:
+        return False
+    made = [t for t in tensors(node.meta.get("val")) if t.is_floating_point() or t.is_complex()]
+    return any(may_waver(t.device) for t in made)

@@ -29,18 +29,6 @@ LOSSES = {  # their kernels make the sum or mean of the terms within the storage
     torch.ops.aten.smooth_l1_loss.default,
     torch.ops.aten.soft_margin_loss.default,
 }
-UNORDERED = {  # on CUDA their kernels add by atomic operations, says `torch.use_deterministic_algorithms`
-    *("cumsum", "index_add", "scatter_add", "scatter_reduce", "index_reduce", "put", "histc", "bincount", "median"),
-    *("max_unpool2d", "max_unpool3d", "nll_loss2d_forward", "convolution_backward", "embedding_dense_backward"),
-    *("_embedding_bag_backward", "_embedding_bag_dense_backward", "_ctc_loss_backward", "avg_pool3d_backward"),
-    *("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward", "adaptive_max_pool2d_backward"),
-    *("fractional_max_pool2d_backward", "fractional_max_pool3d_backward", "max_pool3d_with_indices_backward"),
-    *(f"{kind}_pad{n}d_backward" for kind in ("reflection", "replication") for n in (1, 2, 3)),
-    *(f"upsample_{kind}_backward" for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")),
-    *("_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward"),
-    *("grid_sampler_2d_backward", "grid_sampler_3d_backward"),
-    *(f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")),
-}
 
 
 def ancestors(roots: Iterable[fx.Node], until: Collection[fx.Node] = ()) -> set[fx.Node]:
@@ -98,12 +86,12 @@ def viewed(node: fx.Node) -> fx.Node:
 
 def target_name(node: fx.Node) -> str:
     """What a node calls, the same in every process: ``aten.mm.default``, ``checkmate.draw_mask``."""
-    if isinstance(node.target, types.FunctionType) and _op(node) is node.target:
+    if isinstance(node.target, types.FunctionType) and called(node) is node.target:
         return f"{node.target.__module__.partition('.')[0]}.{node.target.__name__}"
-    return str(_op(node))
+    return str(called(node))
 
 
-def _op(node: fx.Node) -> Any:
+def called(node: fx.Node) -> Any:
     """What a node calls, be it on a copy."""
     return node.args[0] if node.target in (layouts.write_copy, layouts.draw_copy) else node.target
 
@@ -165,24 +153,8 @@ def is_random(node: fx.Node) -> bool:
     """Draws from a generator."""
     if node.target in DRAWS:
         return True
-    op = _op(node)
+    op = called(node)
     return isinstance(op, OpOverload) and draws(op, node.args, node.kwargs)
-
-
-def is_unordered(node: fx.Node) -> bool:
-    """Adds in an order that may be another in the next run, which then leaves other bits.
-
-    Also where a part of several that it runs does.
-    """
-    within = getattr(node.target, "part", None)
-    if isinstance(within, fx.Graph):
-        return any(map(is_unordered, within.nodes))
-    op = _op(node)
-    if not isinstance(op, OpOverload) or op._schema.name.removeprefix("aten::") not in UNORDERED:
-        return False
-    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    made = [t for t in tensors(node.meta.get("val")) if t.is_floating_point() or t.is_complex()]
-    return not strict and any(t.device.type == "cuda" for t in made)
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -10,13 +10,13 @@ import torch
 import torch.fx as fx
 
 from checkmate.capture import cudnn
+from checkmate.capture.device import is_unordered
 from checkmate.capture.nodes import (
     ancestors,
     done_with_gradients,
     is_collective,
     is_mutating,
     is_random,
-    is_unordered,
     is_view,
     leaf_nodes,
     storage,

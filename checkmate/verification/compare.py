@@ -20,7 +20,7 @@ import torch
 
 from checkmate.backends.eager import Backend
 from checkmate.backends.tensor_state import differing, names_of, restored, tensors_within
-from checkmate.capture.device import main_device, random_states
+from checkmate.capture.device import main_device, may_waver, random_states
 from checkmate.codegen.arrival_order import reachable
 from checkmate.core.simulator import simulate
 from checkmate.core.solution import Solution
@@ -37,7 +37,6 @@ from checkmate.verification.outcomes import (
     compare_with_spread,
     compare_with_sums,
     is_gradient,
-    may_waver,
     names_that_differ,
 )
 

@@ -39,12 +39,6 @@ class Outcome:
         return sum(name.startswith(kind) for name in self.results)
 
 
-def may_waver(device: torch.device) -> bool:
-    """Whether plain PyTorch need not repeat its own numbers."""
-    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    return device.type == "cuda" and not strict
-
-
 def as_error(name: str, *, repeats: bool) -> str:
     """What to say of a result that differs."""
     if repeats:

@@ -17,7 +17,7 @@ import torch
 from torch import optim
 
 from checkmate.backends.tensor_state import differing, names_of, restored, tensors_within
-from checkmate.capture.device import main_device
+from checkmate.capture.device import main_device, may_waver
 from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError
 from checkmate.memory import CPU, measure_peak
@@ -32,7 +32,6 @@ from checkmate.verification.outcomes import (
     compare_with_sums,
     distance,
     is_gradient,
-    may_waver,
     names_that_differ,
 )
 

@@ -455,6 +455,8 @@ def test_neither_the_random_state_nor_a_tensor_is_touched() -> None:
     assert_same_bits(net.state_dict(), before)
 
 
+@pytest.mark.cuda
+@pytest.mark.long  # products of 4096 rows, which the simulated device makes on the CPU, some fifty times
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="measures on a CUDA device, and there is none")
 def test_on_cuda_time_grows_with_work_and_workspaces_are_whole_blocks() -> None:
     x = torch.randn(512, 512, device="cuda", requires_grad=True)

@@ -729,6 +729,18 @@ void record_stream(void* memory, int stream) {
 // ---------------------------------------------------------------- what Python asks, by ctypes
 using namespace simulated;
 
+// 0, or 1 where PyTorch would raise
+template <typename Act>
+static int refused(Act act) {
+  std::lock_guard guard(device_lock());
+  try {
+    act();
+    return 0;
+  } catch (const c10::Error&) {
+    return 1;
+  }
+}
+
 extern "C" {
 
 const char* simulated_stats(int device) {
@@ -789,33 +801,14 @@ void simulated_make_pool(int device, uint64_t id) {
   caches[device].device = device;
   caches[device].enter_or_make({0, id});
 }
-// 0, or 1 where PyTorch would raise
 int simulated_begin_pool(int device, uint64_t first, uint64_t second) {
-  std::lock_guard guard(device_lock());
-  try {
-    caches[device].begin_pool({first, second}, std::this_thread::get_id());
-    return 0;
-  } catch (const c10::Error&) {
-    return 1;
-  }
+  return refused([&] { caches[device].begin_pool({first, second}, std::this_thread::get_id()); });
 }
 int simulated_end_pool(int device, uint64_t first, uint64_t second) {
-  std::lock_guard guard(device_lock());
-  try {
-    caches[device].end_pool({first, second});
-    return 0;
-  } catch (const c10::Error&) {
-    return 1;
-  }
+  return refused([&] { caches[device].end_pool({first, second}); });
 }
 int simulated_release_pool(int device, uint64_t first, uint64_t second) {
-  std::lock_guard guard(device_lock());
-  try {
-    caches[device].release_pool({first, second});
-    return 0;
-  } catch (const c10::Error&) {
-    return 1;
-  }
+  return refused([&] { caches[device].release_pool({first, second}); });
 }
 int simulated_pool_uses(int device, uint64_t first, uint64_t second) {
   std::lock_guard guard(device_lock());
