@@ -29,6 +29,7 @@ chooses the kernels there. On the CPU they have the same bits, in thousands of r
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -40,13 +41,13 @@ import torch.fx as fx
 
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import tensors
-from checkmate.capture.random_draws import dropout, dropout_again, save_device_state
+from checkmate.capture.random_draws import Drawn, drawn_again, save_device_state
 from checkmate.capture.ways.rounding_probes import cancel, same_bytes
 from checkmate.capture.ways.table import call_over, positions_to_try, written_of
 from checkmate.core.problem import Profile
 from checkmate.profiling.cost_table import Conditions, conditions_on
 from checkmate.profiling.one_op import attempt, call_of, device_of_op, flat, key_of, repeat
-from checkmate.torch_internals.dispatcher import _disable_current_modes
+from checkmate.torch_internals.dispatcher import outside_tracing
 
 SETS = ("special", "finite", "usual")
 POINTWISE_SETS = ("special",)
@@ -190,17 +191,18 @@ def _is_same_in_two(node: fx.Node) -> bool:
 
 
 def same_again(node: fx.Node) -> bool:
-    """Whether a ``native_dropout`` on CUDA draws the same numbers from the state that its generator had."""
+    """Whether an op on CUDA draws the same numbers from the state that its generator had."""
     return _once("again", node, lambda: {0: _is_same_again(node)}).get(0, False)
 
 
 def _is_same_again(node: fx.Node) -> bool:
-    x, p, train = call_of(node).args
-    saved = save_device_state(x)
-    first = dropout(saved, x, p, train)
-    now = save_device_state(x)
-    again = dropout_again(saved, x, p, train)
-    return same_bytes(now, save_device_state(x)) and all(map(same_bytes, first, again))
+    run, device, draw = call_of(node), device_of_op(node), Drawn(node.target)
+    given = {**run.keywords, "on": device, "saved": save_device_state(device)}
+    first = tensors(draw(*run.args, **given))
+    now = save_device_state(device)
+    again = tensors(drawn_again(draw)(*run.args, **given))
+    pairs = zip((now, *first), (save_device_state(device), *again), strict=True)
+    return all(itertools.starmap(same_bytes, pairs))
 
 
 def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dict[int, bool]:
@@ -210,7 +212,7 @@ def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dic
     if key not in _known:
         found: dict[int, bool] = {}
         cards = [device.index or 0] if device.type == "cuda" else []
-        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=cards):
+        with outside_tracing(), torch.no_grad(), torch.random.fork_rng(devices=cards):
             attempt(node, lambda: found.update(trial()))
         _known[key] = found
     return _known[key]

@@ -16,7 +16,7 @@ from checkmate.capture.random_draws import save_device_state
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU
 from checkmate.memory.meter import requested
-from checkmate.torch_internals.dispatcher import OpOverload, _disable_current_modes
+from checkmate.torch_internals.dispatcher import OpOverload, outside_tracing
 
 BLOCK_BYTES = {"cpu": 1, "cuda": 512}  # what PyTorch's allocator rounds sizes up to (kMinBlockSize on CUDA)
 
@@ -88,7 +88,7 @@ def have_libraries_take_workspaces(device: torch.device) -> None:
     On CUDA each thread has a cuBLAS of its own, which takes a workspace at its first product and keeps it. A step whose
     ops were all measured before, by another process, would meet these bytes only once it runs.
     """
-    with _disable_current_modes(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    with outside_tracing(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
             torch.addmm(x[0], x, x).sum().backward()

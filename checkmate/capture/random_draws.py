@@ -4,14 +4,15 @@ A draw changes the generator, so it runs once, and what it drew is kept; or, whe
 state that the generator had before: the draw is then an op like any other, and can run again. Its first run leaves the
 generator as plain PyTorch does. Each later run draws from a generator of its own, set to the kept state.
 
-On CUDA a kernel draws by a seed and an offset, 16 bytes on the host, which `dropout_again` sets and puts back: the same
-launch with the same two draws the same numbers, as `torch.utils.checkpoint` relies on. It is tried before it is
-planned.
+On CUDA a kernel draws by a seed and an offset, 16 bytes on the host, which `Drawn` sets and puts back: the same launch
+with the same two draws the same numbers, as `torch.utils.checkpoint` relies on. That holds for whatever draws there,
+dropout, attention with dropout, noise; it is tried before it is planned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,24 +86,33 @@ def draw_once(place: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
     return torch.empty_like(x, dtype=torch.bool).bernoulli_(p)
 
 
-def save_device_state(x: torch.Tensor) -> torch.Tensor:
-    """Seed and offset of the generator of x's device, (16,) bytes on the CPU; nothing is waited for."""
-    return torch.cuda.get_rng_state(x.device)
+def save_device_state(device: torch.device) -> torch.Tensor:
+    """Seed and offset of the generator of a CUDA device, (16,) bytes on the CPU; nothing is waited for."""
+    return torch.cuda.get_rng_state(device)
 
 
-def dropout(saved: torch.Tensor, x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dropout as CUDA has it, right after ``saved = save_device_state(x)``: the result and its mask."""
-    return aten.native_dropout(x, p, train)
+@dataclass(frozen=True)
+class Drawn:
+    """An op that draws on CUDA, right after ``saved = save_device_state(on)``, which it is called with."""
 
+    op: OpOverload
+    again: bool = False  # another time, at any time: the generator stays as it is then
 
-def dropout_again(saved: torch.Tensor, x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same another time; the generator stays as it is now."""
-    now = torch.cuda.get_rng_state(x.device)
-    torch.cuda.set_rng_state(saved, x.device)
-    try:
-        return aten.native_dropout(x, p, train)
-    finally:
-        torch.cuda.set_rng_state(now, x.device)
+    __name__ = "drawn"
+
+    def __call__(self, *args: Any, on: torch.device, saved: torch.Tensor, **kwargs: Any) -> Any:
+        """What the op gives."""
+        if not self.again:
+            return self.op(*args, **kwargs)
+        now = torch.cuda.get_rng_state(on)
+        torch.cuda.set_rng_state(saved, on)
+        try:
+            return self.op(*args, **kwargs)
+        finally:
+            torch.cuda.set_rng_state(now, on)
+
+    def __str__(self) -> str:
+        return f"checkmate.{self.op._schema.name.removeprefix('aten::')}"
 
 
 def _empty(saved: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -112,4 +122,10 @@ def _empty(saved: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 SAVES = (save_state, save_device_state)
 DRAWS: set[Any] = {draw_mask, draw_numbers, draw_once, *SAVES}  # run once, beside the ops that PyTorch marks
-AGAIN: dict[Any, Callable[..., Any]] = {draw_saved: draw_again, dropout: dropout_again}  # after an op's first run
+
+
+def drawn_again(target: Any) -> Any:
+    """What is called in place of an op's target after its first run."""
+    if isinstance(target, Drawn):
+        return replace(target, again=True)
+    return draw_again if target is draw_saved else target

@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from checkmate.capture.cudnn import expose_cudnn
-from checkmate.capture.nodes import call, done_with_gradients, has_effect
+from checkmate.capture.nodes import call, done_with_gradients, has_effect, is_random, tensors
 from checkmate.capture.patches.recurrent import LAYER, lstm_layer
 from checkmate.capture.patches.results.strides import draw_copy, lay_out
 from checkmate.capture.provenance import where
@@ -21,15 +21,16 @@ from checkmate.capture.random_draws import (
     DRAWS,
     STATE_BYTES,
     WORTH_BYTES,
+    Drawn,
     draw_mask,
     draw_numbers,
     draw_saved,
-    dropout,
     save_device_state,
     save_state,
 )
 from checkmate.capture.ways.shape_only import forget_inputs
 from checkmate.errors import Unsupported
+from checkmate.torch_internals.dispatcher import OpOverload
 
 aten = torch.ops.aten
 
@@ -49,7 +50,7 @@ def prepare(
         on_cpu: the step is planned for the CPU: masks of dropout may be drawn again.
         as_is: its ops run as they are captured, by no other compiler.
         in_two: whether the backward of a convolution has the same bits in two calls; None: each has.
-        again: whether a dropout on CUDA draws the same numbers again; None: each does.
+        again: whether an op on CUDA draws the same numbers again; None: each does.
     """
     expose_dropout(graph)
     draw_as_in_place(graph)
@@ -113,22 +114,29 @@ def save_states(graph: fx.Graph) -> None:
 
 
 def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None = None) -> None:
-    """Keep seed and offset before each large dropout of the forward on CUDA, so that it can run again.
+    """Keep seed and offset before each large draw of the forward on CUDA, so that it can run again.
 
-    Else its result, which the mask alone does not give with the same bits, has to wait as well. ``again`` as for
-    `prepare`.
+    Else its result has to wait: that of dropout, which its mask alone does not give with the same bits, of attention
+    with dropout, noise. ``again`` as for `prepare`.
     """
-    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
-        x, p, train = node.args
-        val = x.meta["val"]
-        if val.device.type != "cuda" or train is False or not 0.0 < p < 1.0 or val.nbytes < WORTH_BYTES:
+    for node in list(graph.nodes):
+        if not node.users or "backward" in node.meta.get("partitioner_tag", "") or not _draws_on_cuda(node):
             continue
-        if not node.users or "backward" in node.meta.get("partitioner_tag", "") or not (again is None or again(node)):
+        if not (again is None or again(node)):
             continue
+        val: Any = tensors(node.meta["val"])[0]
         with val.fake_mode:
             like = torch.empty(DEVICE_STATE_BYTES, dtype=torch.uint8)
-        saved = _call(node, save_device_state, (x,), f"{node.name}_state", like)
-        _replace(node, dropout, (saved, x, p, train), f"{node.name}_drawn")
+        saved = _call(node, save_device_state, (val.device,), f"{node.name}_state", like)
+        node.target, node.kwargs = Drawn(node.target), {**node.kwargs, "on": val.device, "saved": saved}
+
+
+def _draws_on_cuda(node: fx.Node) -> bool:
+    """Whether it is an op of PyTorch's whose large result is drawn by the generator of a CUDA device."""
+    op, made = node.target, tensors(node.meta.get("val"))
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable or not is_random(node):
+        return False
+    return bool(made) and made[0].device.type == "cuda" and made[0].nbytes >= WORTH_BYTES
 
 
 def draw_as_in_place(graph: fx.Graph) -> None:

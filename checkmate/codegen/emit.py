@@ -229,7 +229,7 @@ class _Writer:
         self.times[node] += 1
         copy = self._copy(node, f"{node.name}{AGAIN}{n}" if n else node.name)
         if n:
-            copy.target = randomness.AGAIN.get(copy.target, copy.target)
+            copy.target = randomness.drawn_again(copy.target)
         if step.over is not None:
             if (op, step.over) not in self.over:
                 raise SolverError(f"The plan has {node.name} write over what it must not.")

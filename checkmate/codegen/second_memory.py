@@ -29,7 +29,7 @@ from checkmate.core.host import Host
 from checkmate.errors import HostError, Unsupported
 from checkmate.host import BLOCK, Store, known_links, open_store
 from checkmate.memory.report import HostUse
-from checkmate.torch_internals.dispatcher import _disable_current_modes
+from checkmate.torch_internals.dispatcher import outside_tracing
 
 _LEFT = "Nobody could ask for this backward any more, and what waited in the second memory for it was let go of."
 HAS_RUN = (
@@ -153,7 +153,7 @@ class SecondMemory:
         Raises:
             HostError: if it cannot be had.
         """
-        with _disable_current_modes():  # a step is being captured
+        with outside_tracing():  # a step is being captured
             links = known_links(self.where, self.device, cache=self._cache)
         rest = sum(value.size_bytes % BLOCK != 0 for value in graph.values if value.producer is not None)
         room = max(0, self.budget - rest * BLOCK)

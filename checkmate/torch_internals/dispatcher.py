@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from checkmate.torch_internals.names import Name, Table
 
 _FORMULAS = "max, min, median and prod are not captured"
@@ -38,3 +41,10 @@ NAMES = Table(
     Name("_exit_autocast", "torch.amp.autocast_mode", "the call that ends it"),
 )
 __getattr__ = NAMES.get
+
+
+@contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Ops run as they do where nothing is traced: seen by no mode, and what their kernels call by kernels, too."""
+    with NAMES.get("_disable_current_modes")(), NAMES.get("_DisablePythonDispatcher")():
+        yield

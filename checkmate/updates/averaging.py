@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.errors import Unsupported
 from checkmate.memory import aside, measure_peak
-from checkmate.torch_internals.dispatcher import _disable_current_modes
+from checkmate.torch_internals.dispatcher import outside_tracing
 
 
 class Average:
@@ -54,7 +54,7 @@ class Average:
         if largest is not None and is_fake(largest[0]):
             self.rest_bytes = 3 * largest[0].nbytes
         elif largest is not None:
-            with _disable_current_modes():
+            with outside_tracing():
                 parameter, averaged = (_like(tensor) for tensor in largest)
                 count = torch.ones((), dtype=torch.long)
                 used = aside(lambda: measure_peak(lambda: _average(self.averaged, parameter, averaged, count)))

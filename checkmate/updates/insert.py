@@ -24,7 +24,7 @@ from checkmate.capture.phases import after_tangent
 from checkmate.capture.provenance import where
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import _is_primal
-from checkmate.torch_internals.dispatcher import _disable_current_modes
+from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.updates import operations
 from checkmate.updates.exchange import INSTEAD
 from checkmate.updates.gradients import largest_of, norm_of, order_of
@@ -202,7 +202,7 @@ class _Writer:
         of = {id(update.parameter): self.results[i] for i, (_, update) in self.found.items()}
         gradients = [of[key] for key in self.what.of_parameters() if key in of]
         norms = [self._next(norm_of, (gradient, self.what.clipping.order), "norm") for gradient in gradients]
-        with _disable_current_modes():
+        with outside_tracing():
             order = order_of([torch.empty(0, dtype=g.meta["val"].dtype) for g in gradients])
         coefficient = operations.coefficient(self.what.clipping)
         return self._last(coefficient, ([norms[n] for n in order],), norms[-1], "clip")

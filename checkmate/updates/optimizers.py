@@ -29,7 +29,7 @@ from torch import nn, optim
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU
 from checkmate.torch_internals.descriptions import FakeTensor
-from checkmate.torch_internals.dispatcher import _disable_current_modes
+from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.steps import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 # What they compute of a parameter depends on nothing but its gradient, its state and its group's settings.
@@ -110,7 +110,7 @@ class Update:
         """A state as the first update makes it: without data, where that can be had."""
         states: dict[torch.Tensor, Any] = defaultdict(dict)
         plain = {**self.settings, **{name: False for name in _ALL_AT_ONCE if name in self.settings}}
-        with _disable_current_modes():
+        with outside_tracing():
             for device, settings in ((META, plain), (self.parameter.device, self.settings)):
                 like = nn.Parameter(torch.zeros_like(self.parameter, device=device))
                 try:

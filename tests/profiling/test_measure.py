@@ -51,6 +51,22 @@ def _step(net: nn.Module) -> object:
     return lambda tokens: F.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten())
 
 
+def test_ops_are_measured_as_they_run() -> None:
+    """What a kernel calls runs as kernels, not as the formulas in Python that stand for them in a trace."""
+    traced = set()
+
+    @torch.library.custom_op("tests::kernel", mutates_args=())
+    def kernel(x: Tensor) -> Tensor:
+        traced.add(torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher))
+        return x.sin()
+
+    kernel.register_fake(torch.empty_like)
+    kernel.register_autograd(lambda _, gradient: gradient)
+    problem = checkmate.trace(lambda x: kernel(x.cos()).sum(), torch.ones(8, requires_grad=True))
+    assert any(op.target == "tests.kernel.default" for op in problem.graph.ops)
+    assert traced == {False}
+
+
 def test_every_op_has_a_time() -> None:
     problem = checkmate.trace(_step(_net()), torch.randint(50, (8, 16)))
     real = [k for k, op in enumerate(problem.graph.ops) if op.target != "autograd"]

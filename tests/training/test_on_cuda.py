@@ -164,11 +164,35 @@ def test_a_right_step_passes_where_attention_wavers() -> None:
             wavers(False)
 
 
-@pytest.mark.parametrize("host", [None, "10 MB"])
-def test_dropout_runs_again_with_the_bits_of_plain_pytorch(host: str | None) -> None:
+class Noisy(nn.Module):
+    """Tokens and noise, which the gradient of the product reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.randn_like(x).add(1.0)
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(8, 64, 4, 32).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2).transpose(1, 2).reshape(512, 128)
+
+
+@pytest.mark.parametrize(
+    ("draw", "target", "host"),
+    [
+        (lambda: nn.Dropout(0.3), "native_dropout", None),
+        (lambda: nn.Dropout(0.3), "native_dropout", "10 MB"),
+        (Attention, "_scaled_dot_product_efficient_attention", None),
+        (Noisy, "randn_like", None),
+    ],
+    ids=["dropout", "dropout, host", "attention", "noise"],
+)
+def test_a_draw_runs_again_with_the_bits_of_plain_pytorch(
+    draw: Callable[[], nn.Module], target: str, host: str | None
+) -> None:
     """Its seed and offset are kept, and neither its result nor, where the budget is tight, its mask."""
     torch.manual_seed(0)
-    blocks = [m for _ in range(4) for m in (nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.3))]
+    blocks = [m for _ in range(4) for m in (nn.Linear(128, 128), nn.GELU(), draw())]
     net, x = nn.Sequential(*blocks).cuda(), torch.randn(512, 128, device="cuda")
 
     def step(x: Tensor) -> Tensor:
@@ -185,14 +209,14 @@ def test_dropout_runs_again_with_the_bits_of_plain_pytorch(host: str | None) -> 
     after = torch.cuda.get_rng_state()
     solution = compiled.plans[0]
     again = [op for op, runs in zip(problem.graph.ops, solution.schedule.R.sum(0), strict=True) if runs > 1]
-    assert host or any(op.target == "checkmate.dropout" for op in again)
+    assert host or any(op.target == f"checkmate.{target}" for op in again)
     torch.manual_seed(1)
     assert_same_bits(found, torch.autograd.grad(step(x), wanted))
     assert_same_bits(after, torch.cuda.get_rng_state())
 
 
 def test_a_dropout_that_does_not_repeat_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "dropout_again", lambda saved, *args: torch.ops.aten.native_dropout(*args))
+    monkeypatch.setattr(trial, "drawn_again", lambda drawn: drawn)
     monkeypatch.setattr(trial, "_known", {})
     x = torch.randn(512, 128, device="cuda", requires_grad=True)
     problem = checkmate.trace(lambda x: F.dropout(x, 0.25).square().sum(), x)

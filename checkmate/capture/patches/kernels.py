@@ -22,8 +22,7 @@ from checkmate.torch_internals.dispatcher import (
     DispatchKey,
     OpOverload,
     TorchDispatchMode,
-    _disable_current_modes,
-    _DisablePythonDispatcher,
+    outside_tracing,
 )
 
 _DROPOUT = torch.ops.aten.dropout.default
@@ -83,7 +82,7 @@ def _folds(x: torch.Tensor, y: torch.Tensor, is_out: bool) -> bool:
 
     It depends on shapes, on strides, and on whether the smaller one needs a gradient, in each version otherwise.
     """
-    with _disable_current_modes(), _DisablePythonDispatcher(), _Products() as seen:
+    with outside_tracing(), _Products() as seen:
         described = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (x, y)]
         for meta, tensor in zip(described, (x, y), strict=True):
             meta.requires_grad_(tensor.requires_grad and not is_out)

@@ -24,8 +24,7 @@ from checkmate.torch_internals.descriptions import (
 )
 from checkmate.torch_internals.dispatcher import (
     _AutoDispatchBelowAutograd,
-    _disable_current_modes,
-    _DisablePythonDispatcher,
+    outside_tracing,
 )
 from checkmate.torch_internals.dynamo import dynamo_config
 from checkmate.torch_internals.names import put_in_place
@@ -80,7 +79,7 @@ class _Shape(NamedTuple):
 
 @cache
 def _workspace_bytes(described: tuple[Any, ...], spec: Any) -> int:
-    with _disable_current_modes(), _DisablePythonDispatcher():
+    with outside_tracing():
         leaves = [torch.zeros(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, _Shape) else x for x in described]
         args, kwargs = tree_unflatten(leaves, spec)
         try:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkmate.capture.random_draws import Drawn
 from checkmate.capture.ways.shape_only import convolution_backward_input
 from checkmate.torch_internals.dispatcher import OpOverload
 
@@ -63,7 +64,8 @@ def cancel(target: Any, args: tuple[Any, ...], draw: torch.Generator) -> None:
 
 def packet_of(target: Any) -> Any:
     """An op of PyTorch's, whichever its overload; a function as it is."""
-    return target.overloadpacket if isinstance(target, OpOverload) else target
+    op = target.op if isinstance(target, Drawn) else target
+    return op.overloadpacket if isinstance(op, OpOverload) else op
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -80,7 +80,7 @@ def _loss(kind: str, dtype: torch.dtype, *, bias: bool) -> Loss:
 @pytest.fixture
 def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products that are tried have equal bits in parts, on each processor, and nothing was tried before."""
-    monkeypatch.setattr(equal_bits, "_disable_current_modes", OneOrder)
+    monkeypatch.setattr(equal_bits, "outside_tracing", OneOrder)
     monkeypatch.setattr(equal_bits, "_tried", {})
 
 

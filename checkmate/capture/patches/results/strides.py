@@ -46,9 +46,9 @@ from checkmate.torch_internals.descriptions import (
 )
 from checkmate.torch_internals.dispatcher import (
     OpOverload,
-    _disable_current_modes,
     _get_dispatch_mode,
     _TorchDispatchModeKey,
+    outside_tracing,
 )
 from checkmate.torch_internals.trees import tree_leaves, tree_map, tree_map_only
 
@@ -158,7 +158,7 @@ def eager_strides() -> Iterator[None]:
 def _with_rounded_factors(tensors: list[Any], by: Any) -> tuple[list[Any], list[Any]]:
     """Tensors, and what each is multiplied by in place: of those in half precision it is rounded first."""
     factors = by if isinstance(by, list) else [by] * len(tensors)
-    with _disable_current_modes():
+    with outside_tracing():
         return tensors, [
             torch.tensor(factor, dtype=t.dtype).item() if t.dtype in (torch.bfloat16, torch.float16) else factor
             for t, factor in zip(tensors, factors, strict=True)
