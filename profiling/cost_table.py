@@ -75,6 +75,7 @@ def _settings(kind: str) -> str:
     if kind == "cuda":
         products, convolutions = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
         changed = {
+            f"cudnn {backends.cudnn.version()}": True,
             f"convolutions in {convolutions}": convolutions != "tf32",
             "without cudnn": not backends.cudnn.enabled,
             "cudnn benchmark": backends.cudnn.benchmark,

@@ -82,7 +82,13 @@ class Measure:
 
 
 def _is_new(key: Key, node: fx.Node, known: dict[Key, OpCost | None]) -> bool:
-    """Whether an op was not measured, or when fewer of its ways were known than are now."""
+    """Whether an op was not measured, or when fewer of its ways were known than are now.
+
+    A convolution on CUDA is measured in each process: cuDNN chooses, and may try out, a kernel at its first run, with
+    workspaces as large as memory is free, which is not to be within a step.
+    """
+    if device_of_op(node).type == "cuda" and "convolution" in target_name(node) and key not in _known:
+        return True
     cost = known.get(key)
     return key not in known or (cost is not None and not cost.over.keys() >= set(positions_to_try(node)))
 

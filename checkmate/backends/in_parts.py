@@ -252,7 +252,7 @@ class _Step:
     def _certificate(self, equal: str, off: float = 0.0) -> str:
         """How bits are known to be equal, or by what share of their largest element sums were ``off``."""
         if not self.tried:
-            return "not tried here"
+            return "if the device keeps the bits: not tried here"
         count = torch.get_num_threads()
         threads = f"{count} threads" if count > 1 else "1 thread"
         return f"{f'off by {off:.1e} of the largest at most' if off else equal}, {threads}"

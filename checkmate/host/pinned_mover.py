@@ -3,12 +3,15 @@
 Each way has a stream. The memory is taken and pinned once, to the byte: PyTorch's own pool of pinned memory rounds up
 to powers of two. A copy begins when what the compute stream was given before it is done, and `wait` has the compute
 stream wait for its end: the host waits for nothing. So memory that is freed after `wait`, or allocated before `fetch`,
-is ordered by the compute stream alone, and no tensor has to be recorded on another. It has run on a simulated device
-only.
+is ordered by the compute stream alone, and no tensor has to be recorded on another. A step on another stream than that
+before waits for it and for its copies, which may still read the bytes that are now written to. It has run on
+a simulated device only.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import mmap
 from typing import Any
 
@@ -16,7 +19,9 @@ import torch
 
 from checkmate.errors import HostError
 from checkmate.host.store import Slot, Wait
-from checkmate.units import exact_bytes
+from checkmate.units import exact_bytes, format_bytes
+
+log = logging.getLogger("checkmate.host")
 
 
 class PinnedMover:
@@ -34,8 +39,9 @@ class PinnedMover:
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._device = device
-        self._pinned = _pin(nbytes)
+        self._pinned = _pin(nbytes, device)
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._compute = torch.cuda.current_stream(device)
 
     def out(self, storage: torch.UntypedStorage, slot: Slot) -> Wait:
         """Begin to copy a value into the host's memory."""
@@ -62,7 +68,12 @@ class PinnedMover:
     def _copy(self, stream: Any, storage: torch.UntypedStorage, slot: Slot, *, out: bool) -> Wait:
         """Copy each piece after all that the compute stream was given."""
         there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (slot.nbytes,), (1,))
-        stream.wait_event(torch.cuda.current_stream(self._device).record_event())
+        compute = torch.cuda.current_stream(self._device)
+        if compute != self._compute:
+            for earlier in (self._compute, self._out, self._back):
+                compute.wait_event(earlier.record_event())
+            self._compute = compute
+        stream.wait_event(compute.record_event())
         done = 0
         with torch.cuda.stream(stream):
             for extent in slot.extents:
@@ -79,7 +90,7 @@ class PinnedMover:
         return wait
 
 
-def _pin(nbytes: int) -> torch.Tensor:
+def _pin(nbytes: int, device: torch.device) -> torch.Tensor:
     """Memory of the host that a device reads and writes by itself."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -89,10 +100,18 @@ def _pin(nbytes: int) -> torch.Tensor:
         raise HostError(
             f"The host does not give {exact_bytes(nbytes)}: {error.strerror}. Give a smaller host_budget."
         ) from error
+    log.info("Pinning %s of the host's memory, once.", format_bytes(nbytes))
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)
     if int(status) != 0:
+        _take_error(device)
         raise HostError(
             f"{exact_bytes(nbytes)} of the host's memory cannot be pinned: CUDA error {int(status)}. Give a smaller "
             "host_budget, or raise the limit of locked memory (ulimit -l)."
         )
     return memory
+
+
+def _take_error(device: torch.device) -> None:
+    """CUDA keeps the error of a call that failed for whoever asks next, which else were the next kernel of the step."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)

@@ -133,7 +133,7 @@ def test_estimates_for_a_device_count_what_parts_hold(model: _Model) -> None:
     floors = [_floor(one) for one in (whole, *split)]
     assert floors == sorted(floors, reverse=True)
     assert floors[-1] < 0.5 * floors[0]
-    assert split[0].splits == ("loss in 4 parts beside its logits: not tried here",)
+    assert split[0].splits == ("loss in 4 parts beside its logits: if the device keeps the bits: not tried here",)
     assert split[-1].keep_all_cost > whole.keep_all_cost
 
 

@@ -171,6 +171,20 @@ def test_memory_that_cannot_be_pinned(cuda: Cuda) -> None:
         pinned_store(1 << 60)
 
 
+def test_the_error_of_pinning_is_not_left_for_the_next_kernel(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = ["CUDA error: invalid argument"]
+
+    def kernel(*args: Any, **kwargs: Any) -> None:
+        if left:
+            raise RuntimeError(left.pop())
+
+    cuda.status = 2
+    monkeypatch.setattr(torch, "zeros", kernel)
+    with pytest.raises(HostError, match="cannot be pinned"):
+        pinned_store(2 * BLOCK)
+    assert not left
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_bits_come_back_on_a_device() -> None:

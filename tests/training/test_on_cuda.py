@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import checkmate
-from checkmate.profiling import trial
+from checkmate.capture.nodes import target_name
+from checkmate.profiling import cuda, measure, trial
 from tests.support.bits import assert_same_bits
 from tests.support.simulated_cuda.install import is_installed, set_waver
 
@@ -221,3 +222,40 @@ def test_a_dropout_that_does_not_repeat_runs_once(monkeypatch: pytest.MonkeyPatc
     x = torch.randn(512, 128, device="cuda", requires_grad=True)
     problem = checkmate.trace(lambda x: F.dropout(x, 0.25).square().sum(), x)
     assert [op.pinned for op in problem.graph.ops if "dropout.default" in op.target] == ["draws random numbers"]
+
+
+def test_convolutions_run_before_the_step_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cuDNN tries out at the first run of each is not within the budget, though its cost is known from a file."""
+    net, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).cuda(), torch.randn(2, 3, 16, 16, device="cuda")
+    checkmate.trace(net, x)
+    measured: list[str] = []
+
+    def measure_ops(nodes: list[Any]) -> Any:
+        measured.extend(target_name(node) for node in nodes)
+        return cuda.measure_ops(nodes)
+
+    monkeypatch.setattr(measure, "_known", {})
+    monkeypatch.setitem(measure.BY_DEVICE, "cuda", measure_ops)
+    for _ in range(2):
+        checkmate.trace(net, x)
+    assert len(measured) == 2  # once forward, once backward
+    assert all("convolution" in name for name in measured)
+
+
+def test_steps_on_two_streams_of_the_users() -> None:
+    """One after the other, with nothing that has the second wait for the first: each has streams and values its own."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)))).cuda()
+    xs, wanted = [torch.randn(2048, 256, device="cuda") for _ in range(2)], [*net.parameters()]
+
+    def step(x: Tensor) -> Tensor:
+        return net(x).square().mean()
+
+    expected = [torch.autograd.grad(step(x), wanted) for x in xs]
+    budget = checkmate.min_budget(checkmate.trace(step, xs[0])).peak
+    compiled, found = checkmate.compile(step, budget=budget, wait="best"), []
+    for x in xs * 2:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found.append(torch.autograd.grad(compiled(x), wanted))
+    torch.cuda.synchronize()
+    assert_same_bits(found, expected * 2)

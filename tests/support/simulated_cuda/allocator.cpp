@@ -637,6 +637,7 @@ void let_go(void* memory) {
   auto [device, block] = found->second;
   owners.erase(found);
   if (poison_on && block->uses.empty()) {
+    catch_up(block->stream); // who uses the memory next comes after what its stream was given
     memset(block->at, 0xFF, block->size);
   }
   caches[device].free(block);

@@ -183,6 +183,23 @@ def test_a_value_comes_back_from_pinned_memory(clocks: bool) -> None:
     assert install.unpinned_early() == 0
 
 
+def test_pinned_memory_is_used_from_one_stream_and_then_from_another() -> None:
+    """What the first stream's copies still read is not written to, though nobody has waited for that stream."""
+    store, found = open_store("pinned", 4 << 20, torch.device("cuda", 0)), []
+    for number in (1.0, 2.0):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            store.send(0, torch.full((SIZE,), number, device="cuda").untyped_storage())
+            store.wait(0)
+            back = torch.empty(SIZE, device="cuda")
+            store.fetch(0, back.untyped_storage())
+            store.wait(0)
+            store.drop(0)
+            found.append(back.clone())
+    torch.cuda.synchronize()
+    store.close()
+    assert [{*t.tolist()} for t in found] == [{1.0}, {2.0}]
+
+
 @pytest.mark.parametrize("of_copies", [True, False])
 def test_pinned_memory_without_a_wait_is_found_by_the_clocks(of_copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the copies' streams for the step, and of the step's for a copy."""
