@@ -38,9 +38,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.capture.device import same_random_state
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import tensors
-from checkmate.capture.random_draws import dropout, dropout_again, save_device_state
+from checkmate.capture.random_draws import DEVICE_STATE_BYTES, dropout, dropout_again, save_device_state
 from checkmate.capture.ways.rounding_probes import cancel, same_bytes
 from checkmate.capture.ways.table import call_over, positions_to_try, written_of
 from checkmate.core.problem import Profile
@@ -190,7 +191,7 @@ def _is_same_in_two(node: fx.Node) -> bool:
 
 
 def same_again(node: fx.Node) -> bool:
-    """Whether a ``native_dropout`` on CUDA draws the same numbers from the state that its generator had."""
+    """Whether a ``native_dropout`` on an accelerator draws the same numbers from the state that its generator had."""
     return _once("again", node, lambda: {0: _is_same_again(node)}).get(0, False)
 
 
@@ -200,7 +201,8 @@ def _is_same_again(node: fx.Node) -> bool:
     first = dropout(saved, x, p, train)
     now = save_device_state(x)
     again = dropout_again(saved, x, p, train)
-    return same_bytes(now, save_device_state(x)) and all(map(same_bytes, first, again))
+    of_known_size = saved.nbytes == DEVICE_STATE_BYTES
+    return of_known_size and same_bytes(now, save_device_state(x)) and all(map(same_bytes, first, again))
 
 
 def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dict[int, bool]:
@@ -209,8 +211,7 @@ def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dic
     key = name, conditions_on(device), key_of(node)
     if key not in _known:
         found: dict[int, bool] = {}
-        cards = [device.index or 0] if device.type == "cuda" else []
-        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=cards):
+        with _disable_current_modes(), torch.no_grad(), same_random_state(device):
             attempt(node, lambda: found.update(trial()))
         _known[key] = found
     return _known[key]

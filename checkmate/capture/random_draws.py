@@ -4,9 +4,9 @@ A draw changes the generator, so it runs once, and what it drew is kept; or, whe
 state that the generator had before: the draw is then an op like any other, and can run again. Its first run leaves the
 generator as plain PyTorch does. Each later run draws from a generator of its own, set to the kept state.
 
-On CUDA a kernel draws by a seed and an offset, 16 bytes on the host, which `dropout_again` sets and puts back: the same
-launch with the same two draws the same numbers, as `torch.utils.checkpoint` relies on. It is tried before it is
-planned.
+On an accelerator a kernel draws by a seed and an offset, 16 bytes on the host, which `dropout_again` sets and puts
+back: the same launch with the same two draws the same numbers, as `torch.utils.checkpoint` relies on. It is tried
+before it is planned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from checkmate.torch_internals.dispatcher import OpOverload
 
 aten = torch.ops.aten
-DEVICE_STATE_BYTES = 16  # of a CUDA generator: seed and offset
+DEVICE_STATE_BYTES = 16  # of an accelerator's generator: seed and offset
 STATE_BYTES = torch.get_rng_state().numel()  # of the CPU's generator
 WORTH_BYTES = 4 * STATE_BYTES  # a smaller mask is kept itself
 
@@ -87,7 +87,7 @@ def draw_once(place: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
 
 def save_device_state(x: torch.Tensor) -> torch.Tensor:
     """Seed and offset of the generator of x's device, (16,) bytes on the CPU; nothing is waited for."""
-    return torch.cuda.get_rng_state(x.device)
+    return torch.get_device_module(x.device).get_rng_state(x.device)
 
 
 def dropout(saved: torch.Tensor, x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,12 +97,12 @@ def dropout(saved: torch.Tensor, x: torch.Tensor, p: float, train: bool) -> tupl
 
 def dropout_again(saved: torch.Tensor, x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The same another time; the generator stays as it is now."""
-    now = torch.cuda.get_rng_state(x.device)
-    torch.cuda.set_rng_state(saved, x.device)
+    generators, now = torch.get_device_module(x.device), save_device_state(x)
+    generators.set_rng_state(saved, x.device)
     try:
         return aten.native_dropout(x, p, train)
     finally:
-        torch.cuda.set_rng_state(now, x.device)
+        generators.set_rng_state(now, x.device)
 
 
 def _empty(saved: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

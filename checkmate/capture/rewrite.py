@@ -121,7 +121,7 @@ def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None 
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         x, p, train = node.args
         val = x.meta["val"]
-        if val.device.type != "cuda" or train is False or not 0.0 < p < 1.0 or val.nbytes < WORTH_BYTES:
+        if val.device.type == "cpu" or train is False or not 0.0 < p < 1.0 or val.nbytes < WORTH_BYTES:
             continue
         if not node.users or "backward" in node.meta.get("partitioner_tag", "") or not (again is None or again(node)):
             continue
