@@ -8,11 +8,9 @@ lock, and replaces the file as a whole.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
-import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -23,16 +21,12 @@ import torch
 
 from checkmate.core import files
 from checkmate.core.graph import MAX_BYTES
+from checkmate.devices import kind_of
 from checkmate.errors import InvalidProblem
 
 log = logging.getLogger("checkmate.profiling")
 
 FORMAT = "checkmate-op-costs"
-EXACT = ("none", "ieee")  # float32 as it is
-KERNELS = (  # variables of the environment by which libraries choose kernels
-    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
-    *("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"),
-)
 WITHOUT_WAYS, VERSION = 1, 2  # of files: in those of the former nothing was tried over an argument
 
 
@@ -65,44 +59,11 @@ class Conditions:
 
 def conditions_on(device: torch.device) -> Conditions:
     """Where ops are measured now: the device, PyTorch's version, its number of threads and its settings."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    return Conditions(f"{device.type} {name}", torch.__version__, torch.get_num_threads(), _settings(device.type))
-
-
-def _settings(kind: str) -> str:
-    """The settings that change which kernels run on a kind of device, where they are not PyTorch's own."""
-    backends: Any = torch.backends
-    if kind == "cuda":
-        products, convolutions = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
-        changed = {
-            f"cudnn {backends.cudnn.version()}": True,
-            f"convolutions in {convolutions}": convolutions != "tf32",
-            "without cudnn": not backends.cudnn.enabled,
-            "cudnn benchmark": backends.cudnn.benchmark,
-            "cudnn deterministic": backends.cudnn.deterministic,
-        }
-    else:
-        products, convolutions = backends.mkldnn.matmul.fp32_precision, backends.mkldnn.conv.fp32_precision
-        changed = {
-            f"convolutions in {convolutions}": convolutions not in EXACT,
-            "without mkldnn": not backends.mkldnn.enabled,
-            **{f"{name}={os.environ.get(name)}": name in os.environ for name in KERNELS},
-        }
-    changed[f"products in {products}"] = products not in EXACT
-    changed["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    return ", ".join(word for word, holds in changed.items() if holds)
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    found = {key.strip(): what.strip() for key, _, what in (line.partition(":") for line in lines)}
-    name = found.get("model name") or platform.processor() or platform.machine()
-    of_it = [
-        found.get(key, "") for key in ("cpu family", "model", "stepping", "flags")
-    ]  # one name may stand for several
-    kind = hashlib.sha256("\n".join(of_it).encode()).hexdigest()[:8]
-    return f"{name} {kind} {torch.backends.cpu.get_cpu_capability()}"  # AVX2, AVX512, ...
+    kind = kind_of(device)
+    changed = {**kind.settings(), "deterministic": torch.are_deterministic_algorithms_enabled()}
+    settings = ", ".join(word for word, holds in changed.items() if holds)
+    where = f"{device.type} {kind.name(device)}".strip()
+    return Conditions(where, torch.__version__, torch.get_num_threads(), settings)
 
 
 Costs = Mapping[str, OpCost | None]  # by key; None: the op does not run on its own

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.fx as fx
 
-from checkmate.capture.device import BLOCK_BYTES, as_allocated
+from checkmate.capture.device import as_allocated, same_random_state
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import target_name, tensors
 from checkmate.capture.patches.is_compiling import not_compiling
@@ -25,8 +25,9 @@ from checkmate.capture.ways.legal import candidates
 from checkmate.capture.ways.table import positions_to_try, written_of
 from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
+from checkmate.devices import is_known, kind_of
 from checkmate.errors import Unsupported
-from checkmate.profiling import cpu, cuda
+from checkmate.profiling import accelerator, cpu
 from checkmate.profiling.cost_table import Conditions, OpCost, OpTable, conditions_on, load, store, write
 from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
 from checkmate.profiling.roofline import DEVICES, moved_bytes_of, roofline_seconds
@@ -35,9 +36,7 @@ from checkmate.torch_internals.dispatcher import outside_tracing
 
 log = logging.getLogger("checkmate.profiling")
 
-BY_DEVICE = {"cpu": cpu.measure_ops, "cuda": cuda.measure_ops}
 Key = tuple[Conditions, str]
-LIKE = {"cpu": "laptop", "cuda": "a100"}  # the device that ops are estimated for, by kind of device; then scaled
 
 _known: dict[Key, OpCost | None] = {}  # what this process measured
 
@@ -61,7 +60,8 @@ class Measure:
         """The profile of a step.
 
         Raises:
-            Unsupported: if a tensor is neither on the CPU nor on a CUDA device.
+            Unsupported: if a tensor is neither on the CPU nor on a CUDA device, nor on another whose allocator's counts
+                PyTorch tells.
         """
         _refuse_other_devices(joint)
         nodes = [node for node in joint.nodes if node is not None]
@@ -87,7 +87,7 @@ def _is_new(key: Key, node: fx.Node, known: dict[Key, OpCost | None]) -> bool:
     A convolution on CUDA is measured in each process: cuDNN chooses, and may try out, a kernel at its first run, with
     workspaces as large as memory is free, which is not to be within a step.
     """
-    if device_of_op(node).type == "cuda" and "convolution" in target_name(node) and key not in _known:
+    if device_of_op(node).type != "cpu" and "convolution" in target_name(node) and key not in _known:
         return True
     cost = known.get(key)
     return key not in known or (cost is not None and not cost.over.keys() >= set(positions_to_try(node)))
@@ -98,7 +98,7 @@ def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
 
     Args:
         path: a name that ends in ``.json``.
-        device: ``"cpu"`` or a CUDA device.
+        device: ``"cpu"`` or a CUDA device, or another.
 
     Raises:
         Unsupported: if nothing was measured here, or not with this number of threads and these settings.
@@ -126,9 +126,9 @@ def export(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> 
 def _refuse_other_devices(joint: Joint) -> None:
     for node in joint.module.graph.nodes:
         for leaf in tensors(node.meta.get("val")):
-            if leaf.device.type not in BY_DEVICE:
+            if not is_known(leaf.device):
                 raise Unsupported(
-                    f"{node.name} is on {leaf.device}: ops are measured on {' and '.join(BY_DEVICE)} only. "
+                    f"{node.name} is on {leaf.device}: ops are measured on cpu and cuda only. "
                     'checkmate.trace(..., profile="roofline:h100") estimates the costs for a named device instead.'
                 )
 
@@ -144,14 +144,14 @@ def _measure_ops(new: dict[Key, fx.Node]) -> dict[Key, OpCost | None]:
     if not todo:
         return found
     began = time.perf_counter()
-    cards = sorted({device.index for _, node in todo if (device := device_of_op(node)).type == "cuda"})
+    devices = {device_of_op(node) for _, node in todo}
     line = showing(lambda: f"measuring {len(done)} of {len(todo)} ops", share=lambda: len(done) / len(todo))
     done: dict[Key, OpCost | None] = {}
-    fork = torch.random.fork_rng(devices=cards)
-    with line, outside_tracing(), not_compiling(), torch.no_grad(), fork:
-        for kind, measure_ops in BY_DEVICE.items():
-            keys = [key for key, node in todo if device_of_op(node).type == kind]
-            for i, cost in measure_ops([new[key] for key in keys]) if keys else ():
+    with line, outside_tracing(), not_compiling(), torch.no_grad(), same_random_state(*devices):
+        for device in sorted(devices, key=str):
+            keys = [key for key, node in todo if device_of_op(node) == device]
+            measure_ops = cpu.measure_ops if device.type == "cpu" else accelerator.measure_ops
+            for i, cost in measure_ops([new[key] for key in keys]):
                 done[keys[i]] = cost  # which the line counts
     log.info("Measured %d distinct ops in %.1f s.", len(todo), time.perf_counter() - began)
     return found | done
@@ -175,7 +175,7 @@ def fill(joint: Joint, costs: Sequence[OpCost | None], source: str) -> Profile:
     scale = _scale(nodes, costs) if estimated else 1.0
     for k, node in nodes.items():
         op, cost = graph.ops[k], costs[k]
-        block = BLOCK_BYTES.get(device_of_op(node).type, 1)
+        block = kind_of(device_of_op(node)).block_bytes
         outputs = sum(as_allocated(graph.values[v].size_bytes, block) for v in op.outputs)
         if cost is None:
             inputs = sum(graph.values[v].size_bytes for v in op.inputs)
@@ -195,14 +195,14 @@ def _ways(joint: Joint, costs: Sequence[OpCost | None]) -> Iterator[Way]:
         allocated = None if cost is None else cost.over.get(position)
         written = None if node is None else written_of(node.target)
         if node is not None and written is not None and allocated is not None:
-            block = BLOCK_BYTES.get(device_of_op(node).type, 1)
+            block = kind_of(device_of_op(node)).block_bytes
             others = (v for v in joint.graph.ops[k].outputs if v != makes)
             made = sum(as_allocated(joint.graph.values[v].size_bytes, block) for v in others)
             yield Way(k, makes, over, max(0, allocated - made), written.slower)
 
 
 def _estimate(node: fx.Node) -> float:
-    device = DEVICES[LIKE[device_of_op(node).type]]
+    device = DEVICES[kind_of(device_of_op(node)).like]
     try:
         return roofline_seconds(node, device)
     except Unsupported:  # a product of a rare type: by its bytes alone

@@ -25,7 +25,7 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
-from checkmate.capture.device import BLOCK_BYTES, as_allocated
+from checkmate.capture.device import as_allocated
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import is_view, storage, tensors
 from checkmate.capture.splits.loss import estimate
@@ -36,6 +36,7 @@ from checkmate.capture.ways.shape_only import convolution_backward_input
 from checkmate.capture.ways.table import block_bytes, written_of
 from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
+from checkmate.devices import CUDA
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.dispatcher import HigherOrderOperator
 
@@ -94,7 +95,7 @@ def _gpu(
     """A card of NVIDIA: rates in TFLOP/s without sparsity, products in half precision summed in float32, GB/s."""
     teras = {"float64": float64, "float32": float32, "tf32": tf32, "bfloat16": half, "float16": half}
     flops = {dtype: rate * 1e12 for dtype, rate in teras.items()}
-    return Device(name, flops, bandwidth * 1e9, latency=4e-6, block_bytes=BLOCK_BYTES["cuda"], capability=sm)
+    return Device(name, flops, bandwidth * 1e9, latency=4e-6, block_bytes=CUDA.block_bytes, capability=sm)
 
 
 DEVICES: dict[str, Device] = {

@@ -39,9 +39,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.capture.device import same_random_state
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import tensors
-from checkmate.capture.random_draws import Drawn, drawn_again, save_device_state
+from checkmate.capture.random_draws import DEVICE_STATE_BYTES, Drawn, drawn_again, save_device_state
 from checkmate.capture.ways.rounding_probes import cancel, same_bytes
 from checkmate.capture.ways.table import call_over, positions_to_try, written_of
 from checkmate.core.problem import Profile
@@ -191,18 +192,19 @@ def _is_same_in_two(node: fx.Node) -> bool:
 
 
 def same_again(node: fx.Node) -> bool:
-    """Whether an op on CUDA draws the same numbers from the state that its generator had."""
+    """Whether an op on an accelerator draws the same numbers from the state that its generator had."""
     return _once("again", node, lambda: {0: _is_same_again(node)}).get(0, False)
 
 
 def _is_same_again(node: fx.Node) -> bool:
     run, device, draw = call_of(node), device_of_op(node), Drawn(node.target)
-    given = {**run.keywords, "on": device, "saved": save_device_state(device)}
+    saved = save_device_state(device)
+    given = {**run.keywords, "on": device, "saved": saved}
     first = tensors(draw(*run.args, **given))
     now = save_device_state(device)
     again = tensors(drawn_again(draw)(*run.args, **given))
     pairs = zip((now, *first), (save_device_state(device), *again), strict=True)
-    return all(itertools.starmap(same_bytes, pairs))
+    return saved.nbytes == DEVICE_STATE_BYTES and all(itertools.starmap(same_bytes, pairs))
 
 
 def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dict[int, bool]:
@@ -211,8 +213,7 @@ def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dic
     key = name, conditions_on(device), key_of(node)
     if key not in _known:
         found: dict[int, bool] = {}
-        cards = [device.index or 0] if device.type == "cuda" else []
-        with outside_tracing(), torch.no_grad(), torch.random.fork_rng(devices=cards):
+        with outside_tracing(), torch.no_grad(), same_random_state(device):
             attempt(node, lambda: found.update(trial()))
         _known[key] = found
     return _known[key]

@@ -27,7 +27,7 @@ from checkmate.backends.step_problem import (
 )
 from checkmate.backends.taking_over import Running
 from checkmate.capture.autocast import Copies, keeping_copies, refuse_products_within
-from checkmate.capture.device import BLOCK_BYTES, allocated_on, device_of
+from checkmate.capture.device import allocated_on, device_of
 from checkmate.capture.joint import Joint, read_joint
 from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.number_inputs import draws_of_python, refuse_nested, refuse_sizes_of_data, sources_of
@@ -55,6 +55,7 @@ from checkmate.codegen.undefined_gradients import (
 from checkmate.codegen.writing_over import writing_over
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
+from checkmate.devices import kind_of
 from checkmate.errors import Unsupported
 from checkmate.memory.arena import PHASES, Arena, Phase
 from checkmate.profiling.measure import Measure
@@ -251,7 +252,7 @@ class Backend:
             counts = [count for n, count in enumerate(counts) if n not in gone]
         views = added_within(joint_module.graph, num_fwd_outputs)
         users = computed_from(joint_module.graph, num_fwd_outputs)
-        block_bytes, fakes = max(self.block_bytes, BLOCK_BYTES[device.type]), any(map(is_fake, facts.known))
+        block_bytes, fakes = max(self.block_bytes, kind_of(device).block_bytes), any(map(is_fake, facts.known))
         read = partial(
             read_joint,
             num_fwd_outputs=num_fwd_outputs,

@@ -20,13 +20,13 @@ import torch.fx as fx
 from torch.fx.experimental import proxy_tensor
 
 from checkmate.capture.provenance import where
+from checkmate.devices import kinds
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import InputMutationAOTOutput, _is_primal
 from checkmate.torch_internals.dispatcher import _enter_autocast, _exit_autocast
 
 aten = torch.ops.aten
 ENTER, EXIT = _enter_autocast, _exit_autocast
-_DEVICES = "cpu", "cuda"
 _HALF = torch.bfloat16, torch.float16
 _WITH_PRODUCTS = torch.nn.functional.affine_grid, torch.affine_grid_generator, torch.bilinear, torch.linalg.pinv
 _BY_HAND = {"to", "bfloat16", "half", "type", "type_as"}  # conversions that the user wrote
@@ -56,7 +56,7 @@ def autocast_as_found() -> Iterator[None]:
     In a region that nobody leaves plain PyTorch would compute on with the weights that it once converted.
     """
     kept, depth = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()
-    found = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
+    found = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in kinds()]
     try:
         yield
     finally:
@@ -82,7 +82,7 @@ class Copies:
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], names: Sequence[str]) -> None:
         entered = [n.args for n in module.graph.nodes if n.target is ENTER]
-        around = any(map(torch.is_autocast_enabled, _DEVICES)) and torch.is_autocast_cache_enabled()
+        around = any(map(torch.is_autocast_enabled, kinds())) and torch.is_autocast_cache_enabled()
         keeps = around or any(enabled and kept is not False for _, _, enabled, kept in entered)
         self.names = names
         self.kept = [keeps and is_kept(given) for given in inputs]
@@ -151,7 +151,7 @@ def refuse_products_within(module: fx.GraphModule) -> None:
 
     Captured by Dynamo as one op, they would be computed in float32.
     """
-    around = any(map(torch.is_autocast_enabled, _DEVICES))
+    around = any(map(torch.is_autocast_enabled, kinds()))
     for part in module.modules():
         graph = part.graph if isinstance(part, fx.GraphModule) else fx.Graph()
         enabled = [around]  # by the regions that are entered

@@ -1,10 +1,10 @@
-"""Where a step runs: on the CPU or on one CUDA device, and what that means for sizes, budget and repeated numbers."""
+"""Where a step runs: on the CPU or on one accelerator, and what that means for sizes, budget and repeated numbers."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,12 +13,10 @@ import torch.fx as fx
 from checkmate.capture.nodes import called, tensors
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import save_device_state
+from checkmate.devices import is_known, kind_of, requested
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU
-from checkmate.memory.meter import requested
 from checkmate.torch_internals.dispatcher import OpOverload, outside_tracing
-
-BLOCK_BYTES = {"cpu": 1, "cuda": 512}  # what PyTorch's allocator rounds sizes up to (kMinBlockSize on CUDA)
 
 UNORDERED = {  # on CUDA their kernels add by atomic operations, says `torch.use_deterministic_algorithms`
     *("cumsum", "index_add", "scatter_add", "scatter_reduce", "index_reduce", "put", "histc", "bincount", "median"),
@@ -51,7 +49,8 @@ def device_of(graph: fx.Graph) -> torch.device:
     the seed of its dropout on as one.
 
     Raises:
-        Unsupported: if there are several devices, or one that is neither the CPU nor CUDA.
+        Unsupported: if there are several devices, or one that is neither the CPU nor CUDA nor an accelerator whose
+            memory PyTorch counts.
     """
     first: dict[torch.device, str] = {}
     numbers: set[torch.device] = set()
@@ -68,16 +67,20 @@ def device_of(graph: fx.Graph) -> torch.device:
             "before the step, or compile the part that runs there."
         )
     device = next(iter(first or numbers), CPU)
-    if device.type not in BLOCK_BYTES:
-        raise Unsupported(f"The step runs on {device}; steps are planned for the CPU and for CUDA devices.")
+    if not is_known(device):
+        raise Unsupported(
+            f"The step runs on {device}; steps are planned for the CPU and for CUDA devices, and for others if "
+            "torch.accelerator.memory_stats counts the bytes that are asked for there."
+        )
     return device
 
 
 def allocated_on(device: torch.device) -> int | None:
-    """Bytes in use, as they were asked for, on a CUDA device when a step begins there; None on the CPU."""
-    if device.type != "cuda":
+    """Bytes in use, as they were asked for, on an accelerator when a step begins there; None on the CPU."""
+    if device.type == "cpu":
         return None
-    have_libraries_take_workspaces(device)
+    if device.type == "cuda":
+        have_libraries_take_workspaces(device)
     gc.collect()  # what only a cycle holds is not in use
     return requested(device)
 
@@ -94,21 +97,36 @@ def have_libraries_take_workspaces(device: torch.device) -> None:
             torch.addmm(x[0], x, x).sum().backward()
 
 
-def same_random_state(*devices: torch.device) -> AbstractContextManager[None]:
+@contextmanager
+def same_random_state(*devices: torch.device) -> Iterator[None]:
     """Put the global random states of the CPU and of these devices back at the end of the block, however it ends."""
-    return torch.random.fork_rng([device for device in devices if device.type == "cuda"])
+    states = random_states(*devices)
+    try:
+        yield
+    finally:
+        set_random_states(states, *devices)
 
 
-def random_states(device: torch.device) -> list[torch.Tensor]:
-    """The global random state of the CPU and, if it is another, of the device."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+def random_states(*devices: torch.device) -> list[torch.Tensor]:
+    """The global random states of the CPU and of those of these devices that are others, and have one."""
+    return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in _with_generators(devices))]
+
+
+def set_random_states(states: Sequence[torch.Tensor], *devices: torch.device) -> None:
+    """Set what `random_states` found."""
+    torch.set_rng_state(states[0])
+    for device, state in zip(_with_generators(devices), states[1:], strict=True):
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _with_generators(devices: Iterable[torch.device]) -> list[torch.device]:
+    return [device for device in devices if device.type not in ("cpu", "meta")]
 
 
 def may_waver(device: torch.device) -> bool:
     """Whether plain PyTorch need not repeat its own numbers there."""
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    return device.type == "cuda" and not strict
+    return kind_of(device).may_waver and not strict
 
 
 def is_unordered(node: fx.Node) -> bool:

@@ -41,6 +41,7 @@ from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.patches.results.strides import copied, written
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import draws
+from checkmate.devices import is_here
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.dispatcher import HigherOrderOperator, TorchDispatchMode
 from checkmate.torch_internals.trees import tree_leaves
@@ -164,7 +165,7 @@ def answer(
         earlier = [*up_to(node)]
         found, needed = draws_of(earlier, attributes), needed_by(node, earlier)
         generators = tuple(dict.fromkeys(draw.device for n in earlier if n in needed for draw in found.get(n, ())))
-        if any(device.type == "cuda" for device in generators) and not torch.cuda.is_available():
+        if not all(map(is_here, generators)):
             raise CannotTellError("it depends on random numbers of a GPU, and there is none here") from None
         with same_random_state(*generators):
             return _run(node, given, attributes, writes, generators), generators

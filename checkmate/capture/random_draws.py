@@ -4,9 +4,9 @@ A draw changes the generator, so it runs once, and what it drew is kept; or, whe
 state that the generator had before: the draw is then an op like any other, and can run again. Its first run leaves the
 generator as plain PyTorch does. Each later run draws from a generator of its own, set to the kept state.
 
-On CUDA a kernel draws by a seed and an offset, 16 bytes on the host, which `Drawn` sets and puts back: the same launch
-with the same two draws the same numbers, as `torch.utils.checkpoint` relies on. That holds for whatever draws there,
-dropout, attention with dropout, noise; it is tried before it is planned.
+On an accelerator a kernel draws by a seed and an offset, 16 bytes on the host, which `Drawn` sets and puts back: the
+same launch with the same two draws the same numbers, as `torch.utils.checkpoint` relies on. That holds for whatever
+draws there, dropout, attention with dropout, noise; it is tried before it is planned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from checkmate.torch_internals.dispatcher import OpOverload
 
 aten = torch.ops.aten
-DEVICE_STATE_BYTES = 16  # of a CUDA generator: seed and offset
+DEVICE_STATE_BYTES = 16  # of an accelerator's generator: seed and offset
 STATE_BYTES = torch.get_rng_state().numel()  # of the CPU's generator
 WORTH_BYTES = 4 * STATE_BYTES  # a smaller mask is kept itself
 
@@ -87,8 +87,8 @@ def draw_once(place: torch.Tensor, x: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def save_device_state(device: torch.device) -> torch.Tensor:
-    """Seed and offset of the generator of a CUDA device, (16,) bytes on the CPU; nothing is waited for."""
-    return torch.cuda.get_rng_state(device)
+    """Seed and offset of the generator of an accelerator, (16,) bytes on the CPU; nothing is waited for."""
+    return torch.get_device_module(device).get_rng_state(device)
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,12 @@ class Drawn:
         """What the op gives."""
         if not self.again:
             return self.op(*args, **kwargs)
-        now = torch.cuda.get_rng_state(on)
-        torch.cuda.set_rng_state(saved, on)
+        generators, now = torch.get_device_module(on), save_device_state(on)
+        generators.set_rng_state(saved, on)
         try:
             return self.op(*args, **kwargs)
         finally:
-            torch.cuda.set_rng_state(now, on)
+            generators.set_rng_state(now, on)
 
     def __str__(self) -> str:
         return f"checkmate.{self.op._schema.name.removeprefix('aten::')}"

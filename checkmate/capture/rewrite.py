@@ -114,13 +114,13 @@ def save_states(graph: fx.Graph) -> None:
 
 
 def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None = None) -> None:
-    """Keep seed and offset before each large draw of the forward on CUDA, so that it can run again.
+    """Keep seed and offset before each large draw of the forward on an accelerator, so that it can run again.
 
     Else its result has to wait: that of dropout, which its mask alone does not give with the same bits, of attention
     with dropout, noise. ``again`` as for `prepare`.
     """
     for node in list(graph.nodes):
-        if not node.users or "backward" in node.meta.get("partitioner_tag", "") or not _draws_on_cuda(node):
+        if not node.users or "backward" in node.meta.get("partitioner_tag", "") or not _draws_elsewhere(node):
             continue
         if not (again is None or again(node)):
             continue
@@ -131,12 +131,12 @@ def save_device_states(graph: fx.Graph, again: Callable[[fx.Node], bool] | None 
         node.target, node.kwargs = Drawn(node.target), {**node.kwargs, "on": val.device, "saved": saved}
 
 
-def _draws_on_cuda(node: fx.Node) -> bool:
-    """Whether it is an op of PyTorch's whose large result is drawn by the generator of a CUDA device."""
+def _draws_elsewhere(node: fx.Node) -> bool:
+    """Whether it is an op of PyTorch's whose large result is drawn by the generator of an accelerator."""
     op, made = node.target, tensors(node.meta.get("val"))
     if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable or not is_random(node):
         return False
-    return bool(made) and made[0].device.type == "cuda" and made[0].nbytes >= WORTH_BYTES
+    return bool(made) and made[0].device.type != "cpu" and made[0].nbytes >= WORTH_BYTES
 
 
 def draw_as_in_place(graph: fx.Graph) -> None:

@@ -129,7 +129,7 @@ class SecondMemory:
     """
 
     def __init__(self, where: str | None, budget: int, device: torch.device, *, cache: bool) -> None:
-        self.where = where or ("pinned" if device.type == "cuda" else "file:")
+        self.where = where or ("file:" if device.type == "cpu" else "pinned")
         self.budget, self.device, self._cache = budget, device, cache
         self._calls = 0  # that have ended with their backward
         self._last = (0, 0, 0, 0.0)  # of the call that ended last: there, sent, fetched, waited

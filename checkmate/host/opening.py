@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from checkmate.core import files
+from checkmate.devices import is_here, kind_of
 from checkmate.errors import HostError, InvalidProblem
 from checkmate.host.store import BLOCK, Mover, Store, rounded
 
@@ -42,7 +43,7 @@ def open_store(where: str, capacity: int, device: torch.device) -> Store:
 
     Args:
         where: ``"file:/fast/disk"``, a folder in which a file without a name is made, for a step on the CPU;
-            ``"file:"`` takes the folder for temporary files. ``"pinned"``, or ``"memory"``, for a step on CUDA.
+            ``"file:"`` takes the folder for temporary files. ``"pinned"``, or ``"memory"``, beside an accelerator.
         capacity: bytes; each value takes its bytes `rounded`.
         device: where the step runs.
 
@@ -74,7 +75,7 @@ def _mover(where: str, nbytes: int, device: torch.device) -> Mover:
         return FileMover(Buffer(Path(folder or tempfile.gettempdir()), nbytes))
     if where not in ("pinned", "memory"):
         raise HostError(f"Unknown second memory {where!r}: write 'file:/fast/disk', 'file:', or on CUDA 'pinned'.")
-    if device.type != "cuda":
+    if device.type == "cpu":
         raise HostError(f"Pinned memory is for steps on CUDA, not on {device}: write host='file:/fast/disk'.")
     from checkmate.host.pinned_mover import PinnedMover
 
@@ -147,8 +148,8 @@ def _times(store: Store, device: torch.device, size: int) -> tuple[float, float,
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def known_links(where: str, device: torch.device, *, cache: bool = True) -> Links:
@@ -164,7 +165,7 @@ def known_links(where: str, device: torch.device, *, cache: bool = True) -> Link
     >>> known_links("file:", torch.device("cpu")) == known_links("file:", torch.device("cpu"))
     True
     """
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if not is_here(device):
         raise HostError(
             "The links of a GPU to a second memory are measured on it, and there is none here. Plan with those that it "
             "has: checkmate.trace(...).with_host(checkmate.Host(bytes, send, fetch)), rates in bytes per second."
@@ -184,8 +185,7 @@ def _place(where: str, device: torch.device) -> str:
     kind, colon, folder = where.partition(":")
     if colon:
         where = f"{kind}:{os.path.realpath(folder or tempfile.gettempdir())}"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return f"{where} beside {device.type} {name} of {platform.node()}"
+    return f"{where} beside {device.type} {kind_of(device).name(device)} of {platform.node()}"
 
 
 def _measure(where: str, device: torch.device) -> Links:

@@ -1,27 +1,18 @@
-"""Copy values of a step from a CUDA device to pinned memory and back: what a `Store` on CUDA calls.
+"""Copy values of a step from an accelerator to pinned memory and back: what a `Store` beside one calls.
 
-Each way has a stream. The memory is taken and pinned once, to the byte: PyTorch's own pool of pinned memory rounds up
-to powers of two. A copy begins when what the compute stream was given before it is done, and `wait` has the compute
-stream wait for its end: the host waits for nothing. So memory that is freed after `wait`, or allocated before `fetch`,
-is ordered by the compute stream alone, and no tensor has to be recorded on another. A step on another stream than that
-before waits for it and for its copies, which may still read the bytes that are now written to. It has run on
-a simulated device only.
+Each way has a stream. The memory is taken and pinned once. A copy begins when what the compute stream was given
+before it is done, and `wait` has the compute stream wait for its end: the host waits for nothing. So memory that is
+freed after `wait`, or allocated before `fetch`, is ordered by the compute stream alone, and no tensor has to be
+recorded on another. A step on another stream than that before waits for it and for its copies, which may still read the
+bytes that are now written to. It has run on a simulated device only.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import mmap
-from typing import Any
-
 import torch
 
-from checkmate.errors import HostError
+from checkmate.devices import kind_of
 from checkmate.host.store import Slot, Wait
-from checkmate.units import exact_bytes, format_bytes
-
-log = logging.getLogger("checkmate.host")
 
 
 class PinnedMover:
@@ -39,9 +30,9 @@ class PinnedMover:
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._device = device
-        self._pinned = _pin(nbytes, device)
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._compute = torch.cuda.current_stream(device)
+        self._pinned = kind_of(device).pin(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+        self._out, self._back = torch.Stream(device), torch.Stream(device)
+        self._compute = torch.accelerator.current_stream(device)
 
     def out(self, storage: torch.UntypedStorage, slot: Slot) -> Wait:
         """Begin to copy a value into the host's memory."""
@@ -59,23 +50,23 @@ class PinnedMover:
     def close(self) -> None:
         """Give the memory back to the host."""
         if self._pinned.numel():
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
+            kind_of(self._device).unpin(self._pinned)
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def abandon(self) -> None:
-        """Nothing: CUDA does not work in a forked child."""
+        """Nothing: accelerators do not work in a forked child."""
 
-    def _copy(self, stream: Any, storage: torch.UntypedStorage, slot: Slot, *, out: bool) -> Wait:
+    def _copy(self, stream: torch.Stream, storage: torch.UntypedStorage, slot: Slot, *, out: bool) -> Wait:
         """Copy each piece after all that the compute stream was given."""
         there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (slot.nbytes,), (1,))
-        compute = torch.cuda.current_stream(self._device)
+        compute = torch.accelerator.current_stream(self._device)
         if compute != self._compute:
             for earlier in (self._compute, self._out, self._back):
                 compute.wait_event(earlier.record_event())
             self._compute = compute
         stream.wait_event(compute.record_event())
         done = 0
-        with torch.cuda.stream(stream):
+        with stream:
             for extent in slot.extents:
                 count = min(extent.nbytes, slot.nbytes - done)
                 pinned, piece = self._pinned[extent.begin : extent.begin + count], there[done : done + count]
@@ -85,33 +76,6 @@ class PinnedMover:
         ended = stream.record_event()
 
         def wait() -> None:  # what a device reports of a failed copy comes later, from it
-            torch.cuda.current_stream(self._device).wait_event(ended)
+            torch.accelerator.current_stream(self._device).wait_event(ended)
 
         return wait
-
-
-def _pin(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of the host that a device reads and writes by itself."""
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    try:
-        memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-    except OSError as error:
-        raise HostError(
-            f"The host does not give {exact_bytes(nbytes)}: {error.strerror}. Give a smaller host_budget."
-        ) from error
-    log.info("Pinning %s of the host's memory, once.", format_bytes(nbytes))
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)
-    if int(status) != 0:
-        _take_error(device)
-        raise HostError(
-            f"{exact_bytes(nbytes)} of the host's memory cannot be pinned: CUDA error {int(status)}. Give a smaller "
-            "host_budget, or raise the limit of locked memory (ulimit -l)."
-        )
-    return memory
-
-
-def _take_error(device: torch.device) -> None:
-    """CUDA keeps the error of a call that failed for whoever asks next, which else were the next kernel of the step."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device)

@@ -1,10 +1,10 @@
-"""One meter of memory: what a call allocates above the level at entry, on the CPU or on a CUDA device.
+"""One meter of memory: what a call allocates above the level at entry, on the CPU or on an accelerator.
 
 On the CPU the meter is the running sum of the profiler's ``[memory]`` events: every allocation of PyTorch, workspaces
 inside ops and what autograd saves included, repeatable to the byte. It does not see private scratch of oneDNN and MKL.
 Where somebody else's profiler runs, that of PyTorch's which belongs to a thread records another thread (`aside`).
-On CUDA it is the peak of the bytes that were asked for, which PyTorch's allocator counts itself; those of the blocks
-that it gave for them, and those that it holds of the device, in use or not, are told beside it.
+On CUDA and other accelerators it is the peak of the bytes that were asked for, which PyTorch's allocator counts itself;
+those of the blocks that it gave for them, and those that it holds of the device, in use or not, are told beside it.
 
 `trim` gives back to the machine what malloc keeps of freed memory, which it does only when it is asked to.
 """
@@ -25,6 +25,7 @@ import torch
 from torch.autograd import ProfilerConfig, ProfilerState
 from torch.profiler import ProfilerActivity, profile
 
+from checkmate.devices import REQUESTED, is_known, requested
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.engine import _autograd, _profiler, autograd_profiler
 
@@ -64,9 +65,9 @@ class Recording:
 def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> MemoryUse:
     """Call ``fn`` and measure what it allocates on a device, in bytes.
 
-    On CUDA, ``before + peak`` is the most that was asked for at a time (``requested_bytes`` of
-    `torch.cuda.memory_stats`). The allocator gives blocks for it, ``allocated`` at their peak: multiples of 512 bytes,
-    and for a tensor above 1 MiB up to 1 MiB more than asked for, by what was freed before, unless it runs with
+    On CUDA, and other accelerators, ``before + peak`` is the most that was asked for at a time (``requested_bytes`` of
+    `torch.accelerator.memory_stats`). The allocator gives blocks for it, ``allocated`` at their peak: multiples of 512
+    bytes, and for a tensor above 1 MiB up to 1 MiB more than asked for, by what was freed before, unless it runs with
     ``expandable_segments:True``. Its peaks are reset by this.
 
     On the CPU it counts what this thread and its backward allocate and free. That a thread of another library frees
@@ -85,39 +86,34 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> Mem
     (True, None)
     """
     device = torch.device(device)
-    if device.type == "cuda":
-        return _measure_on_cuda(fn, device)
-    if device.type != "cpu":
+    if not is_known(device):
         raise Unsupported(f"Memory is measured on the CPU and on CUDA devices, not on {device}.")
+    if device.type != "cpu":
+        return _measure_by_allocator(fn, device)
     with _garbage_stays(), record_allocations() as recording:
         result = fn()
     levels = np.concatenate([[0], np.cumsum(recording.bytes)])
     return MemoryUse(int(levels.max()), int(levels[-1]), result)
 
 
-def _measure_on_cuda(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
+def _measure_by_allocator(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
     gc.collect()  # what only a cycle holds is no part of what is allocated before
     with _no_collection():
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.accelerator.synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
         before = requested(device)
         result = fn()
-        torch.cuda.synchronize(device)
-        found = torch.cuda.memory_stats(device)
+        torch.accelerator.synchronize(device)
+        found = torch.accelerator.memory_stats(device)
         return MemoryUse(
-            peak=found["requested_bytes.all.peak"] - before,
-            final=found["requested_bytes.all.current"] - before,
+            peak=found[f"{REQUESTED}.peak"] - before,
+            final=found[f"{REQUESTED}.current"] - before,
             result=result,
             device=device,
             before=before,
             allocated=found["allocated_bytes.all.peak"],
             reserved=found["reserved_bytes.all.peak"],
         )
-
-
-def requested(device: torch.device) -> int:
-    """Bytes of a CUDA device that were asked for and are in use."""
-    return torch.cuda.memory_stats(device).get("requested_bytes.all.current", 0)  # empty before the first
 
 
 @contextmanager

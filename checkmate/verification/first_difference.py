@@ -21,7 +21,7 @@ import torch.fx as fx
 
 from checkmate.backends.eager import Backend
 from checkmate.backends.step_problem import Write
-from checkmate.capture.device import random_states, same_random_state
+from checkmate.capture.device import random_states, same_random_state, set_random_states
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import target_name, tensors
 from checkmate.capture.provenance import where
@@ -117,9 +117,7 @@ class _Notes:
 
     def _run_as_captured(self, joint: Joint, given: dict[str, Any]) -> None:
         with same_random_state(self.device):
-            torch.set_rng_state(self.states[0])
-            if len(self.states) > 1:
-                torch.cuda.set_rng_state(self.states[1], self.device)
+            set_random_states(self.states, self.device)
             recorder = _PartsRecorder(joint.module, self.as_captured.__setitem__)
             recorder.off = self.off_in_parts
             recorder.run(*(given[node.name] for node in joint.placeholders))

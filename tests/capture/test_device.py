@@ -12,7 +12,6 @@ from benchmarks.networks import CASES
 from checkmate.backends.step_problem import with_what_is_held
 from checkmate.capture import device as devices
 from checkmate.capture.device import (
-    BLOCK_BYTES,
     allocated_on,
     device_of,
     have_libraries_take_workspaces,
@@ -20,6 +19,7 @@ from checkmate.capture.device import (
     same_random_state,
 )
 from checkmate.capture.joint import read_joint
+from checkmate.devices import kind_of
 from checkmate.memory import measure_peak
 from tests.support.bits import assert_same_bits
 
@@ -135,7 +135,7 @@ def test_a_step_on_cuda_is_counted_in_blocks() -> None:
         grad.meta["val"] = tangent.meta["val"] * slope.meta["val"]
     graph.output((y, grad)).meta["desc"] = [None, None]
     module = fx.GraphModule(torch.nn.Module(), graph)
-    joint = read_joint(module, num_fwd_outputs=1, block_bytes=BLOCK_BYTES[device_of(graph).type])
+    joint = read_joint(module, num_fwd_outputs=1, block_bytes=kind_of(device_of(graph)).block_bytes)
     assert [value.size_bytes for value in joint.graph.values] == [512] * 5
     assert joint.resident_bytes == 512
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from checkmate.devices import kind_of
 from checkmate.errors import HostError
-from checkmate.host import measure, open_store
+from checkmate.host import measure, open_store, pinned_mover
 from checkmate.host.store import BLOCK, Store
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Cuda:
-    """What stands for `torch.cuda`: streams, the first of which computes, and a device whose memory is the host's.
+    """What stands for CUDA: streams, the first of which computes, and a device whose memory is the host's.
 
     Streams do what they were given as late as the host says, as early or as late beside each other as events let them.
     """
@@ -29,21 +28,15 @@ class Cuda:
         self.inside = [self.streams[0]]
         self.synchronized = 0
         self.eager = 0  # which stream goes first of those that can: 0 the one that computes, -1 the last
-        monkeypatch.setattr(torch.cuda, "Stream", self.make)
-        monkeypatch.setattr(torch.cuda, "stream", self.use)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.inside[-1])
+        monkeypatch.setattr(torch, "Stream", self.make)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: self.inside[-1])
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(pinned_mover, "kind_of", lambda device: kind_of(CUDA))
         monkeypatch.setattr(torch.Tensor, "copy_", lambda to, source, non_blocking: self.copy(to, source, non_blocking))
 
     def make(self, device: torch.device) -> Stream:
         self.streams.append(Stream(self))
         return self.streams[-1]
-
-    @contextmanager
-    def use(self, stream: Stream) -> Iterator[None]:
-        self.inside.append(stream)
-        yield
-        self.inside.pop()
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
         assert non_blocking
@@ -69,6 +62,12 @@ class Stream:
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda, self.queue = cuda, []
+
+    def __enter__(self) -> None:
+        self.cuda.inside.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        self.cuda.inside.pop()
 
     def record_event(self) -> Event:
         event = Event()
@@ -105,9 +104,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def pinned_store(nbytes: int) -> Store:
     """As `open_store` makes it, for a device whose memory is the host's."""
-    from checkmate.host.pinned_mover import PinnedMover
-
-    return Store(PinnedMover(CPU, nbytes), nbytes)
+    return Store(pinned_mover.PinnedMover(CPU, nbytes), nbytes)
 
 
 @pytest.mark.parametrize("eager", [0, -1], ids=["compute", "copies"])

@@ -49,10 +49,10 @@ def test_on_cuda_the_allocator_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for the allocator: 1000 bytes there before, 5000 at most, 1200 left, 8192 held of the device."""
     asked, given, held = "requested_bytes.all", "allocated_bytes.all", "reserved_bytes.all"
     level = {f"{asked}.current": 1000, f"{asked}.peak": 9000, f"{given}.peak": 9216, f"{held}.peak": 20480}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: level)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: level)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     forget = {f"{asked}.peak": 1000, f"{given}.peak": 1024, f"{held}.peak": 4096}
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: level.update(forget))
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: level.update(forget))
 
     def work() -> str:
         level.update({f"{asked}.current": 1200, f"{asked}.peak": 5000, f"{given}.peak": 5120, f"{held}.peak": 8192})

@@ -26,8 +26,9 @@ import checkmate
 from checkmate import statusline
 from checkmate.backends.eager import Backend
 from checkmate.core.files import folder
+from checkmate.devices import KERNELS
 from checkmate.memory import measure_peak
-from checkmate.profiling import cost_table, cpu, cuda
+from checkmate.profiling import accelerator, cost_table, cpu
 from checkmate.profiling import measure as measuring
 from checkmate.profiling import one_op as inputs
 from checkmate.profiling.cost_table import OpCost, path_of
@@ -227,7 +228,7 @@ def test_a_bar_shows_progress_on_a_terminal_where_measuring_takes_long(
 
 def test_what_held_with_other_kernels_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are chosen by the processor's instructions, which its name may not tell, and by the environment."""
-    for name in cost_table.KERNELS:
+    for name in KERNELS:
         monkeypatch.delenv(name, raising=False)
     conditions = cost_table.conditions_on(torch.device("cpu"))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
@@ -478,7 +479,7 @@ def test_on_cuda_time_grows_with_work_and_workspaces_are_whole_blocks() -> None:
     x = torch.randn(512, 512, device="cuda", requires_grad=True)
     nodes = _nodes(lambda x: (x @ x).tanh().sum(), x)
     large = _nodes(lambda x: (x @ x).tanh().sum(), torch.randn(4096, 4096, device="cuda", requires_grad=True))
-    small_costs, large_costs = dict(cuda.measure_ops(nodes)), dict(cuda.measure_ops(large))
+    small_costs, large_costs = dict(accelerator.measure_ops(nodes)), dict(accelerator.measure_ops(large))
     for i, cost in small_costs.items():
         larger = large_costs[i]
         assert cost is not None

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import checkmate
 from checkmate import InvalidProblem, Profile, Unsupported
 from checkmate.core.files import folder
+from checkmate.devices import CUDA
 from checkmate.profiling import cpu
 from checkmate.profiling.cost_table import OpTable, conditions_on, read, write
-from checkmate.profiling.cost_table import _settings as settings_of_kind
 from checkmate.profiling.measure import export
 from tests.support.processes import run_python
 
@@ -155,10 +155,11 @@ def test_other_settings_are_other_conditions(tmp_path: Path) -> None:
     torch.set_float32_matmul_precision("medium")
     try:
         assert "products in bf16" in conditions_on(torch.device("cpu")).settings
-        assert "products in tf32" in settings_of_kind("cuda")
+        assert CUDA.settings()["products in tf32"]
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert "products" not in conditions_on(torch.device("cpu")).settings + settings_of_kind("cuda")
+    assert "products" not in conditions_on(torch.device("cpu")).settings
+    assert not any(holds for word, holds in CUDA.settings().items() if "products" in word)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from checkmate.capture.ways import table
 from checkmate.capture.ways.table import TABLE, Written
 from checkmate.core.files import folder
 from checkmate.memory import measure_peak
-from checkmate.profiling import cpu, cuda, trial
+from checkmate.profiling import accelerator, cpu, trial
 from checkmate.profiling import measure as measuring
 from checkmate.profiling.cost_table import OpCost
 from checkmate.profiling.measure import export
@@ -184,7 +184,7 @@ def test_files_of_before_ways_have_none_and_are_measured_again_where_they_are_a_
         measured.extend(str(node.target) for node in nodes)
         return measure_ops(nodes)
 
-    monkeypatch.setitem(measuring.BY_DEVICE, "cpu", noting)
+    monkeypatch.setattr(cpu, "measure_ops", noting)
     assert _ways(checkmate.trace(step, x)) == expected
     assert "aten.relu.default" in measured
     assert "aten.convolution.default" not in measured
@@ -196,10 +196,10 @@ def test_on_cuda_ways_are_tried_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -
     def allocated(run: Callable[[], Any], device: torch.device) -> int:
         return measure_peak(run).peak
 
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(cuda, "allocated_bytes", allocated)
-    monkeypatch.setattr(cuda, "time_call", lambda run, device: 1.0)
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+    monkeypatch.setattr(accelerator, "allocated_bytes", allocated)
+    monkeypatch.setattr(accelerator, "time_call", lambda run, device: 1.0)
     node = _node(aten._safe_softmax.default, torch.ones(64, 96), 1)
-    ((_, cost),) = cuda.measure_ops([node])
+    ((_, cost),) = accelerator.measure_ops([node])
     assert cost == replace(_measure(node), seconds=1.0)
     assert cost.over == {0: 64 * 96 + 64}

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = (  # each imports itself and rooms of lines above it; those of one line know nothing of each other
     ("errors", "version", "statusline"),
     ("units", "torch_internals"),
-    ("core",),
+    ("core", "devices"),
     ("memory", "tags", "host"),
     ("capture", "solvers.common"),
     ("solvers.linear",),

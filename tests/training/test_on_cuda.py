@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import checkmate
 from checkmate.capture.nodes import target_name
-from checkmate.profiling import cuda, measure, trial
+from checkmate.profiling import accelerator, measure, trial
 from tests.support.bits import assert_same_bits
 from tests.support.simulated_cuda.install import is_installed, set_waver
 
@@ -229,13 +229,14 @@ def test_convolutions_run_before_the_step_in_each_process(monkeypatch: pytest.Mo
     net, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).cuda(), torch.randn(2, 3, 16, 16, device="cuda")
     checkmate.trace(net, x)
     measured: list[str] = []
+    measure_ops = accelerator.measure_ops
 
-    def measure_ops(nodes: list[Any]) -> Any:
+    def noted(nodes: list[Any]) -> Any:
         measured.extend(target_name(node) for node in nodes)
-        return cuda.measure_ops(nodes)
+        return measure_ops(nodes)
 
     monkeypatch.setattr(measure, "_known", {})
-    monkeypatch.setitem(measure.BY_DEVICE, "cuda", measure_ops)
+    monkeypatch.setattr(accelerator, "measure_ops", noted)
     for _ in range(2):
         checkmate.trace(net, x)
     assert len(measured) == 2  # once forward, once backward

@@ -21,11 +21,10 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from checkmate.capture.dependencies import is_write, written_by
-from checkmate.capture.device import main_device, random_states
+from checkmate.capture.device import main_device, random_states, set_random_states
 from checkmate.capture.earlier_draws import CannotTellError, draws_of
 from checkmate.capture.patches.only_our_captures import follow
 from checkmate.torch_internals.dynamo import (
@@ -80,9 +79,7 @@ def _put_back_on_failure(modules: list[nn.Module]) -> Iterator[None]:
         for one, contents in zip(kept, before, strict=True):
             one.clear()
             one.update(contents)
-        torch.set_rng_state(state[0])
-        for of_device in state[1:]:
-            torch.cuda.set_rng_state(of_device, device)
+        set_random_states(state, device)
         random.setstate(python)
         raise
 

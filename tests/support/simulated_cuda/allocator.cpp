@@ -681,6 +681,7 @@ struct OfDevice : c10::DeviceAllocator {
         to[i].freed = cache.counts[kind][i].freed;
       }
     };
+    fill(stats.allocation, ALLOCATION);
     fill(stats.allocated_bytes, ALLOCATED);
     fill(stats.reserved_bytes, RESERVED);
     fill(stats.active_bytes, ACTIVE_BYTES);

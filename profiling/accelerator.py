@@ -1,8 +1,8 @@
-"""What ops cost on an NVIDIA GPU: the caching allocator's statistics for bytes, events for seconds.
+"""What ops cost on a GPU, or another accelerator: its allocator's statistics for bytes, events for seconds.
 
-Between repeats a buffer twice the size of the L2 cache is overwritten, so that inputs come from memory, as they mostly
-do within a step. Launching a kernel takes the host longer than running a small one takes the GPU; the overwriting gives
-the host a head start, so that what is timed is the GPU's work.
+Between repeats a buffer twice the size of the last cache is overwritten, so that inputs come from memory, as they
+mostly do within a step. Launching a kernel takes the host longer than running a small one takes the device; the
+overwriting gives the host a head start, so that what is timed is the device's work.
 
 What cuDNN takes for one call counts with the op. cuBLAS keeps its workspace from its first call on: it is no op's, and
 counts with what is in use on the device before the step (`checkmate.capture.device.allocated_on`).
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from checkmate.capture.device import BLOCK_BYTES
+from checkmate.devices import kind_of
 from checkmate.profiling.cost_table import OpCost
 from checkmate.profiling.one_op import attempt, call_of, device_of_op
 from checkmate.profiling.trial import ways_of
 
 REPEATS = 5  # between two looks at the clock
 MOST_REPEATS = 50
-SECONDS_PER_OP = 0.05  # of the GPU's time, beyond the first repeats
+SECONDS_PER_OP = 0.05  # of the device's time, beyond the first repeats
 
 
 def measure_ops(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, OpCost | None]]:
@@ -39,7 +39,7 @@ def measure_ops(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, OpCost | None]]
 
 def _measure(node: fx.Node) -> OpCost:
     device = device_of_op(node)
-    with torch.cuda.device(device):
+    with torch.accelerator.device_index(device.index):
         run = call_of(node)
         run()  # the first run loads kernels and takes the libraries' workspaces
         allocated, seconds = allocated_bytes(run, device), time_call(run, device)
@@ -55,36 +55,35 @@ def _counted(device: torch.device, counts: dict[int, int], position: int, call: 
 
 
 def allocated_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that a call takes from the caching allocator at its peak, each tensor rounded to blocks of 512 bytes.
+    """Bytes that a call takes from the caching allocator at its peak, each tensor rounded to blocks.
 
     What the allocator gives beyond that depends on what was freed before, and is no cost of the op: up to 1 MiB for a
     tensor. Where there is such, each tensor is taken to have been rounded by a whole block.
     """
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_stats(device)
+    torch.accelerator.synchronize(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory_stats(device)
     run()
-    torch.cuda.synchronize(device)
-    found = torch.cuda.memory_stats(device)
+    torch.accelerator.synchronize(device)
+    found = torch.accelerator.memory_stats(device)
     given, asked, blocks = (
         found[f"{what}.all.peak"] - before[f"{what}.all.current"]
         for what in ("allocated_bytes", "requested_bytes", "allocation")
     )
-    return min(given, asked + blocks * BLOCK_BYTES["cuda"])
+    return min(given, asked + blocks * kind_of(device).block_bytes)
 
 
 def time_call(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one execution on the GPU: the median."""
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    flush = torch.empty(2 * cache, dtype=torch.int8, device=device)
+    """Seconds of one execution on the device: the median."""
+    flush = torch.empty(2 * kind_of(device).cache_bytes(device), dtype=torch.int8, device=device)
     seconds: list[float] = []
     while len(seconds) < REPEATS or (sum(seconds) < SECONDS_PER_OP and len(seconds) < MOST_REPEATS):
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
+        events = [tuple(torch.Event(device, enable_timing=True) for _ in range(2)) for _ in range(REPEATS)]
         for begin, end in events:
             flush.zero_()
             begin.record()
             run()
             end.record()
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(device)
         seconds += [begin.elapsed_time(end) / 1e3 for begin, end in events]
     return median(seconds)

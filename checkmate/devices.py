@@ -1,0 +1,187 @@
+"""What each kind of device has of its own: the CPU, CUDA, and any other that `torch.accelerator` speaks for.
+
+Streams, events and the counts of an allocator are asked of `torch.accelerator`, CUDA's too, and generators of the
+device's module; here is what neither tells. ROCm comes as CUDA; others are XPU, and what is built on PrivateUse1.
+Whatever is not the CPU has run on simulated devices only, and on no hardware.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import mmap
+import os
+import platform
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkmate.errors import HostError, Unsupported
+from checkmate.torch_internals.dispatcher import outside_tracing
+from checkmate.units import exact_bytes, format_bytes
+
+log = logging.getLogger("checkmate.host")
+
+REQUESTED = "requested_bytes.all"  # among the counts of an allocator: bytes as they were asked for
+EXACT = ("none", "ieee")  # float32 as it is
+KERNELS = (  # variables of the environment by which libraries choose kernels
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"),
+)
+
+
+class Kind:
+    """The traits of a kind of device: of any accelerator, as far as the CPU and CUDA have no others."""
+
+    block_bytes = 512  # what its allocator rounds sizes up to (kMinBlockSize on CUDA and XPU)
+    like = "a100"  # what ops are estimated for in `checkmate.profiling.roofline`, and then scaled
+    may_waver = True  # kernels may add in no fixed order: plain PyTorch need not repeat its own numbers
+
+    def name(self, device: torch.device) -> str:
+        """Which device it is: what was measured on it holds for those of this name."""
+        module = torch.get_device_module(device)
+        return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else ""
+
+    def settings(self) -> dict[str, bool]:
+        """What changes which kernels run, in words: settings that are not PyTorch's own; whether each is to be said."""
+        backends: Any = torch.backends
+        products, convolutions = backends.mkldnn.matmul.fp32_precision, backends.mkldnn.conv.fp32_precision
+        return {
+            f"convolutions in {convolutions}": convolutions not in EXACT,
+            "without mkldnn": not backends.mkldnn.enabled,
+            **{f"{name}={os.environ.get(name)}": name in os.environ for name in KERNELS},
+            f"products in {products}": products not in EXACT,
+        }
+
+    def cache_bytes(self, device: torch.device) -> int:
+        """Bytes of its last cache, or more."""
+        return 64 << 20
+
+    def pin(self, nbytes: int) -> torch.Tensor:
+        """Memory of the host that it reads and writes by itself, (nbytes,) uint8.
+
+        Raises:
+            HostError: if the host does not give so much, or it cannot be pinned.
+        """
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise HostError(
+                f"{exact_bytes(nbytes)} of the host's memory cannot be pinned: {error}. Give a smaller host_budget."
+            ) from error
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Let such memory go, which nothing is copied to or from any more."""
+
+
+class _Cpu(Kind):
+    block_bytes = 1
+    like = "laptop"
+    may_waver = False
+
+    def name(self, device: torch.device) -> str:
+        info = Path("/proc/cpuinfo")
+        lines = info.read_text().splitlines() if info.exists() else []
+        found = {key.strip(): what.strip() for key, _, what in (line.partition(":") for line in lines)}
+        name = found.get("model name") or platform.processor() or platform.machine()
+        of_it = [  # one name may stand for several
+            found.get(key, "") for key in ("cpu family", "model", "stepping", "flags")
+        ]
+        kind = hashlib.sha256("\n".join(of_it).encode()).hexdigest()[:8]
+        return f"{name} {kind} {torch.backends.cpu.get_cpu_capability()}"  # AVX2, AVX512, ...
+
+
+class _Cuda(Kind):
+    def settings(self) -> dict[str, bool]:
+        backends: Any = torch.backends
+        products, convolutions = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
+        return {
+            f"cudnn {backends.cudnn.version()}": True,
+            f"convolutions in {convolutions}": convolutions != "tf32",
+            "without cudnn": not backends.cudnn.enabled,
+            "cudnn benchmark": backends.cudnn.benchmark,
+            "cudnn deterministic": backends.cudnn.deterministic,
+            f"products in {products}": products not in EXACT,
+        }
+
+    def cache_bytes(self, device: torch.device) -> int:
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+    def pin(self, nbytes: int) -> torch.Tensor:
+        """To the byte: PyTorch's own pool of pinned memory rounds up to powers of two."""
+        try:
+            memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        except OSError as error:
+            raise HostError(
+                f"The host does not give {exact_bytes(nbytes)}: {error.strerror}. Give a smaller host_budget."
+            ) from error
+        log.info("Pinning %s of the host's memory, once.", format_bytes(nbytes))
+        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)
+        if int(status) != 0:
+            with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel: here for this one
+                torch.zeros(1, device="cuda")
+            raise HostError(
+                f"{exact_bytes(nbytes)} of the host's memory cannot be pinned: CUDA error {int(status)}. Give a "
+                "smaller host_budget, or raise the limit of locked memory (ulimit -l)."
+            )
+        return memory
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+CUDA = _Cuda()
+_KINDS = {"cpu": _Cpu(), "cuda": CUDA}
+_OTHER = Kind()
+
+
+def is_known(device: torch.device) -> bool:
+    """Whether steps can be planned for this kind of device: its allocator counts what a plan is held against."""
+    return device.type in _KINDS or _counts_requests(device.type)
+
+
+@cache
+def _counts_requests(kind: str) -> bool:
+    """Whether `torch.accelerator` speaks for a kind of device here, and its allocator counts the bytes asked for."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != kind:
+        return False
+    try:
+        with outside_tracing():
+            held = torch.empty(1, device=accelerator)
+        return requested(held.device) >= held.nbytes
+    except RuntimeError:  # there is none here, or its allocator keeps no statistics, as that of MPS
+        return False
+
+
+def kind_of(device: torch.device) -> Kind:
+    """The traits of a device.
+
+    Raises:
+        Unsupported: if PyTorch does not tell of it what it takes.
+
+    >>> kind_of(torch.device("cpu")).block_bytes, kind_of(torch.device("cuda")).block_bytes
+    (1, 512)
+    """
+    if not is_known(device):
+        raise Unsupported(f"Steps are planned for the CPU and for CUDA devices, not for {device}.")
+    return _KINDS.get(device.type, _OTHER)
+
+
+def kinds() -> list[str]:
+    """What PyTorch calls the kinds of device that there may be: the CPU, CUDA, and what is the accelerator here."""
+    accelerator = torch.accelerator.current_accelerator()
+    return [*dict.fromkeys([*_KINDS, *([] if accelerator is None else [accelerator.type])])]
+
+
+def is_here(device: torch.device) -> bool:
+    """Whether tensors can be made on a device in this process; on the meta device they can."""
+    return device.type == "meta" or bool(torch.get_device_module(device).is_available())
+
+
+def requested(device: torch.device) -> int:
+    """Bytes of an accelerator that were asked for and are in use."""
+    return int(torch.accelerator.memory_stats(device).get(f"{REQUESTED}.current", 0))  # empty before the first
