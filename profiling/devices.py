@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from checkmate.capture.device import BLOCK_BYTES
 from checkmate.errors import Unsupported
 
+RESERVE, LEAST_RESERVE = 0.08, 2 * 10**9  # of a device's memory; bytes
+
 
 @dataclass(frozen=True)
 class Device:
@@ -33,6 +35,7 @@ class Device:
     clock: float = 0.0  # of these, in cycles per second
     cache_bytes: int = 0  # of the cache that they share
     host: float = 0.0  # seconds that Python and PyTorch take to launch an op, while the device computes
+    memory_bytes: int = 0  # that it has; 0: not known
 
     def __post_init__(self) -> None:
         figures = (self.bandwidth, self.block_bytes, self.compute_efficiency, self.memory_efficiency)
@@ -43,6 +46,17 @@ class Device:
             raise ValueError(f"{self.name!r} has processors, and no clock.")
         if "float32" not in self.flops:
             raise ValueError(f"{self.name!r} has no rate for float32.")
+
+    @property
+    def room(self) -> int:
+        """Bytes for steps that were planned without the device; 0: not known.
+
+        The others are reserved for what nobody measured then: CUDA's context, workspaces of cuDNN and cuBLAS, gaps.
+
+        >>> DEVICES["h100"].room
+        79027398247
+        """
+        return max(0, self.memory_bytes - max(int(RESERVE * self.memory_bytes), LEAST_RESERVE))
 
     def seconds(self, flop: float, dtype: str, moved_bytes: float) -> float:
         """Seconds of one op.
@@ -69,9 +83,10 @@ def _gpu(
     bandwidth: float,
     processors: tuple[int, float],
     cache: float,
+    memory: int,
     **shares: float,
 ) -> Device:
-    """A card of NVIDIA: TFLOP/s without sparsity, products in half precision summed in float32; GB/s; GHz; MB.
+    """A card of NVIDIA: TFLOP/s without sparsity, products in half precision summed in float32; GB/s; GHz; MB; GiB.
 
     What products reach of the rate is without what tiles cost, `checkmate.profiling.gpu_kernels`: it fits the products
     of Llama-2-7B that Vidur (Agrawal et al., MLSys 2024) measured on an A100 and an H100. A kernel takes 2 µs at least
@@ -91,6 +106,7 @@ def _gpu(
         processors=count,
         clock=clock * 1e9,
         cache_bytes=int(cache * 1e6),
+        memory_bytes=memory * 2**30,
         host=5e-6,
         **{"compute_efficiency": 0.8, **shares},
     )
@@ -105,19 +121,21 @@ def _teras(float64: float, float32: float, tf32: float | None, half: float) -> d
 DEVICES: dict[str, Device] = {
     # NVIDIA H100 Tensor Core GPU data sheet (2023), SXM; half of the figures that it gives with sparsity. Processors,
     # clock and cache of this and the next from the NVIDIA H100 Tensor Core GPU architecture whitepaper (2022).
-    "h100": _gpu("NVIDIA H100 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 3350, (132, 1.98), 50),
+    "h100": _gpu("NVIDIA H100 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 3350, (132, 1.98), 50, 80),
     # NVIDIA H200 Tensor Core GPU data sheet (2024), SXM: the H100's processor with faster memory.
-    "h200": _gpu("NVIDIA H200 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 4800, (132, 1.98), 50),
+    "h200": _gpu("NVIDIA H200 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 4800, (132, 1.98), 50, 141),
     # NVIDIA A100 Tensor Core GPU data sheet (2021), 80 GB SXM; NVIDIA A100 architecture whitepaper (2020).
-    "a100": _gpu("NVIDIA A100 SXM 80GB", (8, 0), _teras(19.5, 19.5, 156, 312), 2039, (108, 1.41), 40),
+    "a100": _gpu("NVIDIA A100 SXM 80GB", (8, 0), _teras(19.5, 19.5, 156, 312), 2039, (108, 1.41), 40, 80),
     # NVIDIA V100 data sheet (2020), SXM2, and NVIDIA Tesla V100 architecture whitepaper (2017). Its tensor cores take
     # float16 only: bfloat16 is computed as float32, and there is no tf32.
-    "v100": _gpu("NVIDIA V100 SXM2", (7, 0), {**_teras(7.8, 15.7, None, 125), "bfloat16": 15.7}, 900, (80, 1.53), 6),
+    "v100": _gpu(
+        "NVIDIA V100 SXM2", (7, 0), {**_teras(7.8, 15.7, None, 125), "bfloat16": 15.7}, 900, (80, 1.53), 6, 32
+    ),
     # NVIDIA L4 data sheet (2023); half of the figures that it gives with sparsity; float64 is 1/64 of float32. Its
     # processors, clock and cache are those of the AD104 of the Ada whitepaper, as far as the L4 has them.
-    "l4": _gpu("NVIDIA L4", (8, 9), _teras(0.473, 30.3, 60, 121), 300, (58, 2.04), 48),
+    "l4": _gpu("NVIDIA L4", (8, 9), _teras(0.473, 30.3, 60, 121), 300, (58, 2.04), 48, 24),
     # NVIDIA Ada GPU architecture whitepaper (2022), appendix A; float64 is 1/64 of float32.
-    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", (8, 9), _teras(1.29, 82.6, 82.6, 165.2), 1008, (128, 2.52), 72),
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", (8, 9), _teras(1.29, 82.6, 82.6, 165.2), 1008, (128, 2.52), 72, 24),
     # NVIDIA Ampere GA102 GPU architecture whitepaper (2021), appendix A; float64 is 1/64 of float32. GeForce cards run
     # at more than the clock of the data sheet while they are cool, and GDDR6X has larger bursts for its rate: .9 of
     # both fits ResNet-50 and ViT-B/16 as measured on one.
@@ -128,12 +146,13 @@ DEVICES: dict[str, Device] = {
         936,
         (82, 1.695),
         6,
+        24,
         compute_efficiency=0.9,
         memory_efficiency=0.9,
     ),
     # Specifications of the 12 GB card; tf32 and half are 1 and 2 times float32 as for its siblings in the NVIDIA Ampere
     # GA102 GPU architecture whitepaper (2021); float64 is 1/64.
-    "rtx3060": _gpu("NVIDIA GeForce RTX 3060", (8, 6), _teras(0.199, 12.7, 12.7, 25.5), 360, (28, 1.777), 3),
+    "rtx3060": _gpu("NVIDIA GeForce RTX 3060", (8, 6), _teras(0.199, 12.7, 12.7, 25.5), 360, (28, 1.777), 3, 12),
     # No one product: 8 cores at 3 GHz with two 8-wide fused multiply-adds each cycle, two channels of DDR5-4800. It has
     # no units for half precision: such a product takes as long as in float32.
     "laptop": Device(

@@ -38,6 +38,7 @@ from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
 from checkmate.profiling.devices import DEVICES as DEVICES  # where users find them
 from checkmate.profiling.devices import Device
+from checkmate.profiling.estimate_error import STATED
 from checkmate.profiling.gpu_kernels import kernel_seconds, queued, workspace_bytes
 from checkmate.torch_internals.dispatcher import HigherOrderOperator
 
@@ -67,7 +68,8 @@ def roofline(joint: Joint, device: Device) -> Profile:
 
     Products in float32 run as PyTorch runs them: convolutions in tf32 where the device has it, which is PyTorch's
     default, and matrix products in float32, also its default; ``torch.backends.cuda.matmul.fp32_precision`` and
-    `torch.set_float32_matmul_precision` change the latter.
+    `torch.set_float32_matmul_precision` change the latter. For a GPU the profile's source says how far estimates are
+    off, as far as anyone measured.
 
     Raises:
         Unsupported: if a product is of a type for which the device has no rate.
@@ -86,7 +88,7 @@ def roofline(joint: Joint, device: Device) -> Profile:
             workspace[k] = as_allocated(inside, device.block_bytes)
     if device.host:
         seconds = queued(seconds, launched, device.host)
-    source = f"roofline estimate for {device.name}"
+    source = f"roofline estimate for {device.name}" + (f", {STATED}" if device.processors else "")
     ops = tuple(range(len(joint.nodes)))
     ways = tuple(_way(joint, c, device) for c in candidates(joint))
     return Profile(seconds, workspace, joint.resident_bytes, source, estimated=ops, ways=ways)

@@ -180,3 +180,11 @@ def test_softmax_backward_takes_its_product_of_memory() -> None:
     of = {op.target: int(bytes_) for op, bytes_ in zip(problem.graph.ops, problem.workspace, strict=True) if bytes_}
     assert of == {"aten._softmax_backward_data.default": 4 * 256 * 512}
     assert not checkmate.trace(step, x, profile="roofline:laptop").workspace.any()
+
+
+def test_a_reserve_is_left_for_what_nobody_measured() -> None:
+    """8 % of the card, 2 GB at least; nothing is known of a CPU."""
+    rooms = {name: (device.memory_bytes, device.room) for name, device in DEVICES.items()}
+    assert rooms["h200"] == (141 * 2**30, 141 * 2**30 - int(0.08 * 141 * 2**30))
+    assert rooms["rtx3060"] == (12 * 2**30, 12 * 2**30 - 2 * 10**9)
+    assert rooms["laptop"] == (0, 0)

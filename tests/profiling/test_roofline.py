@@ -14,6 +14,7 @@ import checkmate
 from benchmarks.networks import CASES
 from checkmate import Problem
 from checkmate.capture import rewrite
+from checkmate.profiling.estimate_error import STATED
 from checkmate.profiling.roofline import DEVICES, Device
 from tests.support.sampling import long
 
@@ -119,7 +120,7 @@ def test_what_autograd_does_costs_nothing_and_nothing_needs_workspace() -> None:
     free = [op.target for op, seconds in zip(problem.graph.ops, problem.seconds, strict=True) if seconds == 0]
     assert set(free) == {"autograd"}
     assert not problem.workspace.any()
-    assert problem.profile.source == "roofline estimate for NVIDIA L4"
+    assert problem.profile.source == f"roofline estimate for NVIDIA L4, {STATED}"
 
 
 @pytest.mark.parametrize("name", ["mlp", long("resnet18"), long("gpt2-sdpa")])
