@@ -26,7 +26,7 @@ from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.cli.target import UsageError, find_function, maker
 from checkmate.errors import BudgetError, CheckmateError, RuleError
 from checkmate.statusline import hidden
-from checkmate.units import parse_bytes
+from checkmate.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from checkmate.core.problem import Problem
@@ -225,6 +225,14 @@ def _profile(args: argparse.Namespace) -> str:
 
     if args.device not in DEVICES:
         raise UsageError(f"there is no device {args.device!r}; there are {', '.join(DEVICES)}")
+    device = DEVICES[args.device]
+    if device.room and parse_bytes(args.budget) > device.room:
+        room, all_of_it = format_bytes(device.room), format_bytes(device.memory_bytes)
+        _say(
+            f"{args.budget} leaves too little of the {all_of_it} of {device.name} to CUDA, cuDNN and cuBLAS, whose "
+            f"memory is not in estimates; plan for {room} at most",
+            DONE,
+        )
     return f"roofline:{args.device}"
 
 

@@ -159,6 +159,8 @@ class Solution:
                 facts.append(("elsewhere", str(self.elsewhere)))
             if over := self.runs_over:
                 facts.append(("in place", f"{over} of {len(self.plan.runs)} runs write over an input"))
+        if len(self.problem.profile.estimated) == len(self.problem.graph.ops):
+            facts.append(("costs", self.problem.profile.source))
         facts.append(("solved in", format_seconds(self.seconds)))
         return "\n".join([*lines, *(f"  {name:<11}{text}" for name, text in facts)])
 

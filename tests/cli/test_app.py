@@ -19,6 +19,7 @@ import checkmate
 from benchmarks.networks.dags import unit_chain
 from checkmate import Problem, statusline
 from checkmate.cli.app import main
+from checkmate.profiling.estimate_error import STATED
 from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +194,16 @@ def test_a_module_that_lacks_another_is_told_from_one_that_is_not_there(
 def test_debug_shows_where_an_error_comes_from() -> None:
     with pytest.raises(IndexError, match="no data"):
         main(["plan", "my_step:fails", "--budget", "8GB", "--debug"])
+
+
+def test_a_budget_of_all_of_a_card_is_told_what_it_leaves_out(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    command = ["plan", "my_step:example", "--device", "rtx3060", "--size", "32", "--budget"]
+    for budget, told in (("12GB", "12GB leaves too little of the 12.88 GB of NVIDIA GeForce RTX 3060"), ("10GB", "")):
+        assert main([*command, budget]) == 0
+        printed = capsys.readouterr()
+        assert told in printed.err
+        assert bool(told) == ("plan for 10.88 GB at most" in printed.err)
+        assert f"roofline estimate for NVIDIA GeForce RTX 3060, {STATED}" in printed.out
 
 
 def test_a_step_is_traced_planned_and_saved(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

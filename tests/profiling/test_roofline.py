@@ -14,6 +14,7 @@ import checkmate
 from benchmarks.networks import CASES
 from checkmate import Problem
 from checkmate.capture import rewrite
+from checkmate.profiling.estimate_error import STATED
 from checkmate.profiling.roofline import DEVICES, Device
 from tests.support.sampling import long
 
@@ -40,42 +41,28 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_a_matrix_product_by_hand() -> None:
-    """4096 × 1024 times 1024 × 2048 in float32 on the H100, bound by FLOP, and in float16, bound by FLOP too."""
+    """4096 x 1024 times 1024 x 2048 on a CPU: bound by FLOP."""
     x, weight = torch.empty(4096, 1024, device="meta"), torch.empty(1024, 2048, device="meta", requires_grad=True)
     flop = 2 * 4096 * 1024 * 2048
-    problem = checkmate.trace(_product, x, weight, profile="roofline:h100")
-    assert _seconds(problem, "mm.default")[0] == pytest.approx(4e-6 + flop / (0.7 * 67e12), rel=1e-12)
-    half = checkmate.trace(_product, x.half(), weight.detach().half().requires_grad_(), profile="roofline:h100")
-    assert _seconds(half, "mm.default")[0] == pytest.approx(4e-6 + flop / (0.7 * 989.4e12), rel=1e-12)
+    problem = checkmate.trace(_product, x, weight, profile="roofline:laptop")
+    assert _seconds(problem, "mm.default")[0] == pytest.approx(2e-6 + flop / (0.7 * 0.768e12), rel=1e-12)
 
 
 def test_a_thin_matrix_product_is_bound_by_memory() -> None:
     x, weight = torch.empty(1, 1024, device="meta"), torch.empty(1024, 2048, device="meta", requires_grad=True)
     moved = 4 * (1024 + 1024 * 2048 + 2048)
-    problem = checkmate.trace(_product, x, weight, profile="roofline:h100")
-    assert _seconds(problem, "mm.default")[0] == pytest.approx(4e-6 + moved / (0.8 * 3350e9), rel=1e-12)
+    problem = checkmate.trace(_product, x, weight, profile="roofline:laptop")
+    assert _seconds(problem, "mm.default")[0] == pytest.approx(2e-6 + moved / (0.8 * 76.8e9), rel=1e-12)
 
 
-def test_a_convolution_by_hand_in_tf32_where_the_device_has_it() -> None:
+def test_a_convolution_by_hand() -> None:
     net = nn.Conv2d(64, 128, 3, padding=1, bias=False, device="meta")
     x = torch.empty(32, 64, 56, 56, device="meta", requires_grad=True)
     flop = 2 * 32 * 128 * 56 * 56 * 64 * 9
-    problem = checkmate.trace(lambda x: net(x).sum(), x, profile="roofline:a100")
-    assert _seconds(problem, "convolution.default") == [pytest.approx(4e-6 + flop / (0.7 * 156e12), rel=1e-12)]
-    assert _seconds(problem, "convolution_backward.default") == [pytest.approx(4e-6 + flop / (0.7 * 156e12))] * 2
     problem = checkmate.trace(lambda x: net(x).sum(), x, profile="roofline:laptop")
     assert _seconds(problem, "convolution.default") == [pytest.approx(2e-6 + flop / (0.7 * 0.768e12), rel=1e-12)]
-
-
-def test_matrix_products_in_tf32_if_pytorch_is_told_so() -> None:
-    x, weight = torch.empty(4096, 1024, device="meta"), torch.empty(1024, 2048, device="meta", requires_grad=True)
-    torch.set_float32_matmul_precision("high")
-    try:
-        problem = checkmate.trace(_product, x, weight, profile="roofline:h100")
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    flop = 2 * 4096 * 1024 * 2048
-    assert _seconds(problem, "mm.default")[0] == pytest.approx(4e-6 + flop / (0.7 * 494.7e12), rel=1e-12)
+    both = _seconds(problem, "convolution_backward.default") + _seconds(problem, "convolution_backward_input")
+    assert both == [pytest.approx(2e-6 + flop / (0.7 * 0.768e12), rel=1e-12)] * 2
 
 
 @pytest.mark.parametrize("groups", [1, 4, 16])
@@ -133,7 +120,7 @@ def test_what_autograd_does_costs_nothing_and_nothing_needs_workspace() -> None:
     free = [op.target for op, seconds in zip(problem.graph.ops, problem.seconds, strict=True) if seconds == 0]
     assert set(free) == {"autograd"}
     assert not problem.workspace.any()
-    assert problem.profile.source == "roofline estimate for NVIDIA L4"
+    assert problem.profile.source == f"roofline estimate for NVIDIA L4, {STATED}"
 
 
 @pytest.mark.parametrize("name", ["mlp", long("resnet18"), long("gpt2-sdpa")])
@@ -179,7 +166,7 @@ def test_a_type_that_the_device_has_no_rate_for_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"bandwidth": 0.0}, {"latency": -1e-6}, {"flops": {"float32": -1.0}}, {"block_bytes": 0}]
+    "wrong", [{"bandwidth": 0.0}, {"latency": -1e-6}, {"flops": {"float32": -1.0}}, {"block_bytes": 0}, {"host": -1e-6}]
 )
 def test_impossible_devices_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
@@ -191,8 +178,9 @@ def test_impossible_devices_are_refused(wrong: dict[str, object]) -> None:
 @pytest.mark.slow
 def test_faster_devices_take_less_time() -> None:
     _, step, batch = CASES["vgg"].make(0)
-    names = ("h200", "h100", "a100", "l4", "rtx4090", "rtx3060", "laptop")
+    names = ("h200", "h100", "a100", "v100", "l4", "rtx4090", "rtx3090", "rtx3060", "laptop")
     costs = {name: checkmate.trace(step, *batch, profile=f"roofline:{name}").keep_all_cost for name in names}
     assert set(DEVICES) == {*names, "flop", "bytes"}
     assert costs["h200"] <= costs["h100"] <= costs["a100"] <= costs["l4"] < costs["laptop"]
-    assert costs["rtx4090"] <= costs["rtx3060"] < costs["laptop"]
+    assert costs["rtx4090"] <= costs["rtx3090"] <= costs["rtx3060"] < costs["laptop"]
+    assert costs["a100"] <= costs["v100"] < costs["laptop"]

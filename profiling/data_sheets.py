@@ -1,0 +1,164 @@
+"""GPUs and CPUs by their data sheets, and which share of these rates kernels reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from checkmate.devices import CUDA
+from checkmate.errors import Unsupported
+
+RESERVE, LEAST_RESERVE = 0.08, 2 * 10**9  # of a device's memory; bytes
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device can do at most, by its data sheet, and which share of that a good kernel gets.
+
+    Raises:
+        ValueError: if a figure is not positive, or there is no rate for float32.
+
+    >>> from checkmate.profiling.roofline import DEVICES, Device
+    >>> DEVICES["mine"] = Device("my card", flops={"float32": 10e12, "float16": 40e12}, bandwidth=5e11, latency=4e-6)
+    >>> _ = DEVICES.pop("mine")
+    """
+
+    name: str
+    flops: Mapping[str, float]  # FLOP per second of dense products, by type: "float32", "bfloat16", ..., and "tf32"
+    bandwidth: float  # bytes per second, to and from the device's memory
+    latency: float  # seconds that each op takes at least
+    block_bytes: int = 1  # sizes are rounded up to a multiple of these
+    capability: tuple[int, int] | None = None  # compute capability of a GPU of NVIDIA; else it runs as a CPU does
+    compute_efficiency: float = 0.7  # of the peak rate: what large matrix products and convolutions reach
+    memory_efficiency: float = 0.8  # of the bandwidth: what copies and pointwise kernels reach
+    processors: int = 0  # of a GPU, each of which computes a tile of a product at a time; 0: no GPU
+    clock: float = 0.0  # of these, in cycles per second
+    cache_bytes: int = 0  # of the cache that they share
+    host: float = 0.0  # seconds that Python and PyTorch take to launch an op, while the device computes
+    memory_bytes: int = 0  # that it has; 0: not known
+
+    def __post_init__(self) -> None:
+        figures = (self.bandwidth, self.block_bytes, self.compute_efficiency, self.memory_efficiency)
+        rest = (self.latency, self.host, self.processors, self.clock, self.cache_bytes)
+        if not all(figure > 0 for figure in (*figures, *self.flops.values())) or min(rest) < 0:
+            raise ValueError(f"The rates, sizes and shares of {self.name!r} must be positive, and its latency not < 0.")
+        if self.processors and not self.clock:
+            raise ValueError(f"{self.name!r} has processors, and no clock.")
+        if "float32" not in self.flops:
+            raise ValueError(f"{self.name!r} has no rate for float32.")
+
+    @property
+    def room(self) -> int:
+        """Bytes for steps that were planned without the device; 0: not known.
+
+        The others are reserved for what nobody measured then: CUDA's context, workspaces of cuDNN and cuBLAS, gaps.
+
+        >>> DEVICES["h100"].room
+        79027398247
+        """
+        return max(0, self.memory_bytes - max(int(RESERVE * self.memory_bytes), LEAST_RESERVE))
+
+    def seconds(self, flop: float, dtype: str, moved_bytes: float) -> float:
+        """Seconds of one op.
+
+        Raises:
+            Unsupported: if the device has no rate for this type.
+
+        >>> device = Device("", {"float32": 1e12}, 1e11, 1e-6, compute_efficiency=0.5, memory_efficiency=0.5)
+        >>> device.seconds(flop=1e9, dtype="float32", moved_bytes=1e6)
+        0.002001
+        """
+        seconds = moved_bytes / (self.memory_efficiency * self.bandwidth)
+        if flop:
+            if dtype not in self.flops:
+                raise Unsupported(f"{self.name} has no rate for {dtype}, only for {', '.join(self.flops)}.")
+            seconds = max(seconds, flop / (self.compute_efficiency * self.flops[dtype]))
+        return self.latency + seconds
+
+
+def _gpu(
+    name: str,
+    sm: tuple[int, int],
+    teras: Mapping[str, float],
+    bandwidth: float,
+    processors: tuple[int, float],
+    cache: float,
+    memory: int,
+    **shares: float,
+) -> Device:
+    """A card of NVIDIA: TFLOP/s without sparsity, products in half precision summed in float32; GB/s; GHz; MB; GiB.
+
+    What products reach of the rate is without what tiles cost, `checkmate.profiling.gpu_kernels`: it fits the products
+    of Llama-2-7B that Vidur (Agrawal et al., MLSys 2024) measured on an A100 and an H100. A kernel takes 2 µs at least
+    there; 5 µs of the host for each op are what a constant takes more than an op of Python's in NeuSight's tables (Lee
+    et al., ASPLOS 2025). `benchmarks.estimates` holds both against more.
+    """
+    half = teras["float16"]
+    flops = {dtype: rate * 1e12 for dtype, rate in {"bfloat16": half, **teras}.items()}
+    count, clock = processors
+    return Device(
+        name,
+        flops,
+        bandwidth * 1e9,
+        latency=2e-6,
+        block_bytes=CUDA.block_bytes,
+        capability=sm,
+        processors=count,
+        clock=clock * 1e9,
+        cache_bytes=int(cache * 1e6),
+        memory_bytes=memory * 2**30,
+        host=5e-6,
+        **{"compute_efficiency": 0.8, **shares},
+    )
+
+
+def _teras(float64: float, float32: float, tf32: float | None, half: float) -> dict[str, float]:
+    """TFLOP/s by type."""
+    rates = {"float64": float64, "float32": float32, "tf32": tf32, "float16": half}
+    return {dtype: rate for dtype, rate in rates.items() if rate is not None}
+
+
+DEVICES: dict[str, Device] = {
+    # NVIDIA H100 Tensor Core GPU data sheet (2023), SXM; half of the figures that it gives with sparsity. Processors,
+    # clock and cache of this and the next from the NVIDIA H100 Tensor Core GPU architecture whitepaper (2022).
+    "h100": _gpu("NVIDIA H100 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 3350, (132, 1.98), 50, 80),
+    # NVIDIA H200 Tensor Core GPU data sheet (2024), SXM: the H100's processor with faster memory.
+    "h200": _gpu("NVIDIA H200 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 4800, (132, 1.98), 50, 141),
+    # NVIDIA A100 Tensor Core GPU data sheet (2021), 80 GB SXM; NVIDIA A100 architecture whitepaper (2020).
+    "a100": _gpu("NVIDIA A100 SXM 80GB", (8, 0), _teras(19.5, 19.5, 156, 312), 2039, (108, 1.41), 40, 80),
+    # NVIDIA V100 data sheet (2020), SXM2, and NVIDIA Tesla V100 architecture whitepaper (2017). Its tensor cores take
+    # float16 only: bfloat16 is computed as float32, and there is no tf32.
+    "v100": _gpu(
+        "NVIDIA V100 SXM2", (7, 0), {**_teras(7.8, 15.7, None, 125), "bfloat16": 15.7}, 900, (80, 1.53), 6, 32
+    ),
+    # NVIDIA L4 data sheet (2023); half of the figures that it gives with sparsity; float64 is 1/64 of float32. Its
+    # processors, clock and cache are those of the AD104 of the Ada whitepaper, as far as the L4 has them.
+    "l4": _gpu("NVIDIA L4", (8, 9), _teras(0.473, 30.3, 60, 121), 300, (58, 2.04), 48, 24),
+    # NVIDIA Ada GPU architecture whitepaper (2022), appendix A; float64 is 1/64 of float32.
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", (8, 9), _teras(1.29, 82.6, 82.6, 165.2), 1008, (128, 2.52), 72, 24),
+    # NVIDIA Ampere GA102 GPU architecture whitepaper (2021), appendix A; float64 is 1/64 of float32. GeForce cards run
+    # at more than the clock of the data sheet while they are cool, and GDDR6X has larger bursts for its rate: .9 of
+    # both fits ResNet-50 and ViT-B/16 as measured on one.
+    "rtx3090": _gpu(
+        "NVIDIA GeForce RTX 3090",
+        (8, 6),
+        _teras(0.556, 35.6, 35.6, 71.2),
+        936,
+        (82, 1.695),
+        6,
+        24,
+        compute_efficiency=0.9,
+        memory_efficiency=0.9,
+    ),
+    # Specifications of the 12 GB card; tf32 and half are 1 and 2 times float32 as for its siblings in the NVIDIA Ampere
+    # GA102 GPU architecture whitepaper (2021); float64 is 1/64.
+    "rtx3060": _gpu("NVIDIA GeForce RTX 3060", (8, 6), _teras(0.199, 12.7, 12.7, 25.5), 360, (28, 1.777), 3, 12),
+    # No one product: 8 cores at 3 GHz with two 8-wide fused multiply-adds each cycle, two channels of DDR5-4800. It has
+    # no units for half precision: such a product takes as long as in float32.
+    "laptop": Device(
+        "laptop CPU",
+        {"float64": 0.384e12, "float32": 0.768e12, "bfloat16": 0.768e12, "float16": 0.768e12},
+        bandwidth=76.8e9,
+        latency=2e-6,
+    ),
+}
