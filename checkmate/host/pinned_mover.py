@@ -3,7 +3,7 @@
 Each way has a stream. The memory is taken and pinned once. A copy begins when what the compute stream was given
 before it is done, and `wait` has the compute stream wait for its end: the host waits for nothing. So memory that is
 freed after `wait`, or allocated before `fetch`, is ordered by the compute stream alone, and no tensor has to be
-recorded on another. It has run on a simulated device only.
+recorded on another. It has run on simulated devices only.
 """
 
 from __future__ import annotations
