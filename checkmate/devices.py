@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from checkmate.errors import HostError, Unsupported
+from checkmate.errors import HostError
 from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.units import exact_bytes, format_bytes
 
@@ -57,8 +57,9 @@ class Kind:
         }
 
     def cache_bytes(self, device: torch.device) -> int:
-        """Bytes of its last cache, or more."""
-        return 64 << 20
+        """Bytes of its last cache; many, where it does not say."""
+        properties = getattr(torch.get_device_module(device), "get_device_properties", lambda device: None)(device)
+        return int(getattr(properties, "L2_cache_size", 64 << 20))
 
     def pin(self, nbytes: int) -> torch.Tensor:
         """Memory of the host that it reads and writes by itself, (nbytes,) uint8.
@@ -106,9 +107,6 @@ class _Cuda(Kind):
             "cudnn deterministic": backends.cudnn.deterministic,
             f"products in {products}": products not in EXACT,
         }
-
-    def cache_bytes(self, device: torch.device) -> int:
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
     def pin(self, nbytes: int) -> torch.Tensor:
         """To the byte: PyTorch's own pool of pinned memory rounds up to powers of two."""
@@ -158,16 +156,11 @@ def _counts_requests(kind: str) -> bool:
 
 
 def kind_of(device: torch.device) -> Kind:
-    """The traits of a device.
-
-    Raises:
-        Unsupported: if PyTorch does not tell of it what it takes.
+    """The traits of a device, whether steps can be planned for it or not.
 
     >>> kind_of(torch.device("cpu")).block_bytes, kind_of(torch.device("cuda")).block_bytes
     (1, 512)
     """
-    if not is_known(device):
-        raise Unsupported(f"Steps are planned for the CPU and for CUDA devices, not for {device}.")
     return _KINDS.get(device.type, _OTHER)
 
 

@@ -23,7 +23,7 @@ from checkmate.capture.nodes import is_collective, target_name, tensors
 from checkmate.capture.number_inputs import value_of
 from checkmate.capture.patches.recurrent import lstm_layer
 from checkmate.capture.provenance import where
-from checkmate.capture.random_draws import SAVES
+from checkmate.capture.random_draws import SAVES, Drawn, save_device_state
 from checkmate.capture.splits.parts import InParts
 from checkmate.capture.ways.rounding_probes import packet_of
 from checkmate.torch_internals.aot import is_with_effects
@@ -83,7 +83,7 @@ def _describe(leaf: Any) -> Any:
 def runs_alone(node: fx.Node) -> bool:
     """Whether it makes sense to run an op by itself: no collective, no side effect, no subgraph."""
     target = node.target
-    if isinstance(target, (types.FunctionType, InParts)):
+    if isinstance(target, (types.FunctionType, InParts, Drawn)):
         return True
     return isinstance(target, OpOverload) and not is_collective(node) and not is_with_effects(node)
 
@@ -177,7 +177,9 @@ def _size(node: Any, dim: int) -> int:
 
 
 def device_of_op(node: fx.Node) -> torch.device:
-    """The device that an op runs on: that of its tensors, an accelerator before the CPU."""
+    """The device that an op runs on: that of its tensors, an accelerator before the CPU; or whose generator it asks."""
+    if node.target is save_device_state:
+        return torch.device(node.args[0])  # type: ignore[arg-type]
     return main_device(tensors([n.meta.get("val") for n in (node, *node.all_input_nodes)]))
 
 

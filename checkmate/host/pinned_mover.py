@@ -4,7 +4,7 @@ Each way has a stream. The memory is taken and pinned once. A copy begins when w
 before it is done, and `wait` has the compute stream wait for its end: the host waits for nothing. So memory that is
 freed after `wait`, or allocated before `fetch`, is ordered by the compute stream alone, and no tensor has to be
 recorded on another. A step on another stream than that before waits for it and for its copies, which may still read the
-bytes that are now written to. It has run on a simulated device only.
+bytes that are now written to. It has run on simulated devices only.
 """
 
 from __future__ import annotations

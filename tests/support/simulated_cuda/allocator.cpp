@@ -649,7 +649,7 @@ struct OfDevice : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     int where = device < 0 ? current_device() : device;
     void* at = take(bytes, where);
-    return {at, at, &let_go, c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(where))};
+    return {at, at, &let_go, c10::Device(TYPE, static_cast<c10::DeviceIndex>(where))};
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return &let_go;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/DispatchKey.h>
 
 #include <string>
 
@@ -10,6 +11,15 @@
 namespace simulated {
 
 using PoolId = c10::MempoolId_t;
+
+// What the device is to PyTorch: CUDA, or one that it knows nothing of but what `torch.accelerator` asks for.
+#ifdef SIMULATED_PRIVATEUSE1
+constexpr auto TYPE = c10::DeviceType::PrivateUse1;
+constexpr auto KEY = c10::DispatchKey::PrivateUse1;
+#else
+constexpr auto TYPE = c10::DeviceType::CUDA;
+constexpr auto KEY = c10::DispatchKey::CUDA;
+#endif
 
 extern bool poison_on; // new and freed memory is filled with ones: NaN, -1, true
 extern bool expandable_on; // expandable_segments:True

@@ -104,16 +104,16 @@ Forward forward(
   if (dropout == 0) {
     auto [out, logsumexp] =
         at::_scaled_dot_product_flash_attention_for_cpu(Q, K, V, 0.0, causal, problem.mask, scale);
-    Tensor result = aliases.on_cuda(laid_out(out, Q, layout));
-    return {result, aliases.on_cuda(logsumexp.contiguous())};
+    Tensor result = aliases.on_device(laid_out(out, Q, layout));
+    return {result, aliases.on_device(logsumexp.contiguous())};
   }
   Draws draws = take_draws(std::nullopt, q.get_device(), q.size(0) * q.size(1) * q.size(2) * k.size(2));
   Tensor P = weights_of(Q.to(at::kFloat), K.to(at::kFloat), problem);
   P.mul_(kept(P, draws, dropout));
   Tensor out = laid_out(at::matmul(P, V.to(at::kFloat)), Q, layout);
   Tensor logsumexp = at::zeros({q.size(0), q.size(1), q.size(2)}, P.options());
-  Tensor result = aliases.on_cuda(out);
-  return {result, aliases.on_cuda(logsumexp), draws};
+  Tensor result = aliases.on_device(out);
+  return {result, aliases.on_device(logsumexp), draws};
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(
@@ -135,9 +135,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   }
   Tensor Q = aliases.on_cpu(q), K = aliases.on_cpu(k), V = aliases.on_cpu(v), G = aliases.on_cpu(grad);
   auto on_device = [&](const Tensor& a, const Tensor& b, const Tensor& c) {
-    Tensor first = aliases.on_cuda(laid_out(a, aliases.on_cpu(q), layout));
-    Tensor second = aliases.on_cuda(laid_out(b, aliases.on_cpu(k), layout));
-    return std::make_tuple(first, second, aliases.on_cuda(laid_out(c, aliases.on_cpu(v), layout)));
+    Tensor first = aliases.on_device(laid_out(a, aliases.on_cpu(q), layout));
+    Tensor second = aliases.on_device(laid_out(b, aliases.on_cpu(k), layout));
+    return std::make_tuple(first, second, aliases.on_device(laid_out(c, aliases.on_cpu(v), layout)));
   };
   if (dropout == 0 && !waver) {
     auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(

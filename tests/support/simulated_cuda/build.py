@@ -29,8 +29,10 @@ def sources() -> list[Path]:
     return sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")])
 
 
-def library() -> Path:
+def library(*, private_use: bool = False) -> Path:
     """The compiled device: built if there is none yet.
+
+    ``private_use``: for PyTorch's dispatch key PrivateUse1, not CUDA's, and without CUDA's attention.
 
     Raises:
         RuntimeError: with what the compiler says, if it fails or there is none.
@@ -39,7 +41,9 @@ def library() -> Path:
     if shutil.which(compiler) is None:
         raise RuntimeError(f"The simulated CUDA device is compiled by {compiler}, which is not here. Install g++.")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    key = hashlib.sha256("\0".join([torch.__version__, torch.__file__, version, *FLAGS]).encode())
+    flags = [*FLAGS, *["-DSIMULATED_PRIVATEUSE1"] * private_use]
+    compiled = [path for path in HERE.glob("*.cpp") if not (private_use and path.stem == "attention")]
+    key = hashlib.sha256("\0".join([torch.__version__, torch.__file__, version, *flags]).encode())
     for path in sources():
         key.update(path.name.encode() + path.read_bytes())
     folder = Path(platformdirs.user_cache_dir("checkmate")) / "simulated_cuda"
@@ -47,11 +51,11 @@ def library() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{built}.lock"):
         if not built.exists():
-            _build(compiler, built)
+            _build([compiler, *flags], compiled, built)
     return built
 
 
-def _build(compiler: str, built: Path) -> None:
+def _build(command: list[str], compiled: list[Path], built: Path) -> None:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     home = Path(torch.__file__).parent  # torch.utils.cpp_extension knows it too, but looks for a CUDA device first
     includes = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
@@ -60,13 +64,13 @@ def _build(compiler: str, built: Path) -> None:
 
         def compile_one(source: Path) -> str:
             made = str(Path(scratch) / f"{source.stem}.o")
-            _run([compiler, *FLAGS, abi, *includes, "-c", str(source), "-o", made])
+            _run([*command, abi, *includes, "-c", str(source), "-o", made])
             return made
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = [*pool.map(compile_one, HERE.glob("*.cpp"))]
+            objects = [*pool.map(compile_one, compiled)]
         linked = Path(scratch) / built.name
-        _run([compiler, "-shared", "-o", str(linked), *objects, *folders, "-ltorch_cpu", "-lc10"])
+        _run([command[0], "-shared", "-o", str(linked), *objects, *folders, "-ltorch_cpu", "-lc10"])
         linked.replace(built)
 
 

@@ -3,6 +3,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/GeneratorImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -19,8 +20,8 @@ thread_local int stream_now[DEVICES] = {0, 1}; // by device
 std::map<uintptr_t, size_t> pinned;
 int64_t unpinned_early = 0;
 
-c10::Device cuda(int device) {
-  return c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device));
+c10::Device ours(int device) {
+  return c10::Device(TYPE, static_cast<c10::DeviceIndex>(device));
 }
 int index_of(c10::Device device) {
   int index = device.has_index() ? device.index() : device_now;
@@ -28,7 +29,7 @@ int index_of(c10::Device device) {
   return index;
 }
 c10::Stream as_stream(int number) {
-  return c10::Stream(c10::Stream::UNSAFE, cuda(device_of(number)), number / DEVICES);
+  return c10::Stream(c10::Stream::UNSAFE, ours(device_of(number)), number / DEVICES);
 }
 int number(const c10::Stream& stream) {
   return number_of(index_of(stream.device()), stream.id());
@@ -36,15 +37,15 @@ int number(const c10::Stream& stream) {
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
-    return c10::DeviceType::CUDA;
+    return TYPE;
   }
   c10::Device exchangeDevice(c10::Device device) const override {
     int before = device_now;
     device_now = index_of(device);
-    return cuda(before);
+    return ours(before);
   }
   c10::Device getDevice() const override {
-    return cuda(device_now);
+    return ours(device_now);
   }
   void setDevice(c10::Device device) const override {
     device_now = index_of(device);
@@ -118,10 +119,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 struct Generator final : c10::GeneratorImpl {
   uint64_t seed_ = c10::default_rng_seed_val, offset_ = 0;
 
-  explicit Generator(int device) : GeneratorImpl(cuda(device), c10::DispatchKeySet(c10::DispatchKey::CUDA)) {}
+  explicit Generator(int device) : GeneratorImpl(ours(device), c10::DispatchKeySet(KEY)) {}
 
   static constexpr c10::DeviceType device_type() {
-    return c10::DeviceType::CUDA;
+    return TYPE;
   }
   void set_current_seed(uint64_t seed) override {
     seed_ = seed;
@@ -205,7 +206,13 @@ struct PinnedMemory final : c10::Allocator {
   }
 } pinned_memory;
 
-struct Hooks final : at::CUDAHooksInterface {
+#ifdef SIMULATED_PRIVATEUSE1
+using HooksInterface = at::PrivateUse1HooksInterface;
+#else
+using HooksInterface = at::CUDAHooksInterface;
+#endif
+
+struct Hooks final : HooksInterface {
   void init() const override {}
   bool isBuilt() const override {
     return true;
@@ -213,6 +220,42 @@ struct Hooks final : at::CUDAHooksInterface {
   bool isAvailable() const override {
     return true;
   }
+  bool hasPrimaryContext(c10::DeviceIndex) const override {
+    return true;
+  }
+  c10::DeviceIndex deviceCount() const override {
+    return DEVICES;
+  }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return static_cast<c10::DeviceIndex>(device_now);
+  }
+  void setCurrentDevice(c10::DeviceIndex device) const override {
+    device_now = index_of(ours(device));
+  }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    int before = device_now;
+    device_now = index_of(ours(device));
+    return static_cast<c10::DeviceIndex>(before);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return exchangeDevice(device);
+  }
+  bool isPinnedPtr(const void* memory) const override {
+    return is_pinned(memory);
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    return &pinned_memory;
+  }
+  c10::Device getDeviceFromPtr(void*) const override {
+    return ours(device_now);
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    return default_generator(device < 0 ? device_now : device);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
+    return at::make_generator<Generator>(device < 0 ? device_now : device);
+  }
+#ifndef SIMULATED_PRIVATEUSE1
   bool hasCUDA() const override {
     return true;
   }
@@ -240,49 +283,14 @@ struct Hooks final : at::CUDAHooksInterface {
   bool supportsBFloat16ConvolutionWithCuDNNv8() const override {
     return true;
   }
-  bool hasPrimaryContext(c10::DeviceIndex) const override {
-    return true;
-  }
-  c10::DeviceIndex deviceCount() const override {
-    return DEVICES;
-  }
   int getNumGPUs() const override {
     return DEVICES;
   }
   c10::DeviceIndex current_device() const override {
     return static_cast<c10::DeviceIndex>(device_now);
   }
-  c10::DeviceIndex getCurrentDevice() const override {
-    return static_cast<c10::DeviceIndex>(device_now);
-  }
-  void setCurrentDevice(c10::DeviceIndex device) const override {
-    device_now = index_of(cuda(device));
-  }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
-    int before = device_now;
-    device_now = index_of(cuda(device));
-    return static_cast<c10::DeviceIndex>(before);
-  }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
-    return exchangeDevice(device);
-  }
-  bool isPinnedPtr(const void* memory) const override {
-    return is_pinned(memory);
-  }
-  c10::Allocator* getPinnedMemoryAllocator() const override {
-    return &pinned_memory;
-  }
-  c10::Device getDeviceFromPtr(void*) const override {
-    return cuda(device_now);
-  }
   c10::Allocator* getCUDADeviceAllocator() const override {
     return current_allocator();
-  }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
-    return default_generator(device < 0 ? device_now : device);
-  }
-  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
-    return at::make_generator<Generator>(device < 0 ? device_now : device);
   }
   void deviceSynchronize(c10::DeviceIndex device) const override {
     synchronize_device(device < 0 ? device_now : device);
@@ -290,22 +298,27 @@ struct Hooks final : at::CUDAHooksInterface {
   std::string showConfig() const override {
     return "simulated CUDA";
   }
+#endif
 };
 
-// A PyTorch built for CUDA has a guard, hooks and an allocator of its own, one for the CPU has hooks that refuse all.
-// The last guard and allocator hold. Hooks are made once, when somebody first asks, which `import torch` does: the
-// object that it has made becomes one of ours, which is as large, since neither has a field.
-int take_the_place_of_cuda() {
+int take_its_place() {
   static const Guard guard;
   static Hooks hooks;
+  c10::impl::DeviceGuardImplRegistrar(TYPE, &guard);
+#ifdef SIMULATED_PRIVATEUSE1
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+#else
+  // A PyTorch built for CUDA has a guard, hooks and an allocator of its own, one for the CPU has hooks that refuse all.
+  // The last guard and allocator hold. Hooks are made once, when somebody first asks, which `import torch` does: the
+  // object that it has made becomes one of ours, which is as large, since neither has a field.
   static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface));
-  c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::CUDA, &guard);
   auto* asked = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
   memcpy(static_cast<void*>(asked), static_cast<const void*>(&hooks), sizeof(void*)); // its table of functions
-  c10::SetAllocator(c10::DeviceType::CUDA, current_allocator(), 255);
+#endif
+  c10::SetAllocator(TYPE, current_allocator(), 255);
   return 0;
 }
-const int done = take_the_place_of_cuda();
+const int done = take_its_place();
 
 void push_generator(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
   int64_t device = stack->back().toInt();

@@ -63,11 +63,12 @@ def install() -> None:
     global _lib
     if _lib is not None:
         return
-    _lib = _declared(ctypes.CDLL(str(library())))
+    _lib = declared(ctypes.CDLL(str(library())))
     _answer_for_cuda()
 
 
-def _declared(loaded: Any) -> Any:
+def declared(loaded: Any) -> Any:
+    """The library, with the types of what it is asked."""
     number, pointer = ctypes.c_uint64, ctypes.c_void_p
     for name, result, arguments in (
         ("stats", ctypes.c_char_p, [ctypes.c_int]),

@@ -137,7 +137,7 @@ struct DrawsOnCpu {
 } // namespace
 
 Tensor Aliases::on_cpu(const Tensor& t) {
-  if (!t.defined() || !t.is_cuda()) {
+  if (!t.defined() || !is_ours(t.device())) {
     return t;
   }
   for (auto& [cpu, own] : pairs) {
@@ -161,7 +161,7 @@ Tensor Aliases::on_cpu(const Tensor& t) {
   return cpu;
 }
 
-Tensor Aliases::on_cuda(const Tensor& t) {
+Tensor Aliases::on_device(const Tensor& t) {
   if (!t.defined() || !t.device().is_cpu() || !t.has_storage()) {
     return t;
   }
@@ -179,7 +179,7 @@ Tensor Aliases::on_cuda(const Tensor& t) {
     known = std::prev(storages.end());
     access(stream, known->second.data(), known->second.nbytes(), true, name);
   }
-  Tensor own = within(known->second, c10::DispatchKey::CUDA, t);
+  Tensor own = within(known->second, KEY, t);
   pairs.emplace_back(t, own); // a result that is returned twice is one tensor
   return own;
 }
@@ -205,13 +205,13 @@ Launch::Launch(std::string name, int device, double bytes)
   begin(stream, LAUNCH + bytes / MEMORY);
 }
 void Launch::reads(const Tensor& t) const {
-  if (t.defined() && t.is_cuda()) {
+  if (t.defined() && is_ours(t.device())) {
     auto [at, bytes] = span_of(t);
     access(stream, at, bytes, false, name);
   }
 }
 void Launch::writes(const Tensor& t) const {
-  if (t.defined() && t.is_cuda()) {
+  if (t.defined() && is_ours(t.device())) {
     auto [at, bytes] = span_of(t);
     access(stream, at, bytes, true, name);
   }
@@ -228,7 +228,7 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   for (size_t i = 0; i < arguments.size(); i++) {
     const c10::IValue& value = (*stack)[first + i];
     each_tensor(value, [&](const Tensor& t) {
-      if (!t.defined() || !t.is_cuda()) {
+      if (!t.defined() || !is_ours(t.device())) {
         return;
       }
       TORCH_CHECK(
@@ -239,7 +239,7 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
       bytes += double(t.numel()) * t.element_size();
       elements = std::max(elements, t.numel());
     });
-    if (value.isDevice() && value.toDevice().is_cuda() && device < 0) {
+    if (value.isDevice() && is_ours(value.toDevice()) && device < 0) {
       device = value.toDevice().has_index() ? value.toDevice().index() : current_device();
     }
   }
@@ -263,7 +263,7 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
       draws = take_draws(given, device, elements);
       value = at::detail::createCPUGenerator(mixed(mixed(draws->seed) ^ draws->offset));
       takes_generator = true;
-    } else if (value.isDevice() && value.toDevice().is_cuda()) {
+    } else if (value.isDevice() && is_ours(value.toDevice())) {
       value = c10::Device(c10::kCPU);
     } else {
       value = mapped(value, [&](const Tensor& t) { return aliases.on_cpu(t); });
@@ -283,7 +283,7 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   for (size_t i = 0; i < count; i++) {
     c10::IValue& value = (*stack)[from + i];
     if (value.isTensor() || value.isTensorList() || value.isOptionalTensorList()) {
-      value = mapped(value, [&](const Tensor& t) { return aliases.on_cuda(t); });
+      value = mapped(value, [&](const Tensor& t) { return aliases.on_device(t); });
     } else if (!value.isNone()) {
       synchronize(launch.stream); // a number that the host is told
     }
@@ -297,7 +297,7 @@ Tensor empty(
     std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   int index = device && device->has_index() ? device->index() : current_device();
   return at::detail::empty_generic(
-      C10_AS_INTARRAYREF_SLOW(size), allocator_of(index), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+      C10_AS_INTARRAYREF_SLOW(size), allocator_of(index), c10::DispatchKeySet(KEY),
       c10::dtype_or_default(dtype), format);
 }
 Tensor empty_strided(
@@ -306,7 +306,7 @@ Tensor empty_strided(
   int index = device && device->has_index() ? device->index() : current_device();
   return at::detail::empty_strided_generic(
       C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), allocator_of(index),
-      c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
+      c10::DispatchKeySet(KEY), c10::dtype_or_default(dtype));
 }
 
 // Between devices, and between one and the host. Bytes on a side stream are copied as late as they may, by their
@@ -315,10 +315,10 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   if (!to.numel() && !from.numel()) {
     return to;
   }
-  int device = from.is_cuda() ? from.get_device() : to.get_device();
+  int device = is_ours(from.device()) ? from.get_device() : to.get_device();
   int stream = current_stream(device);
-  bool with_host = !from.is_cuda() || !to.is_cuda();
-  const Tensor& host = from.is_cuda() ? to : from;
+  bool with_host = !is_ours(from.device()) || !is_ours(to.device());
+  const Tensor& host = is_ours(from.device()) ? to : from;
   bool pinned = with_host && is_pinned(span_of(host).at);
   bool between = !with_host && from.get_device() != to.get_device();
   if (between) {
@@ -326,7 +326,7 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   }
   begin(stream, LAUNCH + double(to.nbytes()) / (with_host ? LINK : MEMORY));
   auto use = [&](const Tensor& t, bool writes) {
-    if (t.is_cuda() || pinned) {
+    if (is_ours(t.device()) || pinned) {
       auto [at, bytes] = span_of(t);
       access(stream, at, bytes, writes, "copy_");
     }
@@ -352,7 +352,7 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   if (between) {
     wait(current_stream(to.get_device()), record(stream));
   }
-  if (with_host && (!non_blocking || (!pinned && from.is_cuda()))) {
+  if (with_host && (!non_blocking || (!pinned && is_ours(from.device())))) {
     synchronize(stream);
   }
   return to;
@@ -415,7 +415,7 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& x, double p, std::option
   Tensor cpu = aliases.on_cpu(x);
   double scale = keep == 0 ? 0 : x.scalar_type() == at::kDouble ? 1 / keep : double(1 / float(keep));
   Tensor y = at::empty_like(cpu).copy_(cpu).mul_(mask).mul_(scale);
-  return {aliases.on_cuda(y), aliases.on_cuda(at::empty_like(cpu, cpu.options().dtype(at::kBool)).copy_(mask))};
+  return {aliases.on_device(y), aliases.on_device(at::empty_like(cpu, cpu.options().dtype(at::kBool)).copy_(mask))};
 }
 Tensor native_dropout_backward(const Tensor& grad, const Tensor& mask, double scale) {
   OnDevice current(grad.get_device());
@@ -425,7 +425,7 @@ Tensor native_dropout_backward(const Tensor& grad, const Tensor& mask, double sc
   at::AutoDispatchBelowADInplaceOrView below;
   Aliases aliases(launch);
   Tensor cpu = aliases.on_cpu(grad);
-  return aliases.on_cuda(cpu.mul(aliases.on_cpu(mask)).mul_(scale));
+  return aliases.on_device(cpu.mul(aliases.on_cpu(mask)).mul_(scale));
 }
 
 // What cuDNN keeps of a forward: here its bytes are known, and a backward that is handed others is refused.
@@ -450,9 +450,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cudnn_batch_norm(
       aliases.on_cpu(x), on_cpu(weight, false), on_cpu(bias, false), on_cpu(mean, training), on_cpu(var, training),
       training, momentum, eps);
   Tensor reserve = at::full({training ? reserve_bytes(x.numel()) : 0}, RESERVED, at::TensorOptions().dtype(at::kByte));
-  Tensor result = aliases.on_cuda(y); // in the order of a device
-  Tensor kept_mean = aliases.on_cuda(saved), kept_rstd = aliases.on_cuda(rstd);
-  return {result, kept_mean, kept_rstd, aliases.on_cuda(reserve)};
+  Tensor result = aliases.on_device(y); // in the order of a device
+  Tensor kept_mean = aliases.on_device(saved), kept_rstd = aliases.on_device(rstd);
+  return {result, kept_mean, kept_rstd, aliases.on_device(reserve)};
 }
 std::tuple<Tensor, Tensor, Tensor> cudnn_batch_norm_backward(
     const Tensor& x, const Tensor& grad, const Tensor& weight, const std::optional<Tensor>&,
@@ -474,8 +474,8 @@ std::tuple<Tensor, Tensor, Tensor> cudnn_batch_norm_backward(
   auto [dx, dw, db] = at::native_batch_norm_backward(
       aliases.on_cpu(grad), aliases.on_cpu(x), aliases.on_cpu(weight), {}, {}, aliases.on_cpu(*mean),
       aliases.on_cpu(*rstd), true, eps, {true, true, true});
-  Tensor result = aliases.on_cuda(dx), result_w = aliases.on_cuda(dw);
-  return {result, result_w, aliases.on_cuda(db)};
+  Tensor result = aliases.on_device(dx), result_w = aliases.on_device(dw);
+  return {result, result_w, aliases.on_device(db)};
 }
 
 Tensor as_strided(const Tensor& t, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
@@ -500,12 +500,14 @@ int register_kernels() {
   Silent silent;
   c10::WarningUtils::WarningHandlerGuard guard(&silent);
   auto fallback = [] { return torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>(); };
-  static torch::Library everything(torch::Library::IMPL, "_", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  static torch::Library everything(torch::Library::IMPL, "_", KEY, __FILE__, __LINE__);
   everything.fallback(fallback());
-  static torch::Library aten(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  static torch::Library aten(torch::Library::IMPL, "aten", KEY, __FILE__, __LINE__);
   std::set<std::string> taken = OWN;
+#ifndef SIMULATED_PRIVATEUSE1
   std::set<std::string> attention = register_attention(aten);
   taken.insert(attention.begin(), attention.end());
+#endif
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     auto op = dispatcher.findOp(name);
@@ -514,7 +516,7 @@ int register_kernels() {
     }
     std::string own = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
     bool has_kernel =
-        op->hasKernelForDispatchKey(c10::DispatchKey::CPU) || op->hasKernelForDispatchKey(c10::DispatchKey::CUDA);
+        op->hasKernelForDispatchKey(c10::DispatchKey::CPU) || op->hasKernelForDispatchKey(KEY);
     // a convolution would choose cuDNN's, of which there is none
     bool chooses = own == "convolution" || own == "convolution_backward" || own == "convolution_overrideable";
     if ((has_kernel || chooses) && !taken.count(own)) {

@@ -14,6 +14,10 @@ namespace simulated {
 
 using at::Tensor;
 
+inline bool is_ours(c10::Device device) {
+  return device.type() == TYPE;
+}
+
 // An op that begins on the current stream of a device: what it reads and writes is held against what ran before.
 struct Launch {
   std::string name;
@@ -29,7 +33,7 @@ class Aliases {
  public:
   explicit Aliases(const Launch& launch) : name(launch.name), device(launch.device), stream(launch.stream) {}
   Tensor on_cpu(const Tensor& t);
-  Tensor on_cuda(const Tensor& t);
+  Tensor on_device(const Tensor& t);
   void take_over_sizes(); // of what the kernel has resized
 
  private:
