@@ -31,7 +31,7 @@ from checkmate.profiling.cost_table import Conditions, OpCost, OpTable, conditio
 from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
 from checkmate.profiling.roofline import DEVICES, moved_bytes_of, roofline_seconds
 from checkmate.statusline import showing
-from checkmate.torch_internals.dispatcher import _disable_current_modes
+from checkmate.torch_internals.dispatcher import _disable_current_modes, _DisablePythonDispatcher
 
 log = logging.getLogger("checkmate.profiling")
 
@@ -142,7 +142,7 @@ def _measure_ops(new: dict[Key, fx.Node]) -> dict[Key, OpCost | None]:
     line = showing(lambda: f"measuring {len(done)} of {len(todo)} ops", share=lambda: len(done) / len(todo))
     done: dict[Key, OpCost | None] = {}
     fork = torch.random.fork_rng(devices=cards)
-    with line, _disable_current_modes(), not_compiling(), torch.no_grad(), fork:
+    with line, _disable_current_modes(), _DisablePythonDispatcher(), not_compiling(), torch.no_grad(), fork:
         for kind, measure_ops in BY_DEVICE.items():
             keys = [key for key, node in todo if device_of_op(node).type == kind]
             for i, cost in measure_ops([new[key] for key in keys]) if keys else ():

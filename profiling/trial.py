@@ -46,7 +46,7 @@ from checkmate.capture.ways.table import call_over, positions_to_try, written_of
 from checkmate.core.problem import Profile
 from checkmate.profiling.cost_table import Conditions, conditions_on
 from checkmate.profiling.one_op import attempt, call_of, device_of_op, flat, key_of, repeat
-from checkmate.torch_internals.dispatcher import _disable_current_modes
+from checkmate.torch_internals.dispatcher import _disable_current_modes, _DisablePythonDispatcher
 
 SETS = ("special", "finite", "usual")
 POINTWISE_SETS = ("special",)
@@ -209,8 +209,8 @@ def _once(name: str, node: fx.Node, trial: Callable[[], dict[int, bool]]) -> dic
     key = name, conditions_on(device), key_of(node)
     if key not in _known:
         found: dict[int, bool] = {}
-        cards = [device.index or 0] if device.type == "cuda" else []
-        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=cards):
+        fork = torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else [])
+        with _disable_current_modes(), _DisablePythonDispatcher(), torch.no_grad(), fork:
             attempt(node, lambda: found.update(trial()))
         _known[key] = found
     return _known[key]

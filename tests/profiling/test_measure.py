@@ -446,6 +446,28 @@ def test_caches_are_overwritten_before_each_timed_run(monkeypatch: pytest.Monkey
     assert seen == [-1, *(i % 256 for i in range(1, len(seen)))]  # the first run is not timed
 
 
+@torch.library.custom_op("checkmate_tests::plain_kernel", mutates_args=())
+def _plain_kernel(x: Tensor) -> Tensor:
+    _by_python.append(torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher))
+    return x.exp()
+
+
+_by_python: list[bool] = []
+_plain_kernel.register_fake(torch.empty_like)
+_plain_kernel.register_autograd(
+    lambda ctx, grad: grad * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+def test_ops_run_by_the_kernels_that_run_later() -> None:
+    """And not, while AOTAutograd traces, by formulas in Python for what a kernel calls."""
+    _by_python.clear()
+    checkmate.trace(lambda x: _plain_kernel(x).sum(), torch.ones(3, requires_grad=True), cache=False)
+    assert _by_python
+    assert not any(_by_python)
+
+
 def test_neither_the_random_state_nor_a_tensor_is_touched() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
     x = torch.randn(16, 8)

@@ -29,7 +29,7 @@ from checkmate.capture.splits.table import SUMMED, Argument, OpSplit, argument_o
 from checkmate.capture.splits.write_loss import LossSplit, in_parts
 from checkmate.capture.ways.batch_norm import gradient_of_input, normalized
 from checkmate.capture.ways.rounding_probes import cancel, made_up, same_bytes
-from checkmate.torch_internals.dispatcher import _disable_current_modes
+from checkmate.torch_internals.dispatcher import _disable_current_modes, _DisablePythonDispatcher
 from checkmate.torch_internals.trees import tree_leaves
 
 INPUTS, MOST_INPUTS = 2, 32  # on which a region is tried as a whole
@@ -62,7 +62,7 @@ def off_in_parts(parts: InParts) -> float:
 def _once(key: tuple[Any, ...], trial: Callable[[], float]) -> float:
     """What a trial finds that is made once in a process."""
     if key not in _tried:
-        with _disable_current_modes(), torch.no_grad():
+        with _disable_current_modes(), _DisablePythonDispatcher(), torch.no_grad():
             _tried[key] = trial()
     return _tried[key]
 
