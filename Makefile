@@ -11,7 +11,7 @@ help:
 	@echo "make demo    train two networks inside byte budgets, and compare with plain PyTorch"
 	@echo "make test    run the test suite"
 	@echo "make test-long  run more cases of the same: random programs, networks, notebooks"
-	@echo "make gpu     run what needs a CUDA device; make test runs it on a simulated one"
+	@echo "make gpu     run what needs a CUDA device, checkmate selftest with it; make test runs it on a simulated one"
 	@echo "make test-versions  run a selection of them on each version of PyTorch that is supported; about an hour"
 	@echo "make test-oldest  run it on the oldest of these"
 	@echo "make lint    check style and types"

@@ -81,7 +81,7 @@ NETWORKS = {
     "resnet50": Network(lambda: (resnet50(1000), images(64, 224, 1000))),
     "gpt2": Network(
         lambda: _gpt2(50257, 1024, 768, layers=12, heads=12, batch=8),
-        lambda: _gpt2(64, 32, 32, layers=1, heads=2, batch=4),
+        lambda: _gpt2(1024, 128, 64, layers=1, heads=2, batch=64),  # more than the allocator takes at a time, 20 MiB
         language_model,
     ),
     "vit": Network(lambda: (ViT(224, 16, width=768, layers=12, heads=12, classes=1000), images(64, 224, 1000))),

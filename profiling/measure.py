@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -137,6 +137,11 @@ def _recall(all_conditions: list[Conditions]) -> dict[Key, OpCost | None]:
     return {(conditions, key): cost for conditions in all_conditions for key, cost in load(conditions).items()} | _known
 
 
+def measure_ops_on(device: torch.device) -> Callable[[Sequence[fx.Node]], Iterator[tuple[int, OpCost | None]]]:
+    """What measures ops there: gives the position and the cost of each; None where it does not run on its own."""
+    return cpu.measure_ops if device.type == "cpu" else accelerator.measure_ops
+
+
 def _measure_ops(new: dict[Key, fx.Node]) -> dict[Key, OpCost | None]:
     """Run ops that are not known."""
     found: dict[Key, OpCost | None] = {key: None for key, node in new.items() if not runs_alone(node)}
@@ -150,8 +155,7 @@ def _measure_ops(new: dict[Key, fx.Node]) -> dict[Key, OpCost | None]:
     with line, outside_tracing(), not_compiling(), torch.no_grad(), same_random_state(*devices):
         for device in sorted(devices, key=str):
             keys = [key for key, node in todo if device_of_op(node) == device]
-            measure_ops = cpu.measure_ops if device.type == "cpu" else accelerator.measure_ops
-            for i, cost in measure_ops([new[key] for key in keys]):
+            for i, cost in measure_ops_on(device)([new[key] for key in keys]):
                 done[keys[i]] = cost  # which the line counts
     log.info("Measured %d distinct ops in %.1f s.", len(todo), time.perf_counter() - began)
     return found | done

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.fx as fx
 
+from checkmate.capture.cudnn import batch_norm
 from checkmate.capture.device import main_device
 from checkmate.capture.nodes import is_collective, target_name, tensors
 from checkmate.capture.number_inputs import value_of
@@ -33,6 +34,8 @@ from checkmate.torch_internals.trees import tree_map
 log = logging.getLogger("checkmate.profiling")
 aten = torch.ops.aten
 T = TypeVar("T")
+
+_FOR_THEIR_BACKWARD = {lstm_layer, batch_norm}  # which takes no made-up workspace or reserve
 
 DRAWN = 2**16  # floats of a tensor that are drawn, and not repeated
 
@@ -98,7 +101,7 @@ def call_of(node: fx.Node) -> partial[Any]:
         if arg.target in SAVES:  # a generator takes no made-up state
             return call_of(arg)()
         source: Any = arg.args[0] if arg.target is operator.getitem else None
-        if source is not None and source.target is lstm_layer:  # nor its backward a made-up workspace
+        if source is not None and source.target in _FOR_THEIR_BACKWARD:
             return call_of(source)()[arg.args[1]]
         return tree_map(lambda leaf: make_up(leaf, bounds.get(arg)), arg.meta["val"])
 

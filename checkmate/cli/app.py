@@ -7,7 +7,8 @@ Answers go to standard output, as text or with ``--json`` as JSON; progress and 
     2    asked wrongly
     130  Ctrl-C; where a best plan so far was printed, it is a valid one
 
-PyTorch is imported only by the commands that trace a step: ``plan`` and ``max-batch``; ``doctor`` looks for it.
+PyTorch is imported only by the commands that trace a step: ``plan``, ``max-batch`` and ``selftest``; ``doctor`` looks
+for it.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import json
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from checkmate.cli.arguments import asked_host, host_of, parser_of, with_host
 from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.cli.target import UsageError, find_function, maker
 from checkmate.errors import BudgetError, CheckmateError, RuleError
-from checkmate.statusline import hidden
+from checkmate.statusline import hidden, showing
 from checkmate.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -209,6 +212,37 @@ def _doctor(args: argparse.Namespace) -> int:
     return REFUSED if found.wrong else DONE
 
 
+def _selftest(args: argparse.Namespace) -> int:
+    import torch
+
+    from checkmate.selftest.catalogue import CHECKS
+    from checkmate.selftest.check import Result, Setting
+    from checkmate.selftest.children import run_all
+
+    names = [check.name for check in CHECKS]
+    if unknown := [name for name in args.only or () if name not in names]:
+        raise UsageError(f"there is no check {unknown[0]!r}; the checks are {', '.join(names)}")
+    if args.device.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"--device is cpu, cuda or cuda:1, not {args.device!r}")
+    if args.device != "cpu" and not torch.cuda.is_available():
+        raise CheckmateError("There is no CUDA device here. --device cpu checks what can be checked without one.")
+    checks = [check for check in CHECKS if check.name in (args.only or names)]
+    results: list[Result] = []
+    with showing(lambda: f"{len(results)} of {len(checks)} checks", share=lambda: len(results) / len(checks)):
+        for result in run_all(checks, Setting(args.device, args.quick), args.time_limit):
+            _out(str(result))
+            sys.stdout.flush()
+            results.append(result)
+    failed = [result.name for result in results if result.verdict == "failed"]
+    if args.json:
+        about = {"format": "checkmate-selftest", "version": 1, "device": args.device, "quick": args.quick}
+        _write_json(args.json, {**about, "failed": failed, "checks": [asdict(result) for result in results]})
+    counts = Counter(result.verdict for result in results)
+    counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    _out(f"{'FAILED' if failed else 'passed'} on {args.device}: {counted}")
+    return _say(f"failed: {', '.join(failed)}", REFUSED) if failed else DONE
+
+
 def _profile(args: argparse.Namespace) -> str:
     """Where costs come from, as `checkmate.trace` takes it.
 
@@ -269,4 +303,5 @@ _COMMANDS = {
     "max-batch": _max_batch,
     "methods": _methods,
     "doctor": _doctor,
+    "selftest": _selftest,
 }

@@ -90,6 +90,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--host-one-link": {**_FLAG, "help": "both directions wait for each other"},
     "--time-limit": _seconds(TIME_LIMIT),
     "--gap": {"type": float, "default": GAP, "help": f"stop at this gap, by default {GAP:g}"},
+    "--only": {"action": "append", "metavar": "NAME", "help": "a check by its name, again for more"},
+    "--quick": {**_FLAG, "help": "small networks"},
     "--methods": {"default": "auto", "metavar": "A,B", "help": "by default auto"},
     "--jobs": {"type": size, "metavar": "N", "help": "processes at a time"},
     "--max-overhead": {
@@ -146,6 +148,14 @@ def parser_of(runs: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpar
     )
     command("methods", "list the methods with their options")
     command("doctor", "versions, device, solver and cache of this installation")
+    command(
+        "selftest",
+        "whether steps keep bits and budgets on a device: a list of checks, each in a process of its own",
+        *("--device", "--quick", "--only", "--time-limit"),
+        json={**_FILE, "help": "write all that was found, for a report"},
+        device={"default": "cuda", "metavar": "NAME", "help": "cuda (default), cuda:1 or cpu"},
+        time_limit={"type": float, "metavar": "S", "help": "for each check, by default 120 or 180 s"},
+    )
     return parser
 
 

@@ -24,6 +24,7 @@ from benchmarks.start.script import started
 from checkmate.backends.tensor_state import differing
 from tests.support.bits import assert_same_bits
 from tests.support.processes import run_python
+from tests.support.simulated_cuda.install import environment, is_installed
 
 ROOT = Path(__file__).parents[2]
 KEPT = Row(budget=100, predicted=90, measured=90, overhead=0.1, gap=0.05, seconds=1.0, ratio=1.1, bitwise=True)
@@ -150,6 +151,22 @@ def test_the_benchmark_for_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
     assert [row["measured_peak"] for row in rows] == [row["predicted_peak"] for row in rows]
     assert all(row["predicted_peak"] <= row["budget"] for row in rows)
     assert printed.count("same bits") == 2 * len(rows)
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_benchmark_for_a_gpu_runs_small_on_one(tmp_path: Path) -> None:
+    """Each row in a process with those before it, of which nothing stays on the device."""
+    out = tmp_path / "gpu.jsonl"
+    run_python("-m", "benchmarks.gpu", "gpt2", "--quick", "--out", str(out), **environment())
+    rows = read(out)
+    assert len(rows) == 2 * 3 + 1
+    (limited,) = (row for row in rows if "limit" in row)
+    assert limited["plain_ran_out_of_memory"]
+    assert all(row["within"] for row in rows if row is not limited)
+    if is_installed():  # on a GPU attention's gradients need not repeat
+        assert all(row["bitwise"] for row in rows)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_the_example_of_the_largest_batch_runs() -> None:
 
 def test_the_commands_of_the_readme_are_ones_that_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
     lines = re.findall(r"^checkmate (.*?) *#", README, flags=re.MULTILINE)
-    assert len(lines) == 4
+    assert len(lines) == 5
     for line in lines:
         command, *words = line.split()
         assert main([command, "--help"]) == 0

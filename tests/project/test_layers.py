@@ -26,7 +26,7 @@ ROOMS = (  # each imports itself and rooms of lines above it; those of one line 
     ("compiler",),
     ("training",),
     ("tracing",),
-    ("costs", "dynamo", "batch"),
+    ("costs", "dynamo", "batch", "selftest"),
     ("cli",),
     ("__main__",),
 )

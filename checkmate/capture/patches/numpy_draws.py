@@ -130,7 +130,6 @@ def _names(function: types.FunctionType) -> set[str]:
     return {name for code in _parts(function.__code__) for name in code.co_names}
 
 
-@cache
 def _called_by(function: types.FunctionType, owner: type | None) -> tuple[types.FunctionType, ...]:
     """A function, and what it and they name of its module and of the class whose method it is, but for PyTorch's."""
     found, todo = dict[types.FunctionType, None](), [function]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -147,6 +149,24 @@ def test_a_trace_draws_nothing() -> None:
     before = np.random.get_state()[1:3]  # noqa: NPY002
     checkmate.trace(_noisy, torch.ones(5, 4))
     assert_same_bits(np.random.get_state()[1:3], before)  # noqa: NPY002
+
+
+def test_what_was_captured_is_not_kept() -> None:
+    """A function's closure holds its model, which was on the device for as long as the process ran."""
+    model = nn.Linear(4, 4)
+    alive = weakref.ref(model)
+
+    def step(x: Tensor, model: nn.Module = model) -> Tensor:
+        def inner() -> Tensor:
+            return model(x).square().sum()
+
+        return inner()
+
+    checkmate.trace(step, torch.ones(5, 4))
+    torch._dynamo.reset()
+    del model, step
+    gc.collect()
+    assert alive() is None
 
 
 def test_what_depends_on_tensors_is_refused() -> None:

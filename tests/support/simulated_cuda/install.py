@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import os
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,12 @@ _pools = itertools.count(1)
 def is_installed() -> bool:
     """Whether the CUDA device of this process is the simulated one."""
     return _lib is not None
+
+
+def environment() -> dict[str, str]:
+    """For other processes of a test: if this one has the simulated device, Python starts it there before all else."""
+    here = Path(__file__).parent
+    return {"PYTHONPATH": os.pathsep.join(map(str, [here / "startup", here.parents[2]]))} if is_installed() else {}
 
 
 def lib() -> Any:

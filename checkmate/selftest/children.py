@@ -1,0 +1,82 @@
+"""Run each check in a process of its own: one that fails, hangs or stops the device takes no other with it.
+
+A process that has not touched the device is forked for each where the system can, so that PyTorch is imported once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from checkmate.selftest.check import REPORT, Check, Finding, Result, Setting
+
+LAST = 4000  # characters of what a process has printed that are kept of a check that failed
+VERDICTS = {True: "passed", False: "failed", None: "skipped"}
+
+
+def run_all(checks: Sequence[Check], setting: Setting, limit: float | None = None) -> Iterator[Result]:
+    """What each check found, in turn; ``limit``: seconds for each, in place of its own."""
+    methods = multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" in methods:
+        context.set_forkserver_preload(["checkmate.selftest.catalogue"])
+    for check in checks:
+        yield _run(context, check, setting, check.seconds if limit is None else limit)
+
+
+def _run(context: Any, check: Check, setting: Setting, limit: float) -> Result:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="checkmate-selftest-") as folder:
+        printed = Path(folder) / "printed"
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=_child, args=(check, setting, sender, str(printed)))
+        child.start()
+        sender.close()
+        finding = _received(receiver, child, limit)
+        receiver.close()
+        said = printed.read_text(errors="replace")[-LAST:] if printed.exists() else ""
+    facts = {**finding.facts, **({"printed": said} if said and finding.passed is False else {})}
+    verdict, seconds = VERDICTS[finding.passed], time.monotonic() - began
+    about = check.name, check.checked, check.expected
+    return Result(*about, verdict, finding.found, finding.advice, seconds, facts)
+
+
+def _received(receiver: Connection, child: Any, limit: float) -> Finding:
+    """What the process sends, or what became of it; it has ended then."""
+    try:
+        if not receiver.poll(limit):
+            return Finding(False, f"it had not ended after {limit:g} s", f"Try --time-limit {2 * limit:g}. {REPORT}")
+        found: Finding = receiver.recv()
+        return found
+    except EOFError:
+        child.join()
+        return Finding(False, f"its process died (exit code {child.exitcode})")
+    finally:
+        child.join(1.0)  # a device that was stopped may keep a process from ending
+        if child.is_alive():
+            child.kill()
+            child.join()
+
+
+def _child(check: Check, setting: Setting, sender: Connection, printed: str) -> None:
+    """Run a check, with all that it prints in a file, and costs of ops measured anew and not kept."""
+    to = os.open(printed, os.O_WRONLY | os.O_CREAT)
+    os.dup2(to, 1)
+    os.dup2(to, 2)
+    with tempfile.TemporaryDirectory(prefix="checkmate-selftest-") as folder:
+        os.environ["CHECKMATE_CACHE_DIR"] = folder
+        try:
+            finding = check.run(setting)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is what this check found
+            first = (str(error).strip().splitlines() or [""])[0]
+            facts = {"traceback": traceback.format_exc()}
+            finding = Finding(False, f"{type(error).__name__}: {first}", facts=facts)
+        sender.send(finding)
+        sender.close()

@@ -1,0 +1,210 @@
+"""Each check passes here and on a simulated device, says what is wrong where something is, and fails alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from checkmate.capture import random_draws
+from checkmate.cli.app import main
+from checkmate.selftest import kernels, machine, networks, steps
+from checkmate.selftest.catalogue import CHECKS
+from checkmate.selftest.check import Check, Finding, Setting
+from checkmate.selftest.children import run_all
+from tests.support.processes import run_python
+from tests.support.simulated_cuda.install import environment, is_installed, set_waver
+
+CPU = Setting("cpu", quick=True)
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def _whole(device: str, file: Path) -> dict[str, Any]:
+    """What the command finds on a device."""
+    command = ("-m", "checkmate", "selftest", "--device", device, "--quick", "--json", str(file))
+    printed = run_python(*command, **environment())
+    found: dict[str, Any] = json.loads(file.read_text())
+    assert [check["name"] for check in found["checks"]] == [check.name for check in CHECKS]
+    assert all(check["found"] in printed.stdout for check in found["checks"])
+    assert not found["failed"]
+    return {check["name"]: check for check in found["checks"]}
+
+
+@pytest.mark.slow
+def test_the_cpu_passes(tmp_path: Path) -> None:
+    found = _whole("cpu", tmp_path / "found.json")
+    assert {check["name"] for check in found.values() if check["verdict"] == "skipped"} == {"capacity"}
+    assert all(row["requested"] == row["predicted"] for row in found["predicted bytes"]["facts"]["rows"])
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@NEEDS_CUDA
+def test_a_cuda_device_passes(tmp_path: Path) -> None:
+    found = _whole("cuda", tmp_path / "found.json")
+    assert {check["verdict"] for check in found.values()} == {"passed"}
+    assert found["capacity"]["facts"]["ours fits"]
+    assert len(found["a transformer in budgets"]["facts"]["rows"]) == len(steps.SHARES)
+
+
+@pytest.mark.slow
+def test_what_is_forked_for_each_check_has_not_touched_the_device() -> None:
+    """CUDA cannot be used in a fork of a process that has asked for a device."""
+    names = ("is_available", "device_count", "current_device", "_lazy_init", "get_device_properties")
+    refused = "".join(f"torch.cuda.{name} = None\n" for name in names)
+    run_python("-c", f"import torch\n{refused}import checkmate.selftest.catalogue")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not is_installed(), reason="wavers where the simulated device is told to")
+def test_attention_that_is_known_to_waver_is_said_to() -> None:
+    set_waver(True)
+    try:
+        finding = kernels.attention(Setting("cuda", quick=True))
+    finally:
+        set_waver(False)
+    assert finding.passed
+    assert not finding.facts["repeats"]["efficient float32"]
+    assert finding.facts["repeats"]["math float32"]
+
+
+def _passes(setting: Setting) -> Finding:
+    return Finding(True, str(setting.device))
+
+
+def _raises(setting: Setting) -> Finding:
+    raise ValueError("what is wrong\nand more of it")
+
+
+def _hangs(setting: Setting) -> Finding:
+    time.sleep(600)
+    raise AssertionError
+
+
+def _dies(setting: Setting) -> Finding:
+    os.write(2, b"last words")
+    os._exit(3)
+
+
+@pytest.mark.slow
+def test_what_fails_fails_alone_and_says_why() -> None:
+    kinds = (_raises, _passes, _dies, _hangs, _passes)
+    checks = [Check(run.__name__, "", "", run, seconds=2.0 if run is _hangs else 300.0) for run in kinds]
+    raised, passed, died, hung, also_passed = run_all(checks, CPU)
+    assert (raised.verdict, raised.found) == ("failed", "ValueError: what is wrong")
+    assert "and more of it" in raised.facts["traceback"]
+    assert (passed.verdict, passed.found) == (also_passed.verdict, also_passed.found) == ("passed", "cpu")
+    assert (died.verdict, died.found, died.facts) == (
+        "failed",
+        "its process died (exit code 3)",
+        {"printed": "last words"},
+    )
+    assert (hung.verdict, hung.found) == ("failed", "it had not ended after 2 s")
+    assert "--time-limit 4" in hung.advice
+    assert str(hung).startswith("FAILED   _hangs")
+
+
+@torch.library.custom_op("checkmate_tests::badly", mutates_args=())
+def _badly(x: Tensor) -> Tensor:
+    return _kernel["of badly"](x)
+
+
+_badly.register_fake(torch.empty_like)
+_badly.register_autograd(lambda ctx, grad: grad)
+_kernel: dict[str, Callable[[Tensor], Tensor]] = {}
+
+
+def _with_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Callable[[Tensor], Tensor]) -> None:
+    monkeypatch.setattr(networks, "make", lambda name, setting: (None, lambda x: _badly(x).sum(), (_ones(),)))
+    monkeypatch.setitem(_kernel, "of badly", kernel)
+
+
+def _ones() -> Tensor:
+    return torch.ones(3, requires_grad=True)
+
+
+def test_an_op_that_does_not_repeat_its_bits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = itertools.count()
+    _with_kernel(monkeypatch, lambda x: x + next(runs))
+    finding = kernels.ops_of("any", CPU)
+    assert finding.passed is False
+    assert "do not repeat their bits: checkmate_tests.badly.default" in finding.found
+    assert "use_deterministic_algorithms" in finding.advice
+
+
+def test_an_op_that_stops_the_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asserts(x: Tensor) -> Tensor:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    _with_kernel(monkeypatch, asserts)
+    with pytest.raises(RuntimeError, match=r"checkmate_tests\.badly.* has stopped the device"):
+        kernels.ops_of("any", CPU)
+
+
+def test_attention_that_wavers_on_the_cpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = F.scaled_dot_product_attention
+    wavers = lambda *args, **kwargs: plain(*args, **kwargs) * torch.rand([])  # noqa: E731
+    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", wavers)
+    finding = kernels.attention(CPU)
+    assert finding.passed is False
+    assert "math float32" in finding.facts["strays"]
+
+
+def test_a_draw_that_is_another_the_second_time_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_draws, "draw_again", random_draws.draw_saved)
+    finding = kernels.dropout(CPU)
+    assert finding.passed is False
+    assert finding.found.startswith("0 of 12 masks")
+
+
+def test_bytes_beyond_what_is_predicted_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = steps.measure_peak
+
+    def more(run: Callable[[], Any], device: torch.device) -> Any:
+        use = measure(run, device)
+        return replace(use, peak=use.peak + 4096)
+
+    monkeypatch.setattr(steps, "measure_peak", more)
+    finding = steps.predicted_bytes(CPU)
+    assert finding.passed is False
+    assert "reserve= to 4.10 kB" in finding.advice
+
+
+def test_other_bytes_that_come_back_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "same_bytes", lambda a, b: False)
+    finding = machine.copies(CPU)
+    assert finding.passed is False
+    assert "OTHER bits" in finding.found
+
+
+def test_a_device_is_known_by_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+        "NVIDIA L4": "l4",
+        "NVIDIA L40S": "a100",  # there is none of it: that of another card
+    }
+    for name, sheet in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert kernels.data_sheet(torch.device("cuda", 0)) == sheet
+    assert kernels.data_sheet(torch.device("cpu")) == "laptop"
+
+
+def test_what_is_asked_wrongly_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", "--only", "nothing"]) == 2
+    assert "there is no check 'nothing'; the checks are versions" in capsys.readouterr().err
+    assert main(["selftest", "--device", "tpu"]) == 2
+    if not torch.cuda.is_available():
+        assert main(["selftest"]) == 1
+        assert "There is no CUDA device here. --device cpu" in capsys.readouterr().err
