@@ -26,6 +26,7 @@ from torch.autograd import ProfilerConfig, ProfilerState
 from torch.profiler import ProfilerActivity, profile
 
 from checkmate.errors import Unsupported
+from checkmate.memory.cuda_allocator import DeviceState
 from checkmate.torch_internals.engine import _autograd, _profiler, autograd_profiler
 
 CPU = torch.device("cpu")
@@ -44,6 +45,9 @@ class MemoryUse:
     before: int | None = None  # bytes that were asked for at entry; None on the CPU, where PyTorch keeps no count
     allocated: int | None = None  # the most bytes of blocks that the allocator gave; None on the CPU
     reserved: int | None = None  # the most bytes that the allocator held of the device; None on the CPU
+    began: DeviceState | None = field(
+        default=None, repr=False
+    )  # of its allocator at entry; None where that is not known
 
 
 @dataclass
@@ -67,7 +71,7 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> Mem
     On CUDA, ``before + peak`` is the most that was asked for at a time (``requested_bytes`` of
     `torch.cuda.memory_stats`). The allocator gives blocks for it, ``allocated`` at their peak: multiples of 512 bytes,
     and for a tensor above 1 MiB up to 1 MiB more than asked for, by what was freed before, unless it runs with
-    ``expandable_segments:True``. Its peaks are reset by this.
+    ``expandable_segments:True``. What it has cached goes back to the device before the call, and its peaks are reset.
 
     On the CPU it counts what this thread and its backward allocate and free. That a thread of another library frees
     something is not seen: the buffers that DistributedDataParallel sends with gloo ahead of a forward may count as if
@@ -99,8 +103,9 @@ def _measure_on_cuda(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
     gc.collect()  # what only a cycle holds is no part of what is allocated before
     with _no_collection():
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        before = requested(device)
+        before, began = requested(device), DeviceState.now(device)
         result = fn()
         torch.cuda.synchronize(device)
         found = torch.cuda.memory_stats(device)
@@ -112,6 +117,7 @@ def _measure_on_cuda(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
             before=before,
             allocated=found["allocated_bytes.all.peak"],
             reserved=found["reserved_bytes.all.peak"],
+            began=began,
         )
 
 
