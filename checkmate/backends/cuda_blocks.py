@@ -74,7 +74,7 @@ class Replays:
                 allocator.free(allocator.take(segment, key))
         before = allocator.peaks  # with the first segment of its pool, which counts as given for a moment
         after = replay_steps(lives, allocator, key)
-        later = max(0, plan.problem.resident - self.state.asked_in_blocks)
+        later = max(0, plan.problem.resident - self.state.allocator.allocated)
         return Used(*(later + max(used) for used in zip(before, after, strict=True)))
 
     def told(self, plan: Solution) -> Solution:

@@ -15,8 +15,6 @@ from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import save_device_state
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU
-from checkmate.memory.cuda_allocator import DeviceState
-from checkmate.memory.meter import requested
 from checkmate.torch_internals.dispatcher import OpOverload, _disable_current_modes
 
 BLOCK_BYTES = {"cpu": 1, "cuda": 512}  # what PyTorch's allocator rounds sizes up to (kMinBlockSize on CUDA)
@@ -75,13 +73,12 @@ def device_of(graph: fx.Graph) -> torch.device:
 
 
 def allocated_on(device: torch.device) -> int | None:
-    """Bytes in use on a CUDA device when a step begins there, as they were asked for, in blocks; None on the CPU."""
+    """Bytes of the blocks in use on a CUDA device when a step begins there; None on the CPU."""
     if device.type != "cuda":
         return None
     have_libraries_take_workspaces(device)
     gc.collect()  # what only a cycle holds is not in use
-    state = DeviceState.now(device)
-    return requested(device) if state is None else state.asked_in_blocks
+    return torch.cuda.memory_allocated(device)
 
 
 def have_libraries_take_workspaces(device: torch.device) -> None:

@@ -402,11 +402,6 @@ class DeviceState:
         return [block["requested_size"] for block in blocks if block["state"] == IN_USE]
 
     @property
-    def asked_in_blocks(self) -> int:
-        """Bytes that are in use, each as it was asked for, in whole blocks."""
-        return sum(rounded(size, BLOCK) for size in self.asked)
-
-    @property
     def allocator(self) -> CudaAllocator:
         """An allocator in this state."""
         allocator = CudaAllocator(expandable=self.expandable, capacity=self.capacity)

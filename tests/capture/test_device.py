@@ -21,7 +21,6 @@ from checkmate.capture.device import (
 )
 from checkmate.capture.joint import read_joint
 from checkmate.memory import measure_peak
-from checkmate.memory.cuda_allocator import DeviceState
 from tests.support.bits import assert_same_bits
 
 aten = torch.ops.aten
@@ -101,10 +100,8 @@ def test_products_before_the_allocator_is_read_leave_no_trace() -> None:
 def test_libraries_take_their_workspaces_before_the_allocator_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(devices, "have_libraries_take_workspaces", lambda device: calls.append("products"))
-    blocks = [{"requested_size": size, "state": "active_allocated"} for size in (77, 513)]
-    state = DeviceState(({"blocks": blocks},))
-    monkeypatch.setattr(DeviceState, "now", lambda device: calls.append("read") or state)
-    assert allocated_on(torch.device("cuda", 0)) == 512 + 1024
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: calls.append("read") or 512)
+    assert allocated_on(torch.device("cuda", 0)) == 512
     assert calls == ["products", "read"]
 
 
