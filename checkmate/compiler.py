@@ -195,6 +195,7 @@ def new_backend(options: Options, updates: Insert | None = None, elsewhere: Seco
     ``elsewhere``: where values may wait; None: in a second memory of its own, if one is asked for.
     """
     planner, (find_costs, block_bytes) = Planner(options), options.costs
+    limit = options.total - options.set_aside
     if options.backend == "eager":
         return Backend(
             planner.plan,
@@ -206,9 +207,9 @@ def new_backend(options: Options, updates: Insert | None = None, elsewhere: Seco
             updates=updates,
             elsewhere=elsewhere or options.elsewhere,
             rounding=options.rounding,
+            budget=limit,
         )
     require_compiler()
-    limit = options.total - options.set_aside
     return Inductor(planner.plan, lower, profile=find_costs, block_bytes=block_bytes, budget=limit)
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.capture.device import as_allocated
+from checkmate.capture.nodes import tensors
 from checkmate.devices import kind_of
 from checkmate.profiling.cost_table import OpCost
 from checkmate.profiling.one_op import attempt, call_of, device_of_op
@@ -58,19 +60,26 @@ def allocated_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """Bytes that a call takes from the caching allocator at its peak, each tensor rounded to blocks.
 
     What the allocator gives beyond that depends on what was freed before, and is no cost of the op: up to 1 MiB for a
-    tensor. Where there is such, each tensor is taken to have been rounded by a whole block.
+    tensor. Where there is such, and more is taken than what the call returns, each tensor is taken to have been rounded
+    by a whole block.
     """
     torch.accelerator.synchronize(device)
     torch.accelerator.reset_peak_memory_stats(device)
     before = torch.accelerator.memory_stats(device)
-    run()
+    made = run()
     torch.accelerator.synchronize(device)
     found = torch.accelerator.memory_stats(device)
     given, asked, blocks = (
         found[f"{what}.all.peak"] - before[f"{what}.all.current"]
         for what in ("allocated_bytes", "requested_bytes", "allocation")
     )
-    return min(given, asked + blocks * kind_of(device).block_bytes)
+    block = kind_of(device).block_bytes
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(made) if t.device == device
+    }
+    if asked == sum(storages.values()):
+        return sum(as_allocated(size, block) for size in storages.values())
+    return min(given, asked + blocks * block)
 
 
 def time_call(run: Callable[[], Any], device: torch.device) -> float:

@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 import torch.fx as fx
 
+from checkmate.backends.cuda_blocks import Find, Replays, plan_in_blocks
 from checkmate.backends.in_parts import with_parts
 from checkmate.backends.overwritten import explain_writes, needed_tensors
 from checkmate.backends.static_memory import Static, serving, within
@@ -137,6 +138,7 @@ class Backend:
     updates: Insert | None = None  # of parameters, that are part of the step
     elsewhere: SecondMemories | None = None  # where values may wait
     rounding: bool = False  # sums over parts may be taken, with numbers that are plain PyTorch's but for rounding
+    budget: int = 0  # bytes that a step may take when it runs; 0: as many as its plan
 
     exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
     rounds_in: set[torch.dtype] = field(default_factory=set)  # types of what is rounded, if it is not exact
@@ -150,13 +152,13 @@ class Backend:
         """The `Solution` by which each captured training graph runs now, in the order of capture."""
         return [one.plan for one in self.running]
 
-    def plan(self, problem: Problem) -> Solution:
-        """What the step will follow."""
-        return self.planner(problem)
+    def plan(self, problem: Problem, beside: int = 0) -> Solution:
+        """What the step will follow, with so many bytes left beside it."""
+        return self.planner(problem, beside) if beside else self.planner(problem)
 
     def limit(self, plan: Solution) -> int:
-        """Bytes that a step may take when it runs."""
-        return plan.budget
+        """Bytes that a step may take when it runs, of which its plan may have left some to what is beside it."""
+        return self.budget or plan.budget
 
     @contextmanager
     def capturing(self, call: Call) -> Iterator[None]:
@@ -285,14 +287,14 @@ class Backend:
             problem = with_what_is_held(problem_of(joint, self.profile, tried=tried), allocated, unread=unread)
             return problem if memory is None else with_second_memory(problem, memory)
 
-        problem, unfinished = pose(joint), None
+        problem = pose(joint)
         if self.exact:
             about: dict[str, bool] = {"tried": not fakes and self.block_bytes == 1, "rounding": self.rounding}
             problem = with_parts(problem, joint_module, read, pose, **about)
-        if self.begin is not None and may_change(joint):
-            solution, unfinished = self.begin(problem)
-        else:
-            solution = self.plan(problem)
+        at_once = self.begin is None or not may_change(joint)
+        find: Find = (lambda *asked: (self.plan(*asked), None)) if at_once else self.begin  # type: ignore[assignment]
+        replays = Replays.now(device, self.budget, pools=self.pools) if self.budget and not fakes else None
+        solution, unfinished = find(problem) if replays is None else plan_in_blocks(find, problem, replays)
         modules, joint = solution.modules, joint_of(solution.problem)
         facts.running, self.call.joint = Running(solution), joint
         self.running.append(facts.running)
@@ -308,6 +310,8 @@ class Backend:
         lower, pools = self.lower, self.pools  # alone: a backend that is dropped is gone at once, and what goes on too
 
         def write(plan: Solution) -> tuple[Any, Any] | None:
+            if replays is not None:
+                replays.check(plan)
             modules = plan.modules
             sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)
             if sharing != facts.sharing:

@@ -64,18 +64,13 @@ class Inductor(Backend):
     ``details["measured_peak"]``, in bytes.
     """
 
-    budget: int = 0  # bytes that the measured peak may take
     aside: int = 0  # bytes that Inductor's code takes beyond its plan, as far as known
 
     exact: ClassVar[bool] = False
 
-    def plan(self, problem: Problem) -> Solution:
+    def plan(self, problem: Problem, beside: int = 0) -> Solution:
         """Within what Inductor's code is known to leave of the budget. Inductor itself decides what is written over."""
-        return self.planner(replace(problem, profile=replace(problem.profile, ways=())), self.aside)
-
-    def limit(self, plan: Solution) -> int:
-        """The budget, of which the plan may have left something to what Inductor's code takes beside it."""
-        return self.budget
+        return self.planner(replace(problem, profile=replace(problem.profile, ways=())), self.aside + beside)
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
         """As of `Backend`; what has a backward has then run once. Each plan that was tried may take more: refused."""

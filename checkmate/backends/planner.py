@@ -221,10 +221,10 @@ class Planner:
         """
         return self._plan(problem, self.options.set_aside + beside, inf)[0]
 
-    def begin(self, problem: Problem) -> tuple[Solution, UnfinishedSearch | None]:
+    def begin(self, problem: Problem, beside: int = 0) -> tuple[Solution, UnfinishedSearch | None]:
         """The plan to begin with, and what is open of it, if a better one may come. Ranks wait for the best."""
         wait = inf if ranks.train_together() else self.options.patience
-        return self._plan(problem, self.options.set_aside, wait)
+        return self._plan(problem, self.options.set_aside + beside, wait)
 
     def _plan(self, problem: Problem, reserve: int, wait: float) -> tuple[Solution, UnfinishedSearch | None]:
         options, problem = self.options, self._ruled(problem)

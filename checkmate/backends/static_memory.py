@@ -12,15 +12,20 @@ import torch
 import torch.fx as fx
 
 from checkmate.backends.planner import Memory
+from checkmate.backends.step_problem import joint_of
+from checkmate.capture.nodes import tensors
 from checkmate.codegen.boxed import takes_one_list
 from checkmate.core.solution import Solution
 from checkmate.inspection.addresses import lives_of
 from checkmate.memory import build
 from checkmate.memory.arena import Arena, Lives, Phase
+from checkmate.memory.cuda_allocator import DeviceState
 from checkmate.memory.cuda_pool import CudaPool, segment_bytes
 from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block
 from checkmate.solvers.common.processes import BackgroundCall
+
+log = logging.getLogger("checkmate.memory")
 
 PLACE_SECONDS = 0.5  # to place what a step allocates: the second step waits for it
 PLACE_LOWER_SECONDS = 30.0  # to place it lower, in a process of its own
@@ -50,13 +55,31 @@ def serving(memory: Static | None, plan: Solution, device: torch.device, *, pool
     if device.type == "cuda":
         if not pools:
             return None
-        lives, names = lives_of(plan), ("bytes", "born", "died")
-        made = Lives(*(np.array([getattr(life, name) for life in lives], dtype=np.int64) for name in names))
-        return CudaPool(device, segment_bytes(made))
+        state = DeviceState.now(device)
+        if state is not None and state.expandable:
+            log.warning(
+                "The step has no pool of its own: with expandable_segments:True PyTorch's allocator leaves nothing "
+                "unused between blocks, and a pool would hold as much once more."
+            )
+            return None
+        return CudaPool(device, segment_bytes(lives_on(plan, device)))
     if device.type != "cpu" or isinstance(memory, CudaPool):
         return None
     memory.expect(plan.peak - plan.problem.resident)
     return memory
+
+
+def lives_on(plan: Solution, device: torch.device) -> Lives:
+    """What a plan allocates on a device, in order, and not what it makes on the CPU: states of generators are there."""
+    values, elsewhere = plan.problem.graph.values, set[str]()
+    for value, faces in zip(values, joint_of(plan.problem).faces, strict=True):
+        made = tensors([node.meta["val"] for node in faces])
+        if made and all(t.device.type != device.type for t in made):
+            elsewhere.add(value.name)
+    first = ((life, life.boxes[0]) for life in lives_of(plan))
+    lives = [life for life, box in first if box.role == "workspace" or box.name not in elsewhere]
+    columns = ([getattr(life, name) for life in lives] for name in ("bytes", "born", "died"))
+    return Lives(*(np.array(column, dtype=np.int64) for column in columns))
 
 
 def within(memory: Static | None, phase: Phase, lower: Lower) -> Lower:

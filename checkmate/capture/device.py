@@ -13,7 +13,7 @@ import torch.fx as fx
 from checkmate.capture.nodes import called, tensors
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import save_device_state
-from checkmate.devices import is_known, kind_of, requested
+from checkmate.devices import is_known, kind_of
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU
 from checkmate.torch_internals.dispatcher import OpOverload, outside_tracing
@@ -76,13 +76,13 @@ def device_of(graph: fx.Graph) -> torch.device:
 
 
 def allocated_on(device: torch.device) -> int | None:
-    """Bytes in use, as they were asked for, on an accelerator when a step begins there; None on the CPU."""
+    """Bytes of the blocks in use on an accelerator when a step begins there; None on the CPU."""
     if device.type == "cpu":
         return None
     if device.type == "cuda":
         have_libraries_take_workspaces(device)
     gc.collect()  # what only a cycle holds is not in use
-    return requested(device)
+    return torch.accelerator.memory_allocated(device)
 
 
 def have_libraries_take_workspaces(device: torch.device) -> None:

@@ -155,6 +155,11 @@ class Solution:
                 ("runs again", f"{(again > 0).sum()} of {len(again)} ops, {again.sum()} times in all"),
                 *(("in parts", text) for text in self.problem.splits),
             ]
+            if "allocated_peak" in self.details:
+                given, held = (format_bytes(self.details[f"{what}_peak"]) for what in ("allocated", "reserved"))
+                facts.append(
+                    ("allocated", f"{given} in blocks of PyTorch's allocator, which holds {held}, as replayed")
+                )
             if self.elsewhere is not None:
                 facts.append(("elsewhere", str(self.elsewhere)))
             if over := self.runs_over:

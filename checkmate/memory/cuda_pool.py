@@ -7,28 +7,29 @@ as it does. What does not fit, since the step is not as planned, gets further se
 address changes what is computed.
 
 A step whose pool is in use already, by another thread or from within itself, runs without. When another step's forward
-begins, a pool in which nothing is alive goes back to the device; so does that of a step that is deleted. It has run
-on a simulated device only.
+begins, it has the pool in which nothing is alive, if its first segment is large enough; else that goes back to the
+device, as that of a step that is deleted does. It has run on a simulated device only.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from bisect import insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 
 from checkmate.memory.arena import Lives, Phase, Run
+from checkmate.memory.cuda_allocator import OWN, SEGMENT, SMALL, CudaAllocator, rounded, served
 
-BLOCK = 512  # bytes: sizes are multiples of it (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)
-SMALL = 1 << 20  # up to this size blocks have segments of their own (kSmallSize)
-SEGMENT = 2 << 20  # bytes of one of these, and the unit of large ones (kSmallBuffer, kRoundLarge)
-
+# What a user has recorded of the allocator is not copied; older versions always do.
+WITHOUT_TRACES = (
+    {"include_traces": False} if "include_traces" in signature(torch.cuda.memory_snapshot).parameters else {}
+)
 STEPS = 512  # a segment is found to this part of it, or to 2 MiB
 
 
@@ -41,24 +42,13 @@ def split(lives: Lives, segment: int) -> np.ndarray:
         lives: of the blocks; those that die at a moment are gone before others are born at it.
         segment: bytes.
     """
-    gaps = [(segment, 0)]  # size and begin, sorted
+    key, piece = (OWN, 0), {"address": 0, "size": segment, "requested_size": 0, "state": "inactive"}
+    one = {"segment_pool_id": OWN, "stream": 0, "segment_type": "large", "is_expandable": False, "address": 0}
+    allocator = CudaAllocator(capacity=segment)
+    allocator.add_segment({**one, "total_size": segment, "blocks": [piece]})
     offsets = np.full(len(lives.sizes), -1, dtype=np.int64)
-    ends: list[tuple[int, int, int]] = []  # when, begin, size
-    for i in np.argsort(lives.born, kind="stable").tolist():
-        while ends and ends[0][0] <= lives.born[i]:
-            _, begin, size = ends.pop(0)
-            _release(gaps, begin, size)
-        need = _rounded(int(lives.sizes[i]), BLOCK)
-        found = next((gap for gap in gaps if gap[0] >= need), None)
-        if found is None:
-            continue
-        gaps.remove(found)
-        size, begin = found
-        if size - need > SMALL:
-            insort(gaps, (size - need, begin + need))
-            size = need
-        offsets[i] = begin
-        insort(ends, (int(lives.died[i]), begin, size))
+    for i, block in served(lives, allocator, key):
+        offsets[i] = -1 if block is None else block.begin
     return offsets
 
 
@@ -74,8 +64,8 @@ def segment_bytes(lives: Lives) -> int:
     large = Lives(lives.sizes[above], lives.born[above], lives.died[above])
     if not len(large.sizes):
         return 0
-    segment = _rounded(large.peak, SEGMENT)
-    more = max(SEGMENT, _rounded(segment // STEPS, SEGMENT))
+    segment = rounded(large.peak, SEGMENT)
+    more = max(SEGMENT, rounded(segment // STEPS, SEGMENT))
     while (split(large, segment) < 0).any():
         segment += more
     return segment
@@ -92,6 +82,7 @@ class CudaPool:
     def __init__(self, device: torch.device, segment: int = 0) -> None:
         self.device, self.segment = device, segment
         self._pool: Any = None
+        self._first = 0  # bytes of its first segment
         self._taken = threading.Lock()  # while the pool is in use
 
     def within(self, phase: Phase, run: Run) -> Run:
@@ -128,8 +119,23 @@ class CudaPool:
         finally:
             self._taken.release()
 
+    def hand_over(self, to: CudaPool) -> bool:
+        """Let another step have the pool, if it is large enough and nothing in it is alive; whether that was so.
+
+        So steps that take turns have one pool, and no memory goes back to the device in between.
+        """
+        if self._first < to.segment or not self._taken.acquire(blocking=False):
+            return False
+        try:
+            if self._pool is None or self.allocated:
+                return False
+            to._pool, to._first, self._pool = self._pool, self._first, None
+            return True
+        finally:
+            self._taken.release()
+
     def _segments(self) -> list[Any]:
-        return [] if self._pool is None else torch.cuda.memory_snapshot(self._pool.id)
+        return [] if self._pool is None else torch.cuda.memory_snapshot(self._pool.id, **WITHOUT_TRACES)
 
     @contextmanager
     def _entered(self, phase: Phase) -> Iterator[None]:
@@ -144,7 +150,7 @@ class CudaPool:
                 if self.segment:
                     torch.cuda.empty_cache()  # within a pool, no memory that is cached outside makes room for it
                 with torch.cuda.device(self.device):  # a pool is of the device that is current
-                    self._pool = torch.cuda.MemPool()
+                    self._pool, self._first = torch.cuda.MemPool(), self.segment
             with torch.cuda.use_mem_pool(self._pool, self.device):
                 if new and self.segment:
                     self._reserve()
@@ -168,18 +174,6 @@ _last: dict[torch.device, Callable[[], CudaPool | None]] = {}  # whose forward r
 
 def _take_over(pool: CudaPool) -> None:
     before = _last.get(pool.device, lambda: None)()
-    if before is not None and before is not pool:
+    if before is not None and before is not pool and not (pool._pool is None and before.hand_over(pool)):
         before.release()
     _last[pool.device] = weakref.ref(pool)
-
-
-def _release(gaps: list[tuple[int, int]], begin: int, size: int) -> None:
-    """Add a gap, as one with those that it touches."""
-    for gap in [gap for gap in gaps if gap[1] + gap[0] == begin or begin + size == gap[1]]:
-        gaps.remove(gap)
-        begin, size = min(begin, gap[1]), size + gap[0]
-    insort(gaps, (size, begin))
-
-
-def _rounded(size: int, to: int) -> int:
-    return -(-size // to) * to

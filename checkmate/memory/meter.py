@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from checkmate.devices import REQUESTED, is_known, requested
 from checkmate.errors import Unsupported
+from checkmate.memory.cuda_allocator import DeviceState
 from checkmate.torch_internals.engine import _autograd, _profiler, autograd_profiler
 
 CPU = torch.device("cpu")
@@ -45,6 +46,9 @@ class MemoryUse:
     before: int | None = None  # bytes that were asked for at entry; None on the CPU, where PyTorch keeps no count
     allocated: int | None = None  # the most bytes of blocks that the allocator gave; None on the CPU
     reserved: int | None = None  # the most bytes that the allocator held of the device; None on the CPU
+    began: DeviceState | None = field(
+        default=None, repr=False
+    )  # of its allocator at entry; None where that is not known
 
 
 @dataclass
@@ -68,7 +72,7 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> Mem
     On CUDA, and other accelerators, ``before + peak`` is the most that was asked for at a time (``requested_bytes`` of
     `torch.accelerator.memory_stats`). The allocator gives blocks for it, ``allocated`` at their peak: multiples of 512
     bytes, and for a tensor above 1 MiB up to 1 MiB more than asked for, by what was freed before, unless it runs with
-    ``expandable_segments:True``. Its peaks are reset by this.
+    ``expandable_segments:True``. What it has cached goes back to the device before the call, and its peaks are reset.
 
     On the CPU it counts what this thread and its backward allocate and free. That a thread of another library frees
     something is not seen: the buffers that DistributedDataParallel sends with gloo ahead of a forward may count as if
@@ -100,8 +104,10 @@ def _measure_by_allocator(fn: Callable[[], Any], device: torch.device) -> Memory
     gc.collect()  # what only a cycle holds is no part of what is allocated before
     with _no_collection():
         torch.accelerator.synchronize(device)
+        torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)
         before = requested(device)
+        began = DeviceState.now(device) if device.type == "cuda" else None
         result = fn()
         torch.accelerator.synchronize(device)
         found = torch.accelerator.memory_stats(device)
@@ -113,6 +119,7 @@ def _measure_by_allocator(fn: Callable[[], Any], device: torch.device) -> Memory
             before=before,
             allocated=found["allocated_bytes.all.peak"],
             reserved=found["reserved_bytes.all.peak"],
+            began=began,
         )
 
 

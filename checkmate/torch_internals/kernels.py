@@ -32,6 +32,7 @@ NAMES = Table(
     Name("_select_batch_norm_backend", "torch._C", "whether cuDNN takes a batch norm", _CUDA),
     Name("_BatchNormBackend", "torch._C", "which one that is", _CUDA),
     Name("_get_cudnn_batch_norm_reserve_space_size", "torch._C", "what it keeps for its backward", _CUDA),
+    Name("_snapshot", "torch.cuda.memory", "what the allocator holds", "a budget on GPUs is one of bytes asked for"),
     Name("get_enum", "torch.nn._reduction", "the number of a loss's reduction", "CTC's loss is not captured"),
     Name("default_tolerances", "torch.testing._comparison", "how far results of Inductor may be off", _VERIFIED),
 )

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from checkmate.backends.cuda_blocks import Replays
 from checkmate.backends.eager import Backend
 from checkmate.backends.tensor_state import differing, names_of, restored, tensors_within
 from checkmate.capture.device import main_device, may_waver, random_states
@@ -26,6 +27,7 @@ from checkmate.core.simulator import simulate
 from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError
 from checkmate.memory import CPU, MemoryUse, measure_peak
+from checkmate.memory.cuda_allocator import EXPANDABLE, Used
 from checkmate.torch_internals.trees import tree_leaves
 from checkmate.units import exact_bytes, format_bytes
 from checkmate.verification.first_difference import first_difference
@@ -42,7 +44,6 @@ from checkmate.verification.outcomes import (
 
 log = logging.getLogger("checkmate.verification.compare")
 
-_EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True has it give what is asked for"
 _OUTSIDE = " What hooks and code outside the compiled step allocate is in no plan."
 TORCH, _PYTHON, _NUMPY = "torch", "Python's random", "NumPy's global generator"
 
@@ -63,6 +64,8 @@ class Certificate:
     off: float = 0.0  # the most that a step differs by which may round differently: by Inductor, or by sums over parts
     calls: int = 1  # of the step before the backward
     allocated_peak: int | None = None  # bytes of the blocks that PyTorch's allocator gave; None on the CPU
+    reserved_peak: int | None = None  # bytes that it held of the device; None on the CPU
+    foretold: Used | None = None  # the same two, replayed from where the step began; None where that cannot be
 
     def __str__(self) -> str:
         why = "the step returns more than one loss" if self.calls == 1 else "a plan is for one call"
@@ -89,13 +92,16 @@ class Certificate:
             ]
         if self.allocated_peak is not None:
             facts.append(("allocated", f"{shown(self.allocated_peak)} in blocks of PyTorch's allocator{self._slack}"))
+            facts.append(("reserved", f"{shown(self.reserved_peak)} of the device by it"))
+        if self.foretold is not None:
+            facts.append(("foretold", " and ".join(map(shown, self.foretold)) + " of these two"))
         return "\n".join([f"verified: {same}", *(f"  {name:<11}{text}" for name, text in facts)])
 
     @property
     def _slack(self) -> str:
         """What to do about blocks above the budget."""
         above = self.budget is not None and (self.allocated_peak or 0) > self.budget
-        return f", above the budget: {_EXPANDABLE}" if above else ""
+        return f", above the budget: {EXPANDABLE} has it give what is asked for" if above else ""
 
 
 def compare_with_plain(
@@ -176,7 +182,16 @@ def compare_with_plain(
         off=off,
         calls=calls,
         allocated_peak=found.use.allocated,
+        reserved_peak=found.use.reserved,
+        foretold=_foretold(planned, backend, found.use) if planned is not None and comparable else None,
     )
+
+
+def _foretold(plan: Solution, backend: Backend, use: MemoryUse) -> Used | None:
+    """What the allocator gives and holds for a plan, from where the step began; None if it has a pool of its own."""
+    if use.began is None or (backend.pools and not use.began.expandable):
+        return None
+    return Replays(use.began, use.device).first(plan)
 
 
 def check_peak(measured: int, plan: Solution, device: torch.device, limit: int, *, exact: bool = True) -> None:

@@ -100,8 +100,8 @@ def test_products_before_the_allocator_is_read_leave_no_trace() -> None:
 def test_libraries_take_their_workspaces_before_the_allocator_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(devices, "have_libraries_take_workspaces", lambda device: calls.append("products"))
-    monkeypatch.setattr(devices, "requested", lambda device: calls.append("read") or 77)
-    assert allocated_on(torch.device("cuda", 0)) == 77
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: calls.append("read") or 512)
+    assert allocated_on(torch.device("cuda", 0)) == 512
     assert calls == ["products", "read"]
 
 

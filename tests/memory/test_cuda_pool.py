@@ -13,7 +13,8 @@ import torch
 
 from checkmate.memory import cuda_pool
 from checkmate.memory.arena import PHASES, Lives
-from checkmate.memory.cuda_pool import BLOCK, SEGMENT, SMALL, CudaPool, segment_bytes, split
+from checkmate.memory.cuda_allocator import BLOCK, SEGMENT, SMALL
+from checkmate.memory.cuda_pool import CudaPool, segment_bytes, split
 from checkmate.solvers.addresses import Block, overlaps
 from tests.support.bits import assert_same_bits
 
@@ -34,7 +35,7 @@ def test_the_smallest_gap_that_holds_a_block_is_split() -> None:
 
 
 def test_what_would_leave_little_of_a_gap_takes_all_of_it() -> None:
-    some = lives((4, 0, 2), (2, 1, 9), (3.5, 2, 9), (0.5, 3, 9))
+    some = lives((4, 0, 2), (2, 1, 9), (3.5, 2, 9), (1.5, 3, 9))
     assert (split(some, 8 * MIB) / MIB).tolist() == [0, 4, 0, 6]
 
 
@@ -88,7 +89,7 @@ class Device:
         finally:
             self.inside.remove(pool.id)
 
-    def snapshot(self, number: int) -> list[dict[str, int]]:
+    def snapshot(self, number: int, include_traces: bool = True) -> list[dict[str, int]]:
         return [{"total_size": 4 * MIB, "allocated_size": self.alive.get(number, 0)}]
 
     def empty(self, size: int, **options: Any) -> None:
@@ -140,11 +141,17 @@ def test_another_step_takes_over_from_a_pool_in_which_nothing_is_alive(device: D
     def run(pool: CudaPool, phase: Any = "forward") -> int:
         return pool.within(phase, lambda inputs: device.inside[-1])([])
 
-    assert [run(first), run(second)] == [1, 2]
-    assert first.reserved == 0
-    device.alive[2] = 5  # a gradient, or what a backward that is still to come has saved
-    assert [run(first), run(second, "backward"), run(second)] == [3, 2, 2]
-    assert run(first) == 4  # nothing of it was alive when the second took over
+    assert [run(first), run(second), run(first)] == [1, 1, 1]
+    assert (first.reserved, second.reserved) == (4 * MIB, 0)
+    device.alive[1] = 5  # a gradient, or what a backward that is still to come has saved
+    assert [run(second), run(first, "backward"), run(first), run(second)] == [2, 1, 1, 3]
+
+
+def test_a_pool_that_is_too_small_for_the_next_step_goes_back(device: Device) -> None:
+    small, large = CudaPool(CUDA, 6 * MIB), CudaPool(CUDA, 40 * MIB)
+    inside = [pool.within("forward", lambda inputs: device.inside[-1])([]) for pool in (small, large, small, large)]
+    assert inside == [1, 2, 2, 2]
+    assert device.asked == [(1, 6 * MIB), (2, 40 * MIB)]
 
 
 def test_a_segment_that_cannot_be_had_is_done_without(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +190,27 @@ def test_what_is_cached_makes_room_for_a_pool() -> None:
         assert pool.release()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_steps_that_take_turns_take_nothing_more_of_the_device() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    pools = [CudaPool(device, size * MIB) for size in (64, 48)]
+
+    def turn() -> None:
+        for pool in pools:
+            pool.within("forward", lambda inputs: torch.empty(5 * MIB, device=device).sum() and None)([])
+
+    def asked() -> list[int]:
+        return [torch.cuda.memory_stats(device)[f"num_device_{what}"] for what in ("alloc", "free")]
+
+    turn()
+    before = asked()
+    turn()
+    turn()
+    assert asked() == before
+    assert [pool.release() for pool in pools] == [True, True]
 
 
 @pytest.mark.cuda

@@ -14,6 +14,7 @@ import checkmate
 from benchmarks.common.resident import status
 from checkmate.errors import Unsupported
 from checkmate.memory import aside, measure_peak, meter, record_allocations
+from checkmate.memory.cuda_allocator import DeviceState
 
 
 def test_peak_and_what_remains() -> None:
@@ -51,6 +52,8 @@ def test_on_cuda_the_allocator_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     level = {f"{asked}.current": 1000, f"{asked}.peak": 9000, f"{given}.peak": 9216, f"{held}.peak": 20480}
     monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: level)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(DeviceState, "now", lambda device: None)
     forget = {f"{asked}.peak": 1000, f"{given}.peak": 1024, f"{held}.peak": 4096}
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: level.update(forget))
 

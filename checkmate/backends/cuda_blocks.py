@@ -1,0 +1,162 @@
+"""What PyTorch's allocator on CUDA gives and holds for a plan, before it runs, and plans whose budget holds in that.
+
+The allocations of a plan are replayed by the allocator's rules (`checkmate.memory.cuda_allocator`), from the state in
+which the device is when the step is planned, with nothing cached. A plan for which the allocator would give more than
+the budget does not hold it: the step is planned again with what is too much taken off the limit. Ops whose workspaces
+are several allocations count as if these were one. It has run on a simulated device only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from checkmate.backends.static_memory import lives_on
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution
+from checkmate.errors import InfeasibleBudget, SolverError
+from checkmate.memory.cuda_allocator import EXPANDABLE, OWN, DeviceState, Used, replay, replay_steps
+from checkmate.memory.cuda_pool import segment_bytes
+from checkmate.solvers.known_plans import UnfinishedSearch
+from checkmate.units import exact_bytes, format_bytes
+
+log = logging.getLogger("checkmate.memory")
+
+TRIES = 4  # plans that are looked for, each with more of the budget set aside, before the lowest of all
+GIVEN, HELD = "allocated_peak", "reserved_peak"  # in the details of a plan: bytes
+Find = Callable[..., tuple[Solution, UnfinishedSearch | None]]  # of a problem, and bytes beside the plan
+
+
+@dataclass(frozen=True)
+class Replays:
+    """Replays plans of a step that begins in a state of its device.
+
+    Args:
+        budget: bytes that may be given.
+        pools: the step has a pool of its own.
+    """
+
+    state: DeviceState
+    device: torch.device
+    budget: int = 0
+    pools: bool = False
+
+    @classmethod
+    def now(cls, device: torch.device, budget: int, *, pools: bool = False) -> Replays | None:
+        """Of steps that begin as the device is now; None on the CPU, and where the allocator has other rules.
+
+        What measuring has left cached goes back to the device.
+        """
+        if device.type != "cuda":
+            return None
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        state = DeviceState.now(device)
+        return None if state is None else cls(state, device, budget, pools)
+
+    def first(self, plan: Solution) -> Used:
+        """What the allocator gives and holds in one step that has no pool of its own."""
+        return replay(lives_on(plan, self.device), self.state.allocator, self.state.key)
+
+    def steps(self, plan: Solution, *, expanding: bool = False) -> Used:
+        """The most over one step after another; ``expanding``: if the allocator ran with expandable segments.
+
+        What is resident for the plan and not there yet, as the state of an optimizer, counts without rests of blocks.
+        """
+        lives, key = lives_on(plan, self.device), self.state.key
+        allocator = self.state.expanding if expanding else self.state.allocator
+        if self.pools and not allocator.expandable:
+            key = (OWN, self.state.stream)
+            if segment := segment_bytes(lives):
+                allocator.free(allocator.take(segment, key))
+        before = allocator.peaks  # with the first segment of its pool, which counts as given for a moment
+        after = replay_steps(lives, allocator, key)
+        later = max(0, plan.problem.resident - self.state.allocator.allocated)
+        return Used(*(later + max(used) for used in zip(before, after, strict=True)))
+
+    def told(self, plan: Solution) -> Solution:
+        """The plan with what is given and held for it in its details, which it shows."""
+        if plan.plan is None:
+            return plan
+        try:
+            used = self.steps(plan)
+        except torch.OutOfMemoryError:  # whatever the budget is: the step itself will say so
+            return plan
+        return replace(plan, details={**plan.details, GIVEN: used.allocated, HELD: used.reserved})
+
+    def check(self, plan: Solution) -> None:
+        """Note in a plan that was found later what is given and held for it.
+
+        Raises:
+            SolverError: if more is given than the budget.
+        """
+        plan.details.update(self.told(plan).details)
+        if (given := plan.details.get(GIVEN, 0)) > self.budget:
+            most = exact_bytes(self.budget)
+            raise SolverError(f"PyTorch's allocator would give {exact_bytes(given)} for it, of a budget of {most}.")
+
+    def tell(self, plan: Solution) -> None:
+        """Log what is given and held for a plan, and what expandable segments would save."""
+        if GIVEN not in plan.details:
+            return
+        given, held, advice = plan.details[GIVEN], plan.details[HELD], ""
+        if not self.state.expandable:
+            best = self.steps(plan, expanding=True)
+            saved = (("gives", given - best.allocated), ("holds", held - best.reserved))
+            words = [f"{format_bytes(more)} of what it {does}" for does, more in saved if more > 0]
+            advice = f"; {EXPANDABLE} would save {' and '.join(words)}" if words else ""
+        figures = map(format_bytes, (plan.peak or 0, given, held))
+        log.info("a plan asks for %s; PyTorch's allocator gives %s for it, and holds %s%s", *figures, advice)
+
+
+def plan_in_blocks(find: Find, problem: Problem, replays: Replays) -> tuple[Solution, UnfinishedSearch | None]:
+    """The plan that ``find`` makes, for which no more is given than the budget; and what is open of it.
+
+    ``find`` is asked for another with as much beside it as the allocator gives beyond the last, `TRIES` times at most,
+    and then for the lowest of all.
+
+    Raises:
+        InfeasibleBudget: if the allocator gives more than the budget for the lowest plan, too: it says how much.
+    """
+    beside, refused, tries = 0, None, 0
+    while True:
+        try:
+            solution, unfinished = find(problem, beside)
+        except InfeasibleBudget as error:
+            if refused is not None:
+                raise
+            refused = error
+            beside -= error.min_budget - error.budget  # which leaves room for the lowest plan, and no other
+            continue
+        solution = replays.told(solution)
+        given, asked = solution.details.get(GIVEN, 0), solution.peak or 0
+        if given <= replays.budget:
+            replays.tell(solution)
+            return solution, unfinished
+        if refused is not None:
+            raise _refusal(solution, replays, refused)
+        tries += 1
+        beside = given - asked if tries < TRIES else replays.budget  # nothing is left then
+        log.info(
+            "a plan asks for %s, and PyTorch's allocator gives %s; planning again with %s of the budget set aside",
+            *map(format_bytes, (asked, given, beside)),
+        )
+
+
+def _refusal(lowest: Solution, replays: Replays, error: InfeasibleBudget) -> InfeasibleBudget:
+    """What to say where the blocks of the lowest plan are above the budget."""
+    reserve = error.budget - replays.budget
+    least, asked = lowest.details[GIVEN] + reserve, exact_bytes((lowest.peak or 0) + reserve)
+    note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
+    expanding = replays.steps(lowest, expanding=True).allocated + reserve
+    advice = f", {exact_bytes(expanding)} with {EXPANDABLE}" if expanding < least else ""
+    return InfeasibleBudget(
+        f"No schedule fits {format_bytes(error.budget)} in blocks of PyTorch's allocator: the lowest asks for {asked}, "
+        f"for which it gives more.{note} Smallest budget that works: {exact_bytes(least)}{advice}.",
+        budget=error.budget,
+        min_budget=least,
+        op=error.op,
+    )

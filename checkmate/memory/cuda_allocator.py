@@ -1,0 +1,476 @@
+"""The rules of PyTorch's caching allocator on CUDA, in Python: what it would give for what is asked for, in order.
+
+After `c10/cuda/CUDACachingAllocator.cpp`, whose names are in parentheses. Sizes are rounded up to blocks of 512 bytes.
+Up to 1 MiB a block is in the small pool, above it in the large one. A pool serves from the smallest free block that is
+large enough, the lowest of equal ones, and splits off what is left: always in the small pool, above 1 MiB in the large
+one, so that a large block can be up to 1 MiB more than what was asked for. Where no free block is large enough, a
+segment is had of the device: 2 MiB, 20 MiB, or for 10 MiB and more as much as is needed, in units of 2 MiB. Free
+neighbours are one block. With ``expandable_segments:True`` each pool has one range of addresses that grows by whole
+units, and everything is split. Each stream, and each `torch.cuda.MemPool`, has pools of its own.
+
+The bytes given and held are those of the allocator, to the byte of a simulated device, on which alone it was tried.
+Not known: where a segment is beside those before (the next one is taken to be above them), and other settings than
+``expandable_segments`` (`DeviceState.now` knows them).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from checkmate.memory.arena import Lives
+from checkmate.torch_internals.kernels import _snapshot
+
+BLOCK = 512  # bytes: sizes are multiples of it (kMinBlockSize)
+SMALL = 1 << 20  # up to this size blocks are in the small pool (kSmallSize)
+SEGMENT = 2 << 20  # bytes of a segment of the small pool, and the unit of large ones (kSmallBuffer, kRoundLarge)
+LARGE_SEGMENT = 20 << 20  # bytes of a segment for blocks below `LARGE`, and what an expandable one grows by
+LARGE = 10 << 20  # from this size on a block has a segment of its own (kMinLargeAlloc)
+ENDLESS = 1 << 60  # bytes that an expandable segment may grow by: addresses of the whole device and an eighth
+STEPS = 4  # that are replayed at most, until one leaves the allocator as the one before did
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # in older versions PYTORCH_CUDA_ALLOC_CONF
+IN_USE = "active_allocated"  # what a snapshot says of a block
+OWN = (-1, -1)  # the id of a pool that is replayed and not there yet
+
+PoolKey = tuple[tuple[int, ...], int]  # the id of a `torch.cuda.MemPool`, (0, 0) without; the stream
+
+
+class Used(NamedTuple):
+    """Bytes at their peaks."""
+
+    allocated: int  # of the blocks in use
+    reserved: int  # held of the device
+
+
+@dataclass(eq=False)
+class Block:
+    """A piece of a segment, with the pieces beside it."""
+
+    begin: int  # address
+    size: int  # bytes
+    pool: _Pool
+    previous: Block | None = None
+    next: Block | None = None
+    in_use: bool = False
+    mapped: bool = True  # has memory: of an expandable segment some addresses have none
+    expandable: bool = False
+    base: int = 0  # an address from which an expandable segment has memory in whole units
+
+    def __lt__(self, other: Block) -> bool:
+        return (self.size, self.begin) < (other.size, other.begin)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can become one with a neighbour."""
+        return not self.in_use
+
+    @property
+    def can_grow_to(self) -> int:
+        """Bytes, with the addresses above it that have no memory yet."""
+        beyond = self.next
+        return self.size + (beyond.size if beyond is not None and not beyond.mapped else 0)
+
+
+@dataclass(eq=False)
+class _Pool:
+    """Small or large blocks of one stream, of a `torch.cuda.MemPool` or of none."""
+
+    is_small: bool
+    free: list[Block] = field(default_factory=list)  # by size and address
+    unmapped: list[Block] = field(default_factory=list)  # of expandable segments, in the same order
+
+    @property
+    def unit(self) -> int:
+        """Bytes by which an expandable segment grows."""
+        return SEGMENT if self.is_small else LARGE_SEGMENT
+
+    def fitting(self, size: int) -> Block | None:
+        """The block that serves so many bytes, which is free no more (get_free_block)."""
+        i = bisect_left(self.free, size, key=lambda block: block.size)
+        if i == len(self.free):
+            return None
+        if self.free[i].expandable:  # the one that can grow least
+            while (
+                i + 1 < len(self.free)
+                and self.free[i].expandable
+                and self.free[i + 1].can_grow_to < self.free[i].can_grow_to
+            ):
+                i += 1
+        return self.free.pop(i)
+
+    def cut(self, block: Block, size: int, *, expandable: bool) -> None:
+        """Have a block keep so many bytes, where the allocator splits it (should_split)."""
+        rest = block.size - size
+        if rest < BLOCK if self.is_small or expandable else rest <= SMALL:
+            return
+        insort(self.free, _parted(block, size))
+
+    def give_back(self, block: Block) -> None:
+        """Have a block be free, as one with its neighbours that are (free_block)."""
+        block.in_use = False
+        self.merge(block)
+        insort(self.free, block)
+
+    def merge(self, block: Block) -> None:
+        """Make a block that is in no list one with its free neighbours of its kind (try_merge_blocks)."""
+        for other in (block.previous, block.next):
+            if other is None or other.in_use or other.mapped != block.mapped:
+                continue
+            _remove(self.free if other.mapped else self.unmapped, other)
+            block.size += other.size
+            if other is block.previous:
+                block.begin, block.previous = other.begin, other.previous
+                if block.previous is not None:
+                    block.previous.next = block
+            else:
+                block.next = other.next
+                if block.next is not None:
+                    block.next.previous = block
+
+
+class CudaAllocator:
+    """What PyTorch's allocator holds of a device, and what it does next.
+
+    Args:
+        expandable: it runs with ``expandable_segments:True``.
+        capacity: bytes that it can have of the device in all.
+
+    >>> mib, allocator = 1 << 20, CudaAllocator()
+    >>> whole = allocator.take(11 * mib)  # of a segment of 12 MiB, of whose last it splits nothing off
+    >>> allocator.allocated // mib, allocator.reserved // mib
+    (12, 12)
+    >>> allocator.free(whole)
+    >>> allocator.allocated, allocator.reserved // mib
+    (0, 12)
+    """
+
+    def __init__(self, *, expandable: bool = False, capacity: float = math.inf) -> None:
+        self.expandable, self.capacity = expandable, capacity
+        self.allocated = self.reserved = 0  # bytes
+        self._pools: dict[tuple[PoolKey, bool], _Pool] = {}
+        self._above = 0  # addresses from here on are nobody's
+        self._peaks = Used(0, 0)
+
+    @property
+    def peaks(self) -> Used:
+        """The most bytes since `reset_peaks`."""
+        return self._peaks
+
+    def reset_peaks(self) -> None:
+        """Count peaks from now on."""
+        self._peaks = Used(self.allocated, self.reserved)
+
+    def take(self, size: int, key: PoolKey = ((0, 0), 0)) -> Block:
+        """The block that so many bytes get.
+
+        Args:
+            size: bytes asked for, more than 0.
+            key: in which pool, on which stream.
+
+        Raises:
+            torch.OutOfMemoryError: if the device has no room, when all that is free has been given back to it.
+        """
+        block = self.taken(size, key)
+        if block is None:
+            raise torch.OutOfMemoryError(
+                f"{size} bytes are not to be had: {self.reserved} of {self.capacity} are held."
+            )
+        return block
+
+    def taken(self, size: int, key: PoolKey) -> Block | None:
+        """The same; None if the device has no room."""
+        size = rounded(size, BLOCK)
+        pool = self._pool(key, small=size <= SMALL)
+        block = pool.fitting(size) or self._new(pool, size)
+        if block is None and key[0] == (0, 0):  # while a pool is in use nothing is given back
+            self.empty_cache()
+            block = self._new(pool, size)
+        if block is not None:
+            pool.cut(block, size, expandable=self.expandable)
+            block.in_use = True
+            self._count(block.size, 0)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Let go of a block."""
+        self._count(-block.size, 0)
+        block.pool.give_back(block)
+
+    def empty_cache(self) -> None:
+        """Give the device back all segments in which nothing is in use, of expandable ones all whole units."""
+        for ((pool_id, _), _), pool in self._pools.items():
+            for block in list(pool.free) if pool_id == (0, 0) else ():
+                if block.expandable:
+                    self._unmap(block)
+                elif block.previous is block.next is None:
+                    pool.free.remove(block)
+                    self._count(0, -block.size)
+
+    @property
+    def state(self) -> Any:
+        """What it does next depends on: equal where it does the same."""
+        return [
+            (key, [(block.size, block.begin) for block in pool.free], [block.begin for block in pool.unmapped])
+            for key, pool in self._pools.items()
+        ]
+
+    def add_segment(self, segment: dict[str, Any]) -> None:
+        """One of those that `torch.cuda.memory_snapshot` lists, above all that were added before."""
+        key = tuple(segment["segment_pool_id"]), segment["stream"]
+        pool = self._pool(key, small=segment["segment_type"] == "small")
+        below, expandable = None, segment["is_expandable"]
+        if expandable and pool.unmapped and pool.unmapped[-1].size == ENDLESS:
+            below = pool.unmapped.pop()  # the same range of addresses goes on, with a part that has no memory
+            if gap := segment["address"] - below.begin:
+                below.size = gap
+                insort(pool.unmapped, below)
+            else:
+                below = below.previous
+        base = segment["address"] if below is None else below.base
+        for each in segment["blocks"]:
+            in_use = each["state"] == IN_USE
+            block = Block(each["address"], each["size"], pool, below, None, in_use, expandable=expandable, base=base)
+            if below is not None:
+                below.next = block
+            below = block
+            if in_use:
+                self._count(block.size, 0)
+            else:
+                insort(pool.free, block)
+        self._count(0, segment["total_size"])
+        self._above = max(self._above, segment["address"] + segment["total_size"])
+        if expandable and below is not None:
+            self._endless(pool, below.begin + below.size, base, below)
+
+    def _pool(self, key: PoolKey, *, small: bool) -> _Pool:
+        return self._pools.setdefault((key, small), _Pool(small))
+
+    def _count(self, allocated: int, reserved: int) -> None:
+        self.allocated += allocated
+        self.reserved += reserved
+        self._peaks = Used(max(self._peaks.allocated, self.allocated), max(self._peaks.reserved, self.reserved))
+
+    def _new(self, pool: _Pool, size: int) -> Block | None:
+        """A block from the device (alloc_block); None where that has no room."""
+        if self.expandable:
+            return self._grown(pool, size)
+        segment = segment_for(size)
+        if self.reserved + segment > self.capacity:
+            return None
+        block = Block(self._above, segment, pool)
+        self._above += segment
+        self._count(0, segment)
+        return block
+
+    def _grown(self, pool: _Pool, size: int) -> Block | None:
+        """A block of an expandable segment that grows for it (try_allocate_expandable_block)."""
+        block = self._growing(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            beyond = block.next
+            assert beyond is not None
+            if not self._map(beyond, min(size - block.size, beyond.size)):
+                return None
+            block = beyond  # with what was before it
+        _remove(pool.free, block)
+        return block
+
+    def _growing(self, pool: _Pool, size: int) -> Block:
+        """Where there are addresses for so many bytes (find_expandable_block)."""
+        for unmapped in pool.unmapped:
+            before = unmapped.previous
+            first = before if before is not None and before.is_free else unmapped
+            room, block = 0, first
+            while block is not None and block.is_free and room < size:
+                room += block.size
+                block = block.next  # type: ignore[assignment]
+            if room >= size:
+                return first
+        return self._endless(pool, self._above, self._above, None)
+
+    def _endless(self, pool: _Pool, begin: int, base: int, below: Block | None) -> Block:
+        """Addresses without memory at the end of an expandable segment."""
+        block = Block(begin, ENDLESS, pool, below, mapped=False, expandable=True, base=base)
+        if below is not None:
+            below.next = block
+        insort(pool.unmapped, block)
+        self._above = max(self._above, begin + ENDLESS)
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Give memory to so many bytes, in whole units (map_block); whether the device had it."""
+        pool = block.pool
+        nbytes = min(rounded(size, pool.unit), block.size)
+        if self.reserved + nbytes > self.capacity:
+            return False
+        _remove(pool.unmapped, block)
+        if nbytes < block.size:
+            insort(pool.unmapped, _parted(block, nbytes))
+        block.mapped = True
+        self._count(0, nbytes)
+        pool.give_back(block)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Take the memory of whole units from a free block (unmap_block)."""
+        pool = block.pool
+        begin = block.base + rounded(block.begin - block.base, pool.unit)
+        end = block.base + (block.begin + block.size - block.base) // pool.unit * pool.unit
+        if end <= begin:
+            return
+        _remove(pool.free, block)
+        if begin > block.begin:
+            below, block = block, _parted(block, begin - block.begin)
+            insort(pool.free, below)
+        if end < block.begin + block.size:
+            insort(pool.free, _parted(block, end - block.begin))
+        block.mapped = False
+        self._count(0, -block.size)
+        pool.merge(block)
+        insort(pool.unmapped, block)
+
+
+def _parted(block: Block, size: int) -> Block:
+    """Have a block that is in no list keep its first bytes; the rest, which is in none."""
+    rest = Block(block.begin + size, block.size - size, block.pool, block, block.next)
+    rest.mapped, rest.expandable, rest.base = block.mapped, block.expandable, block.base
+    if rest.next is not None:
+        rest.next.previous = rest
+    block.next, block.size = rest, size
+    return rest
+
+
+def _remove(blocks: list[Block], block: Block) -> None:
+    """Take a block out of a sorted list."""
+    del blocks[bisect_left(blocks, block)]
+
+
+def segment_for(size: int) -> int:
+    """Bytes that the device is asked for where a block is needed (get_allocation_size)."""
+    return SEGMENT if size <= SMALL else LARGE_SEGMENT if size < LARGE else rounded(size, SEGMENT)
+
+
+def rounded(size: int, to: int) -> int:
+    """The least multiple of ``to`` that is not less."""
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """What PyTorch's allocator holds of a device at a time, and its settings."""
+
+    segments: tuple[dict[str, Any], ...] = ()  # as `torch.cuda.memory_snapshot` lists them, by address
+    expandable: bool = False  # it runs with ``expandable_segments:True``
+    capacity: float = math.inf  # bytes that it can have of the device in all
+    stream: int = 0  # on which the step runs
+
+    @classmethod
+    def now(cls, device: torch.device) -> DeviceState | None:
+        """The state of a CUDA device; None where settings have its allocator go by other rules than those here.
+
+        Nothing may be under way that uses memory on another stream than its own.
+        """
+        if torch.cuda.get_allocator_backend() != "native":
+            return None
+        found = _snapshot()
+        settings = found["allocator_settings"]
+        others = settings.get("max_split_size", -1) != -1, settings.get("garbage_collection_threshold", 0) != 0
+        if any((*others, *settings.get("roundup_power2_divisions", {}).values())):
+            return None
+        index = torch.cuda.current_device() if device.index is None else device.index
+        segments = [segment for segment in found["segments"] if segment["device"] == index]
+        free, _ = torch.cuda.mem_get_info(device)
+        return cls(
+            tuple(sorted(segments, key=lambda segment: segment["address"])),
+            bool(settings.get("expandable_segments")),
+            free + sum(segment["total_size"] for segment in segments),
+            torch.cuda.current_stream(device).cuda_stream,
+        )
+
+    @property
+    def asked(self) -> list[int]:
+        """Bytes of each block in use, as they were asked for."""
+        blocks = (block for segment in self.segments for block in segment["blocks"])
+        return [block["requested_size"] for block in blocks if block["state"] == IN_USE]
+
+    @property
+    def allocator(self) -> CudaAllocator:
+        """An allocator in this state."""
+        allocator = CudaAllocator(expandable=self.expandable, capacity=self.capacity)
+        for segment in self.segments:
+            allocator.add_segment(segment)
+        return allocator
+
+    @property
+    def expanding(self) -> CudaAllocator:
+        """One with expandable segments that holds what is in use here."""
+        allocator = CudaAllocator(expandable=True, capacity=self.capacity)
+        for size in self.asked:
+            allocator.take(size, self.key)
+        return allocator
+
+    @property
+    def key(self) -> PoolKey:
+        """The pools of the step's stream."""
+        return (0, 0), self.stream
+
+
+def replay(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -> Used:
+    """What an allocator gives and holds at most, from now on, while blocks are asked for and let go of.
+
+    All are let go of in the end.
+
+    Args:
+        lives: of the blocks; those that die at a moment are gone before others are born at it.
+        key: the pool that they are of, and the stream.
+
+    Raises:
+        torch.OutOfMemoryError: if the device has no room.
+
+    >>> mib = 1 << 20
+    >>> lives = Lives(np.array([4, 3, 3]) * mib, born=np.array([0, 1, 2]), died=np.array([2, 3, 4]))
+    >>> used = replay(lives, CudaAllocator())
+    >>> used.allocated // mib, used.reserved // mib  # the last gets the 4 MiB of the first
+    (7, 20)
+    """
+    allocator.reset_peaks()
+    for i, block in served(lives, allocator, key):
+        if block is None:
+            raise torch.OutOfMemoryError(f"{lives.sizes[i]} bytes are not to be had: {allocator.reserved} are held.")
+    return allocator.peaks
+
+
+def served(lives: Lives, allocator: CudaAllocator, key: PoolKey) -> Iterator[tuple[int, Block | None]]:
+    """The position and the block of each, in the order in which they are asked for; None where there is no room."""
+    held: list[tuple[int, Block]] = []  # when it dies; sorted
+    sizes, born, died = (array.tolist() for array in (lives.sizes, lives.born, lives.died))
+    for i in np.argsort(lives.born, kind="stable").tolist():
+        while held and held[0][0] <= born[i]:
+            allocator.free(held.pop(0)[1])
+        if sizes[i]:
+            block = allocator.taken(sizes[i], key)
+            if block is not None:
+                insort(held, (died[i], block), key=itemgetter(0))
+            yield i, block
+    for _, block in held:
+        allocator.free(block)
+
+
+def replay_steps(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -> Used:
+    """The same over several steps, each of which lets go of what it leaves before the next one begins."""
+    allocated = reserved = 0
+    for _ in range(STEPS):
+        before = allocator.state
+        used = replay(lives, allocator, key)
+        allocated, reserved = max(allocated, used.allocated), max(reserved, used.reserved)
+        if allocator.state == before:
+            break
+    return Used(allocated, reserved)
