@@ -66,6 +66,17 @@ def test_what_is_forked_for_each_check_has_not_touched_the_device() -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not is_installed(), reason="which parts keep the bits depends on the device; the simulated one is known"
+)
+def test_parts_are_tried_on_the_device() -> None:
+    finding = steps.parts(Setting("cuda", quick=True))
+    assert finding.facts["splits"]
+    assert finding.facts["least"] < finding.facts["whole"] / 2
+
+
+@pytest.mark.cuda
 @pytest.mark.skipif(not is_installed(), reason="wavers where the simulated device is told to")
 def test_attention_that_is_known_to_waver_is_said_to() -> None:
     set_waver(True)

@@ -74,7 +74,7 @@ def _most_off(trial: Callable[[int], Iterable[Compared]], seeds: Iterable[int]) 
         for whole, found, summed in chain.from_iterable(map(trial, seeds)):
             if (most := max(most, _distance(whole, found, summed=summed))) == inf:
                 break
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (RuntimeError, ValueError, TypeError, IndexError):
         return inf
@@ -328,7 +328,7 @@ def _made_up(graph: fx.Graph, loss: Loss, draw: torch.Generator, scale: float) -
     for node in graph.find_nodes(op="placeholder"):
         one = made_up(node.meta["val"], draw, 1 if node is loss.forward.args[2] else 0)
         if node is loss.forward.args[1]:
-            one.random_(0, columns, generator=draw)
+            one.copy_(torch.randint(columns, one.shape, generator=draw))
             one[:: 2 + len(one) // 8] = loss.ignore_index
         made.append(one.mul_(scale * depth**-0.5) if node in weights else one)
     return made

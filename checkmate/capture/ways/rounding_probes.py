@@ -40,7 +40,8 @@ def made_up(like: Tensor, draw: torch.Generator, seed: int) -> Tensor:
         numbers = torch.empty(len(memory))
         memory.copy_(numbers.uniform_(0.1, 0.9, generator=draw) if seed % 2 else numbers.normal_(generator=draw))
     elif like.dtype.is_complex:
-        torch.view_as_real(memory).normal_(generator=draw)
+        pairs = torch.view_as_real(memory)
+        pairs.copy_(torch.empty(pairs.shape, dtype=pairs.dtype).normal_(generator=draw))
     elif like.dtype is torch.bool:
         memory.copy_(torch.rand(len(memory), generator=draw) < 0.7)
     else:
@@ -89,7 +90,8 @@ class _Pairs:
         for t in given:
             if t.is_floating_point() and _is_plain(t):
                 powers = torch.randint(-SPREAD, SPREAD + 1, t.shape, generator=self.draw)
-                t.copy_(torch.ldexp(t.double(), powers).to(t.dtype))
+                sizes = torch.ldexp(torch.ones(t.shape, dtype=torch.float64), powers).to(t.device)
+                t.copy_((t.double() * sizes).to(t.dtype))
 
     def pair(self, same: Iterable[tuple[Tensor, int]], opposite: tuple[Tensor, int], groups: int = 1) -> bool:
         """Have entries along a dimension be equal in some tensors, opposite in another, by twos; False: it is one."""
@@ -97,7 +99,7 @@ class _Pairs:
         size = opposite[0].shape[opposite[1]] // groups
         if size < 2 or not all(_is_plain(t) for t, _ in given) or len({t.data_ptr() for t, _ in given}) < len(given):
             return False
-        order = torch.randperm(size, generator=self.draw)
+        order = torch.randperm(size, generator=self.draw).to(opposite[0].device)
         one, other, rest = order[: size // 2], order[size // 2 : size // 2 * 2], order[size // 2 * 2 :]
         for t, dim in given:
             sign = -1 if t is opposite[0] else 1
@@ -135,7 +137,7 @@ def _within(pairs: _Pairs, x: Tensor, w: Tensor, groups: int) -> bool:
     if size < 2:
         x.copy_(x.flatten(2)[..., :1].reshape(*x.shape[:2], *[1] * (x.dim() - 2)).expand_as(x).clone())
         return w.is_contiguous() and pairs.pair([], (w.view(*w.shape[:2], -1), 2))
-    order = torch.randperm(size, generator=pairs.draw)
+    order = torch.randperm(size, generator=pairs.draw).to(w.device)
     one, other, rest = order[: size // 2], order[size // 2 : size // 2 * 2], order[size // 2 * 2 :]
     w.index_copy_(1, other, -w.index_select(1, one))
     w.index_fill_(1, rest, 0)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from checkmate.capture.ways.rounding_probes import cancel, made_up
 from checkmate.capture.ways.shape_only import convolution_backward_input
+from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 aten = torch.ops.aten
@@ -23,6 +24,21 @@ def _operands(terms: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor
     a, b = (made_up(torch.empty(shape, dtype=dtype), draw, 0) for shape in ((64, terms), (terms, 48)))
     cancel(aten.mm.default, (a, b), draw)
     return a, b
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_numbers_are_the_same_on_a_device() -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        draw = torch.Generator().manual_seed(0)
+        like = [torch.empty(*shape, device=device) for shape in ((6, 6), (6, 5), (2, 6, 3, 3), (4, 6, 1, 1))]
+        a, b, x, w = (made_up(t, draw, 0) for t in like)
+        cancel(aten.mm.default, (a, b), draw)
+        cancel(aten.convolution.default, (x, w, None, *GEOMETRY, 1), draw)
+        complex_numbers = made_up(torch.empty(3, dtype=torch.cfloat, device=device), draw, 0)
+        found.append([t.cpu() for t in (a, b, x, w, complex_numbers)])
+    assert_same_bits(*found)
 
 
 def _agree(a: Tensor, b: Tensor) -> float:
