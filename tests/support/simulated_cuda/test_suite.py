@@ -28,6 +28,7 @@ def files() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which runs these tests itself")
 def test_what_is_marked_cuda_runs_on_the_simulated_device(tmp_path: Path) -> None:
     """All of it: nothing is skipped. Where the device cannot be built, this fails with what the compiler says."""
