@@ -202,7 +202,6 @@ def new_backend(options: Options, updates: Insert | None = None, elsewhere: Seco
             profile=find_costs,
             block_bytes=block_bytes,
             new_arena=arenas(options.memory, cache=options.cache),
-            pools=options.memory == "arena",
             begin=planner.begin,
             updates=updates,
             elsewhere=elsewhere or options.elsewhere,

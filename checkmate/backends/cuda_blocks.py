@@ -18,8 +18,7 @@ from checkmate.backends.static_memory import lives_on
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.errors import InfeasibleBudget, SolverError
-from checkmate.memory.cuda_allocator import EXPANDABLE, OWN, DeviceState, Used, replay, replay_steps
-from checkmate.memory.cuda_pool import segment_bytes
+from checkmate.memory.cuda_allocator import EXPANDABLE, DeviceState, Used, replay, replay_steps
 from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.units import exact_bytes, format_bytes
 
@@ -36,16 +35,14 @@ class Replays:
 
     Args:
         budget: bytes that may be given.
-        pools: the step has a pool of its own.
     """
 
     state: DeviceState
     device: torch.device
     budget: int = 0
-    pools: bool = False
 
     @classmethod
-    def now(cls, device: torch.device, budget: int, *, pools: bool = False) -> Replays | None:
+    def now(cls, device: torch.device, budget: int) -> Replays | None:
         """Of steps that begin as the device is now; None on the CPU, and where the allocator has other rules.
 
         What measuring has left cached goes back to the device.
@@ -55,10 +52,10 @@ class Replays:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         state = DeviceState.now(device)
-        return None if state is None else cls(state, device, budget, pools)
+        return None if state is None else cls(state, device, budget)
 
     def first(self, plan: Solution) -> Used:
-        """What the allocator gives and holds in one step that has no pool of its own."""
+        """What the allocator gives and holds in one step."""
         return replay(lives_on(plan, self.device), self.state.allocator, self.state.key)
 
     def steps(self, plan: Solution, *, expanding: bool = False) -> Used:
@@ -66,16 +63,9 @@ class Replays:
 
         What is resident for the plan and not there yet, as the state of an optimizer, counts without rests of blocks.
         """
-        lives, key = lives_on(plan, self.device), self.state.key
         allocator = self.state.expanding if expanding else self.state.allocator
-        if self.pools and not allocator.expandable:
-            key = (OWN, self.state.stream)
-            if segment := segment_bytes(lives):
-                allocator.free(allocator.take(segment, key))
-        before = allocator.peaks  # with the first segment of its pool, which counts as given for a moment
-        after = replay_steps(lives, allocator, key)
         later = max(0, plan.problem.resident - self.state.allocator.allocated)
-        return Used(*(later + max(used) for used in zip(before, after, strict=True)))
+        return Used(*(later + used for used in replay_steps(lives_on(plan, self.device), allocator, self.state.key)))
 
     def told(self, plan: Solution) -> Solution:
         """The plan with what is given and held for it in its details, which it shows."""

@@ -16,7 +16,7 @@ import torch.fx as fx
 from checkmate.backends.cuda_blocks import Find, Replays, plan_in_blocks
 from checkmate.backends.in_parts import with_parts
 from checkmate.backends.overwritten import explain_writes, needed_tensors
-from checkmate.backends.static_memory import Static, serving, within
+from checkmate.backends.static_memory import serving, within
 from checkmate.backends.step_problem import (
     asked_bytes,
     joint_of,
@@ -105,7 +105,7 @@ class _Facts:
     names: list[str]  # of the inputs, as the user knows them
     known: list[Any]  # tensors that it is given, or holds as constants
     copies: Copies  # of weights, that autocast keeps
-    memory: Static | None  # what serves the step; None: PyTorch's allocator
+    memory: Arena | None  # what serves the step; None: PyTorch's allocator
     counts: list[list[int]] = field(default_factory=list)  # contributions to gradients, of each graph that is traced
     noted: Noted = field(default_factory=list)  # what the step has tagged
     sharing: Sharing = field(default_factory=Sharing)
@@ -133,7 +133,6 @@ class Backend:
     block_bytes: int = 1
     takes_none: bool = True
     new_arena: Callable[[], Arena | None] = lambda: None  # for a graph that is captured; None: PyTorch's allocator
-    pools: bool = False  # on CUDA each has a pool of its own
     begin: Callable[[Problem], tuple[Solution, UnfinishedSearch | None]] | None = None  # a plan, and what is open of it
     updates: Insert | None = None  # of parameters, that are part of the step
     elsewhere: SecondMemories | None = None  # where values may wait
@@ -293,12 +292,12 @@ class Backend:
             problem = with_parts(problem, joint_module, read, pose, **about)
         at_once = self.begin is None or not may_change(joint)
         find: Find = (lambda *asked: (self.plan(*asked), None)) if at_once else self.begin  # type: ignore[assignment]
-        replays = Replays.now(device, self.budget, pools=self.pools) if self.budget and not fakes else None
+        replays = Replays.now(device, self.budget) if self.budget and not fakes else None
         solution, unfinished = find(problem) if replays is None else plan_in_blocks(find, problem, replays)
         modules, joint = solution.modules, joint_of(solution.problem)
         facts.running, self.call.joint = Running(solution), joint
         self.running.append(facts.running)
-        facts.memory = serving(facts.memory, solution, device, pools=self.pools)
+        facts.memory = serving(facts.memory, solution, device)
         if self.exact:
             facts.sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)
         needed = needed_tensors(joint, modules, facts.names)
@@ -307,7 +306,7 @@ class Backend:
             facts.watches = (partial(refuse_views, views), *facts.watches)
         if unfinished is None:
             return modules.forward, modules.backward
-        lower, pools = self.lower, self.pools  # alone: a backend that is dropped is gone at once, and what goes on too
+        lower = self.lower  # alone: a backend that is dropped is gone at once, and what goes on too
 
         def write(plan: Solution) -> tuple[Any, Any] | None:
             if replays is not None:
@@ -316,7 +315,7 @@ class Backend:
             sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)
             if sharing != facts.sharing:
                 return None
-            facts.memory = serving(facts.memory, plan, device, pools=pools)
+            facts.memory = serving(facts.memory, plan, device)
             needed.become(needed_tensors(joint, modules, facts.names))
             forward, backward = (within(facts.memory, phase, lower) for phase in PHASES)
             return forward(modules.forward, []), backward(modules.backward, [])

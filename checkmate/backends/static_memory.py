@@ -1,4 +1,4 @@
-"""Make the arena (CPU) or the pool (CUDA) that a compiled step allocates from, as large as its plan needs."""
+"""Make the arena that a compiled step on the CPU allocates from, and say what a plan allocates on a device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from checkmate.core.solution import Solution
 from checkmate.inspection.addresses import lives_of
 from checkmate.memory import build
 from checkmate.memory.arena import Arena, Lives, Phase
-from checkmate.memory.cuda_allocator import DeviceState
-from checkmate.memory.cuda_pool import CudaPool, segment_bytes
 from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block
 from checkmate.solvers.common.processes import BackgroundCall
@@ -30,7 +28,6 @@ log = logging.getLogger("checkmate.memory")
 PLACE_SECONDS = 0.5  # to place what a step allocates: the second step waits for it
 PLACE_LOWER_SECONDS = 30.0  # to place it lower, in a process of its own
 PLACE_GAP = 1e-3  # an arena that could be lower by a smaller share is low enough
-Static = Arena | CudaPool
 Lower = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
@@ -45,28 +42,12 @@ def arenas(memory: Memory | None, *, cache: bool) -> Callable[[], Arena | None]:
     return lambda: Arena(place_soon, place_lower=place_lower)
 
 
-def serving(memory: Static | None, plan: Solution, device: torch.device, *, pools: bool) -> Static | None:
-    """What a step that follows a plan allocates from: its arena, told what it will take, or a pool on a CUDA device.
-
-    ``memory``: what served it before, or would on the CPU. No device has run pools yet: a user asks for them.
-    """
-    if memory is None or plan.peak is None:
+def serving(arena: Arena | None, plan: Solution, device: torch.device) -> Arena | None:
+    """The arena of a step that follows a plan, told what it will take; None elsewhere than on the CPU."""
+    if arena is None or plan.peak is None or device.type != "cpu":
         return None
-    if device.type == "cuda":
-        if not pools:
-            return None
-        state = DeviceState.now(device)
-        if state is not None and state.expandable:
-            log.warning(
-                "The step has no pool of its own: with expandable_segments:True PyTorch's allocator leaves nothing "
-                "unused between blocks, and a pool would hold as much once more."
-            )
-            return None
-        return CudaPool(device, segment_bytes(lives_on(plan, device)))
-    if device.type != "cpu" or isinstance(memory, CudaPool):
-        return None
-    memory.expect(plan.peak - plan.problem.resident)
-    return memory
+    arena.expect(plan.peak - plan.problem.resident)
+    return arena
 
 
 def lives_on(plan: Solution, device: torch.device) -> Lives:
@@ -82,11 +63,11 @@ def lives_on(plan: Solution, device: torch.device) -> Lives:
     return Lives(*(np.array(column, dtype=np.int64) for column in columns))
 
 
-def within(memory: Static | None, phase: Phase, lower: Lower) -> Lower:
-    """What lowers a module to a function that allocates from an arena or a pool; without one as it is."""
-    if memory is None:
+def within(arena: Arena | None, phase: Phase, lower: Lower) -> Lower:
+    """What lowers a module to a function that allocates from an arena; without one as it is."""
+    if arena is None:
         return lower
-    return lambda module, inputs: takes_one_list(memory.within(phase, lower(module, inputs)))
+    return lambda module, inputs: takes_one_list(arena.within(phase, lower(module, inputs)))
 
 
 def place_soon(lives: Lives) -> tuple[int, ...]:

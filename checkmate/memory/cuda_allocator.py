@@ -37,7 +37,6 @@ ENDLESS = 1 << 60  # bytes that an expandable segment may grow by: addresses of 
 STEPS = 4  # that are replayed at most, until one leaves the allocator as the one before did
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # in older versions PYTORCH_CUDA_ALLOC_CONF
 IN_USE = "active_allocated"  # what a snapshot says of a block
-OWN = (-1, -1)  # the id of a pool that is replayed and not there yet
 
 PoolKey = tuple[tuple[int, ...], int]  # the id of a `torch.cuda.MemPool`, (0, 0) without; the stream
 

@@ -183,13 +183,13 @@ def compare_with_plain(
         calls=calls,
         allocated_peak=found.use.allocated,
         reserved_peak=found.use.reserved,
-        foretold=_foretold(planned, backend, found.use) if planned is not None and comparable else None,
+        foretold=_foretold(planned, found.use) if planned is not None and comparable else None,
     )
 
 
-def _foretold(plan: Solution, backend: Backend, use: MemoryUse) -> Used | None:
-    """What the allocator gives and holds for a plan, from where the step began; None if it has a pool of its own."""
-    if use.began is None or (backend.pools and not use.began.expandable):
+def _foretold(plan: Solution, use: MemoryUse) -> Used | None:
+    """What the allocator gives and holds for a plan, from where the step began; None where its rules are not known."""
+    if use.began is None:
         return None
     return Replays(use.began, use.device).first(plan)
 
