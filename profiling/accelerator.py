@@ -43,6 +43,7 @@ def _measure(node: fx.Node) -> OpCost:
     device = device_of_op(node)
     with torch.accelerator.device_index(device.index):
         run = call_of(node)
+        torch.accelerator.synchronize(device)  # so that memory let go of while others used it is free from the run on
         run()  # the first run loads kernels and takes the libraries' workspaces
         allocated, seconds = allocated_bytes(run, device), time_call(run, device)
         counts: dict[int, int] = {}
@@ -61,13 +62,11 @@ def allocated_bytes(run: Callable[[], Any], device: torch.device) -> int:
 
     What the allocator gives beyond that depends on what was freed before, and is no cost of the op: up to 1 MiB for a
     tensor. Where there is such, and more is taken than what the call returns, each tensor is taken to have been rounded
-    by a whole block.
+    by a whole block. The allocator counts on the host: the device need not have run what is counted.
     """
-    torch.accelerator.synchronize(device)
     torch.accelerator.reset_peak_memory_stats(device)
     before = torch.accelerator.memory_stats(device)
     made = run()
-    torch.accelerator.synchronize(device)
     found = torch.accelerator.memory_stats(device)
     given, asked, blocks = (
         found[f"{what}.all.peak"] - before[f"{what}.all.current"]

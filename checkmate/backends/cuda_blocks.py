@@ -45,11 +45,10 @@ class Replays:
     def now(cls, device: torch.device, budget: int) -> Replays | None:
         """Of steps that begin as the device is now; None on the CPU, and where the allocator has other rules.
 
-        What measuring has left cached goes back to the device.
+        What measuring has left cached goes back to the device, once other streams that still use it have ended.
         """
         if device.type != "cuda":
             return None
-        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         state = DeviceState.now(device)
         return None if state is None else cls(state, device, budget)

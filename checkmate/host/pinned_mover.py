@@ -3,8 +3,8 @@
 Each way has a stream. The memory is taken and pinned once. A copy begins when what the compute stream was given
 before it is done, and `wait` has the compute stream wait for its end: the host waits for nothing. So memory that is
 freed after `wait`, or allocated before `fetch`, is ordered by the compute stream alone, and no tensor has to be
-recorded on another. A step on another stream than that before waits for it and for its copies, which may still read the
-bytes that are now written to. It has run on simulated devices only.
+recorded on another. A step on another stream than that before waits for the copies so far, which may still write or
+read the bytes that its own copies read or write. It has run on simulated devices only.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class PinnedMover:
         there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (slot.nbytes,), (1,))
         compute = torch.accelerator.current_stream(self._device)
         if compute != self._compute:
-            for earlier in (self._compute, self._out, self._back):
-                compute.wait_event(earlier.record_event())
+            for copies in (self._out, self._back):
+                compute.wait_event(copies.record_event())
             self._compute = compute
         stream.wait_event(compute.record_event())
         done = 0

@@ -103,8 +103,7 @@ def measure_peak(fn: Callable[[], Any], device: torch.device | str = CPU) -> Mem
 def _measure_by_allocator(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
     gc.collect()  # what only a cycle holds is no part of what is allocated before
     with _no_collection():
-        torch.accelerator.synchronize(device)
-        torch.accelerator.empty_cache()
+        torch.accelerator.empty_cache()  # which waits for other streams that still use what was let go of
         torch.accelerator.reset_peak_memory_stats(device)
         before = requested(device)
         began = DeviceState.now(device) if device.type == "cuda" else None

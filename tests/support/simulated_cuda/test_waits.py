@@ -1,0 +1,520 @@
+"""Each wait of the product on a device, taken out in turn: the simulated device reports it, or the books do.
+
+`ROWS` lists them. `test_no_wait_is_missing_from_the_list` finds those in the product's text that are not in it, among
+them any `record_stream`: there is none, since what is copied is kept until the step's stream waits for the copy's end.
+A pool of `checkmate.memory.cuda_pool` waits for nothing: what a stream freed in it goes to this stream again, and the
+allocator waits where it gives a segment back. `checkmate.updates.exchange` waits on other ranks, for which there is no
+simulated device.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from checkmate.backends.cuda_blocks import Replays
+from checkmate.backends.eager import Backend
+from checkmate.backends.planner import Options
+from checkmate.codegen.second_memory import Call, SecondMemories
+from checkmate.compiler import CompiledStep
+from checkmate.core.plan import Plan, Wait
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.core.simulator import lower, verify
+from checkmate.core.solution import Solution
+from checkmate.errors import HostError
+from checkmate.host import Store, open_store, opening, pinned_mover
+from checkmate.host import store as store_module
+from checkmate.memory import measure_peak
+from checkmate.profiling import accelerator
+from checkmate.profiling.profilers import profiler
+from checkmate.selftest import steps as selftest_steps
+from checkmate.solvers.common.certify import certify
+from tests.support.bits import assert_same_bits
+from tests.support.simulated_cuda import install
+from tests.support.transfers import as_run, with_transfers
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not install.is_installed(), reason="tests of the simulated CUDA device"),
+]
+
+ROOT = Path(__file__).parents[3]
+DEVICE = torch.device("cuda", 0)
+SIZE = 100_000
+Take = Callable[[pytest.MonkeyPatch], None]  # one wait out of the product
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    torch.cuda.synchronize()
+    install.unpinned_early()  # a mutant's
+
+
+# ---------------------------------------------------------------- what is run
+
+
+@contextmanager
+def opened() -> Iterator[Store]:
+    """A store in pinned memory."""
+    store = open_store("pinned", 4 << 20, DEVICE)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def value(number: float = 1.0) -> Tensor:
+    return torch.full((SIZE,), number, device=DEVICE)
+
+
+def goes(store: Store, of: Tensor) -> None:
+    store.send(0, of.untyped_storage())
+    store.wait(0)
+
+
+def comes_back(store: Store) -> Tensor:
+    landing = torch.empty(SIZE, device=DEVICE)
+    store.fetch(0, landing.untyped_storage())
+    store.wait(0)
+    return landing.clone()
+
+
+def a_value_goes_and_comes_back() -> None:
+    """The memory that it leaves is another's meanwhile, and what it lands in was another's before."""
+    with opened() as store:
+        goes(store, value())
+        value(2.0)
+        assert_same_bits(comes_back(store), value())
+
+
+def a_value_comes_back_for_another_stream() -> None:
+    with opened() as store:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            goes(store, value())
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert_same_bits(comes_back(store), value())
+
+
+def a_value_goes_where_another_stream_s_was() -> None:
+    with opened() as store:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            goes(store, value())
+            first = comes_back(store)
+            store.drop(0)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            goes(store, value(2.0))
+        torch.cuda.synchronize()  # to compare has the host wait
+        assert_same_bits(first, value())
+
+
+def a_step_ends_while_a_value_goes() -> None:
+    with opened() as store:
+        source = value()
+        store.send(0, source.untyped_storage())
+        store.reset()
+        source.zero_()
+
+
+def a_step_ends_while_a_value_comes_back() -> None:
+    with opened() as store:
+        goes(store, value())
+        landing = torch.empty(SIZE, device=DEVICE)
+        store.fetch(0, landing.untyped_storage())
+        store.reset()
+        landing.zero_()
+
+
+def a_store_ends_while_a_value_goes() -> None:
+    with opened() as store:
+        store.send(0, value().untyped_storage())
+    assert not install.unpinned_early(), "pinned memory was let go of too early"
+
+
+def nobody_else_has_what_goes() -> None:
+    with opened() as store:
+        store.send(0, value().untyped_storage())
+        value(2.0)
+        store.wait(0)
+
+
+def nobody_else_has_what_it_lands_in() -> None:
+    with opened() as store:
+        goes(store, value())
+        store.fetch(0, torch.empty(SIZE, device=DEVICE).untyped_storage())
+        value(2.0)
+        store.wait(0)
+
+
+def sending(problem: Problem) -> Solution:
+    """Values go at random places, as many as may."""
+    alone = problem.with_host(None)
+    plan = lower(alone, Schedule.from_runs(alone.graph, np.eye(len(alone.graph.ops), dtype=bool)))
+    sent = as_run(problem, with_transfers(problem, plan, np.random.default_rng(0), share=1.0))
+    return certify(problem, 10**12, sent, method="by hand")
+
+
+class Sending(NamedTuple):
+    """A step whose values wait in pinned memory, and the same in plain PyTorch."""
+
+    compiled: Any
+    plain: Callable[[Tensor], Tensor]
+    x: Tensor
+    weights: list[Tensor]
+
+
+@functools.cache
+def sending_step() -> Sending:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(64, 64), nn.GELU()))).cuda()
+
+    def plain(x: Tensor) -> Tensor:
+        return net(x).square().mean()
+
+    find_costs, block_bytes = profiler("roofline:h100", cache=False)
+    elsewhere = SecondMemories("pinned", 10**9, cache=False)
+    backend = Backend(sending, profile=find_costs, block_bytes=block_bytes, elsewhere=elsewhere)
+    made = Sending(
+        CompiledStep(plain, Options("1 TB"), backend), plain, torch.randn(512, 64).cuda(), [*net.parameters()]
+    )
+    torch.autograd.grad(made.compiled(made.x), made.weights)
+    return made
+
+
+def a_step_has_values_elsewhere() -> None:
+    compiled, plain, x, weights = sending_step()
+    found = torch.autograd.grad(compiled(x), weights)
+    assert_same_bits(found, torch.autograd.grad(plain(x), weights))
+
+
+def a_step_is_left_after_its_forward() -> None:
+    compiled, _, x, _ = sending_step()
+    compiled(x)
+    a_step_has_values_elsewhere()
+
+
+class IdleClock:
+    """A clock that is read only while the device has nothing to do."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        all_ = [torch.Stream(stream_id=i, device_index=0, device_type=1).query() for i in range(33)]
+        assert all(all_), "the device is at work when the clock is read"
+        self.seconds += 1
+        return self.seconds
+
+
+def links_are_timed() -> None:
+    with torch.cuda.stream(torch.cuda.Stream()), opened() as store, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "time", IdleClock())
+        opening.measure(store, DEVICE, [SIZE])
+
+
+def steps_are_timed() -> None:
+    to = torch.zeros(SIZE).pin_memory()
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selftest_steps, "time", IdleClock())
+        source = value()
+        to.copy_(source, non_blocking=True)
+        selftest_steps._times(DEVICE, lambda: to.copy_(source, non_blocking=True), lambda: to, ())
+
+
+def an_op_is_timed() -> None:
+    source, to = value(), torch.zeros(SIZE).pin_memory()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert accelerator.time_call(lambda: to.copy_(source, non_blocking=True), DEVICE) > 0
+
+
+def an_op_is_counted_while_other_streams_end() -> None:
+    """What another stream still uses when it is let go of is taken off the count when that stream has come so far."""
+    to, side, runs = torch.zeros(SIZE).pin_memory(), torch.cuda.Stream(), iter(range(10**6))
+    source = value()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        to.copy_(source, non_blocking=True)
+    source.record_stream(side)
+    del source
+
+    def run() -> Tensor:
+        if next(runs) == 1:
+            side.synchronize()
+        return torch.ones(1024, device=DEVICE)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "device_of_op", lambda node: DEVICE)
+        patch.setattr(accelerator, "call_of", lambda node: run)
+        patch.setattr(accelerator, "ways_of", lambda node, run, count: {})
+        assert accelerator._measure(None).allocated_bytes == 4096
+
+
+def a_call_is_measured() -> None:
+    """What it has given the device has run when its peak is told."""
+    source, to = value(), torch.zeros(SIZE).pin_memory()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        measure_peak(lambda: to.copy_(source, non_blocking=True), DEVICE)
+    assert {*to.tolist()} == {1.0}, "the call has not ended"
+
+
+# ---------------------------------------------------------------- how a wait is taken out
+
+
+class Listed(torch.Stream):
+    """A stream of which it is known what for: each wait is noted, and one is taken out."""
+
+    role: str
+    known: Waits
+
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
+        event = super().record_event(event)
+        self.known.events.append((event, self.role))
+        return event
+
+    def wait_event(self, event: torch.Event) -> None:
+        whom = next(role for known, role in self.known.events if known is event)
+        if self.known.goes(f"{sys._getframe(1).f_code.co_name}: {self.role} for {whom}"):
+            super().wait_event(event)
+
+    def synchronize(self) -> None:
+        if self.known.goes(f"{sys._getframe(1).f_code.co_name}: host for {self.role}"):
+            super().synchronize()
+
+
+class Waits:
+    """The waits of what copies to pinned memory: who waits for whom, in which function."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, without: str = "") -> None:
+        self.without, self.met = without, set[str]()
+        self.events: list[tuple[torch.Event, str]] = []
+        self._streams: dict[int, Listed] = {}
+        self._patch, now = monkeypatch, torch.accelerator.current_stream
+        for method in ("out", "back", "finish"):
+            monkeypatch.setattr(pinned_mover.PinnedMover, method, self._listing(method))
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: self._as(now(device), "step"))
+
+    def _listing(self, method: str) -> Callable[..., Any]:
+        really = getattr(pinned_mover.PinnedMover, method)
+
+        def call(mover: Any, *args: Any) -> Any:
+            for role in ("out", "back"):
+                stream = getattr(mover, f"_{role}")
+                if not isinstance(stream, Listed):
+                    self._patch.setattr(mover, f"_{role}", self._as(stream, role))
+            return really(mover, *args)
+
+        return call
+
+    def _as(self, stream: torch.Stream, role: str) -> Listed:
+        """One object for each: the mover asks whether the stream is another one."""
+        if stream.stream_id not in self._streams or self._streams[stream.stream_id].role != role:
+            of_it = {"stream_id": stream.stream_id, "device_index": stream.device_index}
+            self._streams[stream.stream_id] = made = Listed(**of_it, device_type=stream.device_type)
+            made.role, made.known = role, self
+        return self._streams[stream.stream_id]
+
+    def goes(self, wait: str) -> bool:
+        """Note a wait; whether it is there."""
+        self.met.add(wait)
+        return wait != self.without
+
+
+def of_mover(wait: str) -> Take:
+    return lambda monkeypatch: Waits(monkeypatch, wait) and None
+
+
+def not_kept(*, landing: bool) -> Take:
+    """A store that lets go of sources, or of landings, as soon as their copies begin."""
+
+    class Forgetful(store_module._Value):
+        def __setattr__(self, name: str, new: Any) -> None:
+            forgets = name == "kept" and getattr(self, "arrived", False) == landing
+            super().__setattr__(name, None if forgets else new)
+
+    return lambda monkeypatch: monkeypatch.setattr(store_module, "_Value", Forgetful)
+
+
+def called_by(caller: str, where: Any, name: str, turn: int | None = None) -> Take:
+    """A function does nothing where it is called by another; ``turn``: only every second time, 0 the first."""
+    really, turns = getattr(where, name), iter(range(10**6))
+
+    def call(*args: Any) -> None:
+        skipped = sys._getframe(1).f_code.co_name == caller and (turn is None or next(turns) % 2 == turn)
+        if not skipped:
+            really(*args)
+
+    return lambda monkeypatch: monkeypatch.setattr(where, name, call)
+
+
+class Row(NamedTuple):
+    """A wait: where it stands in the product, how it is taken out, what then runs, and what is reported."""
+
+    place: str
+    wait: str
+    take: Take
+    run: Callable[[], None]
+    reported: str
+    error: type[BaseException] = RuntimeError
+
+
+MOVER, STORE, TRANSFERS = "checkmate/host/pinned_mover.py", "checkmate/host/store.py", "checkmate/codegen/transfers.py"
+READS, WRITES = r"does not wait for what stream \d+ reads from", r"does not wait for what stream \d+ writes to"
+OF_MOVER = [  # the function, and who waits for whom
+    ("_copy: out for step", a_value_goes_and_comes_back, WRITES),  # a copy out for the value
+    ("_copy: back for step", a_value_goes_and_comes_back, WRITES),  # one back for who had the memory before
+    ("wait: step for out", a_value_goes_and_comes_back, READS),  # who has the memory next for a copy out
+    ("wait: step for back", a_value_goes_and_comes_back, WRITES),  # who reads what came back
+    ("wait: step for out", a_step_has_values_elsewhere, WRITES),  # what is to come back has not gone
+    ("wait: step for back", a_step_has_values_elsewhere, WRITES),
+    ("_copy: step for out", a_value_comes_back_for_another_stream, WRITES),  # where the user's stream is another one
+    ("_copy: step for back", a_value_goes_where_another_stream_s_was, READS),
+    ("finish: host for out", a_step_ends_while_a_value_goes, READS),
+    ("finish: host for back", a_step_ends_while_a_value_comes_back, WRITES),
+]
+CALLS = {"finish": "synchronize"}
+ROWS = [
+    *(
+        Row(f"{MOVER} {wait.partition(':')[0]} {CALLS.get(wait.partition(':')[0], 'wait_event')}", wait,
+            of_mover(wait), run, reported)
+        for wait, run, reported in OF_MOVER
+    ),
+    Row(MOVER, "finish, before the memory is let go of", of_mover("finish: host for out"),
+        a_store_ends_while_a_value_goes, "let go of too early", AssertionError),
+    Row(STORE, "what goes is kept", not_kept(landing=False), nobody_else_has_what_goes, READS),
+    Row(STORE, "what it lands in is kept", not_kept(landing=True), nobody_else_has_what_it_lands_in, WRITES),
+    Row(STORE, "reset, of what is under way", called_by("reset", pinned_mover.PinnedMover, "finish"),
+        a_step_ends_while_a_value_goes, READS),
+    Row(STORE, "the end, of what is under way", called_by("_shut", pinned_mover.PinnedMover, "finish"),
+        a_store_ends_while_a_value_goes, "let go of too early", AssertionError),
+    Row(TRANSFERS, "arrive", called_by("arrive", Call, "wait"), a_step_has_values_elsewhere, "wait for it", HostError),
+    Row(TRANSFERS, "land", called_by("land", Call, "wait"), a_step_has_values_elsewhere,
+        f"{WRITES}|wait for it", Exception),
+    Row("checkmate/codegen/second_memory.py", "finish", called_by("finish", Store, "reset"),
+        a_step_is_left_after_its_forward, "already", HostError),
+    *(
+        Row("checkmate/host/opening.py seconds _synchronize", when,
+            called_by("seconds", opening, "_synchronize", turn), links_are_timed, "at work", AssertionError)
+        for turn, when in enumerate(("before the clock is read", "before it is read again"))
+    ),
+    *(
+        Row("checkmate/selftest/steps.py seconds _synchronize", when,
+            called_by("seconds", selftest_steps, "_synchronize", turn), steps_are_timed, "at work", AssertionError)
+        for turn, when in enumerate(("before the clock is read", "before it is read again"))
+    ),
+    Row("profiling/accelerator.py time_call synchronize", "before events are asked",
+        called_by("time_call", torch.accelerator, "synchronize"), an_op_is_timed, "must be completed"),
+    Row("profiling/accelerator.py _measure synchronize", "before the first run",
+        called_by("_measure", torch.accelerator, "synchronize"), an_op_is_counted_while_other_streams_end,
+        "4096", AssertionError),
+    Row("checkmate/memory/meter.py _measure_by_allocator synchronize", "at the end",
+        called_by("_measure_by_allocator", torch.accelerator, "synchronize"), a_call_is_measured,
+        "has not ended", AssertionError),
+]  # fmt: skip
+THEMSELVES = {
+    "checkmate/host/opening.py _synchronize synchronize",
+    "checkmate/selftest/steps.py _synchronize synchronize",
+}
+WAITS = {"wait_event", "wait_stream", "synchronize", "_synchronize", "record_stream"}
+
+
+# ---------------------------------------------------------------- the tests
+
+
+@pytest.mark.parametrize("run", [*{row.run: None for row in ROWS}], ids=lambda run: run.__name__)
+def test_with_all_waits_nothing_is_reported(run: Callable[[], None]) -> None:
+    run()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.place}, {row.wait}, {row.run.__name__}")
+def test_without_a_wait_it_is_reported(row: Row) -> None:
+    row.run()
+    with pytest.MonkeyPatch.context() as patch:
+        row.take(patch)
+        with pytest.raises(row.error, match=row.reported):
+            row.run()
+    torch.cuda.synchronize()
+    install.unpinned_early()
+    row.run()  # the mutant is gone
+
+
+def test_no_wait_is_missing_from_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one of the product's text nor, of what copies, one that is made."""
+    found = set()
+    for room in ("checkmate", "profiling", "solvers"):
+        for path in (ROOT / room).rglob("*.py"):
+            for function in ast.walk(ast.parse(path.read_text())):
+                if isinstance(function, ast.FunctionDef):
+                    found |= {f"{path.relative_to(ROOT)} {function.name} {name}" for name in waits_in(function)}
+    assert found == {row.place for row in ROWS if " " in row.place} | THEMSELVES
+    waits = Waits(monkeypatch)
+    for run in {row.run: None for row in ROWS if row.place.startswith("checkmate/host/")}:
+        run()
+    assert waits.met == {wait for wait, _, _ in OF_MOVER}
+
+
+def waits_in(function: ast.FunctionDef) -> set[str]:
+    """The names of waits that a function calls itself, and not within another one."""
+    found, todo = set(), list(ast.iter_child_nodes(function))
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.FunctionDef):
+            continue
+        if isinstance(node, ast.Call):
+            found.add(getattr(node.func, "attr", getattr(node.func, "id", "")))
+        todo += ast.iter_child_nodes(node)
+    return found & WAITS
+
+
+def test_a_plan_without_one_of_its_waits_is_no_plan() -> None:
+    """Nor one with a wait behind the step that must wait."""
+    (solution,) = sending_step().compiled.plans
+    plan, problem = solution.plan, solution.problem
+    assert verify(plan, problem) == []
+    waits = [i for i, step in enumerate(plan.steps) if isinstance(step, Wait)]
+    assert len(waits) > 20
+    for i in waits:
+        rest = (*plan.steps[:i], *plan.steps[i + 1 :])
+        assert verify(Plan(rest, plan.boundary - (i < plan.boundary)), problem), plan.steps[i]
+
+
+def test_the_allocator_waits_for_other_streams_where_its_cache_is_emptied() -> None:
+    """So neither the meter nor a replay waits itself before it reads what is in use."""
+
+    def let_go_too_early() -> Tensor:
+        source, to = value(), torch.zeros(SIZE).pin_memory()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            to.copy_(source, non_blocking=True)
+        source.record_stream(side)
+        return to
+
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    kept = [let_go_too_early()]
+    assert torch.cuda.memory_stats()["requested_bytes.all.current"] > before
+    use = measure_peak(lambda: None, DEVICE)
+    assert (use.before, use.peak) == (before, 0)
+    kept.append(let_go_too_early())
+    replays = Replays.now(DEVICE, 0)
+    assert replays is not None
+    assert sum(replays.state.asked) == before
+    assert SimpleNamespace(ended=[{*to.tolist()} for to in kept]).ended == [{1.0}, {1.0}]
