@@ -105,7 +105,8 @@ def _measure_by_allocator(fn: Callable[[], Any], device: torch.device) -> Memory
     with _no_collection():
         torch.accelerator.synchronize(device)
         torch.accelerator.empty_cache()
-        torch.accelerator.reset_peak_memory_stats(device)
+        if torch.accelerator.memory_stats(device):  # none before the first tensor: then PyTorch 2.11 refuses to reset
+            torch.accelerator.reset_peak_memory_stats(device)
         before = requested(device)
         began = DeviceState.now(device) if device.type == "cuda" else None
         result = fn()
