@@ -104,7 +104,8 @@ def _measure_by_allocator(fn: Callable[[], Any], device: torch.device) -> Memory
     gc.collect()  # what only a cycle holds is no part of what is allocated before
     with _no_collection():
         torch.accelerator.empty_cache()  # which waits for other streams that still use what was let go of
-        torch.accelerator.reset_peak_memory_stats(device)
+        if torch.accelerator.memory_stats(device):  # none before the first tensor: then PyTorch 2.11 refuses to reset
+            torch.accelerator.reset_peak_memory_stats(device)
         before = requested(device)
         began = DeviceState.now(device) if device.type == "cuda" else None
         result = fn()

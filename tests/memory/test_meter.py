@@ -66,6 +66,25 @@ def test_on_cuda_the_allocator_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (use.result, use.device) == ("done", torch.device("cuda:0"))
 
 
+def test_the_first_tensor_on_a_device_may_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator has no counts before it has given anything, and in PyTorch 2.11 no peaks that could be reset."""
+    level: dict[str, int] = {}
+
+    def reset(device: torch.device) -> None:
+        if not level:
+            raise RuntimeError("Invalid device argument 0: did you call init?")
+
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: level)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(DeviceState, "now", lambda device: None)
+    asked, given, held = "requested_bytes.all", "allocated_bytes.all", "reserved_bytes.all"
+    first = {f"{asked}.current": 0, f"{asked}.peak": 4, f"{given}.peak": 512, f"{held}.peak": 2 << 20}
+    use = measure_peak(lambda: level.update(first), device="cuda:0")
+    assert (use.before, use.peak, use.final, use.allocated, use.reserved) == (0, 4, 0, 512, 2 << 20)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_peak_on_cuda() -> None:

@@ -22,11 +22,21 @@ from filelock import FileLock
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w")
+COMPILER = os.environ.get("CXX", "g++")
 
 
 def sources() -> list[Path]:
     """What is compiled, and what that includes."""
     return sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")])
+
+
+def missing() -> str:
+    """What lacks to build the device, in words; nothing where it can be."""
+    if sys.platform != "linux":
+        return f"the simulated CUDA device is for Linux, not for {sys.platform}"
+    if shutil.which(COMPILER) is None:
+        return f"the simulated CUDA device is compiled by {COMPILER}, which is not here: apt-get install g++"
+    return ""
 
 
 def library(*, private_use: bool = False) -> Path:
@@ -35,12 +45,11 @@ def library(*, private_use: bool = False) -> Path:
     ``private_use``: for PyTorch's dispatch key PrivateUse1, not CUDA's, and without CUDA's attention.
 
     Raises:
-        RuntimeError: with what the compiler says, if it fails or there is none.
+        RuntimeError: with what the compiler says, if it fails, or with what lacks.
     """
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise RuntimeError(f"The simulated CUDA device is compiled by {compiler}, which is not here. Install g++.")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    if lacks := missing():
+        raise RuntimeError(lacks)
+    version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
     flags = [*FLAGS, *["-DSIMULATED_PRIVATEUSE1"] * private_use]
     compiled = [path for path in HERE.glob("*.cpp") if not (private_use and path.stem == "attention")]
     key = hashlib.sha256("\0".join([torch.__version__, torch.__file__, version, *flags]).encode())
@@ -51,7 +60,7 @@ def library(*, private_use: bool = False) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{built}.lock"):
         if not built.exists():
-            _build([compiler, *flags], compiled, built)
+            _build([COMPILER, *flags], compiled, built)
     return built
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.processes import run_python
 
+pytestmark = pytest.mark.usefixtures("can_be_built")
+
 BEGIN = """
 import torch, checkmate
 from torch import nn

@@ -160,19 +160,16 @@ def send_and_fetch(store: Store) -> None:
     assert_same_bits(back.clone(), before.to("cuda"))
 
 
-def without_waits(monkeypatch: pytest.MonkeyPatch, *, of_copies: bool) -> None:
-    """Have the streams of copies, or the default one, wait for no event."""
+def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the default stream wait for no event."""
 
     class Deaf(torch.Stream):
         def wait_event(self, event: torch.Event) -> None:
             """As if nothing had to be waited for."""
 
-    if of_copies:
-        monkeypatch.setattr(torch, "Stream", Deaf)
-    else:
-        now = torch.accelerator.current_stream(0)
-        default = Deaf(stream_id=now.stream_id, device_index=now.device_index, device_type=now.device_type)
-        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: default)
+    now = torch.accelerator.current_stream(0)
+    default = Deaf(stream_id=now.stream_id, device_index=now.device_index, device_type=now.device_type)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: default)
 
 
 @pytest.mark.parametrize("clocks", [True, False])
@@ -204,20 +201,10 @@ def test_pinned_memory_is_used_from_one_stream_and_then_from_another() -> None:
     assert [{*t.tolist()} for t in found] == [{1.0}, {2.0}]
 
 
-@pytest.mark.parametrize("of_copies", [True, False])
-def test_pinned_memory_without_a_wait_is_found_by_the_clocks(of_copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the copies' streams for the step, and of the step's for a copy."""
-    without_waits(monkeypatch, of_copies=of_copies)
-    store = open_store("pinned", 4 << 20, torch.device("cuda", 0))
-    with pytest.raises(RuntimeError, match="does not wait"):
-        send_and_fetch(store)
-    store.close()
-
-
 def test_pinned_memory_without_a_wait_is_found_by_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store("pinned", 4 << 20, torch.device("cuda", 0))
     install.set_option("clocks", False)
-    without_waits(monkeypatch, of_copies=False)
+    without_waits(monkeypatch)
     with pytest.raises(AssertionError):
         send_and_fetch(store)
     store.close()

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.simulated_cuda import build
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 MARK = re.compile(r"pytest\.mark\.cuda\b")
@@ -30,8 +32,9 @@ def files() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.minutes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which runs these tests itself")
+@pytest.mark.usefixtures("can_be_built")
 def test_what_is_marked_cuda_runs_on_the_simulated_device(tmp_path: Path) -> None:
-    """All of it: nothing is skipped. Where the device cannot be built, this fails with what the compiler says."""
+    """All of it: nothing is skipped. Where there is a compiler, and it fails, so does this, with what it says."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", PLUGIN, "-p", "no:cacheprovider", "-m", "cuda and not long"]
     run = subprocess.run(
@@ -46,3 +49,10 @@ def test_what_is_marked_cuda_runs_on_the_simulated_device(tmp_path: Path) -> Non
     counts = run.stdout.splitlines()[-1]
     assert int(re.search(r"(\d+) passed", counts)[1]) > len(files())
     assert "skipped" not in counts, run.stdout[-5000:]
+
+
+def test_without_a_compiler_it_is_said_what_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "COMPILER", "nowhere++")
+    assert "is compiled by nowhere++, which is not here" in build.missing()
+    with pytest.raises(RuntimeError, match=re.escape(build.missing())):
+        build.library()
