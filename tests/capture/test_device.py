@@ -100,7 +100,7 @@ def test_products_before_the_allocator_is_read_leave_no_trace() -> None:
 def test_libraries_take_their_workspaces_before_the_allocator_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(devices, "have_libraries_take_workspaces", lambda device: calls.append("products"))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: calls.append("read") or 512)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: calls.append("read") or 512)
     assert allocated_on(torch.device("cuda", 0)) == 512
     assert calls == ["products", "read"]
 
