@@ -197,6 +197,7 @@ def test_on_cuda_ways_are_tried_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -
         return measure_peak(run).peak
 
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(accelerator, "allocated_bytes", allocated)
     monkeypatch.setattr(accelerator, "time_call", lambda run, device: 1.0)
     node = _node(aten._safe_softmax.default, torch.ones(64, 96), 1)
