@@ -18,7 +18,8 @@ from checkmate.codegen.boxed import takes_one_list
 from checkmate.core.solution import Solution
 from checkmate.inspection.addresses import lives_of
 from checkmate.memory import build
-from checkmate.memory.arena import Arena, Lives, Phase
+from checkmate.memory.arena import Arena, Phase
+from checkmate.memory.lives import Lives
 from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block
 from checkmate.solvers.common.processes import BackgroundCall

@@ -10,23 +10,17 @@ units, and everything is split. Each stream, and each `torch.cuda.MemPool`, has 
 
 The bytes given and held are those of the allocator, to the byte of a simulated device, on which alone it was tried.
 Not known: where a segment is beside those before (the next one is taken to be above them), and other settings than
-``expandable_segments`` (`DeviceState.now` knows them).
+``expandable_segments`` (`checkmate.memory.cuda_replay.DeviceState.now` knows them).
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-
-from checkmate.memory.arena import Lives
-from checkmate.torch_internals.kernels import _snapshot
 
 BLOCK = 512  # bytes: sizes are multiples of it (kMinBlockSize)
 SMALL = 1 << 20  # up to this size blocks are in the small pool (kSmallSize)
@@ -34,7 +28,6 @@ SEGMENT = 2 << 20  # bytes of a segment of the small pool, and the unit of large
 LARGE_SEGMENT = 20 << 20  # bytes of a segment for blocks below `LARGE`, and what an expandable one grows by
 LARGE = 10 << 20  # from this size on a block has a segment of its own (kMinLargeAlloc)
 ENDLESS = 1 << 60  # bytes that an expandable segment may grow by: addresses of the whole device and an eighth
-STEPS = 4  # that are replayed at most, until one leaves the allocator as the one before did
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # in older versions PYTORCH_CUDA_ALLOC_CONF
 IN_USE = "active_allocated"  # what a snapshot says of a block
 
@@ -176,25 +169,19 @@ class CudaAllocator:
         Raises:
             torch.OutOfMemoryError: if the device has no room, when all that is free has been given back to it.
         """
-        block = self.taken(size, key)
-        if block is None:
-            raise torch.OutOfMemoryError(
-                f"{size} bytes are not to be had: {self.reserved} of {self.capacity} are held."
-            )
-        return block
-
-    def taken(self, size: int, key: PoolKey) -> Block | None:
-        """The same; None if the device has no room."""
         size = rounded(size, BLOCK)
         pool = self._pool(key, small=size <= SMALL)
         block = pool.fitting(size) or self._new(pool, size)
         if block is None and key[0] == (0, 0):  # while a pool is in use nothing is given back
             self.empty_cache()
             block = self._new(pool, size)
-        if block is not None:
-            pool.cut(block, size, expandable=self.expandable)
-            block.in_use = True
-            self._count(block.size, 0)
+        if block is None:
+            raise torch.OutOfMemoryError(
+                f"{size} bytes are not to be had: {self.reserved} of {self.capacity} are held."
+            )
+        pool.cut(block, size, expandable=self.expandable)
+        block.in_use = True
+        self._count(block.size, 0)
         return block
 
     def free(self, block: Block) -> None:
@@ -360,116 +347,3 @@ def segment_for(size: int) -> int:
 def rounded(size: int, to: int) -> int:
     """The least multiple of ``to`` that is not less."""
     return -(-size // to) * to
-
-
-@dataclass(frozen=True)
-class DeviceState:
-    """What PyTorch's allocator holds of a device at a time, and its settings."""
-
-    segments: tuple[dict[str, Any], ...] = ()  # as `torch.cuda.memory_snapshot` lists them, by address
-    expandable: bool = False  # it runs with ``expandable_segments:True``
-    capacity: float = math.inf  # bytes that it can have of the device in all
-    stream: int = 0  # on which the step runs
-
-    @classmethod
-    def now(cls, device: torch.device) -> DeviceState | None:
-        """The state of a CUDA device; None where settings have its allocator go by other rules than those here.
-
-        Nothing may be under way that uses memory on another stream than its own.
-        """
-        if torch.cuda.get_allocator_backend() != "native":
-            return None
-        found = _snapshot()
-        settings = found["allocator_settings"]
-        others = settings.get("max_split_size", -1) != -1, settings.get("garbage_collection_threshold", 0) != 0
-        if any((*others, *settings.get("roundup_power2_divisions", {}).values())):
-            return None
-        index = torch.cuda.current_device() if device.index is None else device.index
-        segments = [segment for segment in found["segments"] if segment["device"] == index]
-        free, _ = torch.cuda.mem_get_info(device)
-        return cls(
-            tuple(sorted(segments, key=lambda segment: segment["address"])),
-            bool(settings.get("expandable_segments")),
-            free + sum(segment["total_size"] for segment in segments),
-            torch.cuda.current_stream(device).cuda_stream,
-        )
-
-    @property
-    def asked(self) -> list[int]:
-        """Bytes of each block in use, as they were asked for."""
-        blocks = (block for segment in self.segments for block in segment["blocks"])
-        return [block["requested_size"] for block in blocks if block["state"] == IN_USE]
-
-    @property
-    def allocator(self) -> CudaAllocator:
-        """An allocator in this state."""
-        allocator = CudaAllocator(expandable=self.expandable, capacity=self.capacity)
-        for segment in self.segments:
-            allocator.add_segment(segment)
-        return allocator
-
-    @property
-    def expanding(self) -> CudaAllocator:
-        """One with expandable segments that holds what is in use here."""
-        allocator = CudaAllocator(expandable=True, capacity=self.capacity)
-        for size in self.asked:
-            allocator.take(size, self.key)
-        return allocator
-
-    @property
-    def key(self) -> PoolKey:
-        """The pools of the step's stream."""
-        return (0, 0), self.stream
-
-
-def replay(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -> Used:
-    """What an allocator gives and holds at most, from now on, while blocks are asked for and let go of.
-
-    All are let go of in the end.
-
-    Args:
-        lives: of the blocks; those that die at a moment are gone before others are born at it.
-        key: the pool that they are of, and the stream.
-
-    Raises:
-        torch.OutOfMemoryError: if the device has no room.
-
-    >>> mib = 1 << 20
-    >>> lives = Lives(np.array([4, 3, 3]) * mib, born=np.array([0, 1, 2]), died=np.array([2, 3, 4]))
-    >>> used = replay(lives, CudaAllocator())
-    >>> used.allocated // mib, used.reserved // mib  # the last gets the 4 MiB of the first
-    (7, 20)
-    """
-    allocator.reset_peaks()
-    for i, block in served(lives, allocator, key):
-        if block is None:
-            raise torch.OutOfMemoryError(f"{lives.sizes[i]} bytes are not to be had: {allocator.reserved} are held.")
-    return allocator.peaks
-
-
-def served(lives: Lives, allocator: CudaAllocator, key: PoolKey) -> Iterator[tuple[int, Block | None]]:
-    """The position and the block of each, in the order in which they are asked for; None where there is no room."""
-    held: list[tuple[int, Block]] = []  # when it dies; sorted
-    sizes, born, died = (array.tolist() for array in (lives.sizes, lives.born, lives.died))
-    for i in np.argsort(lives.born, kind="stable").tolist():
-        while held and held[0][0] <= born[i]:
-            allocator.free(held.pop(0)[1])
-        if sizes[i]:
-            block = allocator.taken(sizes[i], key)
-            if block is not None:
-                insort(held, (died[i], block), key=itemgetter(0))
-            yield i, block
-    for _, block in held:
-        allocator.free(block)
-
-
-def replay_steps(lives: Lives, allocator: CudaAllocator, key: PoolKey = ((0, 0), 0)) -> Used:
-    """The same over several steps, each of which lets go of what it leaves before the next one begins."""
-    allocated = reserved = 0
-    for _ in range(STEPS):
-        before = allocator.state
-        used = replay(lives, allocator, key)
-        allocated, reserved = max(allocated, used.allocated), max(reserved, used.reserved)
-        if allocator.state == before:
-            break
-    return Used(allocated, reserved)
