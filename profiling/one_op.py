@@ -203,7 +203,7 @@ def attempt(node: fx.Node, run: Callable[[], T]) -> T | None:
             f'cannot use any more: {str(error).strip().splitlines()[0]} Start it anew with profile="roofline:NAME", '
             "which runs nothing, and please report this op."
         ) from error
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         if "allocate memory" in str(error):
             raise
         log.debug("%s does not run on its own: %s", node.name, error)

@@ -228,19 +228,26 @@ def _selftest(args: argparse.Namespace) -> int:
         raise CheckmateError("There is no CUDA device here. --device cpu checks what can be checked without one.")
     checks = [check for check in CHECKS if check.name in (args.only or names)]
     results: list[Result] = []
+
+    def failed() -> list[str]:
+        return [result.name for result in results if result.verdict == "failed"]
+
+    def keep() -> None:  # before all, since it may not be possible, and after each: what was found is not lost
+        if args.json:
+            about = {"format": "checkmate-selftest", "version": 1, "device": args.device, "quick": args.quick}
+            _write_json(args.json, {**about, "failed": failed(), "checks": [asdict(result) for result in results]})
+
+    keep()
     with showing(lambda: f"{len(results)} of {len(checks)} checks", share=lambda: len(results) / len(checks)):
         for result in run_all(checks, Setting(args.device, args.quick), args.time_limit):
             _out(str(result))
             sys.stdout.flush()
             results.append(result)
-    failed = [result.name for result in results if result.verdict == "failed"]
-    if args.json:
-        about = {"format": "checkmate-selftest", "version": 1, "device": args.device, "quick": args.quick}
-        _write_json(args.json, {**about, "failed": failed, "checks": [asdict(result) for result in results]})
+            keep()
     counts = Counter(result.verdict for result in results)
     counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    _out(f"{'FAILED' if failed else 'passed'} on {args.device}: {counted}")
-    return _say(f"failed: {', '.join(failed)}", REFUSED) if failed else DONE
+    _out(f"{'FAILED' if failed() else 'passed'} on {args.device}: {counted}")
+    return _say(f"failed: {', '.join(failed())}", REFUSED) if failed() else DONE
 
 
 def _profile(args: argparse.Namespace) -> str:

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from checkmate.capture import random_draws
 from checkmate.cli.app import main
-from checkmate.selftest import kernels, machine, networks, steps
+from checkmate.selftest import children, kernels, machine, networks, steps
 from checkmate.selftest.catalogue import CHECKS
-from checkmate.selftest.check import Check, Finding, Setting
+from checkmate.selftest.check import Check, Finding, Result, Setting
 from checkmate.selftest.children import run_all
 from tests.support.processes import run_python
 from tests.support.simulated_cuda.install import environment, is_installed, set_waver
@@ -219,3 +219,25 @@ def test_what_is_asked_wrongly_is_said(capsys: pytest.CaptureFixture[str]) -> No
     if not torch.cuda.is_available():
         assert main(["selftest"]) == 1
         assert "There is no CUDA device here. --device cpu" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_checks_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "no folder" / "found.json"
+    assert main(["selftest", "--device", "cpu", "--only", "versions", "--json", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert "passed" not in printed.out
+    assert str(file) in printed.err
+
+
+def test_what_was_found_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, ended = tmp_path / "found.json", Result("one", "", "", "passed", "it", "", 0.1, {})
+
+    def interrupted(*args: Any) -> Iterator[Result]:
+        yield ended
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(children, "run_all", interrupted)
+    assert main(["selftest", "--device", "cpu", "--json", str(file)]) == 130
+    assert [check["name"] for check in json.loads(file.read_text())["checks"]] == ["one"]
