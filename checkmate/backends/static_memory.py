@@ -24,8 +24,6 @@ from checkmate.solvers import addresses
 from checkmate.solvers.addresses import Block
 from checkmate.solvers.common.processes import BackgroundCall
 
-log = logging.getLogger("checkmate.memory")
-
 PLACE_SECONDS = 0.5  # to place what a step allocates: the second step waits for it
 PLACE_LOWER_SECONDS = 30.0  # to place it lower, in a process of its own
 PLACE_GAP = 1e-3  # an arena that could be lower by a smaller share is low enough

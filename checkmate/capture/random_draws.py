@@ -93,7 +93,7 @@ def save_device_state(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Drawn:
-    """An op that draws on CUDA, right after ``saved = save_device_state(on)``, which it is called with."""
+    """An op that draws on an accelerator, right after ``saved = save_device_state(on)``, which it is called with."""
 
     op: OpOverload
     again: bool = False  # another time, at any time: the generator stays as it is then
