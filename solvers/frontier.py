@@ -242,8 +242,8 @@ def _solve_there(problem: Problem, calls: list[Call], client: Any) -> list[Solut
 def _answer(problem: Problem, method: str, budget: int, options: dict[str, Any]) -> Solution:
     """What a process elsewhere sends back: the runs and the figures, without what the parent has anyway."""
     solution = solve(problem, budget, method=method, progress=False, **options)
-    sends = solution.plan is not None and solution.plan.sent
-    return replace(solution, problem=None, plan=solution.plan if sends else None)  # type: ignore[arg-type]
+    plan = None if solution.plan is None or solution.plan.is_a_schedule else solution.plan
+    return replace(solution, problem=None, plan=plan)  # type: ignore[arg-type]
 
 
 def _certified(answer: Solution, bound: float) -> Solution:

@@ -93,6 +93,16 @@ class Plan:
         """The values of which there is a copy in the second memory for a while."""
         return frozenset(step.value for step in self.steps if isinstance(step, Send))
 
+    @cached_property
+    def is_a_schedule(self) -> bool:
+        """Whether R says all of it: in each stage each op runs once at most, in their order, and nothing is sent."""
+        turn, before = 0, -1
+        for k in self.runs:
+            if k <= before:
+                return False
+            turn, before = (turn + 1, -1) if k == turn else (turn, k)
+        return not self.sent
+
     def as_lists(self) -> list[list[str | int]]:
         """Each step as its name and its numbers, as JSON holds it."""
         numbers = ([n for n in vars(step).values() if n is not None] for step in self.steps)

@@ -5,7 +5,7 @@ Both are short, slow and obvious on purpose: they are what a solver's answer is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -73,6 +73,40 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         if t + 1 == graph.forward_length:
             boundary = len(steps)
     return Plan(tuple(steps), boundary)
+
+
+def lower_runs(problem: Problem, stages: Sequence[Sequence[int]]) -> Plan:
+    """The steps of what runs in each stage, in any order and as often as is said; nothing is at hand unless it is read.
+
+    >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], seconds=[1] * 4, sizes=[1] * 4)
+    >>> print(lower_runs(problem, [[0], [1], [2], [0, 3]]))
+    forward
+         0  run 0
+         1  run 1
+         2  free 0
+         3  run 2
+         4  free 1
+         5  run 0
+         6  run 3
+         7  free 0
+         8  free 2
+    """
+    graph, results = problem.graph, set(problem.graph.outputs)
+    made = {v for v, value in enumerate(graph.values) if value.producer is not None}
+    reversed_steps: list[Step] = []
+    read_later: set[int] = set()
+    of_backward = 0
+    for t in reversed(range(len(graph.ops))):
+        for k in reversed(stages[t]):
+            op = graph.ops[k]
+            dying = sorted(made.intersection((*op.inputs, *op.outputs)) - read_later - results, reverse=True)
+            saved = problem.saved(k, dying)
+            over = None if saved is None else saved[0]
+            reversed_steps += [*(Free(v) for v in dying if v != over), Run(k, over)]
+            read_later = read_later.difference(op.outputs).union(made.intersection(op.inputs))
+        if t == graph.forward_length:
+            of_backward = len(reversed_steps)
+    return Plan(tuple(reversed(reversed_steps)), len(reversed_steps) - of_backward)
 
 
 def without_slower_ways(plan: Plan, problem: Problem, budget: int) -> Plan:

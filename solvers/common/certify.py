@@ -20,7 +20,7 @@ log = logging.getLogger("checkmate.solve")
 def certify(
     problem: Problem, budget: int, found: np.ndarray | Plan, *, method: str, bound: float = 0.0, **fields: object
 ) -> Solution:
-    """The Solution that runs R (T, T), or a plan, which may send values to a second memory; verified and simulated.
+    """The Solution that runs R (T, T), or a plan, of which R may not say all; verified and simulated.
 
     The bound is raised to the cost of running each op once, which every schedule takes; one that this schedule
     contradicts was no proof, and does not count. OPTIMAL where the bound meets the cost within `OPTIMAL_GAP`.
@@ -57,7 +57,7 @@ def again(known: Solution, problem: Problem, budget: int, *, bound: float = 0.0,
     """
     assert known.schedule is not None
     about = {"method": known.method, **fields}
-    found = known.plan if known.plan is not None and known.plan.sent else known.schedule.R
+    found = known.schedule.R if known.plan is None or known.plan.is_a_schedule else known.plan
     return certify(problem, budget, found, bound=bound, **about)  # type: ignore[arg-type]
 
 

@@ -86,7 +86,7 @@ class Record:
     keep_all_peak: int  # bytes
     ops: int
     again: tuple[tuple[int, int], ...]  # (stage, op): what runs beyond each op's own stage
-    steps: tuple[tuple[str | int, ...], ...] = ()  # all of a plan that sends values to a second memory
+    steps: tuple[tuple[str | int, ...], ...] = ()  # all of a plan of which R does not say all
     boundary: int = 0  # how many of these belong to the forward
 
     @classmethod
@@ -95,7 +95,8 @@ class Record:
         assert solution.schedule is not None
         assert solution.plan is not None
         problem, again = solution.problem, np.argwhere(np.tril(solution.schedule.R, -1)).tolist()
-        steps, boundary = (solution.plan.as_lists(), solution.plan.boundary) if solution.plan.sent else ((), 0)
+        said = solution.plan.is_a_schedule
+        steps, boundary = ((), 0) if said else (solution.plan.as_lists(), solution.plan.boundary)
         return cls(
             Question.of(problem, solution.budget, method),
             solution.method,
