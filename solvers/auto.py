@@ -30,9 +30,8 @@ from checkmate.solvers.linear.moments import lifted_runs, moment_bound
 from checkmate.solvers.search.adapt import Start, adapt, as_schedule, proven_by
 from checkmate.solvers.search.backward_beam import backward_bound
 from checkmate.solvers.search.detours import Detours
-from checkmate.solvers.search.drop_runs import drop_runs
-from checkmate.solvers.search.exchange import exchange
-from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_runs
+from checkmate.solvers.search.exchange import exchange, exchange_runs
+from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan
 from checkmate.solvers.search.next_use import Tilts, next_use
 
 OVER = 0.01  # of all the time: with less left no stage begins
@@ -144,7 +143,10 @@ def _least(search: Portfolio, task: Task) -> None:
     if budget < ends.bound:
         search.incumbent.prove(float("inf"))
     if budget >= ends.peak:
-        search.incumbent.offer(drop_runs(problem, budget, least_runs(problem, time_limit=0.0)[1], task.clock), "least")
+        runs = least_plan(problem, budget, task.clock)
+        search.incumbent.offer_runs(runs, "least")
+        if search.incumbent.plan is not None:  # no search but this knows plans of which R does not say all
+            search.incumbent.offer_runs(exchange_runs(task, runs), "least")
 
 
 def _backward_bound(search: Portfolio, task: Task) -> None:

@@ -13,15 +13,14 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, as_mapping, with_rules, without_rules
-from checkmate.core.schedule import KIND
 from checkmate.core.solution import Refusal, Solution, Status, check_problem
 from checkmate.errors import RuleError, SolverError
 from checkmate.solvers.catalogue import METHODS, Method
+from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
-from checkmate.solvers.common.runs import cost_of
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.adapt import Start, as_schedule
-from checkmate.solvers.search.min_budget import TIME_LIMIT, MinBudget, bottleneck, least_runs, min_budget
+from checkmate.solvers.search.min_budget import TIME_LIMIT, MinBudget, bottleneck, ends_of, least_plan, min_budget
 from checkmate.statusline import showing
 from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_bytes
 
@@ -280,7 +279,7 @@ def _way_out(problem: Problem, ends: MinBudget) -> str:
     below = "it" if ends.proven else exact_bytes(ends.bound)
     return (
         f"Smallest budget that works: {exact_bytes(ends.peak)}{parts}. "
-        f"No schedule ({KIND}) fits below {below}.{_what_it_costs(problem)}"
+        f"No plan fits below {below}.{_what_it_costs(problem)}"
     )
 
 
@@ -288,8 +287,9 @@ def _what_it_costs(problem: Problem) -> str:
     """That the smallest budget is slow, and a budget that is not: at the very smallest hardly any order is left."""
     if problem.host is not None:  # what is waited for there is known once it is planned
         return ""
-    smallest, R = least_runs(problem, time_limit=0.0)
-    times = cost_of(problem, R) / problem.keep_all_cost if problem.keep_all_cost else 1.0
+    smallest = ends_of(problem, time_limit=0.0).peak
+    took = Tables.of(problem).seconds_of(least_plan(problem, smallest, Clock(0.0)))
+    times = took / problem.keep_all_cost if problem.keep_all_cost else 1.0
     if times <= 1 + SLOW:
         return ""
     roomier = solve(problem, min(int(ROOM * smallest), problem.keep_all_peak), time_limit=PATIENCE, progress=False)

@@ -20,7 +20,7 @@ from checkmate.core.graph import Graph
 from checkmate.core.plan import Drop, Free, Plan, Run, Send, Wait
 from checkmate.core.problem import Problem
 
-KIND = "each op once a stage at most, in PyTorch's order"  # of schedules, in words: of these alone something is proven
+KIND = "each op once a stage at most, in PyTorch's order"  # of schedules, in words: most proofs are of these
 
 
 @dataclass(frozen=True, eq=False)

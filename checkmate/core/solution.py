@@ -21,7 +21,7 @@ class Status(Enum):
     """How a solve ended. Each carries what it means.
 
     What is proven is proven of schedules, R and S: each op runs once a stage at most, in PyTorch's order. A plan that
-    runs ops again in another order may be better, or fit where no schedule does.
+    runs ops again in another order may be better, or fit where no schedule does. `checkmate.min_budget` speaks of all.
     """
 
     OPTIMAL = "optimal", f"no schedule with fewer seconds fits the budget ({KIND})"

@@ -19,7 +19,7 @@ from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, Status
 from checkmate.errors import SolverError
 from checkmate.solvers.common.certify import certify, contradicts
-from checkmate.solvers.common.runs import cost_of, lowered, peak_of
+from checkmate.solvers.common.runs import as_matrix, cost_of, lowered, peak_of
 from checkmate.solvers.common.task import Task
 from checkmate.units import format_seconds
 
@@ -50,7 +50,7 @@ class Incumbent:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.R: np.ndarray | None = None  # (T, T) bool
-        self.plan: Plan | None = None  # of R, where it sends values to a second memory
+        self.plan: Plan | None = None  # of R, where that does not say all of it
         self.cost = float("inf")  # seconds, of R
         self.bound = task.problem.keep_all_cost  # seconds that every schedule within the budget takes
         self.least_peak: int | None = None  # bytes, of all schedules that were simulated
@@ -93,8 +93,21 @@ class Incumbent:
             raise SolverError(f"The schedule of {by} is wrong: {wrong[0]}.")
         return self._keep(R.copy(), None, cost, by)
 
+    def offer_runs(self, stages: list[list[int]], by: str) -> bool:
+        """The same for what runs in each stage, in any order and as often as need be.
+
+        Raises:
+            SolverError: if it breaks another rule than the budget, or those that the problem has in words.
+        """
+        if all(ops == sorted(set(ops)) for ops in stages):
+            return self.offer(as_matrix(stages), by)
+        problem = self.task.problem
+        plan = simulator.without_slower_ways(simulator.lower_runs(problem, stages), problem, self.task.budget)
+        broken = problem.rules and simulator.verify(plan, problem)  # searches know not all of these
+        return not broken and self.offer_plan(plan, by)
+
     def offer_plan(self, plan: Plan, by: str) -> bool:
-        """The same for a plan, which may send values to a second memory.
+        """The same for a plan, of which R may not say all.
 
         Raises:
             SolverError: if it breaks another rule than the budgets.
@@ -117,7 +130,13 @@ class Incumbent:
             if cost >= self.cost:
                 return False
             if contradicts(self.bound, cost):
-                log.warning("a bound of %.6g s was wrong: a verified schedule of %s takes %.6g s", self.bound, by, cost)
+                log.log(
+                    _gravity(plan),
+                    "a bound of %.6g s was wrong: a verified schedule of %s takes %.6g s",
+                    self.bound,
+                    by,
+                    cost,
+                )
                 self.bound = self.task.problem.keep_all_cost
             self.R, self.plan, self.cost, self.found[by] = R, plan, cost, cost
             self._record(by)
@@ -130,7 +149,12 @@ class Incumbent:
         """
         with self._lock:
             if contradicts(bound, self.cost):
-                log.warning("a bound of %.6g s is wrong: a verified schedule takes %.6g s", bound, self.cost)
+                log.log(
+                    _gravity(self.plan),
+                    "a bound of %.6g s is wrong: a verified schedule takes %.6g s",
+                    bound,
+                    self.cost,
+                )
             elif bound > self.bound:  # what is no number is no bound
                 self.bound = bound
                 last = self.trajectory[-1][2] if self.trajectory else 0.0
@@ -180,3 +204,8 @@ class Incumbent:
         spent = self.task.clock.elapsed
         self.trajectory.append((spent, self.cost, min(self.bound, self.cost)))
         log.info("%s: %s, bound %s after %s", by, self._plan(), self._over(self.bound), format_seconds(spent))
+
+
+def _gravity(plan: Plan | None) -> int:
+    """Of a bound that a plan contradicts: what is proven of schedules says nothing of other plans."""
+    return logging.WARNING if plan is None or plan.is_a_schedule or plan.sent else logging.DEBUG

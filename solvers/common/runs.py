@@ -166,14 +166,21 @@ def _is_kept(problem: Problem, R: np.ndarray, v: int) -> bool:
 
 def without_useless(graph: Graph, R: np.ndarray) -> np.ndarray:
     """R (T, T) without the runs that make nothing which is read before it is made again."""
-    R = R.copy()
+    return as_matrix(useful_runs(graph, [np.flatnonzero(row).tolist() for row in R]))
+
+
+def useful_runs(graph: Graph, stages: list[list[int]]) -> list[list[int]]:
+    """The same for what runs in each stage, in any order."""
+    found: list[list[int]] = []
     needed: set[int] = set()
-    for t in reversed(range(len(R))):
-        for k in reversed(np.flatnonzero(R[t]).tolist()):
+    for t in reversed(range(len(stages))):
+        kept: list[int] = []
+        for k in reversed(stages[t]):
             op = graph.ops[k]
             if k < t and needed.isdisjoint(op.outputs):
-                R[t, k] = False
                 continue
             needed.difference_update(op.outputs)
             needed.update(op.inputs)
-    return R
+            kept.append(k)
+        found.append(kept[::-1])
+    return found[::-1]

@@ -18,15 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
 
 from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.incumbent import Incumbent
-from checkmate.solvers.common.runs import bytes_in_stages, obeys_limits
+from checkmate.solvers.common.runs import as_matrix, bytes_in_stages, obeys_limits
 from checkmate.solvers.common.task import Clock, OutOfTime, Task
-from checkmate.solvers.search.backward_search import CHUNK, KNOWN, Backward, Pending, States, Waiting, runs_of
+from checkmate.solvers.search.backward_search import CHUNK, KNOWN, Backward, Pending, States, Waiting, stages_of
 from checkmate.solvers.search.value_sets import ValueSets, grain_of
 
 LEAST_GROUP = 4  # states; fewer are not merged
@@ -34,6 +35,7 @@ WIDTHS = (64, 256, 1024, 4096)  # states of the bound that go on, unmerged: more
 BEHIND = 0.25  # of the seconds that are proven to run again: what proves less of them does not catch up when wider
 GRAIN = 5e-4  # of the budget: what all values below the grain have together
 WORTH = 10.0  # times the forward: the price of all bytes in all stages, that says what is merged
+MOST_OPS_IN_ANY_ORDER = 24  # in larger graphs all orders are too many, and what is proven is proven of schedules
 NEVER = 1e3  # times the step: the price of keeping what does not fit
 
 
@@ -45,6 +47,7 @@ class Beam(Backward):
         width: states that go on at most.
         every: make any value again in any stage, not only what op t and its reruns read. Then, with no state dropped,
             the plan is the best there is.
+        any_order: within a stage ops run again in any order, and as often as need be; else once, in theirs.
         merge: of too many states two become one; else the least promising are dropped.
         complete: no state was dropped so far but for a better one, or merged.
         price: (values with a bit, T + 1) float32, as `prices` gives it.
@@ -59,8 +62,14 @@ class Beam(Backward):
     most: float = float("inf")  # seconds of what runs again, less than which is looked for
     every: bool = False
     merge: bool = False
+    any_order: bool = False
     complete: bool = True
     beside: _Known | None = None
+
+    @cached_property
+    def has_ways(self) -> bool:
+        """Some op may write over a value."""
+        return any(self.sets.savings)
 
     def search(self, known: np.ndarray | None = None) -> np.ndarray | None:
         """R (T, T) of the cheapest plan that is found, never dearer than the known one; None without time or plan."""
@@ -68,30 +77,31 @@ class Beam(Backward):
         if self.beside is not None:
             self.most = float(self.beside.seconds[0])
         try:
-            return self._cheapest(known)[1]
+            stages = self._cheapest(known)[1]
         except OutOfTime:
             return None
+        return None if stages is None else as_matrix(stages)
 
-    def bound(self) -> tuple[float, np.ndarray | None]:
-        """Seconds of what every schedule runs again, at most ``most``; and R (T, T) of just that, if there is one.
+    def bound(self) -> tuple[float, list[list[int]] | None]:
+        """Seconds of what every schedule runs again, at most ``most``; and the stages of one that takes just that.
 
-        0.0 where the time is over.
+        In any order it is that of every plan. 0.0 where the time is over.
         """
         self.every = self.merge = True
         try:
-            seconds, R = self._cheapest(None)
+            seconds, stages = self._cheapest(None)
         except OutOfTime:
             return 0.0, None
-        return seconds, R if self.complete else None
+        return seconds, stages if self.complete else None
 
-    def _cheapest(self, known: np.ndarray | None) -> tuple[float, np.ndarray | None]:
-        """Seconds of what the cheapest plan runs again, and R (T, T); ``most`` where none is left."""
+    def _cheapest(self, known: np.ndarray | None) -> tuple[float, list[list[int]] | None]:
+        """Seconds of what the cheapest plan runs again, and its stages; ``most`` where none is left."""
         states: States = {}
         for states in self.back_from(self.sets.T - 1):
             if not states:
                 return self.most, None
         seconds, _, trail = min(states.values(), key=lambda state: state[0])
-        return seconds, runs_of(self.sets, trail, known)
+        return seconds, stages_of(self.sets, trail, known)
 
     def _begin(self, t: int, states: States, waiting: Waiting) -> None:
         sets, of, room = self.sets, self.sets.bytes_of, self.budget - self.sets.base[t]
@@ -109,19 +119,22 @@ class Beam(Backward):
         sets, of, room = self.sets, self.sets.bytes_of, self.budget - self.sets.base[t]
         reads, writes, takes, working = sets.inputs[k], sets.outputs[k], sets.tables.seconds[k], sets.working[k]
         ways, earlier = sets.savings[k], sets.free[t] & sets.below[t]
-        for (needed, asked), state in now.items():
+        for (needed, asked, must), state in now.items():
             kept = asked & ~writes
-            if not self.every or self._fits(t - 1, needed & ~kept):
-                waiting.add(needed, kept, state)
+            if not self.every or self._fits(t - 1, needed & ~(kept | must)):
+                waiting.add(needed, kept, state, must)
             seconds, held, trail = state
             seconds += takes
             if seconds >= self.most:
                 continue
             missing = of(reads & ~needed)
             short = held + missing + of(writes & ~needed) + working - room
-            if short <= 0 or (ways and short <= sets.saved(t, k, needed)):
-                again = seconds, held + missing - of(needed & writes), (trail, t, k)
-                waiting.add(needed & ~writes | reads, kept | reads & earlier, again)
+            gone, fits = of(needed & writes), short <= 0 or (ways and short <= sets.saved(t, k, needed))
+            if fits:
+                again = seconds, held + missing - gone, (trail, t, k)
+                waiting.add(needed & ~writes | reads, kept | must | reads & earlier, again)
+            if self.any_order and (must or self.has_ways or not fits or missing > gone):
+                waiting.add(needed, kept, state, must | asked & writes)
 
     def _end(self, t: int, states: States) -> States:
         begun = {needed: state for needed, state in states.items() if self._fits(t - 1, needed)}
@@ -155,7 +168,8 @@ class Beam(Backward):
             return group
         asked_of: dict[int, int] = {}
         states: States = {}
-        for (needed, asked), state in group.items():
+        for (needed, asked, must), state in group.items():
+            needed &= ~must  # as if it were to be had for nothing
             asked_of[needed] = asked_of.get(needed, 0) | asked
             if needed not in states or state[0] < states[needed][0]:
                 states[needed] = state
@@ -168,7 +182,7 @@ class Beam(Backward):
             for part in parts:
                 asked |= asked_of[part]
             seconds = min(states[part][0] for part in parts)
-            merged[needed, asked & needed] = seconds, self.sets.bytes_of(needed), None
+            merged[needed, asked & needed, 0] = seconds, self.sets.bytes_of(needed), None
         return merged
 
     def _thin(self, states: States, t: int) -> States:
@@ -301,13 +315,16 @@ def backward_bound(task: Task, incumbent: Incumbent, *, widths: Sequence[int] = 
     R = np.eye(sets.T, dtype=bool) if incumbent.R is None else incumbent.R
     worth = bytes_in_stages(problem, R)[0] / budget
     forward = problem.seconds[: problem.graph.forward_length].sum()
+    any_order, known = sets.T <= MOST_OPS_IN_ANY_ORDER, incumbent.plan
     price = prices(sets, budget, WORTH * forward / (problem.keep_all_peak * worth.sum() or 1.0) * worth)
     for width in widths:
-        beam = Beam(sets, budget, width, price, task.clock, most=incumbent.cost - once)
+        beam = Beam(sets, budget, width, price, task.clock, any_order=any_order)
+        if any_order or known is None or known.is_a_schedule:  # else schedules may all be dearer than what is known
+            beam.most = incumbent.cost - once
         again, found = beam.bound()
         incumbent.prove(once + again)
-        if found is not None and obeys_limits(problem, found):
-            incumbent.offer(found, "backward bound")
+        if found is not None and obeys_limits(problem, as_matrix(found)):
+            incumbent.offer_runs(found, "backward bound")
         if again < BEHIND * (incumbent.bound - once):
             return
         if beam.complete or task.clock.is_over or incumbent.cost - incumbent.bound <= task.gap * incumbent.cost:

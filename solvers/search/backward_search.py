@@ -24,13 +24,14 @@ from itertools import chain
 
 import numpy as np
 
+from checkmate.solvers.common.runs import as_matrix
 from checkmate.solvers.common.task import Clock, OutOfTime
 from checkmate.solvers.search.value_sets import ValueSets
 
 Trail = tuple["Trail | None", int, int]  # the trail before, a stage, and its runs: of op k, `KNOWN`, or `SCRATCH` - set
 State = tuple[float, int, "Trail | None"]  # seconds of what runs again later, bytes that must be at hand, what runs
 States = dict[int, State]  # by what must be at hand
-Pending = dict[tuple[int, int], State]  # and by what may still be made again in the stage
+Pending = dict[tuple[int, int, int], State]  # and by what may still be made again in the stage, and what must be
 KNOWN = -1  # what runs after this stage is what the known plan runs
 SCRATCH = -1
 FAR = 60  # stages: a gradient that has been let go for so long would take the whole backward to make again
@@ -52,8 +53,13 @@ class Waiting:
         self.count = 0
         self.done: States = {}
 
-    def add(self, needed: int, asked: int, state: State) -> None:
-        """A state of which the values ``asked`` may still be made again in this stage; of two, the cheaper one."""
+    def add(self, needed: int, asked: int, state: State, must: int = 0) -> None:
+        """A state of which the values ``asked`` may still be made again in this stage; of two, the cheaper one.
+
+        Those that ``must`` be are made before something else that is made again: without that the state is none.
+        """
+        if not asked and must:
+            return
         if not asked:
             known = self.done.get(needed)
             if known is None or state[0] < known[0]:
@@ -64,11 +70,11 @@ class Waiting:
         if group is None:
             group = self.groups[k] = {}
             heapq.heappush(self.queue, -k)
-        known = group.get((needed, asked))
+        known = group.get((needed, asked, must))
         if known is None:
             self.count += 1
         if known is None or state[0] < known[0]:
-            group[needed, asked] = state
+            group[needed, asked, must] = state
 
     def pop(self) -> tuple[int, Pending]:
         """The last op to decide on, and its states."""
@@ -137,24 +143,30 @@ class Backward(ABC):
         """Those of the states when stage t begins that go on."""
 
 
-def runs_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = None) -> np.ndarray:
-    """R (T, T) bool of a trail."""
-    R = np.eye(sets.T, dtype=bool)
+def stages_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = None) -> list[list[int]]:
+    """The ops that run in each stage of a trail, in order."""
+    stages: list[list[int]] = [[] for _ in range(sets.T)]
     while trail is not None:
         trail, t, what = trail
         if what >= 0:
-            R[t, what] = True
+            stages[t].append(what)
             continue
         if what == KNOWN:
             assert known is not None
-            R[t:] = known[t:]
+            stages[t:] = [np.flatnonzero(row[:i]).tolist() for i, row in enumerate(known[t:], t)]
             continue
-        missing = SCRATCH - what
+        missing, made = SCRATCH - what, []
         while missing:
             k = sets.producer[missing.bit_length() - 1]
-            R[t, k] = True
+            made.append(k)
             missing = sets.before(k, missing) & sets.free[t]
-    return R
+        stages[t] += reversed(made)
+    return [[*again, t] for t, again in enumerate(stages)]
+
+
+def runs_of(sets: ValueSets, trail: Trail | None, known: np.ndarray | None = None) -> np.ndarray:
+    """R (T, T) bool of a trail."""
+    return as_matrix(stages_of(sets, trail, known))
 
 
 @dataclass
@@ -193,7 +205,7 @@ class BackwardSearch(Backward):
         """Or all that is missing is made from nothing."""
         sets, free, done = self.sets, self.sets.free[t], waiting.done
         home = None if self.homes is None else self.homes.get(k)
-        for (needed, _), (_, _, trail) in now.items():
+        for (needed, _, _), (_, _, trail) in now.items():
             if k < sets.forward_length:
                 missing = needed & free & sets.below[k + 1]
                 scratch = sets.from_scratch(t, missing)
@@ -277,7 +289,7 @@ def find_plan(
     Raises:
         OutOfTime: where the clock runs out first.
     """
-    far = ANY if exact or homes is not None else _far(sets) if width > 1 else 0
+    far = ANY if exact or homes is not None else far_enough(sets) if width > 1 else 0
     search = BackwardSearch(sets, budget, width, clock, exact, far=far, homes=homes, complete=homes is None)
     for states in search.back_from(sets.T - 1):
         if not states:
@@ -295,7 +307,7 @@ def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) ->
     Raises:
         OutOfTime: where the clock runs out first.
     """
-    search = BackwardSearch(sets, budget, width, clock, loose=True, far=_far(sets))
+    search = BackwardSearch(sets, budget, width, clock, loose=True, far=far_enough(sets))
     with contextlib.suppress(TooWide):
         for states in search.back_from(t):
             if not states:
@@ -305,6 +317,6 @@ def refute(sets: ValueSets, budget: int, t: int, *, width: int, clock: Clock) ->
     return None
 
 
-def _far(sets: ValueSets) -> int:
+def far_enough(sets: ValueSets) -> int:
     """How long gradients may have been let go; as long as can be where updates wait for all of them, to be clipped."""
     return ANY if sets.problem.limits.until else FAR

@@ -8,15 +8,14 @@ stage lets go of what the plan does not need and runs as planned, which fits. So
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from checkmate.core.problem import Problem
-from checkmate.core.schedule import Schedule
 from checkmate.core.ways import Saving
 from checkmate.solvers.common.flat_problem import Tables
-from checkmate.solvers.common.runs import cost_of, obeys_limits, without_useless
+from checkmate.solvers.common.runs import as_matrix, obeys_limits, useful_runs
 from checkmate.solvers.common.task import Clock
 
 Worth = Callable[[int, int], float]  # of a value in a stage: the higher, the sooner it stays
@@ -35,13 +34,26 @@ def drop_runs(problem: Problem, budget: int, R: np.ndarray, clock: Clock) -> np.
     >>> drop_runs(chain, 2, np.tril(np.ones((4, 4), dtype=bool)), Clock()).sum()
     np.int64(4)
     """
-    best, cost = R, cost_of(problem, R)
+    stages = [np.flatnonzero(row).tolist() for row in R]
+    return as_matrix(drop_runs_of(problem, budget, stages, clock))
+
+
+def drop_runs_of(problem: Problem, budget: int, runs: list[list[int]], clock: Clock) -> list[list[int]]:
+    """The same for what runs in each stage, in any order: less of it, within the budget.
+
+    Stages run in PyTorch's order wherever that fits, and as they were where it does not.
+
+    >>> five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
+    >>> drop_runs_of(five, 9, [[0], [0, 1], [0, 1, 2], [0, 1, 3], [2, 0, 4]], Clock())
+    [[0], [1], [2], [3], [2, 0, 4]]
+    """
+    best, cost = runs, Tables.of(problem).seconds_of(runs)
     for _ in range(ROUNDS):
         stages, before = _Stages(problem, budget, best), cost
         for worth in stages.worths():
-            found = without_useless(problem.graph, stages.run(worth))
-            taken = cost_of(problem, found)
-            if taken < cost and obeys_limits(problem, found):
+            found = useful_runs(problem.graph, stages.run(worth))
+            taken = stages.tables.seconds_of(found)
+            if taken < cost and obeys_limits(problem, as_matrix(found)):
                 best, cost = found, taken
             if clock.is_over:
                 return best
@@ -51,12 +63,17 @@ def drop_runs(problem: Problem, budget: int, R: np.ndarray, clock: Clock) -> np.
 
 
 class _Stages:
-    def __init__(self, problem: Problem, budget: int, R: np.ndarray) -> None:
-        self.problem, self.tables, self.T = problem, Tables.of(problem), len(R)
-        tables, S = self.tables, Schedule.from_runs(problem.graph, R).S
-        moving = np.array([k >= 0 and not tables.result[v] for v, k in enumerate(tables.producer)])
-        self.moving: list[bool] = moving.tolist()
-        self.needed = [set(np.flatnonzero(row & moving).tolist()) for row in S] + [set()]
+    def __init__(self, problem: Problem, budget: int, runs: list[list[int]]) -> None:
+        self.problem, self.tables, self.T, self.planned = problem, Tables.of(problem), len(runs), runs
+        tables = self.tables
+        self.moving = [k >= 0 and not tables.result[v] for v, k in enumerate(tables.producer)]
+        self.needed = [set[int]() for _ in range(self.T + 1)]  # when each stage begins
+        for t in reversed(range(self.T)):
+            needed = set(self.needed[t + 1])
+            for k in reversed(runs[t]):
+                needed.difference_update(tables.outputs[k])
+                needed.update(v for v in tables.inputs[k] if self.moving[v])
+            self.needed[t] = needed
         self.room = budget - np.cumsum(
             [tables.resident, *(sum(tables.size[v] for v in vs if tables.result[v]) for vs in tables.outputs)]
         )
@@ -76,27 +93,36 @@ class _Stages:
             lambda v, t: 1.0 / (self.next_use[v] - t + 1),
         )
 
-    def run(self, worth: Worth) -> np.ndarray:
+    def run(self, worth: Worth) -> list[list[int]]:
         """All stages."""
-        R = np.zeros((self.T, self.T), dtype=bool)
+        runs: list[list[int]] = []
         there: set[int] = set()
         users = self.tables.users
         self.next_use = [float(us[0]) if us else np.inf for us in users]
         self.turn = [0] * len(users)
         for t in range(self.T):
             extra = sorted(there - self.needed[t], key=lambda v: worth(v, t), reverse=True)
-            for share in SHARES:
-                start = self.needed[t].union(extra[: int(share * len(extra))])
-                ops = self._missing(t, start)
+            for start, ops in self._ways(t, extra):
                 level, idle, over = self._levels(t, start, ops)
-                if level.max() <= self.room[t] or not share:
+                if level.max() <= self.room[t]:
                     break
-            R[t, ops] = True
+            runs.append(ops)
             for v in self.tables.inputs[t]:
                 self.turn[v] += 1
                 self.next_use[v] = float(users[v][self.turn[v]]) if self.turn[v] < len(users[v]) else np.inf
             there = self._keep(t, level, idle, over, worth)
-        return R
+        return runs
+
+    def _ways(self, t: int, extra: list[int]) -> Iterator[tuple[set[int], list[int]]]:
+        """What stage t may begin with, and what runs then: the most at first, and in the end as planned."""
+        for share in SHARES:
+            start = self.needed[t].union(extra[: int(share * len(extra))])
+            missing = self._missing(t, start)
+            yield start, missing
+            as_planned = [k for k in self.planned[t] if k in missing]
+            if as_planned != missing and set(as_planned).issuperset(missing):
+                yield start, as_planned
+        yield self.needed[t], self.planned[t]  # what goes in the middle of the stage is made again there
 
     def _missing(self, t: int, there: set[int]) -> list[int]:
         """The ops to run in stage t, ascending: for op t, and for what the plan needs in the next stage."""
@@ -127,6 +153,9 @@ class _Stages:
             own[i] = tables.workspace[k] + sum(tables.size[v] for v in tables.outputs[k] if not self.moving[v])
             for v in tables.outputs[k]:
                 if self.moving[v]:
+                    if last.get(v, -1) >= born.get(v, 0):  # it was at hand before, and has gone
+                        change[born[v]] += tables.size[v]
+                        change[last[v] + 1] -= tables.size[v]
                     born[v] = last[v] = i
             for v in tables.inputs[k]:
                 if self.moving[v]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.runs import as_matrix
 from checkmate.solvers.common.task import Clock, Task
 
 DEPTH = 6  # runs added at most in exchange for one
@@ -29,7 +30,12 @@ def exchange(task: Task, R: np.ndarray, *, quiet: int = 5) -> np.ndarray:
     Args:
         quiet: end after so many new starts, from the best with random changes, that came to nothing.
     """
-    line = Line(task.problem, task.budget, R)
+    return as_matrix(exchange_runs(task, [np.flatnonzero(row).tolist() for row in R], quiet=quiet))
+
+
+def exchange_runs(task: Task, stages: list[list[int]], *, quiet: int = 5) -> list[list[int]]:
+    """The same for what runs in each stage; one that runs in another order than PyTorch's keeps it, or runs less."""
+    line = Line(task.problem, task.budget, as_matrix(stages), stages)
     rng = np.random.default_rng(task.seed)
     best, best_cost = line.on.copy(), line.cost
     starts = 0
@@ -43,7 +49,7 @@ def exchange(task: Task, R: np.ndarray, *, quiet: int = 5) -> np.ndarray:
             line.become(best)
             _perturb(line, rng, 2 + starts)
     line.become(best)
-    return line.runs()
+    return line.runs_in_stages()
 
 
 def _sweep(line: Line, clock: Clock) -> None:
@@ -141,13 +147,24 @@ def places_of(problem: Problem, R: np.ndarray) -> np.ndarray:
     return np.argwhere(there)
 
 
+def _with_order(places: np.ndarray, stages: list[list[int]] | None) -> np.ndarray:
+    """Places (P, 2), ascending, those of stages that run out of order replaced by just what runs there."""
+    odd = [t for t, ops in enumerate(stages or ()) if ops != sorted(set(ops))]
+    begins = np.searchsorted(places[:, 0], [*odd, *(t + 1 for t in odd)]).reshape(2, -1)
+    for t, begin, end in reversed(list(zip(odd, *begins.tolist(), strict=True))):
+        runs = [(t, k) for k in stages[t]] if stages else []
+        places = np.concatenate([places[:begin], np.array(runs, dtype=np.int64), places[end:]])
+    return places
+
+
 class Line:
     """Places in the order in which they run, which of them are on, and the bytes at hand at each."""
 
-    def __init__(self, problem: Problem, budget: int, R: np.ndarray) -> None:
+    def __init__(self, problem: Problem, budget: int, R: np.ndarray, stages: list[list[int]] | None = None) -> None:
+        """Of R (T, T), or of ``stages`` with these runs, of which those out of order have no other places."""
         tables, T = Tables.of(problem), len(R)
         self.tables, self.T, self.room = tables, T, budget - tables.resident
-        places = places_of(problem, R)
+        places = _with_order(places_of(problem, R), stages)
         self.stage, self.op = places.T
         self.op_at: list[int] = self.op.tolist()
         self.on: np.ndarray = R[self.stage, self.op].copy()
@@ -189,6 +206,13 @@ class Line:
         R = np.zeros((self.T, self.T), dtype=bool)
         R[self.stage[self.on], self.op[self.on]] = True
         return R
+
+    def runs_in_stages(self) -> list[list[int]]:
+        """The ops that run in each stage, in order."""
+        stages: list[list[int]] = [[] for _ in range(self.T)]
+        for t, k in zip(self.stage[self.on].tolist(), self.op[self.on].tolist(), strict=True):
+            stages[t].append(k)
+        return stages
 
     def fits(self) -> bool:
         """No place has more bytes at hand than the budget allows, and no rule is broken."""

@@ -1,7 +1,8 @@
-"""The smallest budget: the smallest peak that a known plan reaches, and what no schedule stays below.
+"""The smallest budget: the smallest peak that a known plan reaches, and what no plan stays below.
 
-    clipped gradients kept, or made twice -> eviction passes -> search backwards: plans from above, refutations from
-    below, wider and wider until they meet -> what the plan need not run again is dropped
+    what runs again in any order, straight ahead: plans and proofs -> clipped gradients kept, or made twice -> eviction
+    passes -> search backwards: schedules from above, refutations from below, wider and wider until they meet -> what is
+    proven of schedules is tried on all plans -> what the plan need not run again is dropped
 
 The two ends mostly meet exactly, or within the grain: values so small that all of them together do not matter are left
 out of the search, and counted as if they were always at hand once made, and as if they always could be written over.
@@ -11,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
@@ -22,7 +24,6 @@ from checkmate.core.fingerprint import fingerprints
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, with_rules
-from checkmate.core.schedule import KIND
 from checkmate.core.solution import check_problem
 from checkmate.solvers.common.fetch_ops import WithFetches, plain_events, sendable, with_fetches
 from checkmate.solvers.common.flat_problem import Tables
@@ -30,8 +31,9 @@ from checkmate.solvers.common.made_twice import second_runs
 from checkmate.solvers.common.place_transfers import place_transfers
 from checkmate.solvers.common.runs import as_matrix, lowered, obeys_limits, on_demand, peak_of
 from checkmate.solvers.common.task import Clock, OutOfTime
-from checkmate.solvers.search.backward_search import find_plan, refute
-from checkmate.solvers.search.drop_runs import drop_runs
+from checkmate.solvers.search.any_order import AnyOrder
+from checkmate.solvers.search.backward_search import ANY, far_enough, find_plan, refute
+from checkmate.solvers.search.drop_runs import drop_runs, drop_runs_of
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
 from checkmate.solvers.search.next_use import GRID
 from checkmate.solvers.search.value_sets import ValueSets, grain_of
@@ -45,6 +47,7 @@ SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of the way from the bound to th
 SHARE_OF_LAST = 0.7  # of the time, for the step split as far as that helps; the rest is for what is split less
 SHARE_WITHOUT_HOST = 0.4  # of the time, where there is a second memory
 SHARE = 0.85  # of the time to search in; the rest is for `drop_runs`
+SHARE_OF_ANY_ORDER = 0.3  # of the time, at first
 SHARE_OF_EVICTION, SHARE_OF_PROOFS = 0.2, 0.15  # of what is left of that: eviction passes, proofs of one width
 SHARE_OF_TWICE = 0.4  # of what is left of that: plans of one width that make gradients twice
 GRAIN = 5e-4  # of the smallest budget: what all values below the grain have together
@@ -55,6 +58,7 @@ WIDTH_TWICE = 4  # of the first searches where gradients can be made twice
 REMEMBERED = 32  # problems
 NEAR_WIDER = 16  # times as many states are pursued there
 NEAR = 10  # stages after one that a search did not get beyond, to look for a proof in first
+MOST_STATES, MOST_STATES_OF_PLAN = 10_000, 3_000  # in any order; plans are found straight ahead, or not at all
 WIDE_ENOUGH = 2000  # for the smallest problems, where nothing is to be dropped; beyond it comparing them takes too long
 
 
@@ -63,11 +67,11 @@ class MinBudget:
     """The smallest budget of a problem, from both sides.
 
     >>> print(MinBudget(peak=2000, bound=1500))
-    2.00 kB (no schedule fits below 1.50 kB: each op once a stage at most, in PyTorch's order)
+    2.00 kB (no plan fits below 1.50 kB)
     """
 
     peak: int  # bytes: a plan is known that reaches no more
-    bound: int  # bytes: no schedule reaches less
+    bound: int  # bytes: no plan reaches less, in whatever order it runs ops again
     splits: tuple[str, ...] = field(default=(), repr=False)  # what runs in parts there, in words
 
     @property
@@ -77,12 +81,12 @@ class MinBudget:
 
     @property
     def proven(self) -> bool:
-        """No schedule fits a smaller budget."""
+        """No plan fits a smaller budget."""
         return self.peak == self.bound
 
     def __str__(self) -> str:
         below = "less" if self.proven else f"below {format_bytes(self.bound)}"
-        return f"{format_bytes(self.peak)} ({'; '.join((f'no schedule fits {below}: {KIND}', *self.splits))})"
+        return f"{format_bytes(self.peak)} ({'; '.join((f'no plan fits {below}', *self.splits))})"
 
 
 @dataclass
@@ -91,13 +95,27 @@ class _Known:
 
     peak: int
     R: np.ndarray  # (T, T) bool, a schedule of that peak
-    bound: int
+    bound: int  # no schedule reaches less
     op: int  # it stands in the way of less than the bound
+    least: int  # no plan reaches less
+    runs: list[list[int]] | None = None  # in each stage of a plan whose peak is below that of R
+    peak_of_runs: int = 0  # bytes of that
     time_limit: float = 0.0  # seconds that were granted for it
 
     @property
     def is_close(self) -> bool:
         return self.peak - self.bound <= CLOSE * self.peak
+
+    @property
+    def best(self) -> int:
+        """The smallest peak of all plans that are known."""
+        return self.peak if self.runs is None else min(self.peak, self.peak_of_runs)
+
+    def is_done(self, *, exact: bool) -> bool:
+        """There is nothing more to look for."""
+        if exact:
+            return self.peak == self.bound and self.best == self.least
+        return self.is_close and self.best - self.least <= CLOSE * self.best
 
 
 Mark = tuple[str, str, int]
@@ -105,7 +123,7 @@ _known: OrderedDict[Mark, _Known] = OrderedDict()  # by `_mark`, the last used a
 
 
 def min_budget(problem: Problem, *, time_limit: float = TIME_LIMIT, rules: Rules | None = None) -> MinBudget:
-    """The smallest peak of a plan that is found, and a proven lower bound of it; `least_runs` has that plan.
+    """The smallest peak of a plan that is found, and a proven lower bound of it; `least_plan` has that plan.
 
     Both are exact for problems of up to `MOST_OPS_EXACT` ops, unless time runs out, or a rule says how often an op may
     run. What is found is remembered, also for a problem that is equal but for its costs; it is looked for again only
@@ -138,14 +156,14 @@ def ends_of(problem: Problem, *, time_limit: float = TIME_LIMIT) -> MinBudget:
     if problem.host is not None:
         return _ends_with_host(problem, time_limit)
     known = _find(problem, time_limit)
-    return MinBudget(known.peak, known.bound)
+    return MinBudget(known.best, known.least)
 
 
 def _ends_with_host(problem: Problem, time_limit: float) -> MinBudget:
     """Where all that may be sent is, and comes back for nothing, no budget can be smaller; the plan waits for links."""
     plain = _find(problem.with_host(None), SHARE_WITHOUT_HOST * time_limit)
     most, plan = with_most_sent(problem, time_limit=(1 - SHARE_WITHOUT_HOST) * time_limit)
-    bound = _find(most.problem, 0.0).bound
+    bound = _find(most.problem, 0.0).least
     peak = plain.peak if plan is None else min(plain.peak, simulator.simulate(plan, problem).peak)
     return MinBudget(peak, min(bound, peak))
 
@@ -170,9 +188,28 @@ def with_most_sent(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple
 
 
 def least_runs(problem: Problem, *, time_limit: float = TIME_LIMIT) -> tuple[int, np.ndarray]:
-    """The smallest peak that a plan without a second memory was found to reach, and its R (T, T)."""
+    """The smallest peak that a schedule without a second memory was found to reach, and its R (T, T)."""
     known = _find(problem.with_host(None) if problem.host is not None else problem, time_limit)
     return known.peak, known.R
+
+
+def least_plan(problem: Problem, budget: int, clock: Clock) -> list[list[int]]:
+    """What runs in each stage of the plan of the smallest peak that is known; less of it where a budget has room.
+
+    It is one without a second memory.
+
+    >>> five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
+    >>> min_budget(five)  # the least of a schedule is 10 bytes
+    MinBudget(peak=8, bound=8)
+    >>> least_plan(five, 8, Clock())
+    [[0], [1], [2], [0, 3], [0, 1, 2, 0, 4]]
+    """
+    problem = problem.with_host(None) if problem.host is not None else problem
+    known = _find(problem, 0.0)
+    runs = known.runs
+    if runs is None or max(budget, known.peak_of_runs) >= known.peak:
+        runs = [np.flatnonzero(row).tolist() for row in known.R]
+    return drop_runs_of(problem, max(budget, known.best), runs, clock)
 
 
 def bottleneck(problem: Problem) -> int:
@@ -186,21 +223,24 @@ def _find(problem: Problem, time_limit: float) -> _Known:
     if known is None:
         peak, R = _first_plan(problem)
         op = int(problem.unavoidable_bytes.argmax())
-        known = _Known(peak, R, int(problem.unavoidable_bytes[op]), op)
+        floor = int(problem.unavoidable_bytes[op])
+        known = _Known(peak, R, floor, op, floor)
         _known[mark] = known
         if len(_known) > REMEMBERED:
             _known.popitem(last=False)
     _known.move_to_end(mark)
     exact = len(problem.graph.ops) <= MOST_OPS_EXACT
-    done = known.peak == known.bound if exact else known.is_close
-    if not done and time_limit > known.time_limit:
+    if not known.is_done(exact=exact) and time_limit > known.time_limit:
         known.time_limit = time_limit
         clock = Clock(time_limit)
         ends = _Ends(problem, known, clock.share(SHARE), exact=exact)
+        ends.run_in_any_order(clock.share(SHARE_OF_ANY_ORDER))
         with contextlib.suppress(OutOfTime):
             ends.close()
+        if not exact:
+            ends.refute_in_any_order(known.bound - 1, known.op, 1, clock)
         ends.drop_runs(clock)
-        log.info("smallest budget: %s, after %.1f s", MinBudget(known.peak, known.bound), clock.elapsed)
+        log.info("smallest budget: %s, after %.1f s", MinBudget(known.best, known.least), clock.elapsed)
     return known
 
 
@@ -219,7 +259,7 @@ def _mark(problem: Problem) -> Mark:
 
 
 class _Ends:
-    """The two ends, drawn together until they meet or time runs out."""
+    """The two ends, drawn together until they meet or time runs out: those of schedules, then those of all plans."""
 
     def __init__(self, problem: Problem, known: _Known, clock: Clock, *, exact: bool) -> None:
         self.problem, self.known, self.clock, self.exact = problem, known, clock, exact
@@ -287,9 +327,55 @@ class _Ends:
 
     def drop_runs(self, clock: Clock) -> None:
         """Drop what the plan need not run again, and see what its peak is."""
+        known = self.known
         if self.wasteful:
-            self.known.R = drop_runs(self.problem, self.known.peak, self.known.R, clock)
-            self.known.peak = peak_of(self.problem, self.known.R)
+            known.R = drop_runs(self.problem, known.peak, known.R, clock)
+            known.peak = peak_of(self.problem, known.R)
+        if known.runs is not None and known.peak_of_runs < known.peak:
+            known.runs = drop_runs_of(self.problem, known.peak_of_runs, known.runs, clock)
+            known.peak_of_runs = simulator.simulate(simulator.lower_runs(self.problem, known.runs), self.problem).peak
+
+    def run_in_any_order(self, clock: Clock) -> None:
+        """The same ends for all plans, by bisection; up to a budget for which neither a plan nor a proof is near."""
+        known = self.known
+        far, most, close = ANY, MOST_STATES, 0
+        if not self.exact:
+            far, most, close = far_enough(self.sets), MOST_STATES_OF_PLAN, int(CLOSE * known.peak)
+        low, high = known.least, known.best - self.small
+        budget = low
+        while high - low > close and not clock.is_over:
+            search = AnyOrder(self.sets, budget, clock, far, most)
+            runs = search.runs()
+            if runs is not None and self._take(runs, budget + self.small):
+                high = budget
+            elif runs is None and (search.complete or self.refute_in_any_order(budget, search.reached, NEAR, clock)):
+                known.least = low = max(known.least, min(search.least, known.best) if search.complete else 0)
+            else:
+                break
+            budget = (low + high) // 2
+        known.bound = max(known.bound, known.least)
+
+    def refute_in_any_order(self, budget: int, at: int, near: int, clock: Clock) -> bool:
+        """Whether no plan fits a budget, as is seen from a stage or those near it; it is known then."""
+        around = range(max(0, at - 1), min(at + near + 1, self.sets.T))
+        for t in sorted(around, key=lambda t: abs(t - at)):
+            search = AnyOrder(self.sets, budget, clock, far_enough(self.sets), MOST_STATES, loose=True)
+            if search.refutes(t):
+                self.known.least = max(self.known.least, min(search.least, self.known.best))
+                return True
+            if clock.is_over:
+                break
+        return False
+
+    def _take(self, runs: list[list[int]], budget: int) -> bool:
+        """Take a plan that fits a budget, if no rule is broken; its peak is simulated once runs are dropped."""
+        limits = self.problem.limits
+        if limits.most_runs:
+            times = Counter(chain.from_iterable(runs))
+            if any(times[k] > most for k, most in limits.most_runs.items()):
+                return False
+        self.known.runs, self.known.peak_of_runs = runs, max(budget, self.known.least)
+        return True
 
     def _evict(self, kinds: Sequence[Weights]) -> None:
         """A peak that is easily reached: a bisection with eviction passes of these kinds."""

@@ -24,7 +24,7 @@ from checkmate.core.host import Host
 from checkmate.core.limits import lives
 from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
 from checkmate.core.problem import Problem
-from tests.support.oracle import random_problem, random_problem_with_overwrites, random_problem_with_ways
+from tests.support.oracle import optimum, random_problem, random_problem_with_overwrites, random_problem_with_ways
 
 Label = tuple[float, ...]  # now, each link's end, and the end of each transfer under way, by value
 
@@ -90,6 +90,21 @@ def cheapest_plan(problem: Problem, budget: int, *, most_states: int = 10**7) ->
             entry = (after.now + left[following.turn], -following.turn, next(count), following, after, len(history) - 1)
             heapq.heappush(heap, entry)
     return float("inf"), None
+
+
+def smallest_peak(problem: Problem) -> int:
+    """The smallest peak of all plans."""
+    low = int(problem.unavoidable_bytes.max())
+    return next(budget for budget in itertools.count(low) if cheapest_plan(problem, budget)[1] is not None)
+
+
+def least_seconds(problem: Problem, known: list[tuple[float, int]], budget: int) -> float:
+    """Seconds of the cheapest of all plans, of a problem whose schedules are known (`outcomes`).
+
+    Where a schedule fits, the best of them has these seconds in all problems that were tried (`test_every_plan`).
+    """
+    best = optimum(known, budget)
+    return best if best < float("inf") else cheapest_plan(problem, budget)[0]
 
 
 def is_a_schedule(plan: Plan) -> bool:

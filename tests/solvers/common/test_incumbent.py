@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate import statusline
+from checkmate.core.problem import Problem
 from checkmate.core.solution import Status
 from checkmate.errors import SolverError
 from checkmate.solvers.catalogue import METHODS, Method
@@ -91,6 +93,21 @@ def test_a_bound_that_a_schedule_contradicts_is_none(caplog: pytest.LogCaptureFi
         "a bound of 6.5",
         "a bound of inf",
     ]
+
+
+def test_a_bound_of_schedules_says_nothing_of_a_plan_in_another_order(caplog: pytest.LogCaptureFixture) -> None:
+    five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
+    runs = [[0], [1], [2], [3], [2, 0, 4]]
+    incumbent = Incumbent(Task(five, 9))
+    assert not incumbent.offer_runs([[0], [1], [2], [3], [0, 2, 4]], "in order")
+    assert incumbent.least_peak == 10
+    assert incumbent.offer_runs(runs, "in any order")
+    incumbent.prove(math.inf)
+    assert (incumbent.cost, incumbent.bound, caplog.messages) == (7.0, 5.0, [])
+    before = Incumbent(Task(five, 9))
+    before.prove(math.inf)
+    assert before.offer_runs(runs, "in any order")
+    assert (before.cost, before.bound, caplog.messages) == (7.0, 5.0, [])
 
 
 def test_an_infinite_bound_proves_that_nothing_fits() -> None:

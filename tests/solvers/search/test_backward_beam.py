@@ -10,11 +10,13 @@ import pytest
 
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
+from checkmate.core.simulator import lower_runs
 from checkmate.solvers.common.certify import certify
-from checkmate.solvers.common.runs import cost_of
+from checkmate.solvers.common.runs import as_matrix, cost_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_beam import Beam, prices
 from checkmate.solvers.search.value_sets import ValueSets
+from tests.support.all_plans import least_seconds
 from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every, in_turn
 
@@ -22,42 +24,54 @@ Make = Callable[..., Problem]
 MANY = 10**6  # states: more than there are
 
 
-def beam(problem: Problem, budget: int, width: int, *, worth: float = 0.1, seconds: float = math.inf) -> Beam:
+def beam(
+    problem: Problem,
+    budget: int,
+    width: int,
+    *,
+    worth: float = 0.1,
+    seconds: float = math.inf,
+    any_order: bool = False,
+) -> Beam:
     sets = ValueSets(problem)
     price = prices(sets, budget, np.full(sets.T, worth))
-    return Beam(sets, budget, width, price, Clock(seconds))
+    return Beam(sets, budget, width, price, Clock(seconds), any_order=any_order)
 
 
-@in_turn(make=[random_problem, random_problem_with_ways], block=every(8, range(8)))
-def test_with_every_state_it_is_the_optimum(make: Make, block: int) -> None:
+@in_turn(make=[random_problem, random_problem_with_ways], block=every(8, range(8)), any_order=[False, True])
+def test_with_every_state_it_is_the_optimum(make: Make, block: int, any_order: bool) -> None:
     for seed in range(10 * block, 10 * block + 10):
         problem = make(seed, most_ops=4)
         known = outcomes(problem)
         for budget in interesting_budgets(known):
-            best, search = optimum(known, budget), beam(problem, budget, MANY)
-            seconds, R = search.bound()
+            best = least_seconds(problem, known, budget) if any_order else optimum(known, budget)
+            search = beam(problem, budget, MANY, any_order=any_order)
+            seconds, found = search.bound()
             assert search.complete
             if best == math.inf:
                 assert seconds == math.inf
-                assert R is None
+                assert found is None
                 continue
-            assert R is not None
+            assert found is not None
             assert problem.keep_all_cost + seconds == pytest.approx(best)
-            assert certify(problem, budget, R, method="beam").cost == pytest.approx(best)
+            assert certify(problem, budget, lower_runs(problem, found), method="beam").cost == pytest.approx(best)
 
 
-@in_turn(make=[random_problem, random_problem_with_ways], block=every(8, range(8)), width=[1, 2, 4])
-def test_merged_states_are_never_above_the_optimum(make: Make, block: int, width: int) -> None:
+@in_turn(
+    make=[random_problem, random_problem_with_ways], block=every(8, range(8)), width=[1, 2, 4], any_order=[False, True]
+)
+def test_merged_states_are_never_above_the_optimum(make: Make, block: int, width: int, any_order: bool) -> None:
     for seed in range(10 * block, 10 * block + 10):
         problem = make(seed, most_ops=4)
         known = outcomes(problem)
         for budget in interesting_budgets(known):
+            best = least_seconds(problem, known, budget) if any_order else optimum(known, budget)
             for worth in (0.0, 0.3):
-                seconds, R = beam(problem, budget, width, worth=worth).bound()
-                assert problem.keep_all_cost + seconds <= optimum(known, budget) + 1e-9
-                assert R is None or certify(problem, budget, R, method="beam").cost == pytest.approx(
-                    problem.keep_all_cost + seconds
-                )
+                seconds, found = beam(problem, budget, width, worth=worth, any_order=any_order).bound()
+                assert problem.keep_all_cost + seconds <= best + 1e-9
+                if found is not None:
+                    cost = certify(problem, budget, lower_runs(problem, found), method="beam").cost
+                    assert cost == pytest.approx(problem.keep_all_cost + seconds)
 
 
 def test_merging_happens_in_the_tests_above_and_loses_something() -> None:
@@ -73,9 +87,9 @@ def test_merging_happens_in_the_tests_above_and_loses_something() -> None:
 @pytest.mark.parametrize(("layers", "budget", "best"), [(8, 3, 45), (8, 5, 22), (16, 4, 67), (16, 5, 53), (16, 6, 47)])
 def test_known_optima_of_unit_chains(layers: int, budget: int, best: int) -> None:
     chain = dags.unit_chain(layers)
-    seconds, R = beam(chain, budget, MANY).bound()
-    assert R is not None
-    assert R.sum() == best == chain.keep_all_cost + seconds
+    seconds, found = beam(chain, budget, MANY).bound()
+    assert found is not None
+    assert sum(map(len, found)) == best == chain.keep_all_cost + seconds
 
 
 def test_nothing_below_what_is_asked_for_is_found_nor_proven_impossible_above() -> None:
@@ -93,8 +107,9 @@ def test_plans_fit_and_are_no_dearer_than_the_known_one(block: int) -> None:
         known = outcomes(problem)
         for budget in interesting_budgets(known)[:-1]:
             best = optimum(known, budget)
-            start = beam(problem, budget, MANY).bound()[1]
-            assert best == math.inf or start is not None
+            found = beam(problem, budget, MANY).bound()[1]
+            assert best == math.inf or found is not None
+            start = None if found is None else as_matrix(found)
             for width in (1, 3):
                 alone = beam(problem, budget, width).search()
                 assert alone is None or certify(problem, budget, alone, method="beam").cost >= best - 1e-9

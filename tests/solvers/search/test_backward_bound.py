@@ -14,7 +14,8 @@ from checkmate.solvers.common.incumbent import Incumbent
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search import backward_beam as module
 from checkmate.solvers.search.backward_beam import backward_bound
-from tests.support.oracle import interesting_budgets, optimum, outcomes, random_problem
+from tests.support.all_plans import least_seconds
+from tests.support.oracle import interesting_budgets, outcomes, random_problem
 from tests.support.sampling import every, in_turn
 
 
@@ -42,7 +43,7 @@ def test_never_above_the_optimum(block: int, grain: float, monkeypatch: pytest.M
         problem = random_problem(seed, most_ops=4)
         known = outcomes(problem)
         for budget in interesting_budgets(known):
-            best, found = optimum(known, budget), run(problem, budget, widths=(1, 3, 1000))
+            best, found = least_seconds(problem, known, budget), run(problem, budget, widths=(1, 3, 1000))
             assert found.bound <= best + 1e-9
             assert found.cost >= best - 1e-9
             if grain < 0.01 and best < math.inf:
@@ -60,7 +61,7 @@ def test_ends_where_another_bound_is_far_ahead(monkeypatch: pytest.MonkeyPatch) 
     asked: list[int] = []
     bound_of = module.Beam.bound
 
-    def bound(beam: module.Beam) -> tuple[float, np.ndarray | None]:
+    def bound(beam: module.Beam) -> tuple[float, list[list[int]] | None]:
         asked.append(beam.width)
         return bound_of(beam)
 

@@ -8,11 +8,12 @@ import numpy as np
 
 from benchmarks.networks import dags
 from checkmate.core.problem import Problem
+from checkmate.core.simulator import lower_runs, verify
 from checkmate.solvers.common.certify import certify
 from checkmate.solvers.common.runs import peak_of
 from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search.backward_search import find_plan
-from checkmate.solvers.search.drop_runs import drop_runs
+from checkmate.solvers.search.drop_runs import drop_runs, drop_runs_of
 from checkmate.solvers.search.value_sets import ValueSets
 from tests.support.oracle import all_schedules, random_problem, random_problem_with_ways
 from tests.support.sampling import in_turn
@@ -67,3 +68,12 @@ def test_of_two_that_an_op_may_write_over_one_is_kept() -> None:
     found = drop_runs(problem, 12, again, Clock())
     assert peak_of(problem, found) == 12
     assert found.sum() == 6
+
+
+def test_a_value_that_goes_in_the_middle_of_a_stage_and_is_made_again_there() -> None:
+    """Op 0's value is there when the last stage begins, and has to go while op 2 runs, beside what op 1 made."""
+    five = Problem.from_dag([[], [0], [1], [0, 1], [0, 2]], seconds=[1] * 5, sizes=[3, 4, 2, 1, 1])
+    runs = [[0], [0, 1], [0, 1, 2], [0, 3], [1, 2, 0, 4]]
+    for budget in (8, 9, 10, 12):
+        plan = lower_runs(five, drop_runs_of(five, budget, runs, Clock()))
+        assert verify(plan, five, budget) == []

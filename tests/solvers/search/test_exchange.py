@@ -14,8 +14,11 @@ from checkmate.core.schedule import Schedule
 from checkmate.solvers.common.flat_problem import Tables
 from checkmate.solvers.common.runs import as_matrix, peak_of
 from checkmate.solvers.common.task import Clock, Task
+from checkmate.solvers.search.any_order import AnyOrder
 from checkmate.solvers.search.eviction import Stuck, Weights, run_pass
-from checkmate.solvers.search.exchange import Line, exchange, places_of
+from checkmate.solvers.search.exchange import Line, exchange, exchange_runs, places_of
+from checkmate.solvers.search.value_sets import ValueSets
+from tests.support.all_plans import random_dag, smallest_peak
 from tests.support.oracle import random_problem, random_problem_with_ways
 from tests.support.sampling import in_turn
 
@@ -110,3 +113,20 @@ def test_pinned_ops_have_one_place() -> None:
         problem = random_problem(seed)
         for t, k in places_of(problem, np.eye(len(problem.graph.ops), dtype=bool)).tolist():
             assert t == k or problem.graph.ops[k].pinned is None
+
+
+@in_turn(seed=[71, 238])
+def test_what_runs_out_of_order_fits_and_is_no_dearer(seed: int) -> None:
+    """Also what runs more often than it has to."""
+    problem = random_dag(seed)
+    budget = smallest_peak(problem)
+    runs = AnyOrder(ValueSets(problem), budget, Clock()).runs()
+    assert runs is not None
+    assert any(ops != sorted(set(ops)) for ops in runs)
+    line = Line(problem, budget, as_matrix(runs), runs)
+    plan = simulator.lower_runs(problem, runs)
+    bytes_at = tuple((line.bytes_at[line.on] + line.tables.resident).tolist())
+    assert bytes_at == simulator.simulate(plan, problem).bytes_at
+    better = simulator.lower_runs(problem, exchange_runs(Task(problem, budget), runs))
+    assert simulator.verify(better, problem, budget) == []
+    assert simulator.cost(better, problem) <= simulator.cost(plan, problem)

@@ -12,12 +12,15 @@ import pytest
 from benchmarks.networks import dags
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.core.problem import Problem, Profile
+from checkmate.core.simulator import lower_runs, verify
 from checkmate.core.solution import Status
 from checkmate.solvers.common.runs import peak_of
+from checkmate.solvers.common.task import Clock
 from checkmate.solvers.search import min_budget as least
-from checkmate.solvers.search.min_budget import MinBudget, bottleneck, least_runs, min_budget
+from checkmate.solvers.search.min_budget import MinBudget, bottleneck, least_plan, least_runs, min_budget
 from checkmate.solvers.solve import solve
 from checkmate.units import exact_bytes
+from tests.support.all_plans import smallest_peak
 from tests.support.oracle import outcomes, random_problem, random_problem_with_ways
 from tests.support.sampling import every, in_turn
 
@@ -31,18 +34,15 @@ STEPS = {
 }
 
 
-def smallest(problem: Problem) -> int:
-    """The smallest peak of all schedules."""
-    return min(peak for _, peak in outcomes(problem))
-
-
 @in_turn(make=[random_problem, random_problem_with_ways], block=range(10))
-def test_both_ends_are_the_smallest_peak_of_all_schedules(make: Make, block: int) -> None:
+def test_both_ends_are_the_smallest_peak_of_all_plans(make: Make, block: int) -> None:
     for seed in range(12 * block, 12 * block + 12):
         problem = make(seed, most_ops=5 if seed % 12 == 0 else 4)
-        truth = smallest(problem)
+        truth, of_schedules = smallest_peak(problem), min(peak for _, peak in outcomes(problem))
         assert min_budget(problem) == MinBudget(truth, truth)
-        assert peak_of(problem, least_runs(problem)[1]) == truth
+        assert peak_of(problem, least_runs(problem)[1]) == of_schedules
+        plan = lower_runs(problem, least_plan(problem, truth, Clock()))
+        assert verify(plan, problem, truth) == []
 
 
 @in_turn(make=[random_problem, random_problem_with_ways], block=every(5, range(10)))
@@ -56,8 +56,9 @@ def test_the_way_of_large_problems_keeps_the_truth_between_its_ends(
     for seed in range(12 * block, 12 * block + 12):
         problem = make(1000 + seed, most_ops=5 if seed % 12 == 0 else 4)
         ends = min_budget(problem)
-        assert ends.bound <= smallest(problem) <= ends.peak
-        assert peak_of(problem, least_runs(problem)[1]) == ends.peak
+        assert ends.bound <= smallest_peak(problem) <= ends.peak
+        plan = lower_runs(problem, least_plan(problem, ends.peak, Clock()))
+        assert verify(plan, problem, ends.peak) == []
 
 
 def test_the_chains_of_the_golden_optima_need_three() -> None:
@@ -106,7 +107,7 @@ def test_a_budget_below_the_bound_is_refused_as_proven() -> None:
     assert refused.refusal.min_budget == ends.peak
     assert refused.refusal.op == problem.graph.ops[bottleneck(problem)].name
     assert exact_bytes(ends.peak) in refused.message
-    assert "No schedule (each op once a stage at most, in PyTorch's order) fits below" in refused.message
+    assert "No plan fits below" in refused.message
     met = solve(problem, ends.peak, time_limit=5)
     assert met.peak is not None
     assert met.peak <= ends.peak
@@ -138,9 +139,8 @@ def test_it_reads_well() -> None:
     ends = MinBudget(peak=2000, bound=1500)
     assert ends.gap == 0.25
     assert not ends.proven
-    kind = "each op once a stage at most, in PyTorch's order"
-    assert str(ends) == f"2.00 kB (no schedule fits below 1.50 kB: {kind})"
-    assert str(MinBudget(2000, 2000)) == f"2.00 kB (no schedule fits less: {kind})"
+    assert str(ends) == "2.00 kB (no plan fits below 1.50 kB)"
+    assert str(MinBudget(2000, 2000)) == "2.00 kB (no plan fits less)"
     assert MinBudget(0, 0).gap == 0.0
 
 
