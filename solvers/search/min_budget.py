@@ -47,7 +47,7 @@ SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)  # of the way from the bound to th
 SHARE_OF_LAST = 0.7  # of the time, for the step split as far as that helps; the rest is for what is split less
 SHARE_WITHOUT_HOST = 0.4  # of the time, where there is a second memory
 SHARE = 0.85  # of the time to search in; the rest is for `drop_runs`
-SHARE_OF_ANY_ORDER = 0.3  # of the time, at first
+SHARE_OF_ANY_ORDER = 0.8  # of the time that is left once schedules have been searched
 SHARE_OF_EVICTION, SHARE_OF_PROOFS = 0.2, 0.15  # of what is left of that: eviction passes, proofs of one width
 SHARE_OF_TWICE = 0.4  # of what is left of that: plans of one width that make gradients twice
 GRAIN = 5e-4  # of the smallest budget: what all values below the grain have together
@@ -234,11 +234,12 @@ def _find(problem: Problem, time_limit: float) -> _Known:
         known.time_limit = time_limit
         clock = Clock(time_limit)
         ends = _Ends(problem, known, clock.share(SHARE), exact=exact)
-        ends.run_in_any_order(clock.share(SHARE_OF_ANY_ORDER))
         with contextlib.suppress(OutOfTime):
             ends.close()
         if not exact:
             ends.refute_in_any_order(known.bound - 1, known.op, 1, clock)
+        if not known.is_done(exact=exact):
+            ends.run_in_any_order(clock.share(SHARE_OF_ANY_ORDER))
         ends.drop_runs(clock)
         log.info("smallest budget: %s, after %.1f s", MinBudget(known.best, known.least), clock.elapsed)
     return known
