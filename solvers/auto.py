@@ -1,6 +1,7 @@
 """The method "auto", several methods in turn: a usable plan almost at once, a bound, then what closes the gap.
 
-    a known plan adapted, or passes of next use; where none fits, the plan of the smallest peak
+    a known plan adapted, or passes of next use; where none fits, what is near to keeping everything, solved exactly,
+    or the plan of the smallest peak
     -> the search backwards, which is exact where the graph is tiny
     -> the bound of more and more moments, whose answers suggest plans
     -> the neighbourhoods of the best plan, solved exactly
@@ -142,6 +143,12 @@ def _next_use(search: Portfolio, task: Task) -> None:
         search.stuck = next_use(task, search.incumbent).stuck
 
 
+def _near_keep_all(search: Portfolio, task: Task) -> None:
+    """What makes few values again, where no pass fits: in large graphs passes make too much."""
+    if search.incumbent.R is None and (R := search.neighbourhoods.first(task.clock)) is not None:
+        search.incumbent.offer(R, "near keep-all")
+
+
 def _least(search: Portfolio, task: Task) -> None:
     """The plan of the smallest peak, where no pass fits."""
     if search.incumbent.R is not None:
@@ -216,10 +223,11 @@ class Stage:
 STAGES = (
     Stage("known", _known, 0.1),
     Stage("next-use", _next_use, 0.05),
+    Stage("near keep-all", _near_keep_all, 0.5),
     Stage("least", _least, 0.5),
     Stage("exact at once", _backward_bound, 0.3, most_ops=50),
     Stage("bound", _bound, 0.5),
-    Stage("neighbourhoods", _neighbourhoods, 0.5),
+    Stage("neighbourhoods", _neighbourhoods, 0.4),
     Stage("detours", _detours, 0.3),
     Stage("backward bound", _backward_bound, 0.3, most_ops=200),
     Stage("tilted", _tilted, 0.2),

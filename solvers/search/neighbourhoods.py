@@ -39,6 +39,7 @@ from checkmate.solvers.common.runs import cost_of, fits, without_useless
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.linear import highs
 from checkmate.solvers.linear.equations import cost_unit, size_unit
+from checkmate.solvers.linear.highs import Outcome
 from checkmate.solvers.linear.model import NONE, Model
 
 ROOMS = (1.0, 0.96, 0.92)  # of the way from what is unavoidable to the budget: what relaxations are solved within
@@ -46,7 +47,8 @@ PART = 0.01  # of a run: less of it in a relaxation is none
 LEVELS = 3  # at most: of inputs of inputs of what runs
 FINE = 3e-4  # of the cost: what a neighbourhood is solved to
 WORTH = 1e-4  # of the cost: a smaller gain is none
-SHARE = 0.4  # of the time left: one neighbourhood
+FIRST = 0.5  # of the time, for a plan where there is none
+PATIENCE, MORE = 2.0, 2  # seconds for the first neighbourhood, and times as many once that was too little
 
 
 class Neighbourhoods:
@@ -62,6 +64,7 @@ class Neighbourhoods:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.levels = 1  # of inputs
+        self.patience = PATIENCE  # seconds for a neighbourhood; where it is not solved, others have their turn first
         self.spent: np.ndarray | None = None  # the schedule around which nothing better was found
 
     def is_over(self, R: np.ndarray) -> bool:
@@ -72,33 +75,47 @@ class Neighbourhoods:
         """A schedule (T, T) within the budget that is no dearer than R, which is within the budget too."""
         problem = self.task.problem
         while not clock.is_over and not self.is_over(R):
-            found = self._best_around(R, clock)
+            found, solved = self._best_around(R, clock)
             better = cost_of(problem, found) < cost_of(problem, R) * (1 - WORTH)
             R = found
-            if not better and not clock.is_over:
+            if not solved:
+                self.patience *= MORE
+            if not better and (not solved or clock.is_over):
+                break
+            if not better:
                 self.levels = self.levels % LEVELS + 1
                 self.spent = R if self.levels == 1 else None
         return R
 
-    def _best_around(self, R: np.ndarray, clock: Clock) -> np.ndarray:
-        """The best schedule of what relaxations run near R, or R."""
+    def first(self, clock: Clock) -> np.ndarray | None:
+        """A schedule within the budget near the one that runs nothing again; None where none is found."""
+        R = np.eye(len(self.task.problem.graph.ops), dtype=bool)
+        self.patience = FIRST * clock.left
+        found, _ = self._best_around(R, clock)
+        self.patience = PATIENCE
+        return found if found is not R or fits(self.task.problem, self.task.budget, R) else None
+
+    def _best_around(self, R: np.ndarray, clock: Clock) -> tuple[np.ndarray, bool]:
+        """The best schedule of what relaxations run near R, or R if there is none; and whether all was solved."""
         problem, budget, threads = self.task.problem, self.task.budget, self.task.threads
         around, free = places_around(problem, R, self.levels), R.copy()
         least = int(problem.unavoidable_bytes.max())
         for room in ROOMS:
             near = build(problem, least + int(room * (budget - least)), R, around)
             relaxed = highs.run(near.model, relax=True, time_limit=clock.left, threads=threads)
-            if relaxed.x is not None:
-                free |= near.runs(relaxed.x, PART)
-            if clock.is_over:
-                return R
-        near, limit = build(problem, budget, R, free), SHARE * clock.left
+            if relaxed.x is None:
+                break
+            free |= near.runs(relaxed.x, PART)
+        if clock.is_over:
+            return R, False
+        near, limit = build(problem, budget, R, free), min(self.patience, clock.left)
         answer = highs.run(near.model, gap=FINE, time_limit=limit, threads=threads, start=near.start(R))
+        solved = answer.outcome is not Outcome.STOPPED
         if answer.x is None:
-            return R
+            return R, solved
         found = without_useless(problem.graph, near.runs(answer.x))
-        cheaper = cost_of(problem, found) < cost_of(problem, R)
-        return found if cheaper and fits(problem, budget, found) else R
+        better = cost_of(problem, found) < cost_of(problem, R) or not fits(problem, budget, R)
+        return (found if better and fits(problem, budget, found) else R), solved
 
 
 def places_around(problem: Problem, R: np.ndarray, levels: int) -> np.ndarray:

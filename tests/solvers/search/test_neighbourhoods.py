@@ -90,6 +90,7 @@ def test_the_chain_is_solved_from_its_plan_of_the_smallest_peak() -> None:
     assert (peak_of(chain, found) <= 4, found.sum()) == (True, 26)  # the optimum
 
 
+@pytest.mark.slow
 def test_a_graph_without_structure_is_planned_far_better_than_by_passes() -> None:
     problem = layered(250)
     task = Task(problem, int(0.8 * problem.keep_all_peak), Clock(1.0))
@@ -107,3 +108,16 @@ def test_without_time_the_plan_stays() -> None:
     chain = dags.unit_chain(4)
     start = least_runs(chain)[1]
     assert np.array_equal(Neighbourhoods(Task(chain, 4)).search(start, Clock(0.0)), start)
+
+
+def test_a_first_plan_is_near_keeping_everything_where_that_can_be() -> None:
+    problem = layered(250)
+    search = Neighbourhoods(Task(problem, int(0.9 * problem.keep_all_peak)))
+    found = search.first(Clock(20.0))
+    assert found is not None
+    assert fits(problem, search.task.budget, found)
+    assert 1 < cost_of(problem, found) / problem.keep_all_cost < 1.1
+    chain = dags.unit_chain(4)
+    assert Neighbourhoods(Task(chain, 1)).first(Clock(5.0)) is None
+    kept = Neighbourhoods(Task(chain, chain.keep_all_peak)).first(Clock(5.0))
+    assert np.array_equal(kept, np.eye(9, dtype=bool))
