@@ -4,8 +4,8 @@
     or the plan of the smallest peak
     -> the search backwards, which is exact where the graph is tiny
     -> the bound of more and more moments, whose answers suggest plans
-    -> the neighbourhoods of the best plan, solved exactly
-    -> detours from the best plan, backwards; a bound by the search backwards; tilted passes
+    -> detours from the best plan, backwards; its neighbourhoods, solved exactly
+    -> a bound by the search backwards; tilted passes
     -> the exact model, where the graph is small; else more tilted passes, detours and neighbourhoods in turn
 
 Each stage starts from the best plan so far and ends once the gap asked for is proven or its share of time is spent.
@@ -202,7 +202,7 @@ def _in_turn(search: Portfolio, task: Task) -> None:
     """Tilted passes, detours and neighbourhoods in turn, until beams are as wide as can be and none finds anything."""
     best, before = search.incumbent, float("inf")
     while search.is_open:
-        for part in (_neighbourhoods, _tilted, _detours):
+        for part in (_tilted, _detours, _neighbourhoods):
             if search.is_open:
                 part(search, task.within(min(search.left, SHARE_OF_TURN * search.task.clock.limit)))
         if best.cost >= before * (1 - 1e-9) and (best.R is None or search.detours.is_over):
@@ -227,8 +227,8 @@ STAGES = (
     Stage("least", _least, 0.5),
     Stage("exact at once", _backward_bound, 0.3, most_ops=50),
     Stage("bound", _bound, 0.5),
-    Stage("neighbourhoods", _neighbourhoods, 0.4),
     Stage("detours", _detours, 0.3),
+    Stage("neighbourhoods", _neighbourhoods, 0.4),
     Stage("backward bound", _backward_bound, 0.3, most_ops=200),
     Stage("tilted", _tilted, 0.2),
     Stage("exact", lambda search, task: milp(task, search.incumbent), 1.0, most_ops=150),
