@@ -42,13 +42,13 @@ from checkmate.solvers.linear.equations import cost_unit, size_unit
 from checkmate.solvers.linear.highs import Outcome
 from checkmate.solvers.linear.model import NONE, Model
 
-ROOMS = (1.0, 0.96, 0.92)  # of the way from what is unavoidable to the budget: what relaxations are solved within
+ROOMS = (1.0, 0.96)  # of the way from what is unavoidable to the budget: what relaxations are solved within
 PART = 0.01  # of a run: less of it in a relaxation is none
 LEVELS = 3  # at most: of inputs of inputs of what runs
 FINE = 3e-4  # of the cost: what a neighbourhood is solved to
 WORTH = 1e-4  # of the cost: a smaller gain is none
-FIRST = 0.5  # of the time, for a plan where there is none
-PATIENCE, MORE = 2.0, 2  # seconds for the first neighbourhood, and times as many once that was too little
+FIRST = 0.1  # of the time: the neighbourhood of keeping everything, for a plan where there is none
+PATIENCE, MORE = 2.0, 2  # seconds for a neighbourhood at first, and times as many where that gains but is too little
 
 
 class Neighbourhoods:
@@ -64,7 +64,7 @@ class Neighbourhoods:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.levels = 1  # of inputs
-        self.patience = PATIENCE  # seconds for a neighbourhood; where it is not solved, others have their turn first
+        self.patience = PATIENCE  # seconds; a neighbourhood that is not solved then and gains nothing ends the search
         self.spent: np.ndarray | None = None  # the schedule around which nothing better was found
 
     def is_over(self, R: np.ndarray) -> bool:
@@ -78,12 +78,10 @@ class Neighbourhoods:
             found, solved = self._best_around(R, clock)
             better = cost_of(problem, found) < cost_of(problem, R) * (1 - WORTH)
             R = found
-            if not solved:
+            if better and not solved:
                 self.patience *= MORE
-            if not better and (not solved or clock.is_over):
-                break
-            if not better:
-                self.levels = self.levels % LEVELS + 1
+            elif not better and not clock.is_over:
+                self.levels = self.levels % LEVELS + 1 if solved else 1
                 self.spent = R if self.levels == 1 else None
         return R
 
