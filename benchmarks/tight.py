@@ -25,7 +25,7 @@ from checkmate.solvers.solve import solve
 
 TRAINED = "bench-"
 BENCH = ("gpt2", "lstm", "mobilenetv2", "resnet18", "resnet50", "unet", "vgg16", "vit")
-HEADER = ("network", "ops", "budget", "limit", "recomputed", "gap", "first plan", "seconds")
+HEADER = ("network", "ops", "budget", "limit", "recomputed", "after a second", "gap", "first plan", "seconds")
 LEAST_GAP = 1e-5  # what is drawn for less: a logarithm has no zero
 
 
@@ -75,13 +75,14 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    cost = row["cost_ratio"]
+    cost, early = row["cost_ratio"], row.get("second_ratio")  # older rows have none
     return [
         row["network"],
         str(row["ops"]),
         f"{row['times']:.2f}",
         f"{row['time_limit']:g} s",
         row["status"] if cost is None else f"{cost - 1:.2%}",
+        "–" if early is None else f"{early - 1:.2%}",
         shown(row["gap"], ".2%"),
         shown(row["first_plan_seconds"], ".1f", " s"),
         f"{row['seconds']:.1f} s",

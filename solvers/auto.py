@@ -1,10 +1,12 @@
 """The method "auto", several methods in turn: a usable plan almost at once, a bound, then what closes the gap.
 
-    a known plan adapted, or passes of next use; where none fits, the plan of the smallest peak
+    a known plan adapted, or passes of next use; where none fits, what is near to keeping everything, solved exactly,
+    or the plan of the smallest peak
     -> the search backwards, which is exact where the graph is tiny
     -> the bound of more and more moments, whose answers suggest plans
-    -> detours from the best plan, backwards; a bound by the search backwards; tilted passes
-    -> the exact model, where the graph is small; else more tilted passes and detours in turn
+    -> detours from the best plan, backwards; its neighbourhoods, solved exactly
+    -> a bound by the search backwards; tilted passes
+    -> the exact model, where the graph is small; else more tilted passes, detours and neighbourhoods in turn
 
 Each stage starts from the best plan so far and ends once the gap asked for is proven or its share of time is spent.
 """
@@ -32,6 +34,7 @@ from checkmate.solvers.search.backward_beam import backward_bound
 from checkmate.solvers.search.detours import Detours
 from checkmate.solvers.search.exchange import exchange, exchange_runs
 from checkmate.solvers.search.min_budget import TIME_LIMIT, ends_of, least_plan
+from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 from checkmate.solvers.search.next_use import Tilts, next_use
 
 OVER = 0.01  # of all the time: with less left no stage begins
@@ -117,6 +120,11 @@ class Portfolio:
         """The beams so far."""
         return Detours(self.task)
 
+    @cached_property
+    def neighbourhoods(self) -> Neighbourhoods:
+        """How far was looked around the best plan."""
+        return Neighbourhoods(self.task)
+
 
 def _known(search: Portfolio, task: Task) -> None:
     """The plan to begin with, as it is if that closes the gap, or adapted."""
@@ -132,6 +140,12 @@ def _next_use(search: Portfolio, task: Task) -> None:
     """Passes of eviction, where there is no plan yet."""
     if search.incumbent.R is None:
         search.stuck = next_use(task, search.incumbent).stuck
+
+
+def _near_keep_all(search: Portfolio, task: Task) -> None:
+    """What makes few values again, where no pass fits: in large graphs passes make too much."""
+    if search.incumbent.R is None and (R := search.neighbourhoods.first(task.clock)) is not None:
+        search.incumbent.offer(R, "near keep-all")
 
 
 def _least(search: Portfolio, task: Task) -> None:
@@ -165,6 +179,13 @@ def _bound(search: Portfolio, task: Task) -> None:
         offer(lifted_runs(task.problem, found))
 
 
+def _neighbourhoods(search: Portfolio, task: Task) -> None:
+    """Look around the best plan, and around what that finds."""
+    best = search.incumbent
+    if best.R is not None and best.plan is None and not search.neighbourhoods.is_over(best.R):
+        best.offer(search.neighbourhoods.search(best.R, task.clock), "neighbourhoods")
+
+
 def _detours(search: Portfolio, task: Task) -> None:
     """Beams beside the best plan for so long, as wide as they were left."""
     best = search.incumbent
@@ -180,10 +201,11 @@ def _tilted(search: Portfolio, task: Task) -> None:
 
 
 def _in_turn(search: Portfolio, task: Task) -> None:
-    """Tilted passes and detours in turn, until beams are as wide as can be and neither finds anything."""
+    """Tilted passes, detours and neighbourhoods in turn, until beams are as wide as can be and none finds anything."""
     best, before = search.incumbent, float("inf")
     while search.is_open:
-        for part in (_tilted, _detours):
+        looked_around = (_neighbourhoods,) if "neighbourhoods" in best.found else ()  # it is of use for this step
+        for part in (_tilted, _detours, *looked_around):
             if search.is_open:
                 part(search, task.within(min(search.left, SHARE_OF_TURN * search.task.clock.limit)))
         if best.cost >= before * (1 - 1e-9) and (best.R is None or search.detours.is_over):
@@ -204,10 +226,12 @@ class Stage:
 STAGES = (
     Stage("known", _known, 0.1),
     Stage("next-use", _next_use, 0.05),
+    Stage("near keep-all", _near_keep_all, 0.5),
     Stage("least", _least, 0.5),
     Stage("exact at once", _backward_bound, 0.3, most_ops=50),
     Stage("bound", _bound, 0.5),
     Stage("detours", _detours, 0.3),
+    Stage("neighbourhoods", _neighbourhoods, 0.4),
     Stage("backward bound", _backward_bound, 0.3, most_ops=200),
     Stage("tilted", _tilted, 0.2),
     Stage("exact", lambda search, task: milp(task, search.incumbent), 1.0, most_ops=150),

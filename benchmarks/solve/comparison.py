@@ -109,7 +109,8 @@ def facts(solution: Solution) -> Row:
     """The figures of a solution; costs and bounds are relative to running each op once.
 
     A method that tells its progress does so as ``details["trajectory"]``: seconds, cost and bound, each time that one
-    of them became better. None stands for what there is not.
+    of them became better; ``second_ratio`` is the cost of the best plan after a second. None stands for what there is
+    not.
     """
     problem = solution.problem
     base = problem.keep_all_cost
@@ -129,6 +130,7 @@ def facts(solution: Solution) -> Row:
         "gap": _finite(solution.gap),
         "peak": solution.peak,
         "seconds": solution.seconds,
+        "second_ratio": next((cost for seconds, cost, _ in reversed(trajectory) if seconds <= 1.0), None),
         "first_plan_seconds": next((seconds for seconds, cost, _ in trajectory if cost is not None), None),
         "trajectory": trajectory,
         "message": solution.message,

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.task import Clock
 
 NEVER = 2**31 - 1  # a stage after all others
 
@@ -43,12 +44,15 @@ class Stuck:
     missing_bytes: int
 
 
-def run_pass(tables: Tables, budget: int, weights: Weights) -> list[list[int]] | Stuck:
-    """For each stage the ops that run, ascending; or where the budget was too small for this order of evictions."""
+def run_pass(tables: Tables, budget: int, weights: Weights, clock: Clock | None = None) -> list[list[int]] | Stuck:
+    """For each stage the ops that run, ascending; or where the budget was too small for this order of evictions.
+
+    Or where the clock was over: a pass that makes much again, and that again, is slow, and of no use.
+    """
     state = _State(tables, budget, weights)
     stages = []
     for t in range(len(tables.inputs)):
-        ran = state.stage(t)
+        ran = Stuck(t, t, 0) if clock is not None and clock.is_over else state.stage(t)
         if isinstance(ran, Stuck):
             return ran
         stages.append(ran)

@@ -27,6 +27,8 @@ from checkmate.units import format_bytes
 
 METHOD = "next-use"
 PASSES_TAKE = 0.5  # of the time, at most
+FIRST_TAKES = 3.0  # seconds that the first pass may take, however little time there is
+CLEARLY = 0.99  # of the seconds of the best pass so far: what takes less is offered at once
 MOST_IMPROVED = 3  # plans that local search starts from
 GRID = tuple(Weights(a, b, c) for b, c, a in itertools.product((1.0, 0.5), (0.5, 0.0, 1.0, 2.0), (1.0, 0.5, 2.0)))
 POOL = 6  # plans improved side by side
@@ -50,13 +52,14 @@ def next_use(task: Task, incumbent: Incumbent) -> Remarks:
     best: list[tuple[float, list[list[int]]]] = []  # the cheapest first: seconds, and per stage the ops that run
     passes = 0
     for weights in GRID:
-        stages, passes = run_pass(tables, task.budget, weights), passes + 1
+        pass_clock = clock if passes else Clock(max(FIRST_TAKES, clock.left))
+        stages, passes = run_pass(tables, task.budget, weights, pass_clock), passes + 1
         if isinstance(stages, Stuck):
             stuck = stages
         else:
-            if not best:
-                incumbent.offer(as_matrix(stages), METHOD)  # a usable plan at once
             cost = tables.seconds_of(stages)
+            if not best or cost < CLEARLY * best[0][0]:
+                incumbent.offer(as_matrix(stages), METHOD)  # a usable plan at once
             if all(abs(cost - known) > 1e-9 * known for known, _ in best):
                 best = sorted([*best, (cost, stages)], key=lambda plan: plan[0])[:MOST_IMPROVED]
         if clock.is_over:

@@ -17,6 +17,7 @@ def test_a_row_is_of_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tight, "count_own_seconds", lambda: None)  # it is for the whole process
     (row,) = tight.rows_of("chain-16", [1.5], 2.0)
     assert (row["smallest"], row["budget"], row["cost_ratio"], row["gap"]) == (3, 4, 67 / 33, 0.0)
+    assert row["second_ratio"] >= row["cost_ratio"]
 
 
 def test_the_table_and_the_lines_show_the_last_rows_of_the_longest_limit() -> None:
@@ -31,12 +32,13 @@ def test_the_table_and_the_lines_show_the_last_rows_of_the_longest_limit() -> No
             (1.5, 60.0, 1.0, 0.0),
         )
     ]
+    rows[2]["second_ratio"] = 1.6  # older rows have none
     text = [line for line in tight.markdown(rows).splitlines() if line.startswith("| net |")]
     assert text == [
-        "| net | 7 | 1.02 | 60 s | feasible | – | 0.5 s | 3.0 s |",
-        "| net | 7 | 1.10 | 10 s | 30.00% | 20.00% | 0.5 s | 3.0 s |",
-        "| net | 7 | 1.10 | 60 s | 25.00% | 5.00% | 0.5 s | 3.0 s |",
-        "| net | 7 | 1.50 | 60 s | 0.00% | 0.00% | 0.5 s | 3.0 s |",
+        "| net | 7 | 1.02 | 60 s | feasible | – | – | 0.5 s | 3.0 s |",
+        "| net | 7 | 1.10 | 10 s | 30.00% | – | 20.00% | 0.5 s | 3.0 s |",
+        "| net | 7 | 1.10 | 60 s | 25.00% | 60.00% | 5.00% | 0.5 s | 3.0 s |",
+        "| net | 7 | 1.50 | 60 s | 0.00% | – | 0.00% | 0.5 s | 3.0 s |",
     ]
     ((network, distances, gaps),) = tight.lines_of(rows)
     assert network == "net"

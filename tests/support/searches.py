@@ -10,6 +10,7 @@ from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.adapt import adapt
 from checkmate.solvers.search.drop_runs import drop_runs
 from checkmate.solvers.search.exchange import exchange
+from checkmate.solvers.search.neighbourhoods import Neighbourhoods
 from checkmate.solvers.search.next_use import Tilts
 
 
@@ -25,3 +26,4 @@ def found_from(task: Task, dearest: np.ndarray, every: Sequence[np.ndarray]) -> 
     yield adapt(task, dearest)
     yield adapt(task, max(every, key=lambda R: float(R.sum())))
     yield Tilts(task).search(Clock(0.05))
+    yield Neighbourhoods(task).search(dearest, Clock(0.2))

@@ -1,0 +1,152 @@
+"""How good plans of `auto` are for graphs without any structure: random layered ones, with no forward and backward.
+
+    python -m benchmarks.random_graphs [--ops 100 250 500 1000] [--share 0.9 0.8] [--time-limit 60] [--seed 0]
+    python -m benchmarks.random_graphs --report     # from the rows: results/random_graphs.md
+
+Bartan et al. used graphs of this kind, at the same shares of the peak of keeping everything ("Moccasin: Efficient
+Tensor Rematerialization for Neural Networks", 2023). Ours are drawn so, from a seed, for n ops:
+
+1. Layers. The first and the last have one op each; of those between, the mean one has 0.65 sqrt(n) ops. Each has from a
+   quarter to seven quarters of that, drawn evenly and rounded, at least one; where n ops are reached it is cut off.
+2. Reads. An op reads each op of the layer before with a chance of 0.25, and one of them at least. One that nobody in
+   the next layer reads is read by an op there, drawn evenly. From a third layer on, an op also reads as many as a
+   Poisson number of mean 0.16 times those, drawn evenly among all ops of the layers further back. Together 2 to 6.
+3. Order. Ops run in an order drawn at random: of those whose inputs are made, one of the lowest layer with a chance of
+   a half, else any, drawn evenly.
+4. Bytes and seconds. A value has 0.1 MB and an exponential number of mean 2 MB more, an op takes 0 to 1 ms, drawn
+   evenly; all are independent.
+
+The result is the value of the last op. One row for each
+graph and budget, each solve a process of its own, on one thread; seconds, those of the limit too, are the ones that the
+process computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from benchmarks.common.own_seconds import count_own_seconds
+from benchmarks.common.rows import Row, latest, shown
+from benchmarks.common.runner import Benchmark, document, where_from
+from benchmarks.solve.comparison import ONE_THREAD, figures
+from checkmate.core.problem import Problem
+from checkmate.core.table import Table
+from checkmate.solvers.solve import solve
+
+MEAN_LAYER = 0.65  # of the square root of n
+FROM, TO = 0.25, 1.75  # of the mean layer
+NEXT = 0.25  # how likely each op of the layer before is read
+FARTHER = 0.16  # of the reads of the layer before: how many come from farther back
+LOWEST = 0.5  # how likely the next op to run is one of the lowest layer
+KB, MB, MS = 10**3, 10**6, 1e-3
+HEADER = ("ops", "budget", "limit", "recomputed", "after a second", "bound", "gap", "first plan", "seconds")
+
+
+def layered(ops: int, seed: int = 0) -> Problem:
+    """A random layered graph, as the module says.
+
+    >>> problem = layered(100, seed=1)
+    >>> len(problem.graph.ops), problem.graph.outputs
+    (100, (99,))
+    """
+    rng = np.random.default_rng([ops, seed])
+    layers = _layers(ops, rng)
+    deps: list[set[int]] = [set() for _ in range(ops)]
+    for before, layer in itertools.pairwise(layers):
+        for k in layer:
+            deps[k].update(d for d in before if rng.random() < NEXT)
+            if not deps[k]:
+                deps[k].add(int(rng.choice(before)))
+        for d in before:
+            if all(d not in deps[k] for k in layer):
+                deps[int(rng.choice(layer))].add(d)
+        for k in layer if before.start else ():
+            farther = rng.poisson(FARTHER * len(deps[k]))
+            deps[k].update(rng.integers(before.start, size=farther).tolist())
+    place = {k: i for i, k in enumerate(_order(layers, deps, rng))}
+    renamed = sorted((place[k], sorted(place[d] for d in ds)) for k, ds in enumerate(deps))
+    sizes = 100 * KB + rng.exponential(2 * MB, ops).astype(int)
+    return Problem.from_dag([ds for _, ds in renamed], (MS * rng.random(ops)).tolist(), sizes.tolist())
+
+
+def _layers(ops: int, rng: np.random.Generator) -> list[range]:
+    mean = MEAN_LAYER * ops**0.5
+    layers = [range(1)]
+    while (first := layers[-1].stop) < ops - 1:
+        layers.append(range(first, min(ops - 1, first + max(1, round(mean * rng.uniform(FROM, TO))))))
+    return [*layers, range(ops - 1, ops)]
+
+
+def _order(layers: Sequence[range], deps: Sequence[Collection[int]], rng: np.random.Generator) -> Iterator[int]:
+    """The ops as they run."""
+    layer = {k: i for i, of in enumerate(layers) for k in of}
+    lacking = {k: set(ds) for k, ds in enumerate(deps)}
+    while lacking:
+        ready = [k for k, ds in lacking.items() if not ds]
+        if rng.random() < LOWEST:
+            ready = [k for k in ready if layer[k] == min(layer[j] for j in ready)]
+        k = int(rng.choice(ready))
+        del lacking[k]
+        for ds in lacking.values():
+            ds.discard(k)
+        yield k
+
+
+def rows_of(ops: int, share: float, time_limit: float, seed: int) -> Iterator[Row]:
+    """Solve one graph within a share of the peak of keeping everything, in seconds that this process computes."""
+    problem = layered(ops, seed)
+    count_own_seconds()
+    found = figures(solve(problem, int(share * problem.keep_all_peak), time_limit=time_limit, progress=False))
+    reads = sum(len(op.inputs) for op in problem.graph.ops)
+    yield {"share": share, "seed": seed, "time_limit": time_limit, "reads": reads, **found}
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table with a line that says where the rows are from."""
+    last = sorted(latest(rows, "ops", "share", "seed", "time_limit"), key=lambda row: (row["ops"], -row["share"]))
+    return document(
+        "Random layered graphs",
+        f"Made by `python -m benchmarks.random_graphs` at {where_from(last)}, one thread; seconds are those that the "
+        "process computed. Budgets are shares of the peak of keeping everything; the bound is what every plan runs "
+        "again at least, in proportion to running each op once.",
+        Table(HEADER, [_cells(row) for row in last], HEADER),
+    )
+
+
+def _cells(row: Row) -> list[str]:
+    cost, early = row["cost_ratio"], row["second_ratio"]
+    return [
+        str(row["ops"]),
+        f"{row['share']:.2f}",
+        f"{row['time_limit']:g} s",
+        row["status"] if cost is None else f"{cost - 1:.2%}",
+        "–" if early is None else f"{early - 1:.2%}",
+        f"{row['bound_ratio'] - 1:.2%}",
+        shown(row["gap"], ".2%"),
+        shown(row["first_plan_seconds"], ".1f", " s"),
+        f"{row['seconds']:.1f} s",
+    ]
+
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "random_graphs.jsonl",
+    rows_of,
+    HEADER,
+    _cells,
+    options={
+        "ops": ((100, 250, 500, 1000), "of each graph"),
+        "share": ((0.9, 0.8), "of the peak of keeping everything"),
+        "time_limit": (60.0, "seconds for each solve"),
+        "seed": (0, "of what is drawn"),
+    },
+    packages=("numpy", "scipy", "highspy"),
+    environment=ONE_THREAD,
+    page=markdown,
+)
+
+if __name__ == "__main__":
+    BENCHMARK.run()
