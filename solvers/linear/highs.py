@@ -78,6 +78,7 @@ def run(
     threads: int = 1,
     start: tuple[np.ndarray, np.ndarray] | None = None,
     target: float | None = None,
+    heuristics: bool = True,
     on_incumbent: Callable[[np.ndarray], None] | None = None,
     on_bound: Callable[[float], None] | None = None,
 ) -> Result:
@@ -91,6 +92,7 @@ def run(
         threads: of HiGHS.
         start: columns and their values of a known solution; HiGHS completes the rest.
         target: stop at a solution with an objective at most this.
+        heuristics: look for solutions beside branch and bound; without, bounds come sooner.
         on_incumbent: called with the (columns,) values of each better solution as it is found.
         on_bound: called with each better lower bound of the objective, with integers only.
 
@@ -107,6 +109,8 @@ def run(
     _set(solver, "mip_abs_gap", 0.0 if gap == 0 else 1e-9)
     if target is not None:
         _set(solver, "objective_target", float(target))
+    if not heuristics:
+        _set(solver, "mip_heuristic_effort", 0.0)
     _check(solver.passModel(_to_highs(model, relax)), "take the model")
     if start is not None and not relax:
         columns, values = start

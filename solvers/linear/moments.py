@@ -25,6 +25,9 @@ there are two signs that one is missing. Where the plan that the model's answer 
 holds more than there is room for. And where a plan that fits runs an op twice between two moments, the model pays for
 one run only: it cannot prove what the other is for, unless a moment comes between them.
 
+Where the relaxation of more moments proves less than a model of fewer has proven, ops run in part in several segments,
+and `checkmate.solvers.linear.spans` adds rows about them.
+
 What only one op j reads, and nothing else that comes and goes goes into j, need not be kept where j may run instead:
 what j makes of it is kept as well in as few bytes. So X[i, v] = 0 for such v, from the first execution of j on.
 """
@@ -49,6 +52,7 @@ from checkmate.solvers.linear.equations import cost_unit, run_at_most, size_unit
 from checkmate.solvers.linear.highs import Outcome
 from checkmate.solvers.linear.links import LinkColumns, add_links, bind_links, negligible, time_segments
 from checkmate.solvers.linear.model import NONE, Model, Term
+from checkmate.solvers.linear.spans import bind_spans
 
 log = logging.getLogger("checkmate.solve")
 EXACT = 1e-6  # a smaller gap than this is none
@@ -58,6 +62,9 @@ ADDED = 2  # moments at a time then, where the answer breaks the budget
 CLEAR = 3e-3  # of the budget: what breaks it by less is a sign only if nothing breaks it by more
 WORTH = 0.01  # of the plan's seconds: a moment that has the model pay less is not worth its variables
 ALIKE = 1e-6  # of the plan's seconds
+TRIAL = 0.1  # of the time left: what a relaxation is tried for
+LOOSE = 0.01  # of a bound: what the relaxation of more moments proves less, where rows about spans are worth their time
+AT_ONCE = 12  # moments, up to which as many are added as repeat runs
 COARSE = 0.2  # of the gap to the best plan: what models are solved to that others follow
 
 
@@ -97,7 +104,7 @@ def moment_bound(
     incumbent: Incumbent,
     *,
     moments: Sequence[int] | None = None,
-    most: int = 12,
+    most: int = 40,
     on_runs: Callable[[np.ndarray], object] | None = None,
 ) -> Bound:
     """The best bound of models with more and more moments.
@@ -118,10 +125,13 @@ def moment_bound(
     problem, clock = task.problem, task.clock
     at = sorted(set(moments)) if moments is not None else default_moments(problem)
     best, finest = Bound(problem.keep_all_cost), False
+    loose: bool | None = None  # not known yet
     while True:
+        if loose is None and best.moments and problem.host is None:
+            loose = _is_loose(task, at, best)
         coarse = 0.0 if finest or len(at) >= most or incumbent.R is None else COARSE * incumbent.gap
         gap = max(task.gap, coarse)
-        best = _round(replace(task, gap=gap), incumbent, at, best, on_runs)
+        best = _round(replace(task, gap=gap), incumbent, at, best, on_runs, spanned=bool(loose))
         incumbent.prove(best.value)
         in_time = clock.elapsed < LAST_MODEL * clock.limit
         if best.infeasible or best.schedule is not None or not in_time or best.moments != tuple(at):
@@ -133,12 +143,26 @@ def moment_bound(
             finest = True  # the same once more, as well as can be
 
 
+def _is_loose(task: Task, at: list[int], best: Bound) -> bool:
+    """Whether the relaxation of these moments proves less than fewer moments have proven."""
+    model = build(task.problem, task.budget, at).model
+    relaxed = highs.run(model, relax=True, time_limit=TRIAL * task.clock.left, threads=task.threads)
+    loose = relaxed.bound * cost_unit(task.problem) < best.value * (1 - LOOSE)
+    return relaxed.outcome is Outcome.OPTIMAL and loose
+
+
 def _round(
-    task: Task, incumbent: Incumbent, at: list[int], best: Bound, on_runs: Callable[[np.ndarray], object] | None
+    task: Task,
+    incumbent: Incumbent,
+    at: list[int],
+    best: Bound,
+    on_runs: Callable[[np.ndarray], object] | None,
+    *,
+    spanned: bool,
 ) -> Bound:
     """Solve the model of these moments; the better bound of it and what was known, and its answer if it has one."""
     problem, budget = task.problem, task.budget
-    x = build(problem, budget, at)
+    x = build(problem, budget, at, spanned=spanned)
     unit = cost_unit(problem)
 
     def answer(values: np.ndarray) -> None:
@@ -151,6 +175,7 @@ def _round(
         time_limit=task.clock.left,
         threads=task.threads,
         start=_start(x, at, incumbent.R),
+        heuristics=incumbent.R is None,
         on_incumbent=answer,
         on_bound=lambda bound: incumbent.prove(bound * unit),
     )
@@ -178,8 +203,8 @@ def _start(x: Relaxed, moments: list[int], R: np.ndarray | None) -> tuple[np.nda
     return x.R[: len(runs)][there], runs[there].astype(np.float64)
 
 
-def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
-    """The model of these moments, ascending."""
+def build(problem: Problem, budget: int, moments: Sequence[int], *, spanned: bool = False) -> Relaxed:
+    """The model of these moments, ascending; with rows about spans of segments, without a second memory only."""
     graph, model = problem.graph, Model()
     T, V, m = len(graph.ops), len(graph.values), len(moments)
     made_by = np.array([-1 if value.producer is None else value.producer for value in graph.values])
@@ -214,6 +239,8 @@ def build(problem: Problem, budget: int, moments: Sequence[int]) -> Relaxed:
     _keep(x, begins[:, 0], made_by)
     _fit(x, problem, budget, moments, made_by)
     run_at_most(model, R, problem)
+    if spanned and host is None:
+        bind_spans(model, R, X, carried, problem, moments, held)
     if host is not None and links is not None:
         bind_links(model, links, R, x.carried, problem, host, made_by)
         time_segments(model, links, R, problem, host)
@@ -305,7 +332,10 @@ def next_moments(problem: Problem, budget: int, bound: Bound, incumbent: Incumbe
     found = where_it_breaks(problem, budget, lifted, bound.moments, most=min(several, room))
     if incumbent.R is not None and several > 1:
         room -= len(found)
-        found += where_runs_repeat(problem, incumbent.R, [*bound.moments, *found], most=max(0, room))
+        most_repeated = max(several, AT_ONCE - len(bound.moments) - len(found))
+        found += where_runs_repeat(
+            problem, incumbent.R, [*bound.moments, *found], most=max(0, min(room, most_repeated))
+        )
     return sorted({*bound.moments, *found})
 
 

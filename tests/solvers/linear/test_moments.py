@@ -196,3 +196,31 @@ def test_keeping_what_is_made_of_a_value_in_its_place_costs_no_more(
                 smaller += known < build(problem, budget, at).model.columns
                 assert found == pytest.approx(highs.run(build(problem, budget, at).model).objective)
     assert smaller
+
+
+@in_turn(block=every(5, range(10)))
+def test_rows_about_spans_leave_each_schedule_and_the_least_cost(block: int) -> None:
+    for seed in range(12 * block, 12 * block + 12):
+        problem = CASES[seed % 3](seed, most_ops=8)
+        T = len(problem.graph.ops)
+        moments = sorted({*default_moments(problem), *range(1, T - 1, 2)})
+        for budget in (int(share * problem.keep_all_peak) for share in (0.6, 0.8)):
+            plain, spanned = (build(problem, budget, moments, spanned=also).model for also in (False, True))
+            best, same = highs.run(plain), highs.run(spanned)
+            assert best.outcome is same.outcome
+            if best.x is not None:
+                assert same.objective == pytest.approx(best.objective)
+            parts = [highs.run(model, relax=True) for model in (plain, spanned)]
+            assert parts[0].bound <= parts[1].bound + 1e-6 or parts[1].outcome is highs.Outcome.INFEASIBLE
+
+
+def test_with_rows_about_spans_more_moments_prove_no_less() -> None:
+    problem = dags.gpt(4)
+    begin, end = problem.graph.forward_length - 1, len(problem.graph.ops) - 1
+    budget, moments = int(0.5 * problem.keep_all_peak), list(range(begin, end, (end - begin) // 7))
+
+    def relaxed(moments: list[int], *, spanned: bool) -> float:
+        return highs.run(build(problem, budget, moments, spanned=spanned).model, relax=True).bound
+
+    fewer = relaxed(moments[::2], spanned=False)
+    assert relaxed(moments, spanned=False) < fewer <= relaxed(moments, spanned=True) + 1e-6
