@@ -205,7 +205,7 @@ def _in_turn(search: Portfolio, task: Task) -> None:
     best, before = search.incumbent, float("inf")
     while search.is_open:
         looked_around = (_neighbourhoods,) if "neighbourhoods" in best.found else ()  # it is of use for this step
-        for part in (_tilted, _detours, *looked_around):
+        for part in (*looked_around, _tilted, _detours):
             if search.is_open:
                 part(search, task.within(min(search.left, SHARE_OF_TURN * search.task.clock.limit)))
         if best.cost >= before * (1 - 1e-9) and (best.R is None or search.detours.is_over):
@@ -231,7 +231,7 @@ STAGES = (
     Stage("exact at once", _backward_bound, 0.3, most_ops=50),
     Stage("bound", _bound, 0.5),
     Stage("detours", _detours, 0.3),
-    Stage("neighbourhoods", _neighbourhoods, 0.4),
+    Stage("neighbourhoods", _neighbourhoods, 0.2),
     Stage("backward bound", _backward_bound, 0.3, most_ops=200),
     Stage("tilted", _tilted, 0.2),
     Stage("exact", lambda search, task: milp(task, search.incumbent), 1.0, most_ops=150),

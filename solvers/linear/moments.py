@@ -64,7 +64,7 @@ WORTH = 0.01  # of the plan's seconds: a moment that has the model pay less is n
 ALIKE = 1e-6  # of the plan's seconds
 TRIAL = 0.1  # of the time left: what a relaxation is tried for
 LOOSE = 0.01  # of a bound: what the relaxation of more moments proves less, where rows about spans are worth their time
-AT_ONCE = 12  # moments, up to which as many are added as repeat runs
+AT_ONCE = 8  # moments, up to which as many are added as repeat runs
 COARSE = 0.2  # of the gap to the best plan: what models are solved to that others follow
 
 
