@@ -4,8 +4,7 @@
     or the plan of the smallest peak
     -> the search backwards, which is exact where the graph is tiny
     -> the bound of more and more moments, whose answers suggest plans
-    -> detours from the best plan, backwards; its neighbourhoods, solved exactly
-    -> a bound by the search backwards; tilted passes
+    -> detours from the best plan, backwards; its neighbourhoods, solved exactly; tilted passes
     -> the exact model, where the graph is small; else more tilted passes, detours and neighbourhoods in turn
 
 Each stage starts from the best plan so far and ends once the gap asked for is proven or its share of time is spent.
@@ -232,7 +231,6 @@ STAGES = (
     Stage("bound", _bound, 0.5),
     Stage("detours", _detours, 0.3),
     Stage("neighbourhoods", _neighbourhoods, 0.2),
-    Stage("backward bound", _backward_bound, 0.3, most_ops=200),
     Stage("tilted", _tilted, 0.2),
     Stage("exact", lambda search, task: milp(task, search.incumbent), 1.0, most_ops=150),
     Stage("in turn", _in_turn, 1.0),
