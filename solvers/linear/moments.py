@@ -25,8 +25,9 @@ there are two signs that one is missing. Where the plan that the model's answer 
 holds more than there is room for. And where a plan that fits runs an op twice between two moments, the model pays for
 one run only: it cannot prove what the other is for, unless a moment comes between them.
 
-Where the relaxation of more moments proves less than a model of fewer has proven, ops run in part in several segments,
-and `checkmate.solvers.linear.spans` adds rows about them.
+Where the relaxation of more moments proves less than a model of fewer has proven, ops run in part in several segments.
+Then `checkmate.solvers.linear.spans` adds rows about them, and moments stand where most is unavoidable in each of 6
+parts of the backward, then of 12, and so on.
 
 What only one op j reads, and nothing else that comes and goes goes into j, need not be kept where j may run instead:
 what j makes of it is kept as well in as few bytes. So X[i, v] = 0 for such v, from the first execution of j on.
@@ -38,6 +39,7 @@ import bisect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -64,7 +66,8 @@ WORTH = 0.01  # of the plan's seconds: a moment that has the model pay less is n
 ALIKE = 1e-6  # of the plan's seconds
 TRIAL = 0.1  # of the time left: what a relaxation is tried for
 LOOSE = 0.01  # of a bound: what the relaxation of more moments proves less, where rows about spans are worth their time
-AT_ONCE = 8  # moments, up to which as many are added as repeat runs
+WINDOWS = 6  # of the backward, at first, where rows about spans are added: a moment in each, and twice as many next
+AT_ONCE = 12  # moments, up to which as many are added as repeat runs
 COARSE = 0.2  # of the gap to the best plan: what models are solved to that others follow
 
 
@@ -126,9 +129,11 @@ def moment_bound(
     at = sorted(set(moments)) if moments is not None else default_moments(problem)
     best, finest = Bound(problem.keep_all_cost), False
     loose: bool | None = None  # not known yet
+    windows = WINDOWS
     while True:
         if loose is None and best.moments and problem.host is None:
             loose = _is_loose(task, at, best)
+            at = in_windows(problem, windows) if loose else at
         coarse = 0.0 if finest or len(at) >= most or incumbent.R is None else COARSE * incumbent.gap
         gap = max(task.gap, coarse)
         best = _round(replace(task, gap=gap), incumbent, at, best, on_runs, spanned=bool(loose))
@@ -136,7 +141,8 @@ def moment_bound(
         in_time = clock.elapsed < LAST_MODEL * clock.limit
         if best.infeasible or best.schedule is not None or not in_time or best.moments != tuple(at):
             return best
-        at = next_moments(problem, task.budget, best, incumbent, most=most)
+        windows *= 2 if loose else 1
+        at = in_windows(problem, windows) if loose else next_moments(problem, task.budget, best, incumbent, most=most)
         if at == list(best.moments):
             if gap == task.gap:
                 return best
@@ -343,6 +349,15 @@ def default_moments(problem: Problem) -> list[int]:
     """Where keeping everything peaks, where most is unavoidable, and before the backward if a rule speaks of that."""
     begin = [problem.graph.forward_length - 1] if problem.limits.gone else []
     return sorted({int(np.argmax(problem.live_bytes)), int(np.argmax(problem.unavoidable_bytes)), *begin})
+
+
+def in_windows(problem: Problem, count: int) -> list[int]:
+    """The default moments, and where most is unavoidable in each of so many equal parts of the backward."""
+    unavoidable, T = problem.unavoidable_bytes, len(problem.graph.ops)
+    begin = problem.graph.forward_length if problem.graph.forward_length < T else 0
+    ends = np.linspace(begin, T, count + 1).astype(int).tolist()
+    fullest = {a + int(np.argmax(unavoidable[a:b])) for a, b in pairwise(ends) if a < b}
+    return sorted(fullest.union(default_moments(problem)))
 
 
 def where_it_breaks(
