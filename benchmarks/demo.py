@@ -1,4 +1,4 @@
-"""Train two networks on real data, each inside three byte budgets, and hold every promise against plain PyTorch.
+"""Train two networks on real data, each inside up to three byte budgets, and hold every promise against plain PyTorch.
 
     python -m benchmarks.demo [--steps N] [--quick]
 
@@ -147,7 +147,7 @@ def run(task: Task, effort: Effort) -> list[str]:
         f"in {len(losses)} steps\n"
     )
     tight = int(TIGHT * lowest)
-    budgets = [*(max(tight, int(share * keep_all)) for share in SHARES), tight]
+    budgets = sorted({tight, *(max(tight, int(share * keep_all)) for share in SHARES)}, reverse=True)
     rows = [_row(task, budget, effort, expected) for budget in budgets]
     print(Table(HEADER, [row.cells() for row in rows], HEADER), flush=True)
     return [promise for row in rows for promise in row.broken()]

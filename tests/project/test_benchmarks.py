@@ -34,7 +34,9 @@ KEPT = Row(budget=100, predicted=90, measured=90, overhead=0.1, gap=0.05, second
 @pytest.mark.long
 def test_the_demo_keeps_its_promises() -> None:
     printed = run_python("-m", "benchmarks.demo", "--steps", "2", "--quick").stdout
-    assert printed.count("  bitwise\n") == 6
+    assert (
+        printed.count("  bitwise\n") == 5
+    )  # half of what the ResNet takes is less than 1.15 times its smallest budget
     assert "every number is plain PyTorch's" in printed
 
 
