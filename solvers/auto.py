@@ -24,7 +24,7 @@ from checkmate.errors import SolverError
 from checkmate.solvers.baselines.chen import checkpoint_all
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.runs import obeys_limits
-from checkmate.solvers.common.task import Task
+from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.host.offload import offload
 from checkmate.solvers.linear.milp import milp
 from checkmate.solvers.linear.moments import lifted_runs, moment_bound
@@ -156,6 +156,9 @@ def _least(search: Portfolio, task: Task) -> None:
     if budget < ends.bound:
         search.incumbent.prove(float("inf"))
     if budget >= ends.peak:
+        search.incumbent.offer_runs(
+            least_plan(problem, budget, Clock(0.0)), "least"
+        )  # at once: to drop runs takes long
         runs = least_plan(problem, budget, task.clock)
         search.incumbent.offer_runs(runs, "least")
         if search.incumbent.plan is not None:  # no search but this knows plans of which R does not say all

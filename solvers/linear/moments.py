@@ -141,8 +141,11 @@ def moment_bound(
         in_time = clock.elapsed < LAST_MODEL * clock.limit
         if best.infeasible or best.schedule is not None or not in_time or best.moments != tuple(at):
             return best
-        windows *= 2 if loose else 1
-        at = in_windows(problem, windows) if loose else next_moments(problem, task.budget, best, incumbent, most=most)
+        if loose:
+            windows *= 2
+            at = in_windows(problem, windows)
+        else:
+            at = next_moments(problem, task.budget, best, incumbent, most=most)
         if at == list(best.moments):
             if gap == task.gap:
                 return best
