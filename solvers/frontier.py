@@ -256,7 +256,7 @@ def _certified(answer: Solution, bound: float) -> Solution:
 
 
 def _failed(problem: Problem, method: str, budget: int, message: str) -> Solution:
-    return Solution(Status.NOT_FOUND, problem, budget, method, bound=problem.keep_all_cost, message=message)
+    return Solution(Status.NOT_FOUND, problem, budget, method, bound=problem.least_cost, message=message)
 
 
 def _shared(rows: list[Row]) -> tuple[Row, ...]:
@@ -270,7 +270,7 @@ def _shared(rows: list[Row]) -> tuple[Row, ...]:
         elif row.solution.plan is not None:
             best[row.method] = row
         bounds = [other.bound for other in rows if other.budget >= row.budget]
-        bound = max(b for b in [row.solution.problem.keep_all_cost, *bounds] if not contradicts(b, row.cost))
+        bound = max(b for b in [row.solution.problem.least_cost, *bounds] if not contradicts(b, row.cost))
         if bound > row.bound:
             row = Row.of(row.method, _certified(row.solution, bound), row.from_budget)
         shared.append(row)

@@ -6,6 +6,7 @@ import logging
 import numbers
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -21,6 +22,7 @@ from checkmate.solvers.common.incumbent import Incumbent, Remarks
 from checkmate.solvers.common.task import Clock, Task
 from checkmate.solvers.search.adapt import Start, as_schedule
 from checkmate.solvers.search.min_budget import TIME_LIMIT, MinBudget, bottleneck, ends_of, least_plan, min_budget
+from checkmate.solvers.search.overlap import overlap
 from checkmate.statusline import showing
 from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_bytes
 
@@ -35,6 +37,7 @@ ROOM = 1.1  # times the smallest budget, where a plan is found soon
 SHARES_OF_SPLITS = (1 / 2, 1 / 4, 1 / 8)  # of the time limit, for the first splits; the others get as much as the last
 WORTH_A_SPLIT = 0.01  # of the cost: so much a further split has to save
 LEAST_SECONDS = 0.5  # to look for the smallest budget without each rule, at least
+PROVING = ("auto", "milp")  # what they prove grows with their time
 FOLLOWS_ALL = ("auto", "milp", "lp-rounding", "next-use")  # the others know of ops that run once, and of no other rule
 
 
@@ -227,7 +230,10 @@ def _without_host(method: Method, incumbent: Incumbent, options: dict[str, Any])
 def _remarks(method: Method, incumbent: Incumbent, options: dict[str, Any]) -> Remarks:
     """Run the method; that it was interrupted or failed loses nothing that it had offered."""
     try:
-        return method.run(incumbent.task, incumbent, **options)
+        run = partial(method.run, **options)
+        if incumbent.task.problem.graph.links:
+            return overlap(incumbent.task, incumbent, run, proves=method.name in PROVING)
+        return run(incumbent.task, incumbent)
     except KeyboardInterrupt:
         if incumbent.R is None:
             raise

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from checkmate.core.plan import Run, Step
+from checkmate.core.plan import Run, Start, Step
 from checkmate.core.rules import as_mapping
 from checkmate.core.solution import Solution
 
@@ -50,6 +50,8 @@ def steps_of(solution: Solution) -> list[dict[str, str]]:
     graph = solution.problem.graph
 
     def told(step: Step) -> dict[str, str]:
+        if isinstance(step, Start):
+            return {"start": graph.ops[step.op].name}
         if not isinstance(step, Run):
             return {type(step).__name__.lower(): graph.values[step.value].name}
         over = {} if step.over is None else {"over": graph.values[step.over].name}

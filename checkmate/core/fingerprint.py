@@ -17,7 +17,7 @@ class Fingerprints:
 
     structure: str  # the ops, what they read, make and overwrite, and what rules forbid; not their names
     sizes: str  # bytes of each value, workspace and ways of each op; what is resident is not among them
-    costs: str  # seconds of each op, and the second memory with its links
+    costs: str  # seconds of each op, what links carry, and the second memory with its links
 
 
 def fingerprints(problem: Problem) -> Fingerprints:
@@ -45,6 +45,8 @@ def fingerprints(problem: Problem) -> Fingerprints:
         costs = problem.seconds.tolist()
         if problem.host is not None:
             costs = [*costs, *astuple(problem.host)]
+        if graph.links:
+            costs = [*costs, *graph.links.items()]
         _known[problem] = Fingerprints(_hash(structure), _hash(sizes), _hash(costs))
     return _known[problem]
 

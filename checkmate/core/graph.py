@@ -80,6 +80,7 @@ class Op:
     where: str | None = None  # the line of the user's code it comes from, where known
     tags: tuple[str, ...] = ()  # names that the user's code gave to what it makes
     overwrites: tuple[int, ...] = ()  # values without producer that hold something else once it has run
+    link: str = ""  # what carries it beside the ops that the processor runs, such as "ranks 0-7"; empty: the processor
 
     @cached_property
     def place(self) -> CodePlace:
@@ -142,7 +143,7 @@ class Graph:
             )
 
     def _check_op(self, k: int, op: Op) -> None:
-        _check_texts(f"Op {k}", op.name, op.target, op.pinned or "", op.where or "", *op.tags)
+        _check_texts(f"Op {k}", op.name, op.target, op.pinned or "", op.where or "", *op.tags, op.link)
         _check_indices(f"Op {op.name!r}", [*op.inputs, *op.outputs, *op.overwrites])
         if op.phase not in get_args(Phase):
             raise InvalidProblem(f"Op {op.name!r} has phase {op.phase!r}; a phase is 'forward' or 'backward'.")
@@ -186,6 +187,16 @@ class Graph:
     def overwritten_by(self) -> dict[int, int]:
         """For each value that an op overwrites, that op."""
         return {v: k for k, op in enumerate(self.ops) for v in op.overwrites}
+
+    @cached_property
+    def links(self) -> dict[str, tuple[int, ...]]:
+        """The ops that each link carries, ascending."""
+        names = dict.fromkeys(op.link for op in self.ops if op.link)
+        return {name: tuple(k for k, op in enumerate(self.ops) if op.link == name) for name in names}
+
+    def without_links(self) -> Graph:
+        """The same, the processor waits for each op."""
+        return replace(self, ops=tuple(replace(op, link="") for op in self.ops)) if self.links else self
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,7 @@
-"""A plan: what a training step does, in order. It runs ops, frees values, and may have some wait in a second memory."""
+"""A plan: what a training step does, in order.
+
+It runs ops, frees values, begins what a link carries early, and may have values wait in a second memory.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,16 @@ class Run:
 
     op: int
     over: int | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """Begin an op that a link carries (`Op.link`) and go on; its `Run` waits for it.
+
+    What it makes takes its bytes now, and is at hand after `Run`; what it reads stays until then.
+    """
+
+    op: int
 
 
 @dataclass(frozen=True)
@@ -53,8 +66,8 @@ class Drop:
     value: int
 
 
-Step = Run | Free | Send | Fetch | Wait | Drop
-KINDS: dict[str, type[Step]] = {kind.__name__.lower(): kind for kind in (Run, Free, Send, Fetch, Wait, Drop)}
+Step = Run | Start | Free | Send | Fetch | Wait | Drop
+KINDS: dict[str, type[Step]] = {kind.__name__.lower(): kind for kind in (Run, Start, Free, Send, Fetch, Wait, Drop)}
 
 
 @dataclass(frozen=True)
@@ -94,14 +107,19 @@ class Plan:
         return frozenset(step.value for step in self.steps if isinstance(step, Send))
 
     @cached_property
+    def started(self) -> bool:
+        """Whether an op is begun before it is waited for."""
+        return any(isinstance(step, Start) for step in self.steps)
+
+    @cached_property
     def is_a_schedule(self) -> bool:
-        """Whether R says all of it: in each stage each op runs once at most, in their order, and nothing is sent."""
+        """Whether R says all of it: in each stage each op runs once at most, in order, and nothing is on a link."""
         turn, before = 0, -1
         for k in self.runs:
             if k <= before:
                 return False
             turn, before = (turn + 1, -1) if k == turn else (turn, k)
-        return not self.sent
+        return not self.sent and not self.started
 
     def as_lists(self) -> list[list[str | int]]:
         """Each step as its name and its numbers, as JSON holds it."""
@@ -133,9 +151,9 @@ class Plan:
         lines = []
         for i, step in enumerate(self.steps):
             lines += [half[i]] if i in half else []
-            if isinstance(step, Run):
-                over = "" if step.over is None else f" over {step.over}"
-                lines.append(f"{i:>6}  run {step.op}{over}")
+            if isinstance(step, (Run, Start)):
+                over = "" if isinstance(step, Start) or step.over is None else f" over {step.over}"
+                lines.append(f"{i:>6}  {type(step).__name__.lower()} {step.op}{over}")
             else:
                 lines.append(f"{i:>6}  {type(step).__name__.lower()} {step.value}")
         return "\n".join(lines)

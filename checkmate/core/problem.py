@@ -28,8 +28,10 @@ WITH_RULES = 2  # the version of files whose problem has rules: who does not kno
 WITH_WAYS = 3  # and of those whose ops have ways: who does not know them would count other bytes
 WITH_OVERWRITES = 4  # and of those whose ops overwrite something: who does not know would run others after them
 WITH_HOST = 5  # and of those with a second memory: who does not know it would count other seconds
+WITH_LINKS = 6  # and of those whose ops links carry: likewise
+NOT_IN_OLDER = ("tags", "overwrites", "link", "slower")  # of ops and ways
 MOST_BYTES = 2**26  # of a file, unpacked: some 100,000 ops
-NEWER = (WITH_RULES, WITH_WAYS, WITH_OVERWRITES, WITH_HOST)
+NEWER = (WITH_RULES, WITH_WAYS, WITH_OVERWRITES, WITH_HOST, WITH_LINKS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,8 +216,14 @@ class Problem:
 
     @cached_property
     def keep_all_cost(self) -> float:
-        """Seconds of a step that runs each op once."""
+        """Seconds of a step that runs each op once, one after another."""
         return float(self.seconds.sum())
+
+    @cached_property
+    def least_cost(self) -> float:
+        """Seconds that every plan takes at least: those of all ops of the processor, or of a link if that is longer."""
+        on_links = [float(self.seconds[[*ops]].sum()) for ops in self.graph.links.values()]
+        return max(self.keep_all_cost - sum(on_links), *on_links) if on_links else self.keep_all_cost
 
     @cached_property
     def live_bytes(self) -> np.ndarray:
@@ -313,6 +321,8 @@ class Problem:
 
     def _version(self) -> int:
         """The least version of files that say all of it."""
+        if self.graph.links:
+            return WITH_LINKS
         if self.host is not None:
             return WITH_HOST
         if self.graph.overwritten_by:
@@ -352,7 +362,7 @@ class Problem:
 
 def _without_defaults(part: Op | Way) -> dict[str, Any]:
     """An op or a way as JSON holds it: without what older files lack, where it has none."""
-    return {name: what for name, what in asdict(part).items() if name not in ("tags", "overwrites", "slower") or what}
+    return {name: what for name, what in asdict(part).items() if name not in NOT_IN_OLDER or what}
 
 
 def _read_op(op: dict[str, Any]) -> Op:

@@ -5,13 +5,14 @@ Both are short, slow and obvious on purpose: they are what a solver's answer is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
-from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
+from checkmate.core.graph import Graph
+from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.timing import timing, walk
@@ -141,12 +142,18 @@ def without_idle_values(plan: Plan, problem: Problem) -> Plan:
     graph = problem.graph
     idle: dict[int, list[int]] = {}  # values, by the step after which they may go
     last: dict[int, int] = {}  # step that used a value which is here
+    started: set[int] = set()
     for i, step in enumerate(plan.steps):
-        if isinstance(step, Run):
+        if isinstance(step, (Run, Start)):
             op = graph.ops[step.op]
-            for v in set(op.outputs).difference(graph.outputs).intersection(last):
-                idle.setdefault(last[v], []).append(v)
+            if step.op not in started:
+                for v in set(op.outputs).difference(graph.outputs).intersection(last):
+                    idle.setdefault(last[v], []).append(v)
             last.update(dict.fromkeys((*op.inputs, *op.outputs), i))
+            if isinstance(step, Start):
+                started.add(step.op)
+                continue
+            started.discard(step.op)
             if step.over is not None:
                 del last[step.over]
         elif isinstance(step, Free):
@@ -170,14 +177,14 @@ def simulate(plan: Plan, problem: Problem) -> Usage:
         if isinstance(event.step, Run):
             ops.append(event.step.op)
             bytes_at.append(event.here)
-        elif isinstance(event.step, Fetch) and bytes_at:
+        elif isinstance(event.step, (Fetch, Start)) and bytes_at:
             bytes_at[-1] = max(bytes_at[-1], event.here)
     return Usage(tuple(ops), tuple(bytes_at), peak_there)
 
 
 def cost(plan: Plan, problem: Problem) -> float:
-    """Seconds of the step: the sum over everything that runs, and what is waited for at the second memory's links."""
-    if plan.sent:
+    """Seconds of the step: the sum over everything that runs, and what is waited for at links."""
+    if plan.sent or plan.started:
         return timing(plan, problem).seconds
     return float(sum(problem.seconds[k] for k in plan.runs))
 
@@ -190,8 +197,10 @@ def verify(plan: Plan, problem: Problem, budget: int | None = None) -> list[str]
     over what one of its ways writes over, and nothing reads that afterwards; no op runs after another has overwritten
     what it reads; the results are at hand in the end; no op runs more often than a rule allows, and what a rule has
     made again in the backward is not at hand when that begins; what goes to the second memory is at hand, comes back
-    from a copy that is complete, is not touched while its transfer is under way, and leaves no copy behind; the
-    simulated peaks are within the budgets of both memories.
+    from a copy that is complete, is not touched while its transfer is under way, and leaves no copy behind; what is
+    started is carried by a link, begins at its turn at the latest, and before it only where all that it reads is there
+    before the step begins, ends at its turn at the earliest and on the same side of the boundary, and what it reads and
+    makes is not touched in between; the simulated peaks are within the budgets of both memories.
     """
     return list(_faults(plan, problem, budget))
 
@@ -200,17 +209,19 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
     graph = problem.graph
     at_hand = {v for v, value in enumerate(graph.values) if value.producer is None}
     times = [0] * len(graph.ops)
-    turn = 0  # the op whose turn it is to run for the first time
+    turn = 0  # the op whose turn it is to run, or to start, for the first time
     results, limits = set(graph.outputs), problem.limits
-    links = _Links(problem)
+    links, started = _Links(problem), set[int]()
     for i, step in enumerate(plan.steps):
         if i == plan.boundary:
+            for k in sorted(started):
+                yield f"{graph.ops[k].name} is under way when the backward begins"
             for v in sorted(limits.gone & at_hand):
                 yield f"{graph.values[v].name} is at hand when the backward begins, though a rule has it made again"
         if isinstance(step, (Send, Fetch, Wait, Drop)):
             yield from (f"step {i} {fault}" for fault in links.follow(step, at_hand))
             continue
-        yield from (f"step {i} {fault}" for fault in links.touched(step))
+        yield from (f"step {i} {fault}" for fault in (*links.touched(step), *_touched(step, started, graph)))
         if isinstance(step, Free):
             if step.value not in at_hand or graph.values[step.value].producer is None:
                 yield f"step {i} frees {graph.values[step.value].name}, which is not at hand"
@@ -218,24 +229,36 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
                 yield f"step {i} frees {graph.values[step.value].name}, a result of the step"
             at_hand.discard(step.value)
             continue
-        op = graph.ops[step.op]
+        op, does = graph.ops[step.op], "starts" if isinstance(step, Start) else "runs"
         for v in op.inputs:
             if v not in at_hand:
-                yield f"step {i} runs {op.name} without its input {graph.values[v].name}"
-        if times[step.op] == 0 and step.op != turn:
-            yield f"step {i} runs {op.name} before {graph.ops[turn].name}"
+                yield f"step {i} {does} {op.name} without its input {graph.values[v].name}"
+        begun = step.op in started
+        soon = isinstance(step, Start) and all(graph.values[v].producer is None for v in op.inputs)
+        if times[step.op] == 0 and ((step.op > turn and not soon) or (step.op < turn and not begun)):
+            yield f"step {i} {does} {op.name} before {graph.ops[min(turn, len(times) - 1)].name}"
         for v in op.inputs:
             by = graph.overwritten_by.get(v, step.op)
             if step.op < by and times[by]:
-                yield f"step {i} runs {op.name} after {graph.ops[by].name} has overwritten {graph.values[v].name}"
-        times[step.op] += 1
-        while turn < len(times) and times[turn]:
-            turn += 1
+                yield f"step {i} {does} {op.name} after {graph.ops[by].name} has overwritten {graph.values[v].name}"
         if i < plan.boundary and op.phase == "backward":
-            yield f"step {i} runs {op.name} of the backward in the forward"
-        if i >= plan.boundary and op.phase == "forward" and times[step.op] == 1:
-            yield f"step {i} runs {op.name} of the forward for the first time in the backward"
-        at_hand.update(op.outputs)
+            yield f"step {i} {does} {op.name} of the backward in the forward"
+        if i >= plan.boundary and op.phase == "forward" and times[step.op] == 0:
+            yield f"step {i} {does} {op.name} of the forward for the first time in the backward"
+        if isinstance(step, Start):
+            if not op.link:
+                yield f"step {i} starts {op.name}, which no link carries"
+            if at_hand.intersection(op.outputs):
+                yield f"step {i} starts {op.name}, which has made what is at hand"
+            started.add(step.op)
+        else:
+            times[step.op] += 1
+            started.discard(step.op)
+            at_hand.update(op.outputs)
+        while turn < len(times) and (times[turn] or turn in started):
+            turn += 1
+        if isinstance(step, Start):
+            continue
         if step.over is not None:
             if step.over not in dict(problem.savings[step.op]):
                 yield f"step {i} runs {op.name} over {graph.values[step.over].name}, which no way of it does"
@@ -247,6 +270,8 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
             yield f"{op.name} runs {times[k]} times though it {op.pinned}"
         if k in limits.most_runs and times[k] > limits.most_runs[k]:
             yield f"{op.name} runs {times[k]} times though a rule allows {limits.most_runs[k]}"
+    for k in sorted(started):
+        yield f"{graph.ops[k].name} is under way when the step ends"
     for v in graph.outputs:
         if v not in at_hand:
             yield f"{graph.values[v].name}, a result of the step, is not at hand in the end"
@@ -260,6 +285,24 @@ def _faults(plan: Plan, problem: Problem, budget: int | None) -> Iterator[str]:
     if budget is not None and usage.peak > budget:
         where, most = graph.ops[usage.peak_op].name, exact_bytes(budget)
         yield f"the peak of {exact_bytes(usage.peak)} at {where} exceeds the budget of {most}"
+
+
+def _touched(step: Run | Start | Free, started: Collection[int], graph: Graph) -> Iterator[str]:
+    """Faults of a step that lets go of, makes or writes over what an op on a link reads or makes."""
+    if isinstance(step, Start):
+        if step.op in started:
+            yield f"starts {graph.ops[step.op].name}, which is under way"
+        return
+    touched = {step.value} if isinstance(step, Free) else {*graph.ops[step.op].outputs, *graph.ops[step.op].overwrites}
+    over = step.over if isinstance(step, Run) else None
+    for k in started:
+        op = graph.ops[k]
+        if isinstance(step, Run) and k == step.op:
+            if over is not None:
+                yield f"runs {op.name} over {graph.values[over].name}, though it was started"
+            continue
+        for v in sorted((touched | ({over} if over is not None else set())).intersection((*op.inputs, *op.outputs))):
+            yield f"touches {graph.values[v].name} while {op.name} is under way"
 
 
 class _Links:
@@ -305,12 +348,12 @@ class _Links:
             yield f"fetches {value.name}, which is at hand"
         self.going[v] = step
 
-    def touched(self, step: Run | Free) -> Iterator[str]:
+    def touched(self, step: Run | Start | Free) -> Iterator[str]:
         """Faults of a run or of a value let go of, where that is on a link."""
         if not self.going:
             return
         graph = self.problem.graph
-        gone = (step.value,) if isinstance(step, Free) else (*graph.ops[step.op].outputs, step.over)
+        gone = (step.value,) if isinstance(step, Free) else (*graph.ops[step.op].outputs, getattr(step, "over", None))
         for v in gone:
             if v in self.going:
                 yield f"lets go of {graph.values[v].name}, or makes it, while its transfer is under way"

@@ -15,7 +15,9 @@ which carries one transfer after another; a `Wait` moves the clock to where the 
     end   = begin + latency + bytes / rate
     Wait:   now = max(now, end)
 
-Without transfers the seconds of a step are the sum of those of its runs.
+So it is with an op that a link carries (`Op.link`): a `Start` puts it on its link, where it takes its seconds, and its
+`Run` moves the clock to its end; a run without a start does both at once. From its start on it holds what it makes and
+its workspace. Without links the seconds of a step are the sum of those of its runs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
+from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
 from checkmate.core.problem import Problem
 
 
@@ -34,11 +36,11 @@ class Event(NamedTuple):
     step: Step
     at: float  # seconds when it is reached
     until: float  # and when the next one is: later after a run, and after a `Wait` that is waited at
-    here: int  # bytes at hand: while an op runs, with its workspace; after any other step
+    here: int  # bytes at hand: while an op runs or is on a link, with its workspace; after any other step
     there: int  # bytes of copies in the second memory, after it
     run: int  # how many executions have begun, less one: the index of the last of them
-    tick: int  # of a clock that ticks with each execution and with each fetch
-    begin: float = 0.0  # of a transfer: when its link turns to it
+    tick: int  # of a clock that ticks with each execution, start and fetch
+    begin: float = 0.0  # of a transfer or a start: when its link turns to it
     end: float = 0.0  # and has done with it
 
 
@@ -60,7 +62,7 @@ class Timing:
     seconds: float  # of the whole step
     at: tuple[float, ...]  # for each step of the plan, when it is reached
     transfers: tuple[Transfer, ...] = ()  # in the order in which they are asked for
-    stalls: tuple[tuple[int, float], ...] = ()  # (position in the plan, seconds) of each `Wait` that is waited at
+    stalls: tuple[tuple[int, float], ...] = ()  # (position in the plan, seconds) of each step that waits for a link
 
     @property
     def waited(self) -> float:
@@ -78,24 +80,35 @@ def walk(plan: Plan, problem: Problem) -> Iterator[Event]:
     """Run a plan on paper; without a second memory its transfers take no time."""
     graph, host = problem.graph, problem.host
     sizes, seconds, workspace = problem.sizes.tolist(), problem.seconds.tolist(), problem.workspace.tolist()
+    carried = dict.fromkeys(graph.links, 0.0)  # where the last op on each link ends
+    started: dict[int, float] = {}  # op -> where it ends
     at_hand: set[int] = set()
     here, there, now, run, tick = problem.resident, 0, 0.0, -1, -1
-    busy = {False: 0.0, True: 0.0}  # of the links: where their last transfer ends
+    busy = {False: 0.0, True: 0.0}  # of the links there and back: where their last transfer ends
     ends: dict[int, float] = {}
     for step in plan.steps:
         at = now
-        tick += isinstance(step, (Run, Fetch))
-        if isinstance(step, Run):
+        tick += isinstance(step, (Run, Start, Fetch))
+        if isinstance(step, (Run, Start)):
+            k, outputs, link = step.op, graph.ops[step.op].outputs, graph.ops[step.op].link
+            most = here + (0 if k in started else sum(sizes[v] for v in outputs) + workspace[k])
+            begin = max(now, carried.get(link, now))
+            if isinstance(step, Start):
+                here, started[k] = most, begin + seconds[k]
+                carried[link] = started[k]
+                yield Event(step, at, now, here, there, run, tick, begin, started[k])
+                continue
             run += 1
-            outputs = graph.ops[step.op].outputs
-            saved = 0 if step.over is None else dict(problem.savings[step.op]).get(step.over, 0)
-            most = here + sum(sizes[v] for v in outputs) + workspace[step.op] - saved
-            here += sum(sizes[v] for v in outputs if v not in at_hand)
+            if k in started:
+                now, here = max(now, started.pop(k)), here - workspace[k]
+            else:
+                most -= 0 if step.over is None else dict(problem.savings[k]).get(step.over, 0)
+                now, here = begin + seconds[k], here + sum(sizes[v] for v in outputs if v not in at_hand)
+                carried |= {link: now} if link else {}
             at_hand.update(outputs)
             if step.over in at_hand:
                 here -= sizes[step.over]
                 at_hand.remove(step.over)
-            now += seconds[step.op]
             yield Event(step, at, now, most, there, run, tick)
             continue
         size, begin, end = sizes[step.value], 0.0, 0.0
@@ -114,10 +127,10 @@ def walk(plan: Plan, problem: Problem) -> Iterator[Event]:
             else:
                 there += size
             if host is not None:
-                link = back and not host.one_link
-                begin = max(now, busy[link])
+                way = back and not host.one_link
+                begin = max(now, busy[way])
                 end = begin + (host.seconds_to_fetch(size) if back else host.seconds_to_send(size))
-                busy[link] = ends[step.value] = end
+                busy[way] = ends[step.value] = end
         yield Event(step, at, now, here, there, run, tick, begin, end)
 
 
@@ -138,5 +151,9 @@ def timing(plan: Plan, problem: Problem) -> Timing:
     events = list(walk(plan, problem))
     moved = ((e.step.value, isinstance(e.step, Fetch), e) for e in events if isinstance(e.step, (Send, Fetch)))
     transfers = tuple(Transfer(v, back, e.at, e.begin, e.end) for v, back, e in moved)
-    stalls = tuple((i, e.until - e.at) for i, e in enumerate(events) if isinstance(e.step, Wait) and e.until > e.at)
+    ops = problem.graph.ops
+    waits = (
+        i for i, e in enumerate(events) if isinstance(e.step, Wait) or (isinstance(e.step, Run) and ops[e.step.op].link)
+    )
+    stalls = tuple((i, events[i].until - events[i].at) for i in waits if events[i].until > events[i].at)
     return Timing(events[-1].until if events else 0.0, tuple(e.at for e in events), transfers, stalls)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from checkmate.core.graph import CodePlace
-from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Wait
+from checkmate.core.graph import CodePlace, Op
+from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Wait
 from checkmate.core.problem import Problem
 from checkmate.core.timing import Event, walk
 from checkmate.core.ways import Way
@@ -47,7 +47,7 @@ class Moment:
     phase: str  # when it runs: a forward op that is made again for the backward runs in the "backward"
     time: int  # how often the op has run before; above 0 it is a rematerialization
     begin: float  # seconds from the begin of the step
-    seconds: float  # that it takes
+    seconds: float  # that it takes; of an op that a link carries, those in which it is waited for
     bytes: int  # at hand while it runs: resident, values, workspace; or after it, where more is fetched then
     workspace: int  # bytes that it needs while it runs
     over: str  # name of the value that it writes over, which is gone then; empty where it writes over none
@@ -64,7 +64,8 @@ class Span:
 
     A copy that is written over ends before the execution that does so, though this one reads it yet. One that is
     fetched begins with the execution after the begin of its transfer. What is at hand between two executions say
-    ``born`` and ``died``: moments of a finer clock, which ticks with every execution and with every fetch.
+    ``born`` and ``died``: moments of a finer clock, which ticks with every execution, start and fetch. What a started
+    op makes begins with the execution after its start.
     """
 
     value: int  # index in the graph
@@ -116,6 +117,7 @@ class Timeline:
     boundary: int  # how many of the moments belong to the forward
     seconds: float  # of the whole step, with those in which transfers are waited for
     ticks: np.ndarray  # (N,) int64: of each moment, the tick of its most bytes: its execution's, or a fetch's after it
+    workspaces: np.ndarray  # (N,) int64: of these bytes, workspace, of the op that runs and of those on links
     crossings: tuple[Crossing, ...] = ()  # in the order in which they are asked for
     there: tuple[int, ...] = ()  # (N,) the most bytes in the second memory from each execution to the next
     levels: tuple[tuple[float, int], ...] = ()  # (seconds, bytes there from then on)
@@ -151,12 +153,6 @@ class Timeline:
     def under_way(self, index: int) -> tuple[Crossing, ...]:
         """The transfers that the plan has asked for and not yet waited for, at the same moment."""
         return tuple(c for c in self.crossings if c.born <= self.ticks[index] < c.died)
-
-    @cached_property
-    def workspaces(self) -> np.ndarray:
-        """(N,) int64: of the bytes at hand at each moment, the workspace."""
-        of_op = [m.workspace if at == m.tick else 0 for m, at in zip(self.moments, self.ticks.tolist(), strict=True)]
-        return np.array(of_op, dtype=np.int64)
 
     def by_role(self) -> dict[str, np.ndarray]:
         """For each role that has any bytes, in the order of ROLES, (N,) int64: its bytes over the step.
@@ -233,7 +229,7 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
     events = list(walk(plan, problem))
     if not events or events[-1].run < 0:
         raise ValueError("The plan runs nothing: it has no timeline.")
-    moments, ticks = _moments(plan, problem, events)
+    moments, ticks, workspaces = _moments(plan, problem, events)
     there = tuple(max(event.there for event in group) for group in _by_run(events))
     levels = ((event.at, event.there) for event in events if isinstance(event.step, (Send, Drop)))
     return Timeline(
@@ -243,6 +239,7 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
         boundary=sum(moment.phase == "forward" for moment in moments),
         seconds=events[-1].until,
         ticks=np.array(ticks, dtype=np.int64),
+        workspaces=np.array(workspaces, dtype=np.int64),
         crossings=_crossings(problem, events),
         there=there,
         levels=((0.0, 0), *levels),
@@ -254,26 +251,35 @@ def _by_run(events: list[Event]) -> Iterator[list[Event]]:
     return (list(group) for run, group in groupby(events, key=lambda event: event.run) if run >= 0)
 
 
-def _moments(plan: Plan, problem: Problem, events: list[Event]) -> tuple[tuple[Moment, ...], list[int]]:
-    """Each execution; and the tick from it to the next at which most bytes are at hand."""
+def _moments(plan: Plan, problem: Problem, events: list[Event]) -> tuple[tuple[Moment, ...], list[int], list[int]]:
+    """Each execution; the tick from it to the next at which most bytes are at hand; and the workspace then."""
     ways, times = _best_ways(problem), [0] * len(problem.graph.ops)
     positions = (position for position, step in enumerate(plan.steps) if isinstance(step, Run))
-    moments, ticks = [], []
+    moments, ticks, workspaces, on_links = [], list[int](), list[int](), dict[int, int]()
+    held = {e.tick: 0 for e in events}  # at each tick, workspace of ops on links
+    for event in events:
+        if isinstance(event.step, Start):
+            on_links[event.step.op] = int(problem.workspace[event.step.op])
+        held[event.tick] = sum(on_links.values())
+        if isinstance(event.step, Run):
+            held[event.tick] -= on_links.pop(event.step.op, 0)
     for position, group in zip(positions, _by_run(events), strict=True):
         event, run = group[0], plan.steps[position]
         assert isinstance(run, Run)
         op, way = problem.graph.ops[run.op], ways.get((run.op, run.over))
-        fullest = max((e for e in group if isinstance(e.step, (Run, Fetch))), key=lambda e: e.here)
+        fullest = max((e for e in group if isinstance(e.step, (Run, Start, Fetch))), key=lambda e: e.here)
         waited = sum((e.until - e.at for e in group if isinstance(e.step, Wait)), 0.0)
         phase = "forward" if position < plan.boundary else "backward"
         workspace = int(problem.workspace[run.op]) if way is None else way.workspace
         over = "" if run.over is None else problem.graph.values[run.over].name
-        figures = times[run.op], event.at, float(problem.seconds[run.op]), fullest.here, workspace, over
+        seconds = event.until - event.at if op.link else float(problem.seconds[run.op])
+        figures = times[run.op], event.at, seconds, fullest.here, workspace, over
         where = op.where or "", op.place, waited, position, event.tick
         moments.append(Moment(event.run, run.op, op.name, op.target, op.phase, phase, *figures, *where))
         ticks.append(fullest.tick)
+        workspaces.append(held[fullest.tick] + (workspace if fullest is event else 0))
         times[run.op] += 1
-    return tuple(moments), ticks
+    return tuple(moments), ticks, workspaces
 
 
 def _spans(problem: Problem, events: list[Event]) -> tuple[Span, ...]:
@@ -283,6 +289,7 @@ def _spans(problem: Problem, events: list[Event]) -> tuple[Span, ...]:
     open_: dict[int, int] = {}  # by value, which copy is at hand
     copies = [0] * len(graph.values)
     final, results = events[-1].run, frozenset(graph.outputs)
+    started: set[int] = set()
 
     def begin(v: int, first: int, tick: int, role: str, ready: int | None, continues: int | None = None) -> None:
         k, role = graph.values[v].producer, "results" if v in results else role
@@ -292,6 +299,9 @@ def _spans(problem: Problem, events: list[Event]) -> tuple[Span, ...]:
         op, over = graph.ops[k], "" if continues is None else made[continues]["name"]
         made.append({**what, **when, "over": over, "producer": k, "where": op.where or "", "place": op.place})
         copies[v] += 1
+
+    def role_of(v: int, op: Op) -> str:
+        return "made again" if copies[v] else "activations" if op.phase == "forward" else "gradients"
 
     def end(i: int, last: int, tick: int) -> None:
         made[i].update(last=max(made[i]["first"], last), died=tick)
@@ -309,11 +319,20 @@ def _spans(problem: Problem, events: list[Event]) -> tuple[Span, ...]:
                     raise ValueError(f"The plan runs {what}, which no way of it does, or which is not at hand.")
                 ended = open_.pop(step.over)
                 end(ended, index - 1, tick)
+            if step.op in started:
+                started.remove(step.op)
+                for v in op.outputs:
+                    made[open_[v]]["ready"] = index + 1
+                continue
             for v in op.outputs:
-                role = "made again" if copies[v] else "activations" if op.phase == "forward" else "gradients"
-                begin(v, index, tick, role, index + 1, ended if way is not None and way.makes == v else None)
+                begin(v, index, tick, role_of(v, op), index + 1, ended if way is not None and way.makes == v else None)
                 end(len(made) - 1, index, tick + 1)  # it goes at once where a copy is still at hand
                 open_.setdefault(v, len(made) - 1)
+        elif isinstance(step, Start):
+            started.add(step.op)
+            for v in graph.ops[step.op].outputs:
+                open_[v] = len(made)
+                begin(v, min(index + 1, final), tick, role_of(v, graph.ops[step.op]), None)
         elif isinstance(step, Free) and step.value in open_:
             end(open_.pop(step.value), index, tick + 1)
         elif isinstance(step, Fetch):

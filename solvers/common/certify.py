@@ -22,7 +22,7 @@ def certify(
 ) -> Solution:
     """The Solution that runs R (T, T), or a plan, of which R may not say all; verified and simulated.
 
-    The bound is raised to the cost of running each op once, which every schedule takes; one that this schedule
+    The bound is raised to the cost of running each op once, which every plan takes; one that this schedule
     contradicts was no proof, and does not count. OPTIMAL where the bound meets the cost within `OPTIMAL_GAP`.
 
     Raises:
@@ -39,10 +39,11 @@ def certify(
     cost = simulator.cost(plan, problem)
     if contradicts(bound, cost):
         log.warning("a bound of %s, %.6g s, was wrong: a verified schedule takes %.6g s", method, bound, cost)
-        bound = problem.keep_all_cost
+        bound = problem.least_cost
     T = len(problem.graph.ops)
-    runs_once = not plan.sent and len(plan.runs) == T  # the least there is, whatever is lost in its sum
-    bound = max(problem.keep_all_cost, bound)  # in this order, what is no number is no bound
+    one_clock = not plan.sent and not problem.graph.links
+    runs_once = one_clock and len(plan.runs) == T  # the least there is, whatever is lost in its sum
+    bound = max(problem.least_cost, bound)  # in this order, what is no number is no bound
     bound = cost if runs_once else min(bound, cost)
     status = Status.OPTIMAL if cost - bound <= OPTIMAL_GAP * cost else Status.FEASIBLE
     peak = simulator.simulate(plan, problem).peak

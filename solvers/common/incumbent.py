@@ -52,7 +52,7 @@ class Incumbent:
         self.R: np.ndarray | None = None  # (T, T) bool
         self.plan: Plan | None = None  # of R, where that does not say all of it
         self.cost = float("inf")  # seconds, of R
-        self.bound = task.problem.keep_all_cost  # seconds that every schedule within the budget takes
+        self.bound = task.problem.least_cost  # seconds that every plan within the budget takes
         self.least_peak: int | None = None  # bytes, of all schedules that were simulated
         self.found: dict[str, float] = {}  # by whom -> the last cost that was the least so far
         self.trajectory: list[tuple[float, float, float]] = []  # (seconds, cost, bound) at each notable change
@@ -137,7 +137,7 @@ class Incumbent:
                     by,
                     cost,
                 )
-                self.bound = self.task.problem.keep_all_cost
+                self.bound = self.task.problem.least_cost
             self.R, self.plan, self.cost, self.found[by] = R, plan, cost, cost
             self._record(by)
         return True

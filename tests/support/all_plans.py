@@ -1,14 +1,14 @@
-"""The truth on tiny problems, also with a second memory: the cheapest of all plans there are.
+"""The truth on tiny problems, also with a second memory or with links: the cheapest of all plans there are.
 
 A search over states: which op runs for the first time next, what is at hand, what has a copy in the second memory, what
 is under way, and when that and the links' last transfers end. From each state every legal step is taken: `Run` of the
-next op or of an earlier one again, over a value or not, `Free`, `Send`, `Fetch`, `Wait`, `Drop`. Ops may run again
-in any order and any number of times, which schedules by stages do not do.
+next op or of an earlier one again, over a value or not, `Start`, `Free`, `Send`, `Fetch`, `Wait`, `Drop`. Ops may run
+again in any order and any number of times, which schedules by stages do not do.
 
-Left out is only what cannot help, each by an exchange of steps: to wait for a transfer that has ended is free and
-forbids nothing, so it is done at once; a value that no op can read any more is let go of at once, and not sent or
-fetched; copies left at the end are dropped there. Of two ways to one state, the one that is later in every clock is
-dropped, since the clocks only take maxima and sums of each other.
+Left out is only what cannot help, each by an exchange of steps: to wait for a transfer or for an op on a link that has
+ended is free and forbids nothing, so it is done at once; a value that no op can read any more is let go of at once, and
+not sent or fetched; copies left at the end are dropped there. Of two ways to one state, the one that is later in every
+clock is dropped, since the clocks only take maxima and sums of each other.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from checkmate.core.graph import Graph, Op, Phase, Value
 from checkmate.core.host import Host
 from checkmate.core.limits import lives
-from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Step, Wait
-from checkmate.core.problem import Problem
+from checkmate.core.plan import Drop, Fetch, Free, Plan, Run, Send, Start, Step, Wait
+from checkmate.core.problem import Problem, Profile
 from tests.support.oracle import optimum, random_problem, random_problem_with_overwrites, random_problem_with_ways
 
 Label = tuple[float, ...]  # now, each link's end, and the end of each transfer under way, by value
@@ -39,6 +40,7 @@ class State:
     there: frozenset[int] = frozenset()  # copies, complete or not
     sending: frozenset[int] = frozenset()
     fetching: frozenset[int] = frozenset()
+    started: frozenset[int] = frozenset()  # ops on links
     runs: tuple[int, ...] = ()  # of the ops that a rule limits
 
     @property
@@ -49,8 +51,8 @@ class State:
 @dataclass(frozen=True)
 class Clocks:
     now: float
-    busy: tuple[float, float]  # of the links, where their last transfer ends; both alike where there is one
-    ends: tuple[tuple[int, float], ...] = ()  # of each transfer under way, by value
+    busy: tuple[float, ...]  # where the last transfer there and back ends, alike on one link; the last op of each link
+    ends: tuple[tuple[int, float], ...] = ()  # of each transfer under way, by value; of a started op k, by -1 - k
 
     def label(self) -> Label:
         return (self.now, *(max(self.now, end) for end in self.busy), *(end for _, end in self.ends))
@@ -67,16 +69,18 @@ def cheapest_plan(problem: Problem, budget: int, *, most_states: int = 10**7) ->
     """
     search = Moves(problem, budget)
     T, count = len(problem.graph.ops), itertools.count()
-    left = [*np.cumsum(problem.seconds[::-1])[::-1].tolist(), 0.0]  # seconds that the first runs of later ops take
+    seconds = np.where([op.link == "" for op in problem.graph.ops], problem.seconds, 0.0)
+    left = [*np.cumsum(seconds[::-1])[::-1].tolist(), 0.0]  # seconds that the first runs of later ops take
     start = State(runs=(0,) * len(search.limited))
-    heap: list[tuple[float, int, int, State, Clocks, int]] = [(left[0], 0, next(count), start, Clocks(0, (0, 0)), -1)]
+    clocks = Clocks(0, (0.0,) * (2 + len(problem.graph.links)))
+    heap: list[tuple[float, int, int, State, Clocks, int]] = [(left[0], 0, next(count), start, clocks, -1)]
     labels: dict[State, list[Label]] = {start: [heap[0][4].label()]}
     history: list[tuple[int, tuple[Step | None, ...]]] = []  # (parent, steps) of each move
     while heap:
         _, _, _, state, clocks, origin = heapq.heappop(heap)
         if any(_earlier(other, clocks.label()) for other in labels[state] if other != clocks.label()):
             continue
-        if state.turn == T and not state.going and search.results <= state.here:
+        if state.turn == T and not state.going and not state.started and search.results <= state.here:
             return clocks.now, _plan(problem, history, origin, state)
         for steps, following, after in search.of(state, clocks):
             label = after.label()
@@ -131,6 +135,8 @@ class Moves:
         self.read = lives(graph, self.limits.until)[1]
         self.savings = [dict(of) for of in problem.savings]
         self.has_backward = graph.forward_length < len(graph.ops)
+        self.links = {name: 2 + i for i, name in enumerate(graph.links)}
+        self.touches = [frozenset((*op.inputs, *op.outputs)) for op in graph.ops]
 
     def of(self, state: State, clocks: Clocks) -> Iterator[Move]:
         for steps, following, after in self._single(state, clocks):
@@ -138,31 +144,40 @@ class Moves:
 
     def _tidied(self, steps: tuple[Step | None, ...], state: State, clocks: Clocks) -> Move:
         for v, end in clocks.ends:
-            if end <= clocks.now:
-                steps, state, clocks = (*steps, Wait(v)), *_waited(state, clocks, v)
-        for v in state.here - self.results - state.sending:
+            if end <= clocks.now and (v >= 0 or -1 - v < state.turn):
+                step = Wait(v) if v >= 0 else Run(-1 - v)
+                steps, state, clocks = (*steps, step), *self._waited(state, clocks, v)
+        for v in state.here - self.results - state.sending - self._busy(state):
             if self.read[v] < state.turn:
                 steps, state = (*steps, Free(v)), replace(state, here=state.here - {v})
         return steps, state, clocks
 
     def _single(self, state: State, clocks: Clocks) -> Iterator[tuple[Step | None, State, Clocks]]:
         live = self.problem.resident + sum(self.size[v] for v in state.here | state.fetching)
+        live += sum(self._held(k) for k in state.started)
         may_begin = self.has_backward and state.turn >= self.problem.graph.forward_length
-        if may_begin and not state.backward and not self.limits.gone & state.here:
+        if may_begin and not state.backward and not self.limits.gone & state.here and not state.started:
             yield None, replace(state, backward=True), clocks
         for k in range(min(state.turn + 1, len(self.inputs))):
             if self._may_run(state, k):
                 for over in (None, *self.savings[k]):
                     yield from self._run(state, clocks, k, over, live)
-        for v in state.here - self.results - state.sending:
+        for k, op in enumerate(self.problem.graph.ops):
+            if op.link and k not in state.started:
+                yield from self._start(state, clocks, k, live)
+            if k in state.started and k < state.turn:
+                yield Run(k), *self._waited(state, clocks, -1 - k)
+        for v in state.here - self.results - state.sending - self._busy(state):
             yield Free(v), replace(state, here=state.here - {v}), clocks
         for v in state.going:
-            yield Wait(v), *_waited(state, clocks, v)
+            yield Wait(v), *self._waited(state, clocks, v)
         if self.host is not None:
             yield from self._transfers(state, clocks, live, self.host)
 
     def _may_run(self, state: State, k: int) -> bool:
         op = self.problem.graph.ops[k]
+        if k in state.started:
+            return False
         if k < state.turn:
             most = dict(zip(self.limited, state.runs, strict=True)).get(k, 0) < self.limits.most_runs.get(k, 1)
             return op.pinned is None and most and state.turn <= self.limits.until.get(k, state.turn)
@@ -177,10 +192,56 @@ class Moves:
         new -= 0 if over is None else self.savings[k][over]
         if not self.inputs[k] <= state.here or going.intersection(made) or over in going or live + new > self.budget:
             return
+        if self._busy(state).intersection((*made, *self.problem.graph.ops[k].overwrites, over)):
+            return
         here = state.here.union(made) - ({over} if over is not None else set())
         runs = tuple(n + (k == op) for op, n in zip(self.limited, state.runs, strict=True))
-        following = replace(state, turn=max(state.turn, k + 1), here=here, runs=runs)
-        yield Run(k, over), following, replace(clocks, now=clocks.now + float(self.problem.seconds[k]))
+        following = replace(state, turn=self._turn(state.turn, k, state.started), here=here, runs=runs)
+        link = self.links.get(self.problem.graph.ops[k].link)
+        begin = clocks.now if link is None else max(clocks.now, clocks.busy[link])
+        end = begin + float(self.problem.seconds[k])
+        busy = tuple(end if i == link else other for i, other in enumerate(clocks.busy))
+        yield Run(k, over), following, replace(clocks, now=end, busy=busy)
+
+    def _start(self, state: State, clocks: Clocks, k: int, live: int) -> Iterator[tuple[Step | None, State, Clocks]]:
+        op = self.problem.graph.ops[k]
+        if k > state.turn:  # before its turn
+            may = not self.inputs[k] and (op.phase == "backward") == state.backward
+        else:
+            may = self._may_run(state, k)
+        touched = self._busy(state).union(state.sending, state.fetching).intersection(op.outputs)
+        if not may or not self.inputs[k] <= state.here or touched or state.here.intersection(op.outputs):
+            return
+        if live + self._held(k) > self.budget:
+            return
+        runs = tuple(n + (k == op) for op, n in zip(self.limited, state.runs, strict=True))
+        started = state.started | {k}
+        following = replace(state, turn=self._turn(state.turn, k, started), started=started, runs=runs)
+        link = self.links[op.link]
+        end = max(clocks.now, clocks.busy[link]) + float(self.problem.seconds[k])
+        busy = tuple(end if i == link else other for i, other in enumerate(clocks.busy))
+        yield Start(k), following, replace(clocks, busy=busy, ends=tuple(sorted((*clocks.ends, (-1 - k, end)))))
+
+    def _turn(self, turn: int, k: int, started: frozenset[int]) -> int:
+        """Whose turn it is when op k has run or started."""
+        turn += k == turn
+        while turn in started:
+            turn += 1
+        return turn
+
+    def _held(self, k: int) -> int:
+        return sum(self.size[v] for v in self.problem.graph.ops[k].outputs) + int(self.problem.workspace[k])
+
+    def _busy(self, state: State) -> frozenset[int]:
+        """What ops on links read and make."""
+        return frozenset().union(*(self.touches[k] for k in state.started))
+
+    def _waited(self, state: State, clocks: Clocks, v: int) -> tuple[State, Clocks]:
+        here = state.here.union({v} & state.fetching if v >= 0 else self.problem.graph.ops[-1 - v].outputs)
+        after = replace(state, here=here, sending=state.sending - {v}, fetching=state.fetching - {v})
+        after = replace(after, started=state.started - {-1 - v})
+        now = max(clocks.now, dict(clocks.ends)[v])
+        return after, replace(clocks, now=now, ends=tuple((w, end) for w, end in clocks.ends if w != v))
 
     def _transfers(
         self, state: State, clocks: Clocks, live: int, host: Host
@@ -201,15 +262,9 @@ class Moves:
 
 def _on_link(clocks: Clocks, v: int, seconds: float, link: int, host: Host) -> Clocks:
     end = max(clocks.now, clocks.busy[link]) + seconds
-    busy = (end, end) if host.one_link else ((end, clocks.busy[1]) if link == 0 else (clocks.busy[0], end))
+    there_and_back = (end, end) if host.one_link else ((end, clocks.busy[1]) if link == 0 else (clocks.busy[0], end))
+    busy = (*there_and_back, *clocks.busy[2:])
     return replace(clocks, busy=busy, ends=tuple(sorted((*clocks.ends, (v, end)))))
-
-
-def _waited(state: State, clocks: Clocks, v: int) -> tuple[State, Clocks]:
-    here = state.here | (state.fetching & {v})
-    after = replace(state, here=here, sending=state.sending - {v}, fetching=state.fetching - {v})
-    now = max(clocks.now, dict(clocks.ends)[v])
-    return after, replace(clocks, now=now, ends=tuple((w, end) for w, end in clocks.ends if w != v))
 
 
 def _earlier(one: Label, other: Label) -> bool:
@@ -266,3 +321,38 @@ def random_chain_with_host(seed: int, *, most_ops: int = 7) -> Problem:
     send, fetch = (float(rng.choice([1.0, 2.0, 4.0, 8.0])) for _ in range(2))
     latency = float(rng.choice([0.0, 0.0, 0.25]))
     return problem.with_host(Host(room, send, fetch, one_link=bool(rng.random() < 0.3), latency=latency))
+
+
+def random_chain_with_links(seed: int, *, most_layers: int = 2) -> Problem:
+    """A small training step whose parameters are gathered from other ranks, and whose gradients are summed over them.
+
+    Layers read what the one before made and a gathered parameter; the backward reads both, gathered once or again. One
+    link carries all, or a link gathers and another one sums.
+    """
+    rng = np.random.default_rng((seed, 7))
+    ops: list[Op] = []
+    values: list[Value] = []
+    seconds: list[float] = []
+
+    def add(name: str, reads: list[int], size: int, phase: Phase, link: str = "") -> int:
+        values.append(Value(f"{name}'s", size, len(ops)))
+        pinned = "sums over ranks" if name.startswith("sum") else None
+        ops.append(Op(name, name, tuple(reads), (len(values) - 1,), phase, pinned, link=link))
+        seconds.append(float(rng.integers(1, 6)))
+        return len(values) - 1
+
+    layers = int(rng.integers(1, most_layers + 1))
+    values += [Value(f"shard{i}", 1, None, "parameter") for i in range(layers)]
+    summing = "sums" if rng.random() < 0.3 else "gathers"
+    made, gathered = list[int](), list[int]()
+    for i in range(layers):
+        gathered.append(add(f"gather{i}", [i], int(rng.integers(1, 8)), "forward", "gathers"))
+        made.append(add(f"layer{i}", [*made[-1:], gathered[-1]], int(rng.integers(1, 8)), "forward"))
+    gradient, results = made[-1], list[int]()
+    for i in reversed(range(layers)):
+        read = {gradient, *(made[i - 1 : i] if i else ()), *((gathered[i],) if rng.random() < 0.8 else ())}
+        gradient = add(f"gradient{i}", sorted(read), int(rng.integers(1, 8)), "backward")
+        results.append(add(f"sum{i}", [gradient], int(rng.integers(1, 4)), "backward", summing))
+    graph = Graph(tuple(ops), tuple(values), tuple(results))
+    workspace = rng.integers(0, 3, len(ops)) * (rng.random(len(ops)) < 0.3)
+    return Problem(graph, Profile(np.array(seconds), workspace))

@@ -1,0 +1,180 @@
+"""Plans for steps of which links carry some ops, such as collectives, while the processor runs others.
+
+A step takes at least the seconds of all that the processor runs, and of all that each link carries. So for any shares
+of one, w of the processor and w_l of each link,
+
+    seconds >= sum over runs of w(k) C_k        w(k) = w of what carries op k
+
+and the least of the right side over all schedules is a bound: it is that of the same step whose ops take w(k) C_k,
+which any method for recomputation finds. The shares that prove the most make the processor and its busiest link take
+the same time, where that is possible; they are looked for by halving. The processor runs nothing beside the first
+gather, or beside the last sum over ranks: these seconds count on top of its own (`Exposed`).
+
+The schedules that come with it are lowered, and what links carry is started early and waited for late
+(`checkmate.solvers.common.place_starts`). For that to have room, some are made for less than the budget.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+
+import numpy as np
+
+from checkmate.core.plan import Plan
+from checkmate.core.problem import Problem
+from checkmate.solvers.common.incumbent import Incumbent, Remarks
+from checkmate.solvers.common.place_starts import place_starts
+from checkmate.solvers.common.runs import lowered
+from checkmate.solvers.common.task import Task
+
+Solver = Callable[[Task, Incumbent], Remarks]
+LEAST = 1e-4  # share of a link's seconds where the processor takes longer: of equal plans the one with less on links
+SHARE = 0.3  # of what is left of the time, for one search
+HALVINGS = 6  # of the share of the busiest link
+ROOMS = (0.0, 1.0, 2.0, 4.0)  # times the most bytes that an op of a link makes: what plans leave free
+log = logging.getLogger("checkmate.solve")
+
+
+def overlap(task: Task, incumbent: Incumbent, recompute: Solver, *, proves: bool) -> Remarks:
+    """Plans, and a bound, for a problem whose graph has links.
+
+    Args:
+        recompute: finds plans for a problem without links, within the time of its task.
+        proves: whether it proves bounds, too, so that more time is of use.
+    """
+    if task.problem.host is not None:  # both at once is not planned: links wait, and nothing more is proven
+        inner = Incumbent(replace(task, problem=replace(task.problem, graph=task.problem.graph.without_links())))
+        remarks = recompute(inner.task, inner)
+        if inner.R is not None:
+            incumbent.offer_plan(inner.plan if inner.plan is not None else lowered(task.problem, inner.R), "links wait")
+        return remarks
+    search = _Search(task, incumbent, recompute)
+    incumbent.prove(search.exposed.bound)
+    remarks = search.attempt(LEAST, 0.0)
+    low, high = 0.0, 1.0  # shares of the busiest link with which the processor, and the link, takes longer
+    share = LEAST
+    for i in range(HALVINGS if proves else 0):
+        for room in ROOMS[1:]:
+            if search.is_open:
+                search.attempt(share, room)
+        if not search.is_open or search.balance is None:
+            break
+        if search.balance <= 0 and i == 0:  # the processor takes longer even where links are free
+            break
+        low, high = (share, high) if search.balance > 0 else (low, share)
+        share = (low + high) / 2
+        search.attempt(share, 0.0)
+    return remarks
+
+
+class _Search:
+    """What was tried."""
+
+    def __init__(self, task: Task, incumbent: Incumbent, recompute: Solver) -> None:
+        self.task, self.incumbent, self.recompute = task, incumbent, recompute
+        problem = task.problem
+        links = problem.graph.links
+        self.busiest = max(links, key=lambda name: float(problem.seconds[[*links[name]]].sum()))
+        made = (problem.graph.ops[k].outputs for ops in links.values() for k in ops)
+        self.most = max(int(problem.sizes[[*outputs]].sum()) for outputs in made)  # bytes
+        self.exposed = Exposed.of(problem)
+        self.balance: float | None = None  # seconds of the busiest link beyond the processor's, in the last plan
+
+    @property
+    def is_open(self) -> bool:
+        """There is time, and something to gain."""
+        best = self.incumbent
+        return not (best.is_infeasible or self.task.clock.is_over or best.gap <= self.task.gap)
+
+    def attempt(self, share: float, room: float) -> Remarks:
+        """Solve the step with this share of the busiest link and the others' least, so many bytes below the budget."""
+        problem, budget = self.task.problem, self.task.budget - round(room * self.most)
+        shares = _shares(problem, self.busiest, share)
+        seconds = problem.seconds * [shares[op.link] for op in problem.graph.ops]
+        weighted = replace(_without_links(problem), profile=replace(problem.profile, seconds=seconds))
+        if budget < problem.unavoidable_bytes.max():
+            return Remarks()
+        inner = Incumbent(replace(self.task.within(SHARE * self.task.clock.left), problem=weighted, budget=budget))
+        try:
+            return self.recompute(inner.task, inner)
+        finally:  # an interruption loses nothing
+            if not room:
+                self.incumbent.prove(inner.bound + shares[""] * self.exposed.seconds)
+            if inner.R is not None:
+                self._offer(inner.plan if inner.plan is not None else lowered(problem, inner.R), share)
+
+    def _offer(self, plan: Plan, share: float) -> None:
+        problem = self.task.problem
+        self.incumbent.offer_plan(place_starts(problem, self.task.budget, plan), f"overlap at {share:.2g}")
+        times = np.bincount(plan.runs, minlength=len(problem.graph.ops)) * problem.seconds
+        on_link = times[[*problem.graph.links[self.busiest]]].sum()
+        of_processor = times[[not op.link for op in problem.graph.ops]].sum()
+        self.balance = float(on_link - of_processor)
+        log.info("share %.3g: %.4g s of the processor, %.4g of the busiest link", share, of_processor, on_link)
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """What holds for every plan since ops wait for one another.
+
+    When a processor's op runs for the first time, its link has carried all that this op and those before it are made
+    from; and what is made from an op is carried after it.
+    """
+
+    bound: float  # seconds of the step at least, by what runs once
+    seconds: float  # in which the processor runs nothing, before its first op and after its last one
+
+    @classmethod
+    def of(cls, problem: Problem) -> Exposed:
+        """Those of a problem whose graph has links.
+
+        The processor's last run is its last op's, or makes again what a link reads: a run that nothing reads could be
+        left out. So after it a link carries at least what is made from the last op, or the shortest of all ops that
+        read what the processor makes.
+        """
+        graph, seconds = problem.graph, problem.seconds.tolist()
+        carries = [sum(1 << k for k in ops) for ops in graph.links.values()]  # ops as bits of an integer, as below
+        before: list[int] = []  # of each op, those that it is made from
+        for deps in graph.deps:
+            before.append(reduce(or_, (1 << j | before[j] for j in deps), 0))
+        own = [k for k, op in enumerate(graph.ops) if not op.link and seconds[k]]
+        if not own:
+            return cls(problem.least_cost, 0.0)
+        now, done = 0.0, 0
+        ready, ends, carried = list[float](), list[float](), [0.0] * len(carries)
+        for k in own:
+            for i, of_link in enumerate(carries):
+                carried[i] += sum(seconds[j] for j in _bits(before[k] & of_link & ~done))
+            done |= before[k]
+            ready.append(max(carried))
+            now = max(now, ready[-1]) + seconds[k]
+            ends.append(now)
+        after = [max(sum(seconds[j] for j in ops if before[j] >> k & 1) for ops in graph.links.values()) for k in own]
+        on_links = [k for k, op in enumerate(graph.ops) if op.link]
+        reading = [seconds[j] for j in on_links if any(not graph.ops[i].link for i in graph.deps[j])]
+        bound = max(end + more for end, more in zip(ends, after, strict=True))
+        return cls(bound, ready[0] + min([after[-1], *reading]))
+
+
+def _bits(number: int) -> Iterator[int]:
+    """The places of a number's bits."""
+    while number:
+        yield (number & -number).bit_length() - 1
+        number &= number - 1
+
+
+def _shares(problem: Problem, busiest: str, share: float) -> dict[str, float]:
+    """By link, "" for the processor, its share; they add up to one."""
+    links = problem.graph.links
+    of_link = {name: share if name == busiest else LEAST / len(links) for name in links}
+    of_link[""] = 1.0 - sum(of_link.values())
+    return of_link
+
+
+def _without_links(problem: Problem) -> Problem:
+    """The same, the processor waits for each op, and no second memory."""
+    return replace(problem.with_host(None), graph=problem.graph.without_links())
