@@ -99,18 +99,25 @@ class Solution:
 
     @property
     def overhead(self) -> float:
-        """The cost relative to a step that runs each op once, minus one: what runs again, and what is waited for."""
+        """The cost relative to a step that runs each op once, minus one: what runs again, and what is waited for.
+
+        Negative where links carry more beside the processor than that is.
+        """
         base = self.problem.keep_all_cost
         return self.cost / base - 1 if base > 0 else 0.0
 
     @property
     def spent_on(self) -> str:
         """What the overhead is, in words."""
+        if self.plan is not None and self.plan.started:
+            return "recomputation, less what links carry meanwhile"
         return "recomputation and waiting" if self.waited else "recomputation"
 
     @property
     def waited(self) -> float:
-        """Seconds of the step in which no op runs, since a transfer has not ended."""
+        """Seconds of the step in which no op runs, since a link has not done."""
+        if self.plan is not None and self.plan.started:
+            return timing(self.plan, self.problem).waited
         return 0.0 if self.elsewhere is None else self.elsewhere.waited
 
     @property

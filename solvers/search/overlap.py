@@ -35,7 +35,7 @@ Solver = Callable[[Task, Incumbent], Remarks]
 LEAST = 1e-4  # share of a link's seconds where the processor takes longer: of equal plans the one with less on links
 SHARE = 0.3  # of what is left of the time, for one search
 HALVINGS = 6  # of the share of the busiest link
-ROOMS = (0.0, 1.0, 2.0, 4.0)  # times the most bytes that an op of a link makes: what plans leave free
+ROOMS = (1, 2, 4, 8)  # ops of links, of the usual bytes: what plans leave free for them
 log = logging.getLogger("checkmate.solve")
 
 
@@ -54,11 +54,11 @@ def overlap(task: Task, incumbent: Incumbent, recompute: Solver, *, proves: bool
         return remarks
     search = _Search(task, incumbent, recompute)
     incumbent.prove(search.exposed.bound)
-    remarks = search.attempt(LEAST, 0.0)
+    remarks = search.attempt(LEAST)
     low, high = 0.0, 1.0  # shares of the busiest link with which the processor, and the link, takes longer
     share = LEAST
     for i in range(HALVINGS if proves else 0):
-        for room in ROOMS[1:]:
+        for room in ROOMS:
             if search.is_open:
                 search.attempt(share, room)
         if not search.is_open or search.balance is None:
@@ -67,7 +67,7 @@ def overlap(task: Task, incumbent: Incumbent, recompute: Solver, *, proves: bool
             break
         low, high = (share, high) if search.balance > 0 else (low, share)
         share = (low + high) / 2
-        search.attempt(share, 0.0)
+        search.attempt(share)
     return remarks
 
 
@@ -79,8 +79,8 @@ class _Search:
         problem = task.problem
         links = problem.graph.links
         self.busiest = max(links, key=lambda name: float(problem.seconds[[*links[name]]].sum()))
-        made = (problem.graph.ops[k].outputs for ops in links.values() for k in ops)
-        self.most = max(int(problem.sizes[[*outputs]].sum()) for outputs in made)  # bytes
+        made = [int(problem.sizes[[*problem.graph.ops[k].outputs]].sum()) for ops in links.values() for k in ops]
+        self.usual = _usual(made)
         self.exposed = Exposed.of(problem)
         self.balance: float | None = None  # seconds of the busiest link beyond the processor's, in the last plan
 
@@ -90,9 +90,9 @@ class _Search:
         best = self.incumbent
         return not (best.is_infeasible or self.task.clock.is_over or best.gap <= self.task.gap)
 
-    def attempt(self, share: float, room: float) -> Remarks:
-        """Solve the step with this share of the busiest link and the others' least, so many bytes below the budget."""
-        problem, budget = self.task.problem, self.task.budget - round(room * self.most)
+    def attempt(self, share: float, room: int = 0) -> Remarks:
+        """Solve the step with this share of the busiest link and the others' least, with room left for so many ops."""
+        problem, budget = self.task.problem, self.task.budget - room * self.usual
         shares = _shares(problem, self.busiest, share)
         seconds = problem.seconds * [shares[op.link] for op in problem.graph.ops]
         weighted = replace(_without_links(problem), profile=replace(problem.profile, seconds=seconds))
@@ -115,6 +115,20 @@ class _Search:
         of_processor = times[[not op.link for op in problem.graph.ops]].sum()
         self.balance = float(on_link - of_processor)
         log.info("share %.3g: %.4g s of the processor, %.4g of the busiest link", share, of_processor, on_link)
+
+
+def _usual(sizes: list[int]) -> int:
+    """Half of all bytes are of what is as large or larger.
+
+    >>> _usual([1, 1, 1, 8, 8, 8, 20])
+    8
+    """
+    most, so_far = sum(sizes), 0
+    for size in sorted(sizes, reverse=True):
+        so_far += size
+        if 2 * so_far >= most:
+            return size
+    return 0
 
 
 @dataclass(frozen=True)
