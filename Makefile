@@ -4,6 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
+TESTS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
+
+# Modules are compiled once for all processes of the tests, also where that is forbidden, out of the way in a folder of
+# their own: without, each child that imports PyTorch and this package computes for twice as long.
+test test-long gpu test-versions test-oldest: export PYTHONPYCACHEPREFIX := $(CURDIR)/build/bytecode
+test test-long gpu test-versions test-oldest: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-long gpu test-versions test-oldest lint format notebooks docs bench bench-all clean
 
@@ -26,13 +32,13 @@ demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(TESTS) -n $(JOBS) $(ARGS)
 
 test-long: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m long $(ARGS)
+	$(TESTS) -n $(JOBS) -m long $(ARGS)
 
 gpu: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cuda $(ARGS)
+	$(TESTS) -m cuda $(ARGS)
 
 test-versions: $(STAMP)
 	$(BIN)/nox -s versions -- --jobs $(JOBS)

@@ -56,6 +56,7 @@ PEER_KNOBS = ("each block", "keeps matmuls", "4 segments", "dp 0.2", "dp 0.5", "
 PEER_SHARES = (0.0, 0.1, 0.4, 1.0)
 SHARES = (0.1, 0.4, 0.7)
 PLAIN_RUNS = 3
+LEAST_SECONDS, LEAST_SECONDS_SMALL = 10.0, 1.0  # to look for the smallest budget
 LIMITED = "gpt2"  # trained within a hard limit too
 HEADER = (
     "network", "precision", "share", "budget", "predicted", "measured", "off", "reserved", "of planned",
@@ -156,10 +157,11 @@ def measured_plain(setting: Setting) -> Row:
     traced = time.perf_counter() - began
     runs = [outcome(module, step, batch, optimizer)]
     use = measure_peak(partial(measuring.step_and_back, module, step, batch), setting.device)
+    seconds = LEAST_SECONDS_SMALL if setting.small else LEAST_SECONDS
     facts = {
         "ops": len(problem.graph.ops),
         "resident": problem.resident,
-        "min_budget": checkmate.min_budget(problem).peak,
+        "min_budget": checkmate.min_budget(problem, time_limit=seconds).peak,
         "keep_all_peak": problem.keep_all_peak,
         "trace_seconds": traced,  # capture, and each distinct op measured
         "plain_peak": peak_of(use, problem.resident),

@@ -86,7 +86,7 @@ def main() -> int:
     print(f"PyTorch {about['torch']}", f"arena: {found['arena']}", sep="\n")
     print(*(f"missing {each}" for each in found["missing"]), sep="\n")
     print(*(f"left out: {each}" for each in found["left_out"]), sep="\n", flush=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     found |= counted(QUICK if args.quick else SELECTION, "-q", "-n", str(args.jobs), environment=environment)
     row = {**about, **found, "seconds": round(time.monotonic() - begun)}
     if not args.quick:

@@ -46,9 +46,9 @@ def _chain(setting: Setting) -> tuple[nn.Module, Callable[[Tensor], Tensor], Ten
     return module, step, x
 
 
-def _budgets(step: Callable[..., Tensor], *batch: Tensor) -> list[int]:
+def _budgets(setting: Setting, step: Callable[..., Tensor], *batch: Tensor) -> list[int]:
     problem = trace(step, *batch)
-    least = min_budget(problem).peak
+    least = min_budget(problem, time_limit=_plan_seconds(setting)).peak
     return [least + int(share * (problem.keep_all_peak - least)) for share in SHARES]
 
 
@@ -73,7 +73,7 @@ def predicted_bytes(setting: Setting) -> Finding:
     """Compile for three budgets, and hold what each plan predicts against what is asked for and taken."""
     module, step, x = _chain(setting)
     rows: list[dict[str, Any]] = []
-    for budget in _budgets(step, x):
+    for budget in _budgets(setting, step, x):
         compiled = compiled_within(step, budget=budget, time_limit=_plan_seconds(setting), wait="best")
         _run(module, compiled, x)
         module.zero_grad(set_to_none=True)
@@ -103,7 +103,8 @@ def parts(setting: Setting) -> Finding:
         return F.cross_entropy(module(x), y)
 
     problem = trace(step, *batch)
-    least, whole = min_budget(problem).peak, int(problem.unavoidable_bytes.max())
+    least = min_budget(problem, time_limit=_plan_seconds(setting)).peak
+    whole = int(problem.unavoidable_bytes.max())
     compiled = compiled_within(step, budget=least, time_limit=_plan_seconds(setting), wait="best")
     _run(module, compiled, *batch)
     module.zero_grad(set_to_none=True)
@@ -121,7 +122,7 @@ def capacity(setting: Setting) -> Finding:
     if device.type != "cuda":
         return Finding(None, "PyTorch has no limit for memory on the CPU")
     module, step, x = _chain(setting)
-    least, _, most = _budgets(step, x)
+    least, _, most = _budgets(setting, step, x)
     budget, limit = least + (most - least) // 4, least + (most - least) // 2
     expected = _run(module, step, x)
     compiled = compiled_within(step, budget=budget, time_limit=_plan_seconds(setting), wait="best")
@@ -172,7 +173,7 @@ def bottlenecks(setting: Setting) -> Finding:
 def within_budgets(network: str, setting: Setting) -> Finding:
     """Train a network within three budgets: bits, peak, and time against plain PyTorch."""
     module, step, batch = networks.make(network, setting)
-    budgets, rows = _budgets(step, *batch), []
+    budgets, rows = _budgets(setting, step, *batch), []
     for budget in budgets:
         row: dict[str, Any] = {"budget": budget}
         try:

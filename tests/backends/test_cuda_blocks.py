@@ -22,6 +22,7 @@ from checkmate.memory.cuda_allocator import Used
 from checkmate.memory.cuda_replay import DeviceState
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.units import format_bytes
+from tests.support.sampling import long
 from tests.support.simulated_cuda import install
 
 simulated = pytest.mark.skipif(not install.is_installed(), reason="to the byte of the simulated CUDA device")
@@ -105,7 +106,7 @@ def assert_budgets_hold(step: Callable[..., Tensor], *batch: Tensor) -> int:
 @pytest.mark.cuda
 @simulated
 @EXPANDABLE
-@pytest.mark.parametrize(("rows", "width"), [(512, 768), (400, 1000), (640, 600)])
+@pytest.mark.parametrize(("rows", "width"), [long(512, 768), (400, 1000), long(640, 600)])
 def test_a_budget_holds_in_blocks_that_are_foretold_to_the_byte(
     allocator: Callable[[bool], None], rows: int, width: int, expandable: bool
 ) -> None:

@@ -16,9 +16,9 @@ from tests.support.bits import assert_same_bits
 ROOFLINE = "roofline:h100"
 
 
-def _made(size: int = 32) -> tuple[TrainingStep, tuple[Any, ...], nn.Module, optim.Optimizer]:
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)]
-    model = nn.Sequential(*blocks, nn.Linear(64, 10))
+def _made(size: int = 32, blocks: int = 3) -> tuple[TrainingStep, tuple[Any, ...], nn.Module, optim.Optimizer]:
+    hidden = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(blocks)]
+    model = nn.Sequential(*hidden, nn.Linear(64, 10))
     optimizer = optim.AdamW(model.parameters())
     batch = torch.randn(size, 64), torch.zeros(size, dtype=torch.long)
     step = checkmate.training_step(
@@ -47,7 +47,7 @@ def test_a_whole_step_is_traced_as_it_is_trained() -> None:
 @pytest.mark.slow
 def test_updates_are_named() -> None:
     """An update says of which parameter it is, and where that is."""
-    step, batch, _, _ = _made()
+    step, batch, _, _ = _made(blocks=1)
     found = checkmate.explain(step, *batch, profile=ROOFLINE)
     (row,) = (row for row in found.pinned if row.why.startswith("updates ") and "0.0.weight" in row.why)
     assert (row.target, row.phase) == ("checkmate.update_parameter", "backward")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -184,13 +182,11 @@ def test_the_comparison_on_a_gpu_runs_small_on_the_cpu(tmp_path: Path) -> None:
     assert "| gpt2-medium |" in printed
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_the_benchmark_for_a_gpu_says_that_there_is_none() -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode != 0
-    assert run.stderr.startswith("There is no CUDA device here.")
+def test_the_benchmark_for_a_gpu_says_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu"])
+    with pytest.raises(SystemExit, match=r"^There is no CUDA device here\."):
+        gpu.main()
 
 
 def test_numbers_that_differ_are_held_against_the_spread_of_plain_runs() -> None:

@@ -69,8 +69,8 @@ def test_within_the_budget_on_two_threads(name: str) -> None:
     try:
         module, step, batch = CASES[name].make(0)
         problem = checkmate.trace(step, *batch)
-        budget = (checkmate.min_budget(problem).peak + problem.keep_all_peak) // 2
-        compiled = checkmate.compile(step, budget=budget, time_limit=5, wait="best")
+        budget = (checkmate.min_budget(problem, time_limit=1).peak + problem.keep_all_peak) // 2
+        compiled = checkmate.compile(step, budget=budget, time_limit=1, wait="best")
         found = train(module, compiled, batch)
         assert_same(found, train(*CASES[name].make(0)))
         (plan,) = compiled.plans
@@ -440,7 +440,7 @@ def test_a_large_gradient_that_can_wait_is_made_last() -> None:
     plain = copy.deepcopy(module)
     problem = checkmate.trace(module, *batch)
     assert problem.graph.ops[-1].target == "aten.mm.default"
-    compiled = checkmate.compile(module, budget=checkmate.min_budget(problem).peak, time_limit=1.0)
+    compiled = checkmate.compile(module, budget=checkmate.min_budget(problem, time_limit=1).peak, time_limit=1.0)
     found = train(module, compiled, batch)
     assert_same(found, train(plain, plain, batch))
     (plan,) = compiled.plans

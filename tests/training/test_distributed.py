@@ -28,6 +28,7 @@ from tests.support.bits import assert_same_bits
 
 RANKS, WIDTH, BATCH = 2, 256, 1024
 BUDGET = 12_000_000
+SECONDS = 0.3  # to plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")]
 
@@ -110,7 +111,7 @@ def _assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def _compiled(model: nn.Module, budget: int | str = BUDGET) -> Any:
-    return checkmate.compile(model, budget=budget, time_limit=1)
+    return checkmate.compile(model, budget=budget, time_limit=SECONDS)
 
 
 def _everywhere(thing: object) -> list[Any]:
@@ -147,7 +148,7 @@ def _ddp() -> None:
         assert use.final in (0, held)
         assert plan.problem.resident + use.peak <= plan.peak + use.final
     accumulated = _train(DistributedDataParallel(Net()), accumulate=True)
-    verified = checkmate.compile(Net(), budget=BUDGET, time_limit=1, verify=True)
+    verified = checkmate.compile(Net(), budget=BUDGET, time_limit=SECONDS, verify=True)
     _assert_same(_train(DistributedDataParallel(verified), accumulate=True), accumulated)
 
 
@@ -155,7 +156,7 @@ def _ddp_around_the_backend_of_torch_compile() -> None:
     def compiled(split: bool) -> nn.Module:
         torch._dynamo.reset()
         torch._dynamo.config.optimize_ddp = split
-        options = {"budget": BUDGET, "time_limit": 1}
+        options = {"budget": BUDGET, "time_limit": SECONDS}
         model = torch.compile(Net(), backend=backend, options=options, dynamic=False)
         return DistributedDataParallel(model, bucket_cap_mb=1)
 
@@ -199,7 +200,7 @@ def _ranks_that_train_different_steps() -> None:
 
 def _collectives_within_the_step() -> None:
     problem = checkmate.trace(Synchronized(), *_batch())
-    compiled = _compiled(Synchronized(), checkmate.min_budget(problem).peak + 100_000)
+    compiled = _compiled(Synchronized(), checkmate.min_budget(problem, time_limit=SECONDS).peak + 100_000)
     model = DistributedDataParallel(compiled)
     _assert_same(_train(model), _train(DistributedDataParallel(Synchronized())))
     _one_plan(compiled.plans)
@@ -247,9 +248,9 @@ def _a_second_memory() -> None:
     """Each rank has its own, and all follow the plan of one, with the rates that this one has measured."""
     room = {"host_budget": "100 MB", "host": "file:/dev/shm"}
     problems = [checkmate.trace(Net(), *_batch(), **there) for there in (room, {})]
-    least = [checkmate.min_budget(problem, time_limit=2).peak for problem in problems]
+    least = [checkmate.min_budget(problem, time_limit=2 * SECONDS).peak for problem in problems]
     (budget,) = set(_everywhere(sum(least) // 2)[:1])  # that holds with it only
-    model = checkmate.compile(Net(), budget=budget, time_limit=2, **room)
+    model = checkmate.compile(Net(), budget=budget, time_limit=2 * SECONDS, **room)
     _assert_same(_train(DistributedDataParallel(model)), _train(DistributedDataParallel(Net())))
     (plan,) = model.plans
     assert plan.plan is not None

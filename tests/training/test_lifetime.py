@@ -83,13 +83,14 @@ def _held() -> dict[str, Any]:
     gc.collect()
     gc.collect()  # what Dynamo held of a step that the first has found
     things = gc.get_objects()
-    tensors = [t for t in things if issubclass(type(t), Tensor) and type(t) is not FakeTensor]
+    kinds = Counter(map(type, things))
+    of_tensors = {kind for kind in kinds if issubclass(kind, Tensor) and kind is not FakeTensor}
     return {
         "threads": [thread.name for thread in threading.enumerate() if thread.name.startswith("checkmate")],
         "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
-        "arenas": sum(type(one) is Arena for one in things),
-        "modules": sum(issubclass(type(one), torch.fx.GraphModule) for one in things),
-        "tensors": Counter((str(t.shape), t.dtype) for t in tensors),
+        "arenas": kinds[Arena],
+        "modules": sum(count for kind, count in kinds.items() if issubclass(kind, torch.fx.GraphModule)),
+        "tensors": Counter((str(t.shape), t.dtype) for t in things if type(t) in of_tensors),
     }
 
 

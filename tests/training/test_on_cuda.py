@@ -85,10 +85,10 @@ def test_values_wait_in_pinned_memory_and_come_back_as_they_were() -> None:
         return net(x).square().mean()
 
     host: dict[str, Any] = {"host_budget": "100 MB", "host": "pinned"}
-    alone = checkmate.min_budget(checkmate.trace(step, x), time_limit=2).peak
-    beside = checkmate.min_budget(checkmate.trace(step, x, **host), time_limit=2).peak
+    alone = checkmate.min_budget(checkmate.trace(step, x), time_limit=0.5).peak
+    beside = checkmate.min_budget(checkmate.trace(step, x, **host), time_limit=0.5).peak
     assert beside < alone
-    compiled = checkmate.compile(step, budget=(alone + beside) // 2, time_limit=2, verify=True, **host)
+    compiled = checkmate.compile(step, budget=(alone + beside) // 2, time_limit=0.5, verify=True, **host)
     wanted = [*net.parameters()]
     found = torch.autograd.grad(compiled(x), wanted)
     assert compiled.plans[0].plan.sent
@@ -141,13 +141,13 @@ def test_a_budget_holds_what_is_asked_for_and_what_the_allocator_adds_is_told(sh
         return net(x).square().mean()
 
     problem = checkmate.trace(step, x)
-    least = checkmate.min_budget(problem).peak
+    least = checkmate.min_budget(problem, time_limit=1).peak
     budget = least + int(share * (problem.keep_all_peak - least))
     try:
-        report = checkmate.verify(step, x, budget=budget)
+        report = checkmate.verify(step, x, budget=budget, time_limit=1)
     except checkmate.InfeasibleBudget as refusal:  # in blocks of the allocator
         budget = refusal.min_budget
-        report = checkmate.verify(step, x, budget=budget)
+        report = checkmate.verify(step, x, budget=budget, time_limit=1)
     assert report.measured_peak <= report.predicted_peak <= budget
     assert report.allocated_peak >= report.measured_peak
     assert report.foretold == (report.allocated_peak, report.reserved_peak) or not is_installed()
@@ -205,10 +205,10 @@ def test_a_draw_runs_again_with_the_bits_of_plain_pytorch(
         return net(x).square().mean()
 
     problem = checkmate.trace(step, x)
-    budget = checkmate.min_budget(problem).peak
-    report = checkmate.verify(step, x, budget=budget, host_budget=host)
+    budget = checkmate.min_budget(problem, time_limit=1).peak
+    report = checkmate.verify(step, x, budget=budget, host_budget=host, time_limit=1)
     assert report.measured_peak <= budget
-    compiled = checkmate.compile(step, budget=budget, host_budget=host, wait="best")
+    compiled = checkmate.compile(step, budget=budget, host_budget=host, time_limit=1, wait="best")
     wanted = [*net.parameters()]
     torch.manual_seed(1)
     found = torch.autograd.grad(compiled(x), wanted)
@@ -258,8 +258,8 @@ def test_steps_on_two_streams_of_the_users() -> None:
         return net(x).square().mean()
 
     expected = [torch.autograd.grad(step(x), wanted) for x in xs]
-    budget = checkmate.min_budget(checkmate.trace(step, xs[0])).peak
-    compiled, found = checkmate.compile(step, budget=budget, wait="best"), []
+    budget = checkmate.min_budget(checkmate.trace(step, xs[0]), time_limit=1).peak
+    compiled, found = checkmate.compile(step, budget=budget, time_limit=1, wait="best"), []
     for x in xs * 2:
         with torch.cuda.stream(torch.cuda.Stream()):
             found.append(torch.autograd.grad(compiled(x), wanted))
