@@ -70,7 +70,8 @@ class KnapsackSolver(CustomKnapsackSolver):
 
     def __init__(self, budget: float | str | None = None) -> None:
         self.budget = None if budget is None else parse_bytes(budget)
-        self.choice: Choice | None = None  # of the graph that was last asked about
+        self.choice: Choice | None = None  # for the graph that was last asked about
+        self.runs_again: list[str] = []  # the names of its nodes that run again
 
     def __call__(
         self,
@@ -101,6 +102,7 @@ class KnapsackSolver(CustomKnapsackSolver):
             *map(format_bytes, (choice.peak, plans.everything.peak)),
         )
         again = write_tags(step, choice)
+        self.runs_again = sorted(node.name for node in again)
         banned = range(len(all_recomputable_banned_nodes))
         recomputed = [i for i in banned if all_recomputable_banned_nodes[i] in again]
         return [i for i in banned if all_recomputable_banned_nodes[i] not in again], recomputed

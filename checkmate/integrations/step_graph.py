@@ -68,6 +68,7 @@ def read_step(
     handed_in: Collection[fx.Node] = (),
     once: Callable[[fx.Node], str | None] = lambda node: None,
     fuses: Fuses | None = None,
+    gathers_again: bool = False,
 ) -> StepGraph:
     """Read the nodes of a graph, placeholders and ops, but without its output node.
 
@@ -78,11 +79,12 @@ def read_step(
             ``handed_in``: gradients of results, which are there when the backward begins, and of no use after it.
         once: why an op must not run again, in words, beyond what can be seen; None where it may.
         fuses: of a compiler; without it each op makes its result.
+        gathers_again: whether all-gathers may run again; all ranks must follow one plan then.
 
     Raises:
         Unsupported: if there is no op.
     """
-    return _Reader(forward, backward, handed_in, once, fuses).read()
+    return _Reader(forward, backward, handed_in, once, fuses, gathers_again).read()
 
 
 class _Reader:
@@ -93,9 +95,10 @@ class _Reader:
         handed_in: Collection[fx.Node],
         once: Callable[[fx.Node], str | None],
         fuses: Fuses | None,
+        gathers_again: bool,
     ) -> None:
         self.forward, self.backward, self.handed_in = forward, backward, handed_in
-        self.once, self.fuses = once, fuses
+        self.once, self.fuses, self.gathers_again = once, fuses, gathers_again
         self.place = {node: i for i, node in enumerate((*forward, *backward))}
         device = main_device(t for node in self.place for t in tensors(node.meta.get("val")))
         self.block_bytes = kind_of(device).block_bytes
@@ -104,7 +107,9 @@ class _Reader:
         self.made: dict[fx.Node, tuple[int, ...]] = {}  # what each op and each input makes
         self.by_storage: dict[int, int] = {}
         self.shown: dict[fx.Node, tuple[int, ...]] = {}  # the values behind any node
-        self.overwritten = {storage(t) for n in self.place for w in written(n) for t in tensors(w.meta.get("val"))}
+        self.written = {  # storages that ops write to, with the place of the last that does
+            storage(t): i for n, i in self.place.items() for w in written(n) for t in tensors(w.meta.get("val"))
+        }
         hard = [self._is_op(n) and not self._may_fuse(n) for n in self.place]
         self.hard_before = [0, *accumulate(hard)]
         self.melted = {n for n in self.place if self._is_op(n) and self._melts(n)}
@@ -152,15 +157,17 @@ class _Reader:
 
     def _pinned(self, node: fx.Node) -> str | None:
         if is_mutating(node):
-            return "writes to an input"
+            return f"{'draws random numbers' if is_random(node) else 'writes'} into what is there"
         if is_random(node):
             return "draws random numbers"
-        if is_collective(node):
+        if is_collective(node) and not (self.gathers_again and _gathers(node)):
             return "exchanges data with other ranks"
         if isinstance(node.target, HigherOrderOperator):
             return "runs a subgraph"
+        if any(storage(t) in self.written for t in tensors(node.meta.get("val"))):
+            return "makes what an op writes to"
         read = (storage(t) for a in node.all_input_nodes for t in tensors(a.meta.get("val")))
-        if any(key in self.overwritten for key in read):
+        if any(self.written.get(key, -1) > self.place[node] for key in read):
             return "reads what the step overwrites"
         return self.once(node)
 
@@ -222,7 +229,7 @@ class _Reader:
         """Whether a compiler computes it within its readers, which stand near where they are of the same half."""
         if self.fuses is None or not self._may_fuse(node) or not isinstance(node.meta.get("val"), torch.Tensor):
             return False
-        if is_random(node) or is_mutating(node) or self.once(node):
+        if is_random(node) or is_mutating(node) or self.once(node) or storage(node.meta["val"]) in self.written:
             return False
         read = sum(_bytes_of(a) for a in node.all_input_nodes)
         if _bytes_of(node) * _REDUCES < read:
@@ -244,6 +251,13 @@ class _Reader:
                 yield from self._readers(user)
             elif user in self.place or user.op == "output":
                 yield user
+
+
+def _gathers(node: fx.Node) -> bool:
+    """An all-gather, or the wait for one."""
+    waits = str(node.target).startswith("_c10d_functional.wait_tensor")
+    origin = node.args[0] if waits else node
+    return isinstance(origin, fx.Node) and str(origin.target).startswith("_c10d_functional.all_gather_into_tensor")
 
 
 def _bytes_of(node: fx.Node) -> int:
