@@ -1,10 +1,11 @@
 """PyTorch's memory budget on Inductor, by its own solvers and by ours: peak, time of a step, and equality of bits.
 
-    python -m benchmarks.peers.knapsack [NETWORK ...] [--share 0.3 0.1] [--rounds 7]
+    python -m benchmarks.peers.knapsack [NETWORK ...] [--backend aot_eager inductor] [--share 0.3 0.1] [--rounds 7]
 
 Each network is compiled by `torch.compile` once without a budget, and for each share of ``activation_memory_budget`` by
 each solver; ours also at the bytes at which PyTorch's default solver, dp, was measured. Networks are smaller than in
-their papers, as Inductor compiles for minutes. All is Inductor's code on the CPU, one thread. Peaks are measured over a
+their papers, as Inductor compiles for minutes. All runs on the CPU, one thread: by Inductor's code, and by PyTorch's
+kernels (``aot_eager``) in the halves that the same partitioner makes. Peaks are measured over a
 forward and a backward from no gradients, parameters, buffers and batch added; ``held`` is what is there between the
 two. Times are relative to the step without a budget, all taking turns. Gradients are compared, bit by bit and by their
 largest difference, with those of the step without a budget from the same random state: no solver changes what is
@@ -40,7 +41,19 @@ from checkmate.memory import measure_peak
 
 PEERS = ("dp", "greedy", "ilp")
 OURS, AT_ITS_BYTES, DEFAULT = "checkmate", "checkmate, dp's bytes", "no budget"
-HEADER = ("network", "share", "solver", "peak", "held", "time", "gradients", "asked", "planned in", "simulated")
+HEADER = (
+    "network",
+    "backend",
+    "share",
+    "solver",
+    "peak",
+    "held",
+    "time",
+    "gradients",
+    "asked",
+    "planned in",
+    "simulated",
+)
 
 
 def _gpt2() -> nn.Module:
@@ -67,7 +80,7 @@ class Compiled:
     row: Row = field(default_factory=dict)
 
 
-def rows(name: str, share: list[float], rounds: int) -> Iterator[Row]:
+def rows(name: str, backend: str, share: list[float], rounds: int) -> Iterator[Row]:
     """Measure one network by all solvers."""
     torch.set_num_threads(1)
     module, step, batch = NETWORKS[name].make(0)
@@ -78,7 +91,7 @@ def rows(name: str, share: list[float], rounds: int) -> Iterator[Row]:
         return step(*batch)
 
     def compiled(solver: str, of: float, chooses: Any, expected: Sequence[Tensor] | None) -> Compiled | None:
-        found = _compile(loss, solver, of, chooses)
+        found = _compile(loss, backend, solver, of, chooses)
         module.load_state_dict(state)
         if (gradients := _first_step(module, found)) is None:
             return None
@@ -101,7 +114,7 @@ def rows(name: str, share: list[float], rounds: int) -> Iterator[Row]:
             at = SMALLEST_SHARE if solver == AT_ITS_BYTES else of
             found = compiled(solver, at, ours.get(solver, solver), expected)
             if found is None:
-                yield {"network": name, "solver": solver, "share": of, "budget": budget, "measured_peak": None}
+                yield {"network": name, "backend": backend, "solver": solver, "share": of, "measured_peak": None}
                 continue
             found.share = of
             found.row |= {"budget": budget if solver == AT_ITS_BYTES else None}
@@ -115,6 +128,7 @@ def rows(name: str, share: list[float], rounds: int) -> Iterator[Row]:
     for key, found in names.items():
         yield {
             "network": name,
+            "backend": backend,
             "solver": found.solver,
             "share": found.share,
             "resident": resident,
@@ -125,9 +139,9 @@ def rows(name: str, share: list[float], rounds: int) -> Iterator[Row]:
         }
 
 
-def _compile(loss: Callable[[], Tensor], solver: str, share: float, chooses: Any) -> Compiled:
+def _compile(loss: Callable[[], Tensor], backend: str, solver: str, share: float, chooses: Any) -> Compiled:
     own = types.FunctionType(loss.__code__.replace(), loss.__globals__, closure=loss.__closure__)
-    run = torch.compile(own, dynamic=False)
+    run = torch.compile(own, backend=backend, dynamic=False)
     config: Any = torch._functorch.config
     row: Row = {"asked": False, "planning_seconds": 0.0}
 
@@ -196,7 +210,8 @@ def _clear(module: nn.Module) -> None:
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table with a line that says where the rows are from."""
-    last = latest(rows, "network", "share", "solver")
+    rows = [{"backend": "inductor", **row} for row in rows]  # the first ones do not say
+    last = latest(rows, "network", "backend", "share", "solver")
     return document(
         "PyTorch's memory budget by the peak",
         f"Made by `python -m benchmarks.peers.knapsack` at {where_from(last)}, one thread, small versions of the "
@@ -209,9 +224,10 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def _cells(row: Row) -> list[str]:
     if row["measured_peak"] is None:
-        return [row["network"], f"{row['share']:g}", row["solver"], "none", *["–"] * 6]
+        return [row["network"], row["backend"], f"{row['share']:g}", row["solver"], "none", *["–"] * 6]
     return [
         row["network"],
+        row["backend"],
         f"{row['share']:g}",
         row["solver"],
         f"{row['measured_peak'] / 1e6:.1f} MB",
@@ -231,7 +247,11 @@ BENCHMARK = Benchmark(
     HEADER,
     _cells,
     names=NETWORKS,
-    options={"share": ([0.3, 0.1], "of activation_memory_budget"), "rounds": (7, "of each step, timed")},
+    options={
+        "backend": (("aot_eager", "inductor"), "of torch.compile"),
+        "share": ([0.3, 0.1], "of activation_memory_budget"),
+        "rounds": (7, "of each step, timed"),
+    },
     packages=("torch", "numpy", "scipy", "transformers"),
     page=markdown,
 )
