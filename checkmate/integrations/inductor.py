@@ -22,8 +22,8 @@ takes them, and these may draw again. `peak_budget` sets the share so small that
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -132,10 +132,12 @@ class KnapsackSolver(CustomKnapsackSolver):
         return get_hash_for_files((__file__, step_graph.__file__, kept_ops.__file__)), self.budget
 
 
-def peak_budget(budget: float | str) -> AbstractContextManager[Any]:
+@contextmanager
+def peak_budget(budget: float | str) -> Iterator[KnapsackSolver]:
     """What is compiled within the block for the first time stays within a budget of bytes at its peak, as simulated.
 
-    Both of PyTorch's settings in one line: the solver, and a share so small that it is asked.
+    Both of PyTorch's settings in one line: the solver, and a share so small that it is asked. It is not where PyTorch's
+    own cut saves less than the bytes of all inputs, parameters included; a warning says if it was not asked at all.
 
     Raises:
         BudgetError: if the budget is no number of bytes.
@@ -144,10 +146,15 @@ def peak_budget(budget: float | str) -> AbstractContextManager[Any]:
     >>> with peak_budget("1 GB"):
     ...     torch.compile(model, backend="aot_eager")(torch.ones(2, 8)).sum().backward()
     """
-    patched: AbstractContextManager[Any] = functorch_config.patch(
-        activation_memory_budget=SMALLEST_SHARE, activation_memory_budget_solver=KnapsackSolver(budget)
-    )
-    return patched
+    solver = KnapsackSolver(budget)
+    with functorch_config.patch(activation_memory_budget=SMALLEST_SHARE, activation_memory_budget_solver=solver):
+        yield solver
+    if solver.choice is None:
+        log.warning(
+            "PyTorch asked for no plan within %s: nothing was compiled here for the first time, or its own cut saves "
+            "less than the inputs take.",
+            exact_bytes(solver.budget or 0),
+        )
 
 
 def read_joint_graph(joint_graph: fx.Graph, node_info: Any) -> StepGraph:

@@ -100,10 +100,16 @@ def test_less_of_the_budget_takes_less_memory() -> None:
     assert peaks[0] > peaks[1] > peaks[2]
 
 
-def test_a_budget_of_bytes_is_kept_or_refused() -> None:
+def test_a_budget_of_bytes_is_kept_or_refused(caplog: pytest.LogCaptureFixture) -> None:
     module, found = _module(4), list[Any]()
+    with peak_budget("1 GB") as solver:
+        step = _compiled(module, found)
+        _run(step, module)
+    assert solver.choice is not None
+    assert solver.runs_again == []
     with peak_budget("1 GB"):
-        _run(_compiled(module, found), module)
+        _run(step, module)
+    assert "PyTorch asked for no plan within 1.00 GB" in caplog.text
     with peak_budget("10 kB"), pytest.raises(Exception, match="The smallest peak that was found is") as error:
         _run(_compiled(module, found), module)
     assert "InfeasibleBudget" in repr(error.value) + str(error.value)
