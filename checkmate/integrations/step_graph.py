@@ -54,7 +54,6 @@ class StepGraph:
 
     problem: Problem
     nodes: tuple[fx.Node | None, ...]  # for each op its node; None: stands for what the caller hands in
-    value_of: dict[fx.Node, tuple[int, ...]]  # for each node that is an op or an input, what it makes
 
     def op_of(self) -> dict[fx.Node, int]:
         """The op that each node is."""
@@ -138,9 +137,7 @@ class _Reader:
             f"roofline estimate for {self.device.name}",
             estimated=tuple(range(len(ops))),
         )
-        return StepGraph(
-            Problem(Graph(tuple(ops), tuple(self.values), self._results()), profile), tuple(nodes), self.made
-        )
+        return StepGraph(Problem(Graph(tuple(ops), tuple(self.values), self._results()), profile), tuple(nodes))
 
     def _is_op(self, node: fx.Node) -> bool:
         is_call = node.op == "call_function" and node.target is not operator.getitem and not self._is_view(node)
