@@ -8,6 +8,7 @@ _DESCRIPTORS = "torch._functorch._aot_autograd.descriptors"
 _PASSES = "torch._functorch._aot_autograd.graph_compile:"
 _EACH_NUMBER = "numbers that change are no inputs: each is captured"
 _PARTITIONERS = "torch._functorch.partitioners"
+_PEAKS = "Inductor's memory budget does not go by the peak"
 
 NAMES = Table(
     Name("aot_autograd", "torch._dynamo.backends.common", "traces the joint graph, and calls us to cut it in two"),
@@ -25,6 +26,7 @@ NAMES = Table(
     Name("_is_primal", _PARTITIONERS, "parameters, buffers and inputs"),
     Name("_is_tangent", _PARTITIONERS, "gradients of results"),
     Name("is_sym_node", _PARTITIONERS, "numbers"),
+    Name("get_default_op_list", _PARTITIONERS, "what Inductor fuses", _PEAKS),
     Name("BackwardTokenAOTInput", _DESCRIPTORS, "a token of effects in the backward"),
     Name("ForwardTokenAOTInput", _DESCRIPTORS, "a token of effects"),
     Name("ForwardTokenAOTOutput", _DESCRIPTORS, "a token of effects, handed out"),

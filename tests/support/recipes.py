@@ -53,7 +53,7 @@ def compare(name: str) -> None:
     with patch.object(dist, "init_process_group", join), patch.object(dist, "destroy_process_group", lambda: None):
         for code, wrap, step in zip(codes, (_plain, compile), (_plain_step, training_step), strict=True):
             with patch.object(checkmate, "compile", wrap), patch.object(checkmate, "training_step", step):
-                states.append(_left(_run(code)))
+                states.append(_left(run(code)))
     if dist.is_initialized():
         dist.destroy_process_group()
     plain, found = states
@@ -73,7 +73,7 @@ def _plain_step(loss_fn: Any, optimizer: Any, *, clip_norm: float, **options: An
     return plain_step(loss_fn, [optimizer], clip_norm)
 
 
-def _run(code: str) -> dict[str, Any]:
+def run(code: str) -> dict[str, Any]:
     """The names that a script leaves. It is a module of its own, as Dynamo looks names up in modules."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "recipe.py")

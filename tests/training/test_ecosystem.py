@@ -21,11 +21,12 @@ from tests.support.sampling import long, slow
 
 ROOT = Path(__file__).parents[2]
 ON_SEVERAL_RANKS = ("DistributedDataParallel", "FSDP2", "Whole steps on several ranks")
+OTHER_WAYS_IN = ("Inductor's memory budget", "torchtitan's graph trainer")
 WHOLE_STEPS = ("Whole steps with the Hugging Face Trainer", "Whole steps with Lightning")
 
 
 def test_every_tool_has_its_recipe() -> None:
-    assert [*recipes.RECIPES] == [*ON_SEVERAL_RANKS, "Hugging Face Trainer", "Lightning", *WHOLE_STEPS]
+    assert [*recipes.RECIPES] == [*ON_SEVERAL_RANKS, "Hugging Face Trainer", "Lightning", *WHOLE_STEPS, *OTHER_WAYS_IN]
 
 
 @pytest.mark.parametrize("name", [slow("Lightning"), long("Hugging Face Trainer"), *map(slow, WHOLE_STEPS)])
@@ -33,6 +34,13 @@ def test_in_one_process(name: str, one_thread: None, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     torch._dynamo.reset()
     recipes.compare(name)
+
+
+@pytest.mark.parametrize("name", [slow(OTHER_WAYS_IN[0]), OTHER_WAYS_IN[1]])
+def test_other_ways_in(name: str, one_thread: None) -> None:
+    """Each recipe says itself what must be."""
+    torch._dynamo.reset()
+    recipes.run(recipes.RECIPES[name])
 
 
 @pytest.mark.slow

@@ -1,0 +1,309 @@
+"""Which ops of the forward are not to run again: plans in which what the backward misses is made again once, at once.
+
+PyTorch's partitioner and its recompute tags know one kind of plan. Nothing runs twice in the forward. The backward gets
+what some ops made, the *kept* ones; what else it reads is made again just before its first reader, with all that this
+takes, and then stays until its last. So a plan is a set of ops, and what it takes follows: its seconds are those of
+what runs again, its peak is the largest of the bytes at hand at any moment, in the forward or the backward, what was
+made again included. A knapsack of what is saved leaves the latter out: save nothing, and all is made again at once.
+
+The plan of fewest seconds within a budget is searched for, with a number of plans that does not depend on the clock:
+every process finds the same one. First minimum cuts for more and more bytes (`checkmate.solvers.baselines.min_cut`),
+and plans by three numbers: the forward is divided into so many parts of equal bytes where the fewest bytes pass on,
+what passes is kept; in the first so many parts all ops run again but those that take the most seconds for their bytes.
+Then op by op: what runs again and need not, and what does so in its place.
+
+Chen et al. 2016 divide a chain in this manner ("Training Deep Nets with Sublinear Memory Cost"); that the first parts
+only run again, since they wait longest, and what is kept within them, is added here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, combinations
+
+import numpy as np
+
+from checkmate.core.problem import Problem
+from checkmate.core.schedule import Schedule
+from checkmate.solvers.baselines.min_cut import candidates, cut, most_seconds
+from checkmate.solvers.common.flat_problem import Tables
+from checkmate.solvers.common.runs import kept_by_the_forward
+
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # of the ops of a part, which run again
+MOST_PARTS = 32  # into which the forward is divided
+FEW = 8  # ops, of which all plans are tried
+CUTS = 16  # allowances of bytes, from everything to nothing
+STARTS, MOST_PLANS = 3, 1500  # from which it goes on op by op, and plans that each may try
+GIVEN_UP, AMONG = 4, 6  # ops that may run again so that one need not; each the best of so many
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan: which ops of the forward run again, and what that takes.
+
+    ``kept``: those that do not, of which the backward gets what it reads.
+    """
+
+    again: frozenset[int]
+    kept: frozenset[int]
+    peak: int  # bytes, with all that is there before the step
+    seconds: float  # of what runs again
+    at: int = field(default=0, repr=False)  # the op of the backward at which the peak is, or before which
+
+    def schedule(self, problem: Problem) -> Schedule:
+        """R and S of it."""
+        values = [v for k in self.kept for v in problem.graph.ops[k].outputs]
+        return Schedule.from_runs(problem.graph, kept_by_the_forward(problem, values))
+
+
+class KeptOps:
+    """The plans of a problem, and what each takes, without a schedule or a simulation: some thousand in a second.
+
+    >>> chain = Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], seconds=[1] * 5, sizes=[1] * 5, forward=3)
+    >>> plans = KeptOps(chain)
+    >>> plans.free, plans.of([]).peak, plans.of([1]).again
+    ((0, 1, 2), 4, frozenset({1}))
+    >>> plans.of([1]).peak == plans.of([1]).schedule(chain).peak(chain)
+    True
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.tables = problem, Tables.of(problem)
+        tables, last = self.tables, len(self.tables.inputs) - 1
+        self.forward = range(tables.boundary)
+        self.backward = range(tables.boundary, last + 1)
+        self._reads = [  # the ops that make what each reads, but for results: these are at hand anyway
+            tuple(dict.fromkeys(tables.producer[v] for v in vs if not tables.result[v])) for vs in tables.inputs
+        ]
+        needed: set[int] = set()  # ops that make what the backward reads, or lead to it
+        for k in reversed(range(last + 1)):
+            if k >= tables.boundary or k in needed:
+                needed.update(self._reads[k])
+        self.free = tuple(k for k in self.forward if k in needed and not tables.pinned[k] and tables.until[k] == last)
+        self._forward_bytes = self._bytes_of_forward()
+        self._until = [max((j for j in users if j < tables.boundary), default=-1) for users in tables.users]
+
+    def _bytes_of_forward(self) -> np.ndarray:
+        """(F,) int64: bytes at hand while each op of the forward runs, if nothing is kept."""
+        tables, live, found = self.tables, self.tables.resident, []
+        for k in self.forward:
+            live += sum(tables.size[v] for v in tables.outputs[k])
+            found.append(live + tables.workspace[k])
+            for v in {*tables.inputs[k], *tables.outputs[k]}:
+                last = max((j for j in tables.users[v] if j < tables.boundary), default=tables.producer[v])
+                live -= 0 if tables.result[v] or last != k else tables.size[v]
+        return np.array(found, dtype=np.int64)
+
+    def of(self, ops: Iterable[int]) -> Choice:
+        """The plan in which of these ops run again whatever is missed, and no other."""
+        tables, may = self.tables, {*ops}
+        runs: list[int] = []
+        again: set[int] = set()
+        kept: set[int] = set()
+        for k in self.backward:
+            missing: set[int] = set()
+            stack = [*self._reads[k]]
+            while stack:
+                j = stack.pop()
+                if j >= tables.boundary or j in again or j in missing:
+                    continue
+                if j not in may:
+                    kept.add(j)
+                    continue
+                missing.add(j)
+                stack += self._reads[j]
+            runs += sorted(missing)
+            again |= missing
+            runs.append(k)
+        last: dict[int, int] = {}
+        for i, k in enumerate(runs):
+            last.update(dict.fromkeys(tables.inputs[k], i))
+        peak, live = self._peak_of_forward(kept, last)
+        return self._walk(runs, frozenset(again), frozenset(kept), last, live, peak)
+
+    def _peak_of_forward(self, kept: Iterable[int], last: dict[int, int]) -> tuple[int, int]:
+        """The peak, and the bytes at hand when the backward begins."""
+        tables = self.tables
+        more = np.zeros(len(self._forward_bytes) + 1, dtype=np.int64)  # from each op on
+        for k in kept:
+            for v in tables.outputs[k]:
+                if v in last and not tables.result[v]:
+                    more[max(self._until[v], k) + 1] += tables.size[v]
+        held = np.cumsum(more)
+        results = sum(tables.size[v] for k in self.forward for v in tables.outputs[k] if tables.result[v])
+        peak = int((self._forward_bytes + held[:-1]).max(initial=tables.resident))
+        return peak, tables.resident + results + int(held[-1])
+
+    def _walk(
+        self,
+        runs: list[int],
+        again: frozenset[int],
+        kept: frozenset[int],
+        last: dict[int, int],
+        live: int,
+        peak: int,
+    ) -> Choice:
+        tables, at = self.tables, 0
+        size, result = tables.size, tables.result
+        for i, k in enumerate(runs):
+            made = sum(size[v] for v in tables.outputs[k])
+            live += made
+            if live + tables.workspace[k] > peak:
+                peak, at = live + tables.workspace[k], i
+            for v in tables.outputs[k]:
+                if v not in last or (result[v] and k in again):  # a second copy goes at once
+                    live -= 0 if result[v] and k not in again else size[v]
+            for v in tables.inputs[k]:
+                if last[v] == i and not result[v]:
+                    live -= size[v]
+        seconds = sum(tables.seconds[k] for k in again)
+        return Choice(again, kept, peak, seconds, runs[at] if runs else 0)
+
+    def bytes_of(self, op: int) -> int:
+        """Bytes of what an op makes."""
+        return sum(self.tables.size[v] for v in self.tables.outputs[op])
+
+    @cached_property
+    def everything(self) -> Choice:
+        """Nothing runs again."""
+        return self.of(())
+
+    def passing(self, at: int) -> set[int]:
+        """The ops before one of the forward whose values it or later ones of the forward read."""
+        return {j for k in self.forward[at:] for j in self._reads[k] if j < at}
+
+    @cached_property
+    def borders(self) -> list[tuple[int, frozenset[int]]]:
+        """Places in the forward where the fewest bytes of free ops pass on, with the ops that made them."""
+        of = {*self.free}
+        passing = [frozenset(self.passing(k) & of) for k in self.forward]
+        weight = [sum(map(self.bytes_of, ops)) for ops in passing]
+        inner = range(1, len(weight) - 1)
+        return [(k, passing[k]) for k in inner if weight[k] <= weight[k - 1] and weight[k] < weight[k + 1]]
+
+    def by_parts(self, parts: int, share: float) -> list[tuple[int, ...]]:
+        """Plans that run again the first part of the forward, the first two and so on; in each a share of the ops.
+
+        Those that take the fewest seconds for the bytes that they make; all of them but what passes to the next part.
+        """
+        tables = self.tables
+        weight = {k: self.bytes_of(k) for k in self.free}
+        made = np.cumsum([weight.get(k, 0) for k in self.forward])
+        ends: list[tuple[int, frozenset[int]]] = []
+        for i in range(1, parts):
+            aim = made[-1] * i / parts
+            place = min(self.borders, key=lambda border: abs(int(made[border[0]]) - aim), default=None)
+            if place is not None and (not ends or place[0] > ends[-1][0]):
+                ends.append(place)
+        ends.append((tables.boundary, frozenset()))
+        checkpoints = frozenset(k for _, ops in ends for k in ops)
+        rate = {k: tables.seconds[k] / max(1, weight[k]) for k in self.free}
+        order = sorted(self.free, key=lambda k: rate[k])
+        cheap = {*order[: round(share * len(order))]} - checkpoints
+        return [tuple(k for k in self.free if k < end and k in cheap) for end, _ in ends]
+
+
+def fewest_seconds(plans: KeptOps, budget: int) -> Choice | None:
+    """The plan of the fewest seconds within a budget that is found; None where none is.
+
+    >>> chain = Problem.from_dag([[]] + [[k] for k in range(4)] + [[4], [5, 3], [6, 2], [7, 1], [8, 0]],
+    ...     seconds=[1, 2, 2, 2, 2] + [1] * 5, sizes=[4] * 5 + [1] * 5, forward=5)
+    >>> plans = KeptOps(chain)
+    >>> plans.everything.peak, sorted(fewest_seconds(plans, 18).again)
+    (21, [0])
+    """
+    if plans.everything.peak <= budget:
+        return plans.everything
+    fitting = [choice for choice in _starts(plans, budget) if choice.peak <= budget]
+    if not fitting:
+        least = least_peak(plans)
+        fitting = [least] if least.peak <= budget else []
+    if not fitting:
+        return None
+    starts = sorted(fitting, key=lambda choice: (choice.seconds, choice.peak))[:STARTS]
+    return min((_op_by_op(plans, start, budget) for start in starts), key=lambda choice: choice.seconds)
+
+
+def least_peak(plans: KeptOps) -> Choice:
+    """The plan of the smallest peak that is found, and among those the one of the fewest seconds."""
+    best, before = min([plans.everything, *_starts(plans, 0)], key=_peak_first), None
+    tried = 0
+    while best is not before and tried < MOST_PLANS:
+        before = best
+        for k in plans.free:
+            best = min(best, plans.of(best.again ^ {k}), key=_peak_first)
+        tried += len(plans.free)
+    return best
+
+
+def _peak_first(choice: Choice) -> tuple[int, float]:
+    return choice.peak, choice.seconds
+
+
+def _starts(plans: KeptOps, budget: int) -> Iterator[Choice]:
+    """Plans to begin with; all that there are of a few ops."""
+    if len(plans.free) <= FEW:
+        yield from map(plans.of, chain.from_iterable(combinations(plans.free, n) for n in range(FEW + 1)))
+        return
+    yield from _by_cuts(plans)
+    yield from _by_parts(plans, budget)
+
+
+def _by_cuts(plans: KeptOps) -> Iterator[Choice]:
+    """Minimum cuts, each with the ops that a knapsack picks for an allowance of bytes."""
+    tables, may = plans.tables, candidates(plans.problem)
+    seconds = {k: tables.seconds[k] for k in may}
+    weight = {k: plans.bytes_of(k) for k in may}
+    for i in range(CUTS):
+        saved = cut(plans.problem, most_seconds(seconds, weight, sum(weight.values()) * i // CUTS))
+        yield plans.of({*plans.free}.difference(tables.producer[v] for v in saved))
+
+
+def _by_parts(plans: KeptOps, budget: int) -> Iterator[Choice]:
+    """Plans by parts: for each division and share those around the fewest parts that run again within a budget."""
+    seen: set[tuple[int, ...]] = set()
+    for parts in range(1, min(MOST_PARTS, len(plans.borders) + 1) + 1):
+        for share in SHARES:
+            rows = plans.by_parts(parts, share)
+            low, high = 0, len(rows) - 1
+            while low <= high and rows[(low + high) // 2] not in seen:
+                middle = (low + high) // 2
+                seen.add(rows[middle])
+                choice = plans.of(rows[middle])
+                yield choice
+                low, high = (low, middle - 1) if choice.peak <= budget else (middle + 1, high)
+
+
+def _op_by_op(plans: KeptOps, best: Choice, budget: int) -> Choice:
+    """Have ops run no more, the dearest first, for which others may have to."""
+    tables, before, tried = plans.tables, None, 0
+    while best is not before and tried < MOST_PLANS:
+        before = best
+        for k in sorted(best.again, key=lambda k: -tables.seconds[k]):
+            if k not in best.again or tried >= MOST_PLANS:
+                continue
+            choice, given_up = plans.of(best.again - {k}), 0
+            tried += 1
+            while choice.peak > budget and choice.seconds < best.seconds and given_up < GIVEN_UP:
+                choice, given_up = _give_up(plans, choice, k), given_up + 1
+                tried += AMONG
+            if choice.peak <= budget and choice.seconds < best.seconds:
+                best = choice
+    return best
+
+
+def _give_up(plans: KeptOps, choice: Choice, but: int) -> Choice:
+    """The plan in which one more op runs again, of those that take the fewest seconds for what the peak is less."""
+    tables = plans.tables
+
+    def waits(k: int) -> bool:
+        return k != but and any(tables.users[v] and tables.users[v][-1] >= choice.at for v in tables.outputs[k])
+
+    def rate(k: int) -> float:
+        return tables.seconds[k] / max(1, plans.bytes_of(k))
+
+    waiting = sorted((k for k in choice.kept.intersection(plans.free) if waits(k)), key=rate)
+    lower = [plan for plan in (plans.of(choice.again | {k}) for k in waiting[:AMONG]) if plan.peak < choice.peak]
+    return min(lower, key=lambda plan: (plan.seconds - choice.seconds) / (choice.peak - plan.peak), default=choice)

@@ -1,0 +1,137 @@
+"""PyTorch's memory budget by our solver: the partitioner does what the plan says, and nothing is drawn again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from checkmate.integrations.inductor import KnapsackSolver, peak_budget
+from checkmate.memory import measure_peak
+from tests.support.bits import assert_same_bits
+
+DRAWS = "rand"
+
+
+class _Step(nn.Module):
+    """Layers, and the loss."""
+
+    def __init__(self, layers: int, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = ((nn.Linear(64, 256), nn.GELU(), nn.Dropout(dropout), nn.Linear(256, 64)) for _ in range(layers))
+        self.layers = nn.Sequential(*(nn.Sequential(*block, nn.GELU()) for block in blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layers(x).square().sum()
+        return loss
+
+
+def _module(layers: int, dropout: float = 0.5) -> nn.Module:
+    return _Step(layers, dropout)
+
+
+def _run(step: Any, module: nn.Module) -> tuple[list[Tensor], int]:
+    """Gradients from one random state, and the bytes that the second step allocates at its peak."""
+    x = torch.linspace(-1, 1, 256 * 64).view(256, 64)
+
+    def run() -> None:
+        module.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        step(x).backward()
+
+    run()
+    peak = measure_peak(run).peak
+    return [p.grad for p in module.parameters() if p.grad is not None], peak
+
+
+@contextmanager
+def _share(share: float, solver: Any) -> Iterator[None]:
+    patched: AbstractContextManager[None] = torch._functorch.config.patch(
+        activation_memory_budget=share,
+        activation_memory_budget_solver=solver,
+        enable_autograd_cache=False,  # or it would be asked in the first run of the tests only
+    )
+    with patched:
+        yield
+
+
+def _compiled(module: nn.Module, found: list[Any]) -> Any:
+    """A step whose two halves run by PyTorch's kernels, and are noted."""
+
+    def partition(*args: Any, **options: Any) -> Any:
+        found[:] = min_cut_rematerialization_partition(*args, **options)
+        return found
+
+    backend = aot_autograd(fw_compiler=lambda gm, _: make_boxed_func(gm), partition_fn=partition)
+    torch._dynamo.reset()
+    return torch.compile(module, backend=backend, dynamic=False)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.4])
+def test_what_runs_again_is_what_the_plan_says(share: float) -> None:
+    """And no more; gradients are those of plain PyTorch, bit by bit, with the dropout of the forward."""
+    module, found, solver = _module(4), list[Any](), KnapsackSolver()
+    expected, _ = _run(module, module)
+    with _share(share, solver):
+        gradients, _ = _run(_compiled(module, found), module)
+    assert_same_bits(gradients, expected)
+    assert solver.choice is not None
+    both = {n.name for n in found[0].graph.nodes} & {n.name for n in found[1].graph.nodes if n.op == "call_function"}
+    dear = {n for n in both if n.startswith("addmm")}
+    assert {n for n in solver.runs_again if n.startswith("addmm")} == dear
+    assert not any(DRAWS in n or "bernoulli" in n or "dropout" in n for n in both)
+
+
+def test_less_of_the_budget_takes_less_memory() -> None:
+    """Measured peaks fall with the share, where saving the fewest bytes would make all again at once."""
+    module, found = _module(6, dropout=0.0), list[Any]()
+    peaks = [_run(_compiled(module, found), module)[1]]
+    for share in (0.4, 0.05):
+        with _share(share, KnapsackSolver()):
+            peaks.append(_run(_compiled(module, found), module)[1])
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
+def test_a_budget_of_bytes_is_kept_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    module, found = _module(4), list[Any]()
+    with peak_budget("1 GB") as solver:
+        step = _compiled(module, found)
+        _run(step, module)
+    assert solver.choice is not None
+    assert solver.runs_again == []
+    with peak_budget("1 GB"):
+        _run(step, module)
+    assert "PyTorch asked for no plan within 1.00 GB" in caplog.text
+    with peak_budget("10 kB"), pytest.raises(Exception, match="The smallest peak that was found is") as error:
+        _run(_compiled(module, found), module)
+    assert "InfeasibleBudget" in repr(error.value) + str(error.value)
+
+
+def test_compiled_code_is_kept_under_the_sources_and_the_budget() -> None:
+    ours = [KnapsackSolver().uuid(), KnapsackSolver("1 GB").uuid(), KnapsackSolver("2 GB").uuid()]
+    assert len(set(ours)) == 3
+    assert KnapsackSolver("1 GB").uuid() == KnapsackSolver(10**9).uuid()
+
+
+@pytest.mark.slow
+def test_inductor_stays_within_what_is_simulated() -> None:
+    """By its own kernels, with the bits that it has without a budget."""
+    module, solver = _module(2), KnapsackSolver()
+    torch._dynamo.reset()
+    expected, plain = _run(torch.compile(module, dynamic=False), module)
+    torch._dynamo.reset()
+    with _share(0.1, solver):
+        gradients, peak = _run(torch.compile(module, dynamic=False), module)
+    assert_same_bits(gradients, expected)
+    assert solver.choice is not None
+    resident = sum(p.nbytes for p in module.parameters()) + 256 * 64 * 4
+    assert peak <= solver.choice.peak - resident
+    assert peak < plain

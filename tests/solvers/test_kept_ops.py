@@ -1,0 +1,67 @@
+"""Plans in which what the backward misses is made again once: what each takes is what the simulator says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain, combinations
+from pathlib import Path
+
+import pytest
+
+from checkmate.core.problem import Problem
+from checkmate.core.simulator import cost, lower, simulate, verify
+from checkmate.solvers.kept_ops import Choice, KeptOps, fewest_seconds, least_peak
+from checkmate.solvers.solve import solve
+from tests.support.oracle import random_problem
+from tests.support.sampling import in_turn
+
+PROBLEMS = Path(__file__).parents[2] / "benchmarks" / "problems"
+
+
+def _check(problem: Problem, choice: Choice) -> None:
+    plan = lower(problem, choice.schedule(problem))
+    assert verify(plan, problem) == []
+    assert simulate(plan, problem).peak == choice.peak
+    assert cost(plan, problem) == pytest.approx(problem.keep_all_cost + choice.seconds)
+
+
+def _all(plans: KeptOps) -> list[Choice]:
+    subsets = chain.from_iterable(combinations(plans.free, n) for n in range(len(plans.free) + 1))
+    return [plans.of(ops) for ops in subsets]
+
+
+@in_turn(seed=range(60))
+def test_each_plan_takes_what_the_simulator_says(seed: int) -> None:
+    problem = random_problem(seed, most_ops=11)
+    for choice in _all(KeptOps(problem)):
+        _check(problem, choice)
+
+
+@in_turn(seed=range(60))
+def test_the_cheapest_plan_of_few_ops_is_found(seed: int) -> None:
+    plans = KeptOps(random_problem(seed, most_ops=11))
+    every = _all(plans)
+    least = min(choice.peak for choice in every)
+    assert least_peak(plans).peak == least
+    assert fewest_seconds(plans, least - 1) is None
+    for budget in {choice.peak for choice in every}:
+        found, best = fewest_seconds(plans, budget), min(c.seconds for c in every if c.peak <= budget)
+        assert found is not None
+        assert found.peak <= budget
+        assert found.seconds == pytest.approx(best)
+
+
+def test_it_finds_what_a_cut_of_the_saved_bytes_does_not() -> None:
+    """A U-Net near its smallest budget: no minimum cut fits; and where one does, it takes no fewer seconds."""
+    problem = Problem.from_json(PROBLEMS / "unet.json.gz")
+    problem = replace(problem, profile=replace(problem.profile, ways=()))
+    plans = KeptOps(problem)
+    least = least_peak(plans)
+    assert solve(problem, least.peak, method="min-cut", progress=False).plan is None
+    for share in (0.3, 0.7):
+        budget = int(least.peak + share * (plans.everything.peak - least.peak))
+        found, by_cut = fewest_seconds(plans, budget), solve(problem, budget, method="min-cut", progress=False)
+        assert found is not None
+        _check(problem, found)
+        assert found.peak <= budget
+        assert by_cut.plan is None or problem.keep_all_cost + found.seconds <= by_cut.cost + 1e-12
