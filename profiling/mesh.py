@@ -85,10 +85,10 @@ def measure_collectives(
         ValueError: if a size is not positive.
 
     >>> import tempfile, torch.distributed as dist
-    >>> meeting = tempfile.NamedTemporaryFile()
-    >>> dist.init_process_group("gloo", init_method=f"file://{meeting.name}", rank=0, world_size=1)
-    >>> table = measure_collectives(sizes=[1024, 4096], cache=False)
-    >>> dist.destroy_process_group()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+    ...     table = measure_collectives(sizes=[1024, 4096], cache=False)
+    ...     dist.destroy_process_group()
     >>> table.ranks, [whole for whole, _ in table.points["all_reduce"]]
     (1, [1024, 4096])
     """

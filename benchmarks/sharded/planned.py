@@ -128,7 +128,12 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _step(row: Row) -> str:
-    return row["status"] if row["cost_ratio"] is None else f"{row['cost_ratio'] - 1:+.2%}".replace("-0.00%", "+0.00%")
+    return row["status"] if row["cost_ratio"] is None else _beyond(row["cost_ratio"])
+
+
+def _beyond(ratio: float) -> str:
+    """What a step takes beyond each op once; what rounds to nothing has no sign of less."""
+    return f"{ratio - 1:+.2%}".replace("-0.00%", "+0.00%")
 
 
 def _ours(row: Row) -> tuple[str, str]:
@@ -143,7 +148,7 @@ def _cells(row: Row) -> list[str]:
         "" if budget is None else format_bytes(budget),
         "" if row["peak"] is None else format_bytes(row["peak"]),
         _step(row),
-        "" if bound is None else f"{bound - 1:+.2%}",
+        "" if bound is None else _beyond(bound),
         "" if gap is None else f"{gap:.2%}",
         *(str(row.get(key, "")) for key in ("runs_again", "gathered_again")),
         shown(row["seconds"], ".1f", " s") if row["method"] == AUTO else "",

@@ -2,7 +2,7 @@
 
 Gathering: "once" holds each gathered parameter from its forward to its backward (FSDP's
 ``reshard_after_forward=False``); "twice" lets it go after the forward's last use and gathers it again for the backward,
-FSDP's default. Checkpointing, by layer of the transformer: none; "selective", which keeps what layers make, and within
+FSDP's default. Checkpointing, by layer of the transformer: no; "selective", which keeps what layers make, and within
 them the results of products and of attention; "full", which keeps what layers make. What is outside the layers is kept.
 
 Each is the leanest step of its kind, and at most as dear as what libraries run: of a layer only what its backward
@@ -21,7 +21,7 @@ from checkmate.core.problem import Problem
 from checkmate.solvers.common.runs import kept_by_the_forward
 
 GATHERINGS = ("once", "twice")
-CHECKPOINTS = ("none", "selective", "full")
+CHECKPOINTS = ("no", "selective", "full")
 POLICIES = {f"gather {times}, {what} checkpointing": (times, what) for times in GATHERINGS for what in CHECKPOINTS}
 
 
@@ -43,7 +43,7 @@ def _kept(problem: Problem, gathering: str, checkpointing: str) -> Iterator[int]
         op = graph.ops[k]
         if k in of_parameters:
             yield from op.outputs if gathering == "once" else ()
-        elif checkpointing == "none" or k not in of_layers:
+        elif checkpointing == "no" or k not in of_layers:
             yield from op.outputs
         else:
             keeps = checkpointing == "selective" and op.target in PRODUCTS

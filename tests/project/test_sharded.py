@@ -27,13 +27,13 @@ def _document() -> dict[str, Any]:
     nodes: list[dict[str, Any]] = []
     sizes: list[int] = []
 
-    def node(name: str, op: str, inputs: list[str], size: int | None, phase: str = "fwd", **more: Any) -> str:
-        """``size`` None: a view."""
-        if size is None:
+    def node(name: str, op: str, inputs: list[str], made: int | None, phase: str = "fwd", **more: Any) -> str:
+        """``made``: bytes; None: a view."""
+        if made is None:
             storages = next(n for n in nodes if n["name"] == inputs[0])["storages"]
         else:
             storages = [len(sizes)]
-            sizes.append(size)
+            sizes.append(made)
         about = {"name": name, "op": op, "phase": phase, "inputs": inputs, "storages": storages, "flop": 0, **more}
         nodes.append(about)
         return name
@@ -122,7 +122,7 @@ def test_policies_keep_what_they_say(step: Problem) -> None:
         of_layers = {f"act{i}" for i in range(1, LAYERS + 1)}  # which the backward reads; halves it does not
         if checkpointing == "full":
             of_layers |= {f"mm{i}" for i in range(1, LAYERS + 1)}
-        elif checkpointing == "none":
+        elif checkpointing == "no":
             of_layers = set()
         gathered = {f"{what}{i}" for what in ("cast", "gather") for i in range(1, LAYERS + 1)}
         assert again == of_layers | (gathered if gathering == "twice" else set()), policy
@@ -134,7 +134,7 @@ def test_letting_go_of_more_takes_less_room_and_more_time() -> None:
         {policy: measure(problem, runs_of(problem, policy)) for policy in POLICIES} for measure in (cost_of, peak_of)
     )
     for times in ("once", "twice"):
-        none, selective, full = (f"gather {times}, {what} checkpointing" for what in ("none", "selective", "full"))
+        none, selective, full = (f"gather {times}, {what} checkpointing" for what in ("no", "selective", "full"))
         assert costs[none] < costs[selective] < costs[full]
         assert peaks[none] > peaks[selective] > peaks[full]
     for policy, (times, what) in POLICIES.items():
@@ -142,7 +142,7 @@ def test_letting_go_of_more_takes_less_room_and_more_time() -> None:
             once = f"gather once, {what} checkpointing"
             assert costs[policy] > costs[once]
             assert peaks[policy] < peaks[once]
-    assert peaks["gather once, none checkpointing"] == problem.keep_all_peak
+    assert peaks["gather once, no checkpointing"] == problem.keep_all_peak
 
 
 def test_the_graph_is_what_its_source_says() -> None:
