@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.sharded import graph
+from benchmarks.common.rows import read, renewed
+from benchmarks.sharded import collectives, graph, planned
 from benchmarks.sharded.policies import POLICIES, runs_of
 from checkmate.core.problem import Problem
 from checkmate.profiling.collectives import ALL_GATHER, REDUCE_SCATTER, Link
@@ -20,6 +21,8 @@ from checkmate.solvers.common.runs import cost_of, peak_of
 GATHER, SCATTER = (f"_c10d_functional.{name}.default" for name in (ALL_GATHER, REDUCE_SCATTER))
 WAIT, PRODUCT, ADD = "_c10d_functional.wait_tensor.default", "aten.mm.default", "aten.add.Tensor"
 LAYERS = 3
+ROWS, OF_COLLECTIVES = read(planned.BENCHMARK.path), read(collectives.BENCHMARK.path)
+ENOUGH = 40 * planned.GB  # bytes in which plans are proven to within 1%
 
 
 def _document() -> dict[str, Any]:
@@ -155,3 +158,70 @@ def test_the_graph_is_what_its_source_says() -> None:
     between, of_layers = graph.layers(problem)
     assert len(between) == 32
     assert problem.graph.ops[of_layers[-1]].outputs == (between[-1],)
+
+
+def test_the_committed_documents_are_of_the_committed_rows() -> None:
+    assert planned.BENCHMARK.path.with_suffix(".md").read_text() == planned.markdown(ROWS)
+    assert renewed(planned.PAGE, planned.tables(ROWS)) == planned.PAGE.read_text()
+    assert collectives.BENCHMARK.path.with_suffix(".md").read_text() == collectives.markdown(OF_COLLECTIVES)
+
+
+def test_there_is_a_row_for_each_choice_and_budget_and_ours_is_as_fast_in_the_same_bytes() -> None:
+    rows = planned.in_order(ROWS)
+    choices = {(row["link"], row["method"]): row for row in rows if row["method"] != planned.AUTO}
+    ours = [row for row in rows if row["method"] == planned.AUTO]
+    assert set(choices) == {(link, policy) for link in graph.LINKS for policy in POLICIES}
+    beside = {(row["link"], row["beside"]) for row in ours if row["beside"] is not None}
+    assert beside == set(choices)
+    budgets = {(row["link"], row["budget"]) for row in ours if row["beside"] is None}
+    assert budgets == {(link, int(budget * planned.GB)) for link in graph.LINKS for budget in planned.BUDGETS}
+    for row in ours:
+        assert row["peak"] <= row["budget"]
+        assert row["bound_ratio"] <= row["cost_ratio"]
+        fit = [c for (link, _), c in choices.items() if link == row["link"] and c["peak"] <= row["budget"]]
+        assert all(row["cost_ratio"] <= choice["cost_ratio"] * (1 + 1e-9) for choice in fit), row
+        if row["budget"] >= ENOUGH:
+            assert row["gap"] <= 0.01
+            assert row["seconds"] <= row["time_limit"]
+
+
+def test_rows_of_policies_are_what_they_are_now() -> None:
+    found = {(row["link"], row["method"]): row for row in planned.in_order(ROWS)}
+    for link in graph.LINKS:
+        problem = graph.read(reach=graph.link(link))
+        for policy in ("gather once, selective checkpointing", "gather twice, full checkpointing"):
+            row, R = found[link, policy], runs_of(problem, policy)
+            assert row["peak"] == peak_of(problem, R)
+            assert row["cost_ratio"] == pytest.approx(cost_of(problem, R) / problem.keep_all_cost, rel=1e-9)
+
+
+def test_estimates_of_collectives_are_near_what_was_measured() -> None:
+    rows = {(row["source"], row["group"], row["ranks"], row["collective"], row["by"]): row for row in OF_COLLECTIVES}
+    by_vidur = [row for row in rows.values() if row["source"] == collectives.VIDUR]
+    assert {row["ranks"] for row in by_vidur} == {2, 4, 8}
+    for row in by_vidur:
+        assert (
+            row["median_error"] <= {collectives.SHEET: 0.12, collectives.FIT: 0.06, collectives.TABLE: 0.01}[row["by"]]
+        )
+    for name in collectives.TABLES:
+        for row in collectives.rows_of(name):
+            of = {key: row[key] for key in ("source", "group", "ranks", "collective", "by")}
+            committed = rows[tuple(of.values())]
+            assert {key: committed[key] for key in row} == pytest.approx(row)
+
+
+def test_vidurs_all_reduces_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two files of one size the median; every second size is held against the others."""
+    monkeypatch.setenv(collectives.FOLDER, str(tmp_path))
+    path = tmp_path / "vidur" / "h100_dgx_all_reduce.csv.gz"
+    path.parent.mkdir()
+    link = Link(latency=1e-3, rate=1e6)
+    lines = ["size,num_workers,time_stats.all_reduce.median"]
+    for size in (1000, 2000, 3000, 4000, 5000):
+        seconds = link.seconds("all_reduce", size, 4)
+        lines += [f"{size},4,{1e3 * seconds * off}" for off in (0.5, 1.0, 1.5)]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    sheet, fit, by_table = collectives.rows_of(collectives.VIDUR)
+    assert (fit["ranks"], fit["sizes"], fit["latency"], fit["rate"]) == (4, 2, 1e-3, 1e6)
+    assert fit["worst"] == by_table["worst"] == pytest.approx(0, abs=1e-6)
+    assert sheet["worst"] > 0.5
