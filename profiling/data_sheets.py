@@ -36,9 +36,10 @@ class Device:
     cache_bytes: int = 0  # of the cache that they share
     host: float = 0.0  # seconds that Python and PyTorch take to launch an op, while the device computes
     memory_bytes: int = 0  # that it has; 0: not known
+    link: float = 32e9  # bytes per second to other devices of its kind, each way; by default PCIe 4, sixteen lanes
 
     def __post_init__(self) -> None:
-        figures = (self.bandwidth, self.block_bytes, self.compute_efficiency, self.memory_efficiency)
+        figures = (self.bandwidth, self.block_bytes, self.compute_efficiency, self.memory_efficiency, self.link)
         rest = (self.latency, self.host, self.processors, self.clock, self.cache_bytes)
         if not all(figure > 0 for figure in (*figures, *self.flops.values())) or min(rest) < 0:
             raise ValueError(f"The rates, sizes and shares of {self.name!r} must be positive, and its latency not < 0.")
@@ -120,16 +121,24 @@ def _teras(float64: float, float32: float, tf32: float | None, half: float) -> d
 
 DEVICES: dict[str, Device] = {
     # NVIDIA H100 Tensor Core GPU data sheet (2023), SXM; half of the figures that it gives with sparsity. Processors,
-    # clock and cache of this and the next from the NVIDIA H100 Tensor Core GPU architecture whitepaper (2022).
-    "h100": _gpu("NVIDIA H100 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 3350, (132, 1.98), 50, 80),
+    # clock and cache of this and the next from the NVIDIA H100 Tensor Core GPU architecture whitepaper (2022). Its
+    # links and those of others are NVLinks, half of what data sheets give for both ways together.
+    "h100": _gpu("NVIDIA H100 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 3350, (132, 1.98), 50, 80, link=450e9),
     # NVIDIA H200 Tensor Core GPU data sheet (2024), SXM: the H100's processor with faster memory.
-    "h200": _gpu("NVIDIA H200 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 4800, (132, 1.98), 50, 141),
+    "h200": _gpu("NVIDIA H200 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 4800, (132, 1.98), 50, 141, link=450e9),
     # NVIDIA A100 Tensor Core GPU data sheet (2021), 80 GB SXM; NVIDIA A100 architecture whitepaper (2020).
-    "a100": _gpu("NVIDIA A100 SXM 80GB", (8, 0), _teras(19.5, 19.5, 156, 312), 2039, (108, 1.41), 40, 80),
+    "a100": _gpu("NVIDIA A100 SXM 80GB", (8, 0), _teras(19.5, 19.5, 156, 312), 2039, (108, 1.41), 40, 80, link=300e9),
     # NVIDIA V100 data sheet (2020), SXM2, and NVIDIA Tesla V100 architecture whitepaper (2017). Its tensor cores take
     # float16 only: bfloat16 is computed as float32, and there is no tf32.
     "v100": _gpu(
-        "NVIDIA V100 SXM2", (7, 0), {**_teras(7.8, 15.7, None, 125), "bfloat16": 15.7}, 900, (80, 1.53), 6, 32
+        "NVIDIA V100 SXM2",
+        (7, 0),
+        {**_teras(7.8, 15.7, None, 125), "bfloat16": 15.7},
+        900,
+        (80, 1.53),
+        6,
+        32,
+        link=150e9,
     ),
     # NVIDIA L4 data sheet (2023); half of the figures that it gives with sparsity; float64 is 1/64 of float32. Its
     # processors, clock and cache are those of the AD104 of the Ada whitepaper, as far as the L4 has them.
@@ -160,5 +169,6 @@ DEVICES: dict[str, Device] = {
         {"float64": 0.384e12, "float32": 0.768e12, "bfloat16": 0.768e12, "float16": 0.768e12},
         bandwidth=76.8e9,
         latency=2e-6,
+        link=1e9,  # processes that speak by gloo
     ),
 }

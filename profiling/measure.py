@@ -1,7 +1,8 @@
 """Time and workspace of each distinct op, run on its own on the device and with the threads it will run with.
 
 Only one op's tensors exist at a time, so that a model whose plain step does not fit can be measured. What was measured
-before, by this process or another, is not measured again (`checkmate.profiling.cost_table`).
+before, by this process or another, is not measured again (`checkmate.profiling.cost_table`). Collectives take more than
+one process: what all ranks have measured together is taken (`checkmate.profiling.mesh`), or an estimate.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -19,7 +20,7 @@ import torch.fx as fx
 
 from checkmate.capture.device import as_allocated, same_random_state
 from checkmate.capture.joint import Joint
-from checkmate.capture.nodes import target_name, tensors
+from checkmate.capture.nodes import is_collective, target_name, tensors
 from checkmate.capture.patches.is_compiling import not_compiling
 from checkmate.capture.ways.legal import candidates
 from checkmate.capture.ways.table import positions_to_try, written_of
@@ -29,6 +30,7 @@ from checkmate.devices import is_known, kind_of
 from checkmate.errors import Unsupported
 from checkmate.profiling import accelerator, cpu
 from checkmate.profiling.cost_table import Conditions, OpCost, OpTable, conditions_on, load, store, write
+from checkmate.profiling.mesh import measured_collectives
 from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
 from checkmate.profiling.roofline import DEVICES, moved_bytes_of, roofline_seconds
 from checkmate.statusline import showing
@@ -75,10 +77,15 @@ class Measure:
             for conditions in {conditions for conditions, _ in found}:
                 store(conditions, {key: cost for (at, key), cost in found.items() if at == conditions})
         known |= found
-        if failed := sorted({target_name(node) for key, node in distinct.items() if known[key] is None}):
+        by_conditions: dict[Conditions, dict[str, OpCost | None]] = {at: {} for at in all_conditions.values()}
+        for (at, key), cost in known.items():
+            by_conditions.setdefault(at, {})[key] = cost
+        collectives = measured_collectives(joint.nodes, lambda node: by_conditions[all_conditions[device_of_op(node)]])
+        lacking = {k: key for k, key in enumerate(keys) if key and known[key] is None and k not in collectives}
+        if failed := sorted({target_name(distinct[key]) for key in lacking.values()}):
             log.warning("Could not run these ops on their own, so their cost is estimated: %s", ", ".join(failed))
         source = "measured on " + " and ".join(sorted({str(conditions) for conditions in all_conditions.values()}))
-        return fill(joint, [None if key is None else known[key] for key in keys], source)
+        return fill(joint, [None if key is None else known[key] for key in keys], source, collectives)
 
 
 def _is_new(key: Key, node: fx.Node, known: dict[Key, OpCost | None]) -> bool:
@@ -161,21 +168,25 @@ def _measure_ops(new: dict[Key, fx.Node]) -> dict[Key, OpCost | None]:
     return found | done
 
 
-def fill(joint: Joint, costs: Sequence[OpCost | None], source: str) -> Profile:
+def fill(
+    joint: Joint, costs: Sequence[OpCost | None], source: str, collectives: Mapping[int, float] | None = None
+) -> Profile:
     """The profile of a step.
 
     An op without a cost takes the seconds of its roofline estimate, times the median ratio of measured to estimated
-    seconds of the others; its workspace is taken to be as large as all that it touches, and it writes over nothing.
+    seconds of the others, unless it is a collective; its workspace is taken to be as large as all that it touches, and
+    it writes over nothing.
 
     Args:
         joint: the step.
         costs: of each op, by position; None: not known. What autograd does has none and costs nothing.
         source: where the costs come from; how many are estimated is added to it.
+        collectives: seconds of those that were measured, by position; of their bytes nobody knows.
     """
-    graph = joint.graph
+    graph, collectives = joint.graph, collectives or {}
     seconds, workspace = np.zeros(len(costs)), np.zeros(len(costs), dtype=np.int64)
     nodes = {k: node for k, node in enumerate(joint.nodes) if node is not None}
-    estimated = tuple(k for k in nodes if costs[k] is None)
+    estimated = tuple(k for k in nodes if costs[k] is None and k not in collectives)
     scale = _scale(nodes, costs) if estimated else 1.0
     for k, node in nodes.items():
         op, cost = graph.ops[k], costs[k]
@@ -183,7 +194,9 @@ def fill(joint: Joint, costs: Sequence[OpCost | None], source: str) -> Profile:
         outputs = sum(as_allocated(graph.values[v].size_bytes, block) for v in op.outputs)
         if cost is None:
             inputs = sum(graph.values[v].size_bytes for v in op.inputs)
-            seconds[k], workspace[k] = scale * _estimate(node), inputs + outputs
+            of_device = 1.0 if is_collective(node) else scale
+            seconds[k] = collectives[k] if k in collectives else of_device * _estimate(node)
+            workspace[k] = inputs + outputs
         else:
             seconds[k], workspace[k] = cost.seconds, max(0, cost.allocated_bytes - outputs)
     if estimated:

@@ -13,6 +13,7 @@ from checkmate.core.problem import Profile
 from checkmate.errors import Unsupported
 from checkmate.profiling.cost_table import OpTable, read
 from checkmate.profiling.measure import Measure, fill
+from checkmate.profiling.mesh import measured_collectives
 from checkmate.profiling.one_op import device_of_op, key_of, runs_alone
 from checkmate.profiling.roofline import DEVICES, Device, roofline
 
@@ -58,7 +59,8 @@ def listed(joint: Joint, table: OpTable, name: str) -> Profile:
             f"{'; '.join(lacking[:SHOWN])}{more}. Trace the step once on that machine, with these shapes, and "
             'export again (checkmate.profiling.measure.export); or estimate all ops with profile="roofline:NAME".'
         )
-    return fill(joint, costs, f"{name}: measured on {table.conditions}")
+    collectives = measured_collectives(joint.nodes, lambda node: table.ops)
+    return fill(joint, costs, f"{name}: measured on {table.conditions}", collectives)
 
 
 def given(joint: Joint, profile: Profile) -> Profile:

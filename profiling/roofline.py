@@ -7,6 +7,8 @@ of matrix products, convolutions and attention, from the formulas in `torch.util
 to be bound by memory. Bytes are all tensors that an op reads and writes, once each: views and expanded dimensions cost
 nothing, and lookups read only what they pick. An op of several kernels counts as one, but for those that run in parts.
 On GPUs kernels are told apart further (`checkmate.profiling.gpu_kernels`), and the host launches one after another.
+Collectives take what moves between ranks over the device's link (`checkmate.profiling.collectives`); who waits for one
+waits no longer than it took.
 
 Workspaces are estimated as zero for every op that PyTorch has, but for softmax's backward on GPUs: what cuDNN and
 cuBLAS take for themselves depends on their version and on the algorithm they choose. Leave room for it with ``reserve``
@@ -36,10 +38,12 @@ from checkmate.capture.ways.shape_only import convolution_backward_input
 from checkmate.capture.ways.table import block_bytes, written_of
 from checkmate.core.problem import Profile
 from checkmate.core.ways import Way
+from checkmate.profiling.collectives import link_of
 from checkmate.profiling.data_sheets import DEVICES as DEVICES  # where users find them
 from checkmate.profiling.data_sheets import Device
 from checkmate.profiling.estimate_error import STATED
 from checkmate.profiling.gpu_kernels import kernel_seconds, queued, workspace_bytes
+from checkmate.profiling.mesh import collective_of, is_wait, layout_of_node
 from checkmate.torch_internals.dispatcher import HigherOrderOperator
 
 aten = torch.ops.aten
@@ -114,6 +118,12 @@ def roofline_seconds(node: fx.Node, device: Device) -> float:
     """
     if isinstance(node.target, InParts):
         return node.target.parts * sum(roofline_seconds(n, device) for n in _ops_of_part(node.target))
+    if is_wait(node):
+        return device.latency
+    if (collective := collective_of(node)) is not None:
+        layout = None if collective.ranks else layout_of_node(node)
+        ranks = collective.ranks if layout is None else layout.ranks
+        return link_of(device).seconds(collective.name, collective.whole_bytes, ranks)
     flop, moved, dtype = flop_of(node), moved_bytes_of(node), _rate_of(node, device)
     if device.processors and estimate(node) is None and not (flop and dtype not in device.flops):
         return kernel_seconds(node, device, flop, dtype, moved)

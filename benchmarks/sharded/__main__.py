@@ -1,0 +1,6 @@
+"""``python -m benchmarks.sharded``: plan the sharded step of the benchmark, beside what trainers choose."""
+
+from benchmarks.sharded.planned import BENCHMARK
+
+if __name__ == "__main__":
+    BENCHMARK.run()

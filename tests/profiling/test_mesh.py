@@ -1,0 +1,135 @@
+"""Collectives measured by two ranks at once, over gloo on the CPU; and what a step's collectives cost by them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+import torch.multiprocessing as mp
+
+from checkmate.core import files
+from checkmate.profiling import mesh
+from checkmate.profiling.collectives import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER
+from checkmate.profiling.cost_table import Conditions, OpCost, conditions_on, load, store
+from checkmate.profiling.data_sheets import DEVICES
+from checkmate.profiling.mesh import Layout, collective_of, is_wait, measure_collectives, measured_collectives
+from checkmate.profiling.roofline import roofline_seconds
+
+SIZES = (1000, 2**14, 2**17)
+CPU = torch.device("cpu")
+
+
+def _functional(name: str, *args: Any, bytes_in: int, bytes_out: int) -> tuple[fx.Node, fx.Node]:
+    """A collective of float32 in a graph, and its wait."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(bytes_in // 4, device="meta")
+    op = getattr(torch.ops._c10d_functional, name).default
+    collective = graph.call_function(op, (x, *args))
+    wait = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (collective,))
+    collective.meta["val"] = wait.meta["val"] = torch.empty(bytes_out // 4, device="meta")
+    return collective, wait
+
+
+def _nodes(group: str, ranks: int) -> dict[str, fx.Node]:
+    whole, part = 2**13, 2**13 // ranks
+    return {
+        ALL_GATHER: _functional(ALL_GATHER, ranks, group, bytes_in=part, bytes_out=whole)[0],
+        REDUCE_SCATTER: _functional(REDUCE_SCATTER, "sum", ranks, group, bytes_in=whole, bytes_out=part)[0],
+        ALL_REDUCE: _functional(ALL_REDUCE, "sum", group, bytes_in=whole, bytes_out=whole)[0],
+    }
+
+
+def _rank(rank: int, meeting: str, out: str) -> None:
+    """What one of two ranks does: measure, measure again, alone in a group, and look up what a step has."""
+    os.environ[files.VARIABLE] = f"{out}/costs of {rank}"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    found = measure_collectives(sizes=SIZES)
+    kept = load(conditions_on(CPU))
+    if rank:  # whose file is lost asks the first rank's, and does not measure alone
+        for path in Path(os.environ[files.VARIABLE]).glob("*.json"):
+            path.unlink()
+    again = measure_collectives(sizes=SIZES[:2])
+    anew = measure_collectives(sizes=SIZES[:1], cache=False)
+    alone = [dist.new_group([r]) for r in (0, 1)][rank]
+    of_one = measure_collectives(alone, sizes=SIZES[:2], cache=False)
+    world: Any = dist.group.WORLD
+    nodes = _nodes(world.group_name, 2)
+    store(conditions_on(CPU), kept)
+    by_table = measured_collectives([None, *nodes.values()], lambda node: load(conditions_on(CPU)))
+    told = {
+        "points": found.points,
+        "same": again.points == found.points,
+        "anew": {name: len(of) for name, of in anew.points.items()},
+        "kept": sorted(kept),
+        "of one": [of_one.ranks, sorted(of_one.points)],
+        "by table": list(by_table.items()),
+        "interpolated": [found.seconds(name, 2**13) for name in nodes],
+        "of all-reduce": roofline_seconds(nodes[ALL_REDUCE], DEVICES["h100"]),
+        "layout": str(mesh.layout_of()),
+    }
+    Path(out, f"{rank}.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="PyTorch was built without ranks")
+def test_two_ranks_measure_together(tmp_path: Path) -> None:
+    mp.spawn(_rank, (str(tmp_path / "meeting"), str(tmp_path)), nprocs=2)
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for one in told:
+        assert one["layout"] == "collectives by gloo, 2 ranks, 2 on a host"
+        assert sorted(one["points"]) == sorted(COLLECTIVES)
+        for points in one["points"].values():
+            assert [whole for whole, _ in points] == [1000, 2**14, 2**17]
+            assert all(seconds > 0 for _, seconds in points)
+        assert len(one["kept"]) == 3 * len(SIZES)
+        assert one["same"], "what was measured is measured again"
+        assert one["anew"] == dict.fromkeys(COLLECTIVES, 1)
+        assert one["of one"] == [1, sorted(COLLECTIVES)]
+        assert one["by table"] == [[1 + i, seconds] for i, seconds in enumerate(one["interpolated"])]
+    assert told[0]["points"] == told[1]["points"], "the ranks have the same costs, those of the slowest"
+    h100 = DEVICES["h100"]
+    assert told[0]["of all-reduce"] == pytest.approx(28e-6 + 2 * 2**13 / 2 / (0.8 * h100.link))
+
+
+def test_collectives_of_no_group_here_are_estimated_by_the_ranks_that_they_name() -> None:
+    """In a step that was captured elsewhere; an all-reduce then counts as one among many."""
+    h100 = DEVICES["h100"]
+    of = {name: roofline_seconds(node, h100) for name, node in _nodes("elsewhere", 4).items()}
+    assert of[ALL_GATHER] == of[REDUCE_SCATTER] == pytest.approx(28e-6 + 2**13 * 3 / 4 / (0.8 * h100.link))
+    assert of[ALL_REDUCE] == pytest.approx(28e-6 + 2 * 2**13 / (0.8 * h100.link))
+    _, wait = _functional(ALL_GATHER, 4, "elsewhere", bytes_in=1024, bytes_out=4096)
+    assert is_wait(wait)
+    assert collective_of(wait) is None
+    assert roofline_seconds(wait, h100) == h100.latency
+    nodes = [*_nodes("elsewhere", 4).values(), wait, None]
+    assert measured_collectives(nodes, lambda node: {}) == {}
+
+
+def test_a_group_has_only_what_was_measured_on_one_like_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(files.VARIABLE, str(tmp_path))
+    here, there = Layout("nccl", 8, 8), Layout("nccl", 8, 1)
+    conditions = Conditions("cuda some GPU", "2.15.0", 1)
+    costs: dict[str, OpCost | None] = {
+        mesh._key(here, ALL_GATHER, 2**20): OpCost(1e-3, 2**20),
+        mesh._key(here, ALL_GATHER, 2**10): OpCost(1e-4, 2**10),
+        mesh._key(there, ALL_GATHER, 2**20): OpCost(1e-2, 2**20),
+        "aten.mm.default (…)": OpCost(1.0, 1),
+    }
+    store(conditions, costs)
+    assert mesh.table_of(here, load(conditions)).points == {ALL_GATHER: ((2**10, 1e-4), (2**20, 1e-3))}
+    other = mesh.table_of(there, load(conditions))
+    assert other.points == {ALL_GATHER: ((2**20, 1e-2),)}
+    assert other.seconds(ALL_GATHER, 2**20) is None, "one point is no line"
+
+
+def test_sizes_are_positive() -> None:
+    with pytest.raises(ValueError, match="positive"):
+        measure_collectives(sizes=[4096, 0])

@@ -1,0 +1,227 @@
+"""The benchmark of a sharded step: how its graph is read, what policies are, its rows and what pages say of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.common.rows import read, renewed
+from benchmarks.sharded import collectives, graph, planned
+from benchmarks.sharded.policies import POLICIES, runs_of
+from checkmate.core.problem import Problem
+from checkmate.profiling.collectives import ALL_GATHER, REDUCE_SCATTER, Link
+from checkmate.profiling.data_sheets import DEVICES
+from checkmate.solvers.common.runs import cost_of, peak_of
+
+GATHER, SCATTER = (f"_c10d_functional.{name}.default" for name in (ALL_GATHER, REDUCE_SCATTER))
+WAIT, PRODUCT, ADD = "_c10d_functional.wait_tensor.default", "aten.mm.default", "aten.add.Tensor"
+LAYERS = 3
+ROWS, OF_COLLECTIVES = read(planned.BENCHMARK.path), read(collectives.BENCHMARK.path)
+ENOUGH = 40 * planned.GB  # bytes in which plans are proven to within 1%
+
+
+def _document() -> dict[str, Any]:
+    """A step of three layers on 4 ranks: x is looked up, then x = add(x, mm(x, w)) + x, one w for each layer."""
+    nodes: list[dict[str, Any]] = []
+    sizes: list[int] = []
+
+    def node(name: str, op: str, inputs: list[str], made: int | None, phase: str = "fwd", **more: Any) -> str:
+        """``made``: bytes; None: a view."""
+        if made is None:
+            storages = next(n for n in nodes if n["name"] == inputs[0])["storages"]
+        else:
+            storages = [len(sizes)]
+            sizes.append(made)
+        about = {"name": name, "op": op, "phase": phase, "inputs": inputs, "storages": storages, "flop": 0, **more}
+        nodes.append(about)
+        return name
+
+    one = {"group": ["0"], "size": [4]}
+    node("tokens", "placeholder", [], 8)
+    for i in range(LAYERS + 1):
+        node(f"w{i}", "placeholder", [], 200)
+    node("cast0", "prims.convert_element_type.default", ["w0"], 100)
+    node("gather0", GATHER, ["cast0"], 400, **one)
+    node("wait0", WAIT, ["gather0"], 400)
+    x = node("x0", "aten.embedding.default", ["wait0", "tokens"], 1000)
+    for i in range(1, LAYERS + 1):
+        node(f"cast{i}", "prims.convert_element_type.default", [f"w{i}"], 100)
+        node(f"gather{i}", GATHER, [f"cast{i}"], 400, **one)
+        node(f"wait{i}", WAIT, [f"gather{i}"], 400)
+        node(f"mm{i}", PRODUCT, [x, f"wait{i}"], 1000)
+        node(f"act{i}", "aten.sigmoid.default", [f"mm{i}"], 1000)
+        half = node(f"half{i}", ADD, [x, f"act{i}"], 1000)
+        x = node(f"x{i}", ADD, [half, f"act{i}"], 1000)
+    node("logits", "aten.view.default", [x], None)
+    grad = node("tangents", "placeholder", [], 1000, "input")
+    for i in reversed(range(1, LAYERS + 1)):
+        grad = node(f"dx{i}", PRODUCT, [grad, f"wait{i}", f"act{i}"], 1000, "bwd")
+        node(f"dw{i}", PRODUCT, [grad, f"mm{i}", f"x{i - 1}"], 800, "bwd")
+        node(f"scatter{i}", SCATTER, [f"dw{i}"], 200, "bwd", **one)
+        node(f"done{i}", WAIT, [f"scatter{i}"], 200, "bwd")
+    node("dw0", PRODUCT, [grad], 800, "bwd")
+    node("scatter0", SCATTER, ["dw0"], 200, "bwd", **one)
+    node("done0", WAIT, ["scatter0"], 200, "bwd")
+    outputs = ["logits", None, *(f"done{i}" for i in range(LAYERS + 1))]
+    return {"groups": {"0": {"size": 4, "rank": 0}}, "storage_bytes": sizes, "nodes": nodes, "outputs": outputs}
+
+
+def _read(folder: Path, document: dict[str, Any]) -> Problem:
+    path = folder / "graph.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(document).encode()))
+    return graph.read(path, reach=Link(latency=1.0, rate=100.0))
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Problem:
+    return _read(tmp_path, _document())
+
+
+def test_views_and_waits_are_no_ops_and_the_loss_is_one(step: Problem) -> None:
+    ops = {op.name: op for op in step.graph.ops}
+    assert len(ops) == (2 + 1) + LAYERS * (2 + 4) + 1 + LAYERS * 3 + 2
+    names = [value.name for value in step.graph.values]
+    assert [names[v] for v in ops["tangents"].inputs] == [f"x{LAYERS}"]
+    assert ops["tangents"].phase == "backward"
+    assert step.graph.forward_length == step.graph.ops.index(ops["tangents"])
+    assert [names[v] for v in step.graph.outputs] == [f"scatter{i}" for i in range(LAYERS + 1)]
+    assert step.resident == 8 + 200 * (LAYERS + 1)
+
+
+def test_seconds_are_of_the_traffic_and_of_the_bytes(step: Problem) -> None:
+    seconds = dict(zip([op.name for op in step.graph.ops], step.seconds, strict=True))
+    h100 = DEVICES["h100"]
+    assert seconds["gather1"] == pytest.approx(1 + 400 * 3 / 4 / 100)
+    assert seconds["scatter1"] == pytest.approx(1 + 800 * 3 / 4 / 100)
+    assert seconds["act1"] == h100.seconds(0, "bfloat16", 2000)
+    assert seconds["x0"] == h100.seconds(0, "bfloat16", 2000), "a lookup reads what it picks"
+
+
+def test_all_gathers_of_parameters_may_run_again_and_no_other_collective(tmp_path: Path) -> None:
+    document = _document()
+    plain = _read(tmp_path, document)
+    nodes = {node["name"]: node for node in document["nodes"]}
+    nodes["cast1"]["inputs"] = ["tokens"]  # no parameter: it has no gradient
+    nodes["cast2"]["inputs"] = ["w2", "w3"]  # two inputs: more than a cast
+    nodes["cast3"]["inputs"] = ["x2"]  # an activation
+    changed = _read(tmp_path, document)
+    for problem, again in ((plain, {f"gather{i}" for i in range(LAYERS + 1)}), (changed, {"gather0"})):
+        collectives = {op.name: op.pinned for op in problem.graph.ops if op.target.startswith("_c10d")}
+        assert {name for name, pinned in collectives.items() if pinned is None} == again
+    assert {op.name for op in plain.graph.ops if op.pinned} == {"tangents", *(f"scatter{i}" for i in range(LAYERS + 1))}
+
+
+def test_policies_keep_what_they_say(step: Problem) -> None:
+    names = [op.name for op in step.graph.ops]
+    for policy, (gathering, checkpointing) in POLICIES.items():
+        R = runs_of(step, policy)
+        again = {names[k] for k in np.flatnonzero(R.sum(axis=0) > 1)}
+        assert R.sum(axis=0).max() <= 2
+        of_layers = {f"act{i}" for i in range(1, LAYERS + 1)}  # which the backward reads; halves it does not
+        if checkpointing == "full":
+            of_layers |= {f"mm{i}" for i in range(1, LAYERS + 1)}
+        elif checkpointing == "no":
+            of_layers = set()
+        gathered = {f"{what}{i}" for what in ("cast", "gather") for i in range(1, LAYERS + 1)}
+        assert again == of_layers | (gathered if gathering == "twice" else set()), policy
+
+
+def test_letting_go_of_more_takes_less_room_and_more_time() -> None:
+    problem = graph.read()
+    costs, peaks = (
+        {policy: measure(problem, runs_of(problem, policy)) for policy in POLICIES} for measure in (cost_of, peak_of)
+    )
+    for times in ("once", "twice"):
+        none, selective, full = (f"gather {times}, {what} checkpointing" for what in ("no", "selective", "full"))
+        assert costs[none] < costs[selective] < costs[full]
+        assert peaks[none] > peaks[selective] > peaks[full]
+    for policy, (times, what) in POLICIES.items():
+        if times == "twice":
+            once = f"gather once, {what} checkpointing"
+            assert costs[policy] > costs[once]
+            assert peaks[policy] < peaks[once]
+    assert peaks["gather once, no checkpointing"] == problem.keep_all_peak
+
+
+def test_the_graph_is_what_its_source_says() -> None:
+    problem = graph.read()
+    targets = [op.target for op in problem.graph.ops]
+    assert targets.count(GATHER) == targets.count(SCATTER) == 291
+    sizes = problem.sizes
+    gathered = sum(int(sizes[op.outputs[0]]) for op in problem.graph.ops if op.target == GATHER)
+    assert 16.0e9 < gathered < 16.1e9  # two bytes for each of 8.03e9 parameters
+    between, of_layers = graph.layers(problem)
+    assert len(between) == 32
+    assert problem.graph.ops[of_layers[-1]].outputs == (between[-1],)
+
+
+def test_the_committed_documents_are_of_the_committed_rows() -> None:
+    assert planned.BENCHMARK.path.with_suffix(".md").read_text() == planned.markdown(ROWS)
+    assert renewed(planned.PAGE, planned.tables(ROWS)) == planned.PAGE.read_text()
+    assert collectives.BENCHMARK.path.with_suffix(".md").read_text() == collectives.markdown(OF_COLLECTIVES)
+
+
+def test_there_is_a_row_for_each_choice_and_budget_and_ours_is_as_fast_in_the_same_bytes() -> None:
+    rows = planned.in_order(ROWS)
+    choices = {(row["link"], row["method"]): row for row in rows if row["method"] != planned.AUTO}
+    ours = [row for row in rows if row["method"] == planned.AUTO]
+    assert set(choices) == {(link, policy) for link in graph.LINKS for policy in POLICIES}
+    beside = {(row["link"], row["beside"]) for row in ours if row["beside"] is not None}
+    assert beside == set(choices)
+    budgets = {(row["link"], row["budget"]) for row in ours if row["beside"] is None}
+    assert budgets == {(link, int(budget * planned.GB)) for link in graph.LINKS for budget in planned.BUDGETS}
+    for row in ours:
+        assert row["peak"] <= row["budget"]
+        assert row["bound_ratio"] <= row["cost_ratio"]
+        fit = [c for (link, _), c in choices.items() if link == row["link"] and c["peak"] <= row["budget"]]
+        assert all(row["cost_ratio"] <= choice["cost_ratio"] * (1 + 1e-9) for choice in fit), row
+        if row["budget"] >= ENOUGH:
+            assert row["gap"] <= 0.01
+            assert row["seconds"] <= row["time_limit"]
+
+
+def test_rows_of_policies_are_what_they_are_now() -> None:
+    found = {(row["link"], row["method"]): row for row in planned.in_order(ROWS)}
+    for link in graph.LINKS:
+        problem = graph.read(reach=graph.link(link))
+        for policy in ("gather once, selective checkpointing", "gather twice, full checkpointing"):
+            row, R = found[link, policy], runs_of(problem, policy)
+            assert row["peak"] == peak_of(problem, R)
+            assert row["cost_ratio"] == pytest.approx(cost_of(problem, R) / problem.keep_all_cost, rel=1e-9)
+
+
+def test_estimates_of_collectives_are_near_what_was_measured() -> None:
+    rows = {(row["source"], row["group"], row["ranks"], row["collective"], row["by"]): row for row in OF_COLLECTIVES}
+    by_vidur = [row for row in rows.values() if row["source"] == collectives.VIDUR]
+    assert {row["ranks"] for row in by_vidur} == {2, 4, 8}
+    for row in by_vidur:
+        assert (
+            row["median_error"] <= {collectives.SHEET: 0.12, collectives.FIT: 0.06, collectives.TABLE: 0.01}[row["by"]]
+        )
+    for name in collectives.TABLES:
+        for row in collectives.rows_of(name):
+            of = {key: row[key] for key in ("source", "group", "ranks", "collective", "by")}
+            committed = rows[tuple(of.values())]
+            assert {key: committed[key] for key in row} == pytest.approx(row)
+
+
+def test_vidurs_all_reduces_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two files of one size the median; every second size is held against the others."""
+    monkeypatch.setenv(collectives.FOLDER, str(tmp_path))
+    path = tmp_path / "vidur" / "h100_dgx_all_reduce.csv.gz"
+    path.parent.mkdir()
+    link = Link(latency=1e-3, rate=1e6)
+    lines = ["size,num_workers,time_stats.all_reduce.median"]
+    for size in (1000, 2000, 3000, 4000, 5000):
+        seconds = link.seconds("all_reduce", size, 4)
+        lines += [f"{size},4,{1e3 * seconds * off}" for off in (0.5, 1.0, 1.5)]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    sheet, fit, by_table = collectives.rows_of(collectives.VIDUR)
+    assert (fit["ranks"], fit["sizes"], fit["latency"], fit["rate"]) == (4, 2, 1e-3, 1e6)
+    assert fit["worst"] == by_table["worst"] == pytest.approx(0, abs=1e-6)
+    assert sheet["worst"] > 0.5
