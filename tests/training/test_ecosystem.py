@@ -20,7 +20,12 @@ from tests.support.bits import assert_same_bits
 from tests.support.sampling import long, slow
 
 ROOT = Path(__file__).parents[2]
-ON_SEVERAL_RANKS = ("DistributedDataParallel", "FSDP2", "Whole steps on several ranks")
+ON_SEVERAL_RANKS = (
+    "DistributedDataParallel",
+    "FSDP2",
+    "Sharded parameters in one plan",
+    "Whole steps on several ranks",
+)
 WHOLE_STEPS = ("Whole steps with the Hugging Face Trainer", "Whole steps with Lightning")
 
 
