@@ -78,7 +78,7 @@ def training_step(
 
     On ranks that train together, gradients are averaged over all ranks before anything else is done with them: where
     ``loss_fn`` calls a model that is wrapped in `DistributedDataParallel`, or with ``process_group``. Summed over
-    several micro-batches, they are averaged once.
+    several micro-batches, they are averaged once. Of parameters that are a `DTensor` each rank updates its shard.
 
     Learning rates and other settings hold from the next call on, whoever sets them; `state_dict` and `load_state_dict`
     of model and optimizer are those of plain training. If a step fails in its backward, on Ctrl-C for instance, some
@@ -116,8 +116,9 @@ def training_step(
         BudgetError, RuleError, InfeasibleBudget: as for `checkmate.compile`.
         Unsupported: at once, for other optimizers, or hooks on their `step`; at a call, for hooks on parameters, or if
             the step cannot be captured as one graph, or ranks have gradients of different parameters, or the step
-            reaches no parameter of an optimizer. At once, too, if ``loss_fn`` holds a sharded module, or a
-            `DistributedDataParallel` that does more than to average.
+            reaches no parameter of an optimizer. At once, too, if ``loss_fn`` holds a module of ``fully_shard``, or a
+            `DistributedDataParallel` that does more than to average; or if parameters are a `DTensor`, and something
+            but ``clip_value`` is to be done with gradients before the updates, or with parameters behind them.
         TypeError: at once, if something else is given for ``loss_fn``, ``optimizer``, ``scaler`` or ``ema``.
         ValueError: at once, if ``clip_norm``, ``clip_value`` or ``accumulate`` is no positive number, ``verify`` is
             asked of more than one call and one update by gradients as they are, or ``process_group`` is given for a

@@ -68,7 +68,7 @@ def main() -> None:
     batch = torch.randn(BATCH, WIDTH), torch.randint(10, (BATCH,))
     found = checkmate.verify(model, *batch, budget=budget, time_limit=5)
     compiled: Any = checkmate.compile(model, budget=budget, time_limit=5)
-    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.01)
     losses = []
     for _ in range(3):
         loss = compiled(*batch)

@@ -252,6 +252,7 @@ class Backend:
         counts = [*facts.counts[-1]] if facts.counts else []  # to measure ops may differentiate, too
         drop_gradients_of_writes(joint_module, facts.known)
         facts.copies.find(joint_module.graph)
+        facts.shards.refuse_converted(joint_module.graph, facts.copies.kept, facts.names)
         facts.shards.join_exchanges(joint_module.graph, static_lifetime_input_indices or ())
         facts.unreached = unreached(joint_module, num_fwd_outputs)
         if self.updates is not None:

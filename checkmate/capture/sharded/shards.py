@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from checkmate.capture.autocast import is_converted
+from checkmate.capture.nodes import viewed
 from checkmate.capture.sharded.collectives import join_waits
 from checkmate.errors import Unsupported
 
@@ -53,6 +55,15 @@ class Layout:
         """That of a `DTensor`."""
         return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have shards of one size."""
+        parts = [1] * len(self.shape)
+        for i, placement in enumerate(self.placements):
+            if placement.is_shard():
+                parts[placement.dim] *= self.mesh.size(i)
+        return not any(size % count for size, count in zip(self.shape, parts, strict=True))
+
     def whole(self, shard: torch.Tensor) -> Any:
         """The `DTensor` that a rank has this shard of."""
         kind: Any = sys.modules["torch.distributed.tensor"].DTensor
@@ -76,12 +87,7 @@ class Shards:
     @property
     def uneven(self) -> bool:
         """Whether ranks have shards of different sizes, so that their steps differ."""
-        return any(
-            layout.shape[placement.dim] % layout.mesh.size(i)
-            for layout in self.layouts.values()
-            for i, placement in enumerate(layout.placements)
-            if placement.is_shard()
-        )
+        return not all(layout.is_even for layout in self.layouts.values())
 
     def take_apart(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
         """Have a graph of Dynamo's be given shards in place of these inputs; gives what it is traced with.
@@ -109,6 +115,25 @@ class Shards:
             return _Whole.apply(shard, self, i)
 
         return whole_of_shard
+
+    def refuse_converted(self, graph: fx.Graph, kept: Sequence[bool], names: Sequence[str]) -> None:
+        """Refuse weights of which autocast keeps converted copies: the shards of these are no leaves in the step.
+
+        Args:
+            graph: the joint graph.
+            kept: of each input, whether autocast would keep what it converts it to.
+            names: of the inputs.
+
+        Raises:
+            Unsupported: naming one.
+        """
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
+            i = getattr(viewed(node.args[0]).meta.get("desc"), "idx", None)
+            if i in self.layouts and kept[i] and is_converted(node):
+                raise Unsupported(
+                    f"{names[i]} is a DTensor, and autocast converts it where it is read. Convert it yourself: the "
+                    "parameters of the module, or the whole parameter in what gathers it, .to(torch.bfloat16)."
+                )
 
     def join_exchanges(self, graph: fx.Graph, static: Collection[int]) -> None:
         """Make one op of each collective of a joint graph; ``static``: positions of parameters and buffers."""
