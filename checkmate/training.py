@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 from checkmate.backends import ranks
 from checkmate.backends.planner import Bytes, Options, StepOptions
 from checkmate.backends.tensor_state import modules_within
+from checkmate.capture.sharded.shards import is_shard
 from checkmate.compiler import CompiledStep, Planned, new_backend, refuse_what_is_no_step
 from checkmate.core.solution import Solution
 from checkmate.errors import Unsupported
@@ -30,7 +31,7 @@ from checkmate.updates import averaging
 from checkmate.updates.exchange import as_their_modules, exchange_of, refuse_special, stand_aside, wrapped_in
 from checkmate.updates.gradients import Clipping, Sums, checked_scaler
 from checkmate.updates.insert import Insert
-from checkmate.updates.optimizers import checked, refuse_hooks
+from checkmate.updates.optimizers import checked, parameters_of, refuse_hooks
 from checkmate.updates.updates import Updates
 from checkmate.verification.whole_steps import compare_whole
 
@@ -77,7 +78,7 @@ def training_step(
 
     On ranks that train together, gradients are averaged over all ranks before anything else is done with them: where
     ``loss_fn`` calls a model that is wrapped in `DistributedDataParallel`, or with ``process_group``. Summed over
-    several micro-batches, they are averaged once.
+    several micro-batches, they are averaged once. Of parameters that are a `DTensor` each rank updates its shard.
 
     Learning rates and other settings hold from the next call on, whoever sets them; `state_dict` and `load_state_dict`
     of model and optimizer are those of plain training. If a step fails in its backward, on Ctrl-C for instance, some
@@ -115,8 +116,9 @@ def training_step(
         BudgetError, RuleError, InfeasibleBudget: as for `checkmate.compile`.
         Unsupported: at once, for other optimizers, or hooks on their `step`; at a call, for hooks on parameters, or if
             the step cannot be captured as one graph, or ranks have gradients of different parameters, or the step
-            reaches no parameter of an optimizer. At once, too, if ``loss_fn`` holds a sharded module, or a
-            `DistributedDataParallel` that does more than to average.
+            reaches no parameter of an optimizer. At once, too, if ``loss_fn`` holds a module of ``fully_shard``, or a
+            `DistributedDataParallel` that does more than to average; or if parameters are a `DTensor`, and something
+            but ``clip_value`` is to be done with gradients before the updates, or with parameters behind them.
         TypeError: at once, if something else is given for ``loss_fn``, ``optimizer``, ``scaler`` or ``ema``.
         ValueError: at once, if ``clip_norm``, ``clip_value`` or ``accumulate`` is no positive number, ``verify`` is
             asked of more than one call and one update by gradients as they are, or ``process_group`` is given for a
@@ -150,6 +152,7 @@ def training_step(
         average=None if ema is None else averaging.checked(ema),
         exchange=exchange_of(modules, process_group, optimizers),
     )
+    _refuse_beside_shards(updates)
     asked = Options.of(training_step, StepOptions.__optional_keys__, options, budget)
     is_one_call = accumulate == 1 and updates.scaling is None and updates.average is None
     if asked.verify and not is_one_call:
@@ -294,6 +297,26 @@ def _refuse_sharded(loss_fn: Callable[..., Any]) -> None:
             f"{error} The updates stay outside of the plan then: loss.backward(), optimizer.step(), with the bytes of "
             "the gradients and of the optimizer's state as reserve=."
         ) from None
+
+
+def _refuse_beside_shards(updates: Updates) -> None:
+    """Refuse what is done with gradients of which each rank has a shard only, where that takes all shards."""
+    if not any(map(is_shard, parameters_of(updates.optimizers))):
+        return
+    found = [
+        ("clip_norm=", updates.clipping.most, "clip_value= clips each element"),
+        ("scaler=", updates.scaling, "bfloat16 needs none"),
+        ("accumulate=", updates.sums, "a larger batch in one call is summed within the step"),
+        ("ema=", updates.average, "average between two steps"),
+        ("process_group=", updates.exchange, 'the step itself averages what it reduces, Partial("avg")'),
+    ]
+    for name, given, instead in found:
+        if given is not None:
+            raise Unsupported(
+                f"{name} looks at whole gradients, and of parameters that are a DTensor each rank has a shard. Without "
+                f"it: {instead}. Or update outside of the plan, as plainly: loss.backward(), optimizer.step(), with "
+                "checkmate.compile(model, budget=..., reserve=the bytes of gradients and states)."
+            )
 
 
 def _described(result: Any) -> str:

@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 import torch.fx as fx
 
+from checkmate.backends import ranks
 from checkmate.backends.cuda_blocks import Find, Replays, plan_in_blocks
 from checkmate.backends.in_parts import with_parts
 from checkmate.backends.overwritten import explain_writes, needed_tensors
@@ -41,6 +42,7 @@ from checkmate.capture.patches.results.strides import eager_strides
 from checkmate.capture.provenance import input_names, where
 from checkmate.capture.questions import asking_first, taken_out
 from checkmate.capture.rewrite import prepare
+from checkmate.capture.sharded.shards import Shards, local
 from checkmate.codegen.contributions import Sharing, counted_contributions, fan_out, lowered, sharing_of
 from checkmate.codegen.refused_backwards import added_within, computed_from, refuse_views, refuse_watching
 from checkmate.codegen.replaceable_code import ReplaceableCode, may_change
@@ -109,6 +111,7 @@ class _Facts:
     counts: list[list[int]] = field(default_factory=list)  # contributions to gradients, of each graph that is traced
     noted: Noted = field(default_factory=list)  # what the step has tagged
     sharing: Sharing = field(default_factory=Sharing)
+    shards: Shards = field(default_factory=Shards)  # among the inputs
     watches: Sequence[Callable[..., None]] = ()  # that have a call's backward refuse what it cannot do as plain PyTorch
     unreached: list[int] = field(default_factory=list)  # inputs that are never differentiated
     running: Running | None = None  # by which plan, until it is lowered; None: nothing was planned
@@ -182,7 +185,7 @@ class Backend:
             _refuse_fakes(names, inputs)
         numbers, draws = sources_of(module, call.numbers), draws_of_python(module)
         known = [*inputs, *module.parameters(), *module.buffers()]
-        facts = _Facts(names, known, Copies(module, inputs, names), self.new_arena())
+        facts = _Facts(names, known, Copies(module, inputs, names), self.new_arena(), shards=Shards.among(inputs))
         if isinstance(facts.memory, Arena):
             self.arenas.add(facts.memory)
         compile_graph = aot_autograd(
@@ -204,7 +207,7 @@ class Backend:
             counted_contributions() as facts.counts,
             noting() as facts.noted,
         ):
-            run = compile_graph(module, inputs)
+            run = facts.shards.around(compile_graph(module, facts.shards.take_apart(module, inputs)))
         asked, running, go_on = 0, facts.running, facts.go_on
         facts.running = facts.go_on = None  # which hold these facts: a backend that is dropped is to be gone at once
         if questions.answers and isinstance(self.profile, Measure) and running is not None:
@@ -217,6 +220,8 @@ class Backend:
         if running is not None and go_on is not None:
             go_on(asked=asked)
             run = running.around(run)
+        if running is not None:
+            run = ranks.keeping_step(run, running.plan)
         return asking_first(sharing_copies(run, facts.copies), questions)
 
     def _lower(self, facts: _Facts, phase: Phase, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -247,13 +252,16 @@ class Backend:
         counts = [*facts.counts[-1]] if facts.counts else []  # to measure ops may differentiate, too
         drop_gradients_of_writes(joint_module, facts.known)
         facts.copies.find(joint_module.graph)
+        facts.shards.refuse_converted(joint_module.graph, facts.copies.kept, facts.names)
+        facts.shards.join_exchanges(joint_module.graph, static_lifetime_input_indices or ())
         facts.unreached = unreached(joint_module, num_fwd_outputs)
         if self.updates is not None:
             gone = self.updates(joint_module, facts.known, num_fwd_outputs, facts.names)
             counts = [count for n, count in enumerate(counts) if n not in gone]
         views = added_within(joint_module.graph, num_fwd_outputs)
         users = computed_from(joint_module.graph, num_fwd_outputs)
-        block_bytes, fakes = max(self.block_bytes, kind_of(device).block_bytes), any(map(is_fake, facts.known))
+        block_bytes = max(self.block_bytes, kind_of(device).block_bytes)
+        fakes = any(map(is_fake, map(local, facts.known)))
         read = partial(
             read_joint,
             num_fwd_outputs=num_fwd_outputs,
@@ -286,6 +294,10 @@ class Backend:
             problem = with_what_is_held(problem_of(joint, self.profile, tried=tried), allocated, unread=unread)
             return problem if memory is None else with_second_memory(problem, memory)
 
+        def share(modules: Any) -> Sharing:
+            shards = facts.shards.layouts
+            return sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names, shards)
+
         problem = pose(joint)
         if self.exact:
             about: dict[str, bool] = {"tried": not fakes and self.block_bytes == 1, "rounding": self.rounding}
@@ -299,7 +311,7 @@ class Backend:
         self.running.append(facts.running)
         facts.memory = serving(facts.memory, solution, device)
         if self.exact:
-            facts.sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)
+            facts.sharing = share(modules)
         needed = needed_tensors(joint, modules, facts.names)
         facts.watches = (partial(explain_writes, needed), partial(refuse_watching, users))
         if self.exact:
@@ -312,8 +324,7 @@ class Backend:
             if replays is not None:
                 replays.check(plan)
             modules = plan.modules
-            sharing = sharing_of(counts, modules.forward, modules.backward, num_fwd_outputs, facts.names)
-            if sharing != facts.sharing:
+            if share(modules) != facts.sharing:
                 return None
             facts.memory = serving(facts.memory, plan, device)
             needed.become(needed_tensors(joint, modules, facts.names))

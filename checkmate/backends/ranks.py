@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.backends.error_messages import WRAP_OUTSIDE
+from checkmate.backends.step_problem import joint_of
 from checkmate.backends.tensor_state import held_modules
+from checkmate.capture.device import device_of
+from checkmate.capture.nodes import is_collective
+from checkmate.capture.sharded.collectives import GATHER_AGAIN, as_number, same_on_all
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.host import Host
 from checkmate.core.problem import Problem
@@ -35,7 +40,7 @@ from checkmate.errors import SolverError, Unsupported
 from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.plan_store import Record
 from checkmate.torch_internals.dynamo import OptimizedModule, dynamo_config, get_optimize_ddp_mode
-from checkmate.torch_internals.steps import _get_active_ddp_module, _get_default_store
+from checkmate.torch_internals.steps import _get_active_ddp_module, _get_default_store, _resolve_process_group
 from checkmate.updates.exchange import AsItsModule
 from checkmate.version import __version__
 
@@ -72,6 +77,37 @@ def one_plan(
         log.warning("The plan of rank %s does not fit rank %s, which plans for itself.", planner, rank)
         return plan()
     return found
+
+
+def keeping_step(run: Callable[..., Any], plan: Solution) -> Callable[..., Any]:
+    """A compiled function that gathers parameters again, in which ranks first make sure that all of them will.
+
+    Nothing tells a rank that another one follows another plan, whose batch is smaller for instance: they would wait for
+    each other in vain, or take what was sent for something else.
+    """
+    joint = joint_of(plan.problem)
+    assert plan.plan is not None
+    talking = [n for k in plan.plan.runs if (n := joint.nodes[k]) is not None and is_collective(n)]
+    groups = dict.fromkeys(n.args[-1] for n in talking if n.target is GATHER_AGAIN)
+    if not groups:
+        return run
+    device = device_of(joint.module.graph)
+    said = [(n.args[-1], n.name, tuple(n.meta["val"].shape), n.args[1:]) for n in talking]
+    numbers = {group: as_number([what for what in said if what[0] == group]) for group in groups}
+
+    @wraps(run)
+    def keeping(*args: Any) -> Any:
+        for group, number in numbers.items():
+            if not same_on_all(number, device, _resolve_process_group(group)):
+                raise Unsupported(
+                    f"The ranks follow different plans: rank {dist.get_rank()} gathers parameters in another order, or "
+                    "more often, than another rank. Nothing has run. Have all ranks call the step with the same shapes "
+                    "and budget; or have each parameter gathered once: "
+                    'rules={"_c10d_functional.gather_parameter": 1}.'
+                )
+        return run(*args)
+
+    return keeping
 
 
 def train_together() -> bool:
@@ -171,7 +207,8 @@ def _advice(module: nn.Module) -> str | None:
     if sharding is not None and isinstance(module, (sharding.FSDPModule, sharding.FullyShardedDataParallel)):
         return (
             "A sharded module gathers its parameters around its forward, outside of any plan. Compile first, and shard "
-            "what comes out as one unit: fully_shard(checkmate.compile(model, budget=...))."
+            "what comes out as one unit: fully_shard(checkmate.compile(model, budget=...)). To have the plan gather "
+            'them, shard by the recipe "Sharded parameters in one plan" of docs/ecosystem.md, without fully_shard.'
         )
     return None
 

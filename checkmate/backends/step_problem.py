@@ -14,6 +14,7 @@ from checkmate.capture.device import as_allocated, main_device
 from checkmate.capture.joint import Joint
 from checkmate.capture.nodes import storage
 from checkmate.capture.questions import Questions
+from checkmate.capture.sharded.shards import local
 from checkmate.capture.splits.parts import InParts
 from checkmate.codegen.emit import Begin, emit
 from checkmate.codegen.second_memory import SecondMemory
@@ -79,7 +80,7 @@ def unread_bytes(reach: Any, known: Iterable[Any], device: torch.device, block_b
     """Bytes of the tensors on its device that a step holds and its graph is not given, each storage once."""
 
     def storages(tensors: Iterable[Any]) -> dict[int, int]:
-        dense = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+        dense = [t for t in map(local, tensors) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
         dense = [t for t in dense if t.device.type in (device.type, "meta")]
         return {storage(t): t.untyped_storage().nbytes() for t in dense}
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from checkmate.capture.device import main_device, same_random_state
+from checkmate.capture.sharded.shards import local
 from checkmate.memory import CPU
 from checkmate.torch_internals.trees import keystr, tree_flatten_with_path, tree_leaves
 
@@ -140,7 +141,7 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements as they are read: a conjugate, negative or zero that is only marked as such is written out."""
-    tensor = tensor.detach()
+    tensor = local(tensor.detach())
     plain = torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor.resolve_conj().resolve_neg()
     flat = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device).copy_(plain)
     return flat.view(-1).view(torch.uint8)

@@ -104,7 +104,7 @@ class Copies:
             position = getattr(node.meta.get("desc"), "idx", len(self.kept))
             if position >= len(self.kept) or not self.kept[position]:
                 continue
-            copies = [n for version in versions for n in version.users if _is_copy(n)]
+            copies = [n for version in versions for n in version.users if is_converted(n)]
             if len(versions) > 1 and len(copies) > 1:
                 raise Unsupported(
                     f"{where(copies[1])}: {self.names[position]} is used more than once under autocast, and the step "
@@ -129,7 +129,7 @@ def _versions(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def _is_copy(node: fx.Node) -> bool:
+def is_converted(node: fx.Node) -> bool:
     """Whether autocast has converted something here."""
     by = (node.meta.get("source_fn_stack") or [("", "")])[-1][1]
     by_hand = (by if isinstance(by, str) else getattr(by, "__name__", "")) in _BY_HAND

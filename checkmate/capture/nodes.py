@@ -159,4 +159,4 @@ def is_random(node: fx.Node) -> bool:
 
 def is_collective(node: fx.Node) -> bool:
     """Speaks with other ranks, or waits for what they say."""
-    return isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES
+    return getattr(node.target, "namespace", None) in _COLLECTIVES

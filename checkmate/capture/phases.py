@@ -27,6 +27,7 @@ from checkmate.capture.nodes import (
 from checkmate.capture.number_inputs import number_placeholders
 from checkmate.capture.provenance import where
 from checkmate.capture.random_draws import SAVES
+from checkmate.capture.sharded.collectives import GATHER_AGAIN
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import (
     BufferAOTInput,
@@ -107,7 +108,7 @@ class Traced:
             return "saves the random state before a draw"
         if is_random(node):
             return "draws random numbers"
-        if is_collective(node):
+        if is_collective(node) and node.target is not GATHER_AGAIN:
             return "exchanges data with other ranks"
         if is_unordered(node):
             return "adds in no fixed order on a GPU"

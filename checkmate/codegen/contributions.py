@@ -14,7 +14,7 @@ that node hands them on in their order. In any other backward it hands on the su
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial, wraps
@@ -148,7 +148,12 @@ def _watch(roots: Sequence[Any], leaves: Sequence[Any]) -> tuple[list[int], list
 
 
 def sharing_of(
-    counts: list[int], forward: fx.GraphModule, backward: fx.GraphModule, results: int, names: Sequence[str]
+    counts: list[int],
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    results: int,
+    names: Sequence[str],
+    shards: Collection[int] = (),
 ) -> Sharing:
     """Which inputs of a step have several contributions, and mark those that can be had one by one in its backward.
 
@@ -157,6 +162,7 @@ def sharing_of(
         forward, backward: the two modules of its plan.
         results: how many of the forward's outputs belong to the step; the others are saved tensors.
         names: of the inputs, by position.
+        shards: positions of those whose gradients become those of a `DTensor`, which one sum does.
     """
     output = backward.graph.output_node()
     gradients: Any = output.args[0]
@@ -174,7 +180,7 @@ def sharing_of(
             together.append(UNKNOWN)
             continue
         shared = Shared(position, i, count, names[position] if position < len(names) else f"input {position}")
-        fits = position not in kept and terms_of(gradients[i], count) is not None
+        fits = position not in kept and position not in shards and terms_of(gradients[i], count) is not None
         (apart if fits else together).append(shared)
     output.meta[_APART] = {shared.gradient: shared.count for shared in apart}
     return Sharing(tuple(apart), tuple(together))

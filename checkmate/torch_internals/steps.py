@@ -10,12 +10,7 @@ NAMES = Table(
     Name("_global_optimizer_pre_hooks", "torch.optim.optimizer", "hooks that see each optimizer's step", _OPTIMIZER),
     Name("_global_optimizer_post_hooks", "torch.optim.optimizer", "hooks that see each optimizer's step", _OPTIMIZER),
     Name("_get_default_store", "torch.distributed.distributed_c10d", "where ranks agree on a plan", _RANKS),
-    Name(
-        "_resolve_process_group",
-        "torch.distributed.distributed_c10d",
-        "the ranks that a captured collective names",
-        "collectives cost what they do among many ranks",
-    ),
+    Name("_resolve_process_group", "torch.distributed.distributed_c10d", "the ranks of a collective, by name", _RANKS),
     Name("_get_active_ddp_module", f"{_DDP}._get_active_ddp_module", "whether DistributedDataParallel calls"),
 )
 __getattr__ = NAMES.get

@@ -15,8 +15,6 @@ its forward and its backward. While the step is captured and runs, the module is
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,12 +26,11 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 from checkmate.capture.meta_tensors import is_fake
+from checkmate.capture.sharded.collectives import as_number, reduce_in_place, same_on_all
 from checkmate.errors import Unsupported
-from checkmate.torch_internals import engine
 from checkmate.updates.optimizers import parameters_of
 
 AGREEING_BYTES = 2 * 8  # that ranks compare
-PATIENCE = 1.0  # seconds that a thread of the backend may take to let go of what it has sent
 INSTEAD = (
     "Update outside of the plan: DistributedDataParallel(checkmate.compile(model, budget=..., reserve=...)), with the "
     "bytes of gradients and optimizer state as the reserve."
@@ -79,11 +76,7 @@ class Exchange:
         Raises:
             Unsupported: on every rank, if they are not the same.
         """
-        number = int.from_bytes(hashlib.sha256(repr(gradients).encode()).digest()[:7], "big")
-        both = torch.tensor([number, -number], device=device)
-        self._reduce(both, dist.ReduceOp.MAX)
-        largest, smallest = both.tolist()
-        if largest != -smallest:
+        if not same_on_all(as_number(gradients), device, self.group):
             raise Unsupported(
                 f"The ranks ran different steps: rank {dist.get_rank()} has gradients of {len(gradients)} parameters, "
                 "and another rank has those of others, or has them in another order. No parameter was updated. Have "
@@ -105,12 +98,7 @@ class Exchange:
     def _reduce(self, tensor: torch.Tensor, how: Any) -> None:
         """Have a tensor be the sum, say, of those of all ranks, in place."""
         dense = _dense(tensor)
-        held = _times_held(dense)
-        dist.all_reduce(dense.detach(), how, self.group)
-        # On the CPU a thread of the backend may hold the tensor a moment longer, and free it: no plan would know when.
-        deadline = time.monotonic() + PATIENCE
-        while _times_held(dense) > held and time.monotonic() < deadline:
-            time.sleep(0)
+        reduce_in_place(dense, how, self.group)
         if dense is not tensor:
             tensor.copy_(dense)
 
@@ -118,14 +106,6 @@ class Exchange:
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy that lies in memory without gaps, as backends ask for it."""
     return tensor if torch.ops.aten.is_non_overlapping_and_dense(tensor) else tensor.contiguous()
-
-
-def _times_held(tensor: torch.Tensor) -> int:
-    """By how many the memory of a tensor on the CPU is held; 0 elsewhere, where it is the device that waits."""
-    if tensor.device.type != "cpu" or not engine.NAMES.has("_storage_Use_Count"):
-        return 0
-    count: int = engine._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
 
 
 class AsItsModule(DistributedDataParallel):

@@ -22,6 +22,7 @@ from checkmate.capture.nodes import is_collective, storage
 from checkmate.capture.patches.results.strides import lay_out, obeys_layout
 from checkmate.capture.phases import after_tangent
 from checkmate.capture.provenance import where
+from checkmate.capture.sharded.shards import local
 from checkmate.errors import Unsupported
 from checkmate.torch_internals.aot import _is_primal
 from checkmate.torch_internals.dispatcher import outside_tracing
@@ -78,7 +79,7 @@ class Insert:
             tensor = given[position] if position is not None and position < len(given) else None
             if position is not None and tensor is not None and id(tensor) in updates:
                 found[i] = primals[position], updates[id(tensor)]
-                _refuse_shared(position, by_storage.setdefault(storage(tensor), position), names)
+                _refuse_shared(position, by_storage.setdefault(storage(local(tensor)), position), names)
             elif tensor is None or not tensor.is_leaf:
                 flows_on = True
         if not flows_on:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from checkmate.capture.sharded.shards import local
 from checkmate.capture.ways.table import Written
 from checkmate.updates.exchange import AGREEING_BYTES, Exchange
 from checkmate.updates.gradients import Clipping, Scaling, are_not_finite, total
@@ -65,7 +66,7 @@ def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = F
         return rehearse
 
     name = "add_and_update_parameter" if adds else "update_parameter_by_sum" if by_sum else "update_parameter"
-    state = 2 * of.state_bytes + of.parameter.nbytes
+    state = 2 * of.state_bytes + local(of.parameter).nbytes
     return _op(name, run, rehearsal, does="updates {}", updates=(1, AVERAGED), moved_bytes=state)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from checkmate.capture.sharded.shards import Layout, is_shard, local
 from checkmate.errors import Unsupported
 from checkmate.memory import CPU
 from checkmate.torch_internals.descriptions import FakeTensor
@@ -74,8 +75,11 @@ class Update:
         return f"late {about(self.optimizer, self.settings)}"
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        """Update the parameter."""
-        self._update(self.parameter, gradient, self.optimizer.state)
+        """Update the parameter; of a `DTensor` the shard that this rank has, by that of its gradient."""
+        if is_shard(self.parameter):
+            self._update_shard(local(gradient))
+        else:
+            self._update(self.parameter, gradient, self.optimizer.state)
 
     def rehearsal(self) -> Call:
         """A function that does to another parameter what a late update does to this one, with a state of its own.
@@ -88,7 +92,7 @@ class Update:
         def rehearse(gradient: torch.Tensor, parameter: torch.Tensor, about: str) -> None:
             if parameter not in states:
                 states[parameter].update(
-                    {n: _copied(what) for n, what in self.optimizer.state.get(self.parameter, {}).items()}
+                    {n: _copied(local(what)) for n, what in self.optimizer.state.get(self.parameter, {}).items()}
                 )
                 if not isinstance(parameter, FakeTensor):  # whose counts cannot be read
                     self._update(parameter, gradient, states)
@@ -102,7 +106,7 @@ class Update:
         """Bytes of its state on its device, from the first update on."""
         here = self.parameter.device
         state = self.optimizer.state.get(self.parameter) or self._first_state
-        tensors = [t for t in state.values() if isinstance(t, torch.Tensor)]
+        tensors = [local(t) for t in state.values() if isinstance(t, torch.Tensor)]
         return sum(t.nbytes for t in tensors if t.device in (here, META) or here in (CPU, META))
 
     @cached_property
@@ -112,7 +116,7 @@ class Update:
         plain = {**self.settings, **{name: False for name in _ALL_AT_ONCE if name in self.settings}}
         with outside_tracing():
             for device, settings in ((META, plain), (self.parameter.device, self.settings)):
-                like = nn.Parameter(torch.zeros_like(self.parameter, device=device))
+                like = nn.Parameter(torch.zeros_like(local(self.parameter), device=device))
                 try:
                     self._step(like, torch.zeros_like(like), states, settings)
                 except RuntimeError:  # of an optimizer that reads numbers of its state
@@ -128,6 +132,17 @@ class Update:
             _step_in_slices(self._step, parameter, gradient, states)
         else:
             self._step(parameter, gradient, states)
+
+    def _update_shard(self, gradient: torch.Tensor) -> None:
+        """Update this rank's shard. States that lie as the parameter does become each a `DTensor`, as plainly."""
+        shard, layout, state = local(self.parameter).detach(), Layout.of(self.parameter), self.optimizer.state
+        states: dict[torch.Tensor, Any] = defaultdict(dict)
+        if held := state.get(self.parameter):
+            states[shard] = {name: local(what) for name, what in held.items()}
+        self._update(shard, gradient, states)
+        for name, what in states[shard].items():
+            if held is None or what is not local(held.get(name)):
+                state[self.parameter][name] = layout.whole(what) if _is_by_element(what, shard) else what
 
     def _step(self, parameter: Any, gradient: torch.Tensor, states: Any, settings: Any = None) -> None:
         """Update a parameter, as the optimizer does with these settings; its state is found among these, or made."""
@@ -283,6 +298,11 @@ def _refuse(optimizer: optim.Optimizer) -> None:
                 "This Adafactor, with foreach, takes its smallest number from the type of one parameter for parameters "
                 "of several types in a group. Make it with eps=(a number, 1e-3), or foreach=False."
             )
+    if name in _WHOLE and any(map(is_shard, parameters_of([optimizer]))):
+        raise Unsupported(
+            f"{name} reads rows, columns or norms of a whole parameter, and each rank has a shard of it only. "
+            f"{_INSTEAD}"
+        )
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     if any(hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         raise Unsupported(

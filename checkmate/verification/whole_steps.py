@@ -18,6 +18,7 @@ from torch import optim
 
 from checkmate.backends.tensor_state import differing, names_of, restored, tensors_within
 from checkmate.capture.device import main_device, may_waver
+from checkmate.capture.sharded.shards import local
 from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError
 from checkmate.memory import CPU, measure_peak
@@ -160,7 +161,7 @@ def _as_before(held: Any, was: Any) -> Any:
 
 def _state_bytes(optimizers: Sequence[optim.Optimizer]) -> int:
     kept = (t for o in optimizers for values in o.state.values() for t in values.values())
-    return sum(t.nbytes for t in kept if isinstance(t, torch.Tensor))
+    return sum(local(t).nbytes for t in kept if isinstance(t, torch.Tensor))
 
 
 def _outcome(

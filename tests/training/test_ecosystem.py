@@ -20,7 +20,12 @@ from tests.support.bits import assert_same_bits
 from tests.support.sampling import long, slow
 
 ROOT = Path(__file__).parents[2]
-ON_SEVERAL_RANKS = ("DistributedDataParallel", "FSDP2", "Whole steps on several ranks")
+ON_SEVERAL_RANKS = (
+    "DistributedDataParallel",
+    "FSDP2",
+    "Sharded parameters in one plan",
+    "Whole steps on several ranks",
+)
 OTHER_WAYS_IN = ("Inductor's memory budget", "torchtitan's graph trainer")
 WHOLE_STEPS = ("Whole steps with the Hugging Face Trainer", "Whole steps with Lightning")
 

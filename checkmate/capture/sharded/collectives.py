@@ -1,0 +1,187 @@
+"""What ranks say to each other within a step, each exchange as one op of a plan.
+
+A functional collective of PyTorch's is two ops: one launches it, `wait_tensor` ends it and gives its result, which has
+been there from the launch on. Nothing runs in between here, so that both become one op, which ends when no thread of a
+backend holds a tensor of it any more: what it takes is known to the byte.
+
+    all_gather         n shards of s bytes, on the CPU in a second tensor first:   2 n s
+    reduce_scatter     the sum of n bytes, of which 1/n stays:                     n + 1
+    all_reduce         the sum                                                     n
+
+On the CPU gloo reduces and scatters by making the sum of all in a copy, whose bytes it frees in a thread, some time
+later. Here the copy is made by the op, with the same sum, and is free when it ends.
+
+**Gathering again.** What is gathered of parameters is a copy of what all ranks hold, and has the same bits whenever it
+is gathered; so this may be done again, as often as a plan likes, if all ranks do it. What is gathered of anything else,
+and what adds, runs once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+
+from checkmate.capture.nodes import call, has_effect
+from checkmate.torch_internals import engine
+from checkmate.torch_internals.dispatcher import OpOverload
+from checkmate.torch_internals.steps import _resolve_process_group
+
+Op = Callable[..., Any]
+PATIENCE = 1.0  # seconds that a thread of the backend may take to let go of what it has sent
+_NAMESPACE = "_c10d_functional"
+
+
+def times_held(tensor: torch.Tensor) -> int:
+    """By how many the memory of a tensor on the CPU is held; 0 elsewhere, where it is the device that waits."""
+    if tensor.device.type != "cpu" or not engine.NAMES.has("_storage_Use_Count"):
+        return 0
+    count: int = engine._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def until_let_go(tensor: torch.Tensor, held: int) -> None:
+    """Wait until the memory of a tensor is held by so many only.
+
+    On the CPU a thread of the backend may hold it a moment longer, and free it: no plan would know when.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while times_held(tensor) > held and time.monotonic() < deadline:
+        time.sleep(0)
+
+
+def reduce_in_place(tensor: torch.Tensor, how: Any, group: Any) -> None:
+    """Have a tensor be the sum, say, of those of all ranks."""
+    held = times_held(tensor)
+    dist.all_reduce(tensor.detach(), how, group)
+    until_let_go(tensor, held)
+
+
+def as_number(said: object) -> int:
+    """A number for what is said in words that mean the same on each rank."""
+    return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7], "big")
+
+
+def same_on_all(number: int, device: torch.device, group: Any) -> bool:
+    """Whether all ranks of a group give the same number. All must call this."""
+    both = torch.tensor([number, -number], device=device)
+    reduce_in_place(both, dist.ReduceOp.MAX, group)
+    largest, smallest = both.tolist()
+    return bool(largest == -smallest)
+
+
+def _gather(x: torch.Tensor, size: int, group: Any) -> torch.Tensor:
+    shard = x.contiguous()
+    whole = torch.empty((size * shard.shape[0], *shard.shape[1:]), dtype=shard.dtype, device=shard.device)
+    held = times_held(shard), times_held(whole)
+    # a thread of the backend then holds tensors of its own, which are seen
+    dist.all_gather_into_tensor(whole.detach(), shard.detach(), _resolve_process_group(group))
+    until_let_go(shard, held[0])
+    until_let_go(whole, held[1])
+    return whole
+
+
+def _rehearse_gather(x: torch.Tensor, size: int, group: Any) -> torch.Tensor:
+    gathered = torch.cat([x.contiguous()] * size)
+    return gathered.clone() if x.device.type == "cpu" else gathered
+
+
+def _reduce(x: torch.Tensor, how: str, group: Any) -> torch.Tensor:
+    ranks, total = _resolve_process_group(group), _copy(x)
+    reduce_in_place(total, _reduction(how, total), ranks)
+    return _averaged(total, how, ranks.size())
+
+
+def _rehearse_reduce(x: torch.Tensor, how: str, group: Any) -> torch.Tensor:
+    return _averaged(_copy(x), how, 2)
+
+
+def _scatter(x: torch.Tensor, how: str, size: int, group: Any) -> torch.Tensor:
+    ranks = _resolve_process_group(group)
+    if x.device.type != "cpu":
+        part = torch.empty((x.shape[0] // size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        dist.reduce_scatter_tensor(part, x.contiguous(), _reduction(how, x), ranks)
+        return part
+    total = _copy(x)
+    reduce_in_place(total, _reduction(how, total), ranks)
+    return _averaged(total.chunk(size)[ranks.rank()].clone(), how, size)
+
+
+def _rehearse_scatter(x: torch.Tensor, how: str, size: int, group: Any) -> torch.Tensor:
+    if x.device.type != "cpu":
+        return x.contiguous().chunk(size)[0].clone()
+    total = _copy(x)
+    return _averaged(total.chunk(size)[0].clone(), how, size)
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _reduction(how: str, x: torch.Tensor) -> Any:
+    """What a backend is asked for; gloo adds for a mean, which is divided afterwards."""
+    return getattr(dist.ReduceOp, "SUM" if how == "avg" and x.device.type == "cpu" else how.upper())
+
+
+def _averaged(total: torch.Tensor, how: str, size: int) -> torch.Tensor:
+    return total.div_(size) if how == "avg" and total.device.type == "cpu" else total
+
+
+_EXCHANGES: dict[str, tuple[Op, Op]] = {  # what runs, and what costs the same and says nothing to anybody
+    "all_gather_into_tensor": (_gather, _rehearse_gather),
+    "reduce_scatter_tensor": (_scatter, _rehearse_scatter),
+    "all_reduce": (_reduce, _rehearse_reduce),
+}
+
+
+@cache
+def exchange(launch: str, name: str = "") -> Op:
+    """The op that launches a collective, by its name, and waits for it; ``name``: another name for it."""
+    run, rehearse = _EXCHANGES[launch]
+
+    def op(x: torch.Tensor, *about: Any) -> torch.Tensor:
+        return run(x, *about)
+
+    op.__name__ = op.__qualname__ = name or launch
+    op.__module__ = _NAMESPACE  # whose op it is
+    vars(op).update(namespace=_NAMESPACE, rehearsal=lambda: rehearse)
+    return op
+
+
+GATHER_AGAIN = exchange("all_gather_into_tensor", "gather_parameter")  # the op that may run again
+
+
+def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool) -> None:
+    """Make one op of each collective and its wait, in a joint graph.
+
+    Args:
+        graph: is changed in place.
+        parameters: placeholders of these.
+        again: what is gathered of parameters may be gathered again.
+    """
+    wait = getattr(torch.ops, _NAMESPACE).wait_tensor.default
+    for node in graph.find_nodes(op="call_function", target=wait):
+        launch: Any = node.args[0]
+        name = launch.target._opname if isinstance(launch.target, OpOverload) else ""
+        if name not in _EXCHANGES or launch.target.namespace != _NAMESPACE or len(launch.users) != 1:
+            continue
+        may_again = again and name == "all_gather_into_tensor" and _is_made_of(launch.args[0], parameters)
+        with graph.inserting_before(node):
+            op = GATHER_AGAIN if may_again else exchange(name)
+            joined = call(node, op, launch.args, None, node.meta["val"], launch.kwargs)
+        node.replace_all_uses_with(joined)
+        graph.erase_node(node)
+        graph.erase_node(launch)
+
+
+def _is_made_of(node: fx.Node, parameters: Collection[fx.Node]) -> bool:
+    """Whether a node is a parameter, or is computed from one alone, by ops without effects."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1 and not has_effect(node):
+        (node,) = node.all_input_nodes
+    return node in parameters

@@ -1,0 +1,196 @@
+"""Parameters of which each rank has a shard, `DTensor`, as the tensors that a captured step is given.
+
+A step is traced with the shards that lie in this rank's memory, so that its graph, its plan and its updates know
+ordinary tensors. Within the graph each use of a shard begins by making the `DTensor` of it; around the compiled
+function each `DTensor` is taken apart, and the gradient that comes back is made one, with the placements that it has in
+plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from checkmate.capture.autocast import is_converted
+from checkmate.capture.nodes import viewed
+from checkmate.capture.sharded.collectives import join_waits
+from checkmate.errors import Unsupported
+
+
+def is_shard(tensor: object) -> bool:
+    """Whether a tensor is a `DTensor`, of which this rank has a part."""
+    distributed: Any = sys.modules.get("torch.distributed.tensor")  # who has not imported it, has none
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
+def local(tensor: Any) -> Any:
+    """What lies in this rank's memory: the shard of a `DTensor`, without its gradient; anything else is itself.
+
+    >>> local(x := torch.ones(2)) is x
+    True
+    """
+    if not is_shard(tensor):
+        return tensor
+    (name, *_), _ = tensor.__tensor_flatten__()  # no op runs, where ops are traced
+    return getattr(tensor, name)
+
+
+@dataclass(eq=False)
+class Layout:
+    """How a tensor lies on the ranks: what makes a `DTensor` of a shard."""
+
+    mesh: Any
+    placements: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> Layout:
+        """That of a `DTensor`."""
+        return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have shards of one size."""
+        parts = [1] * len(self.shape)
+        for i, placement in enumerate(self.placements):
+            if placement.is_shard():
+                parts[placement.dim] *= self.mesh.size(i)
+        return not any(size % count for size, count in zip(self.shape, parts, strict=True))
+
+    def whole(self, shard: torch.Tensor) -> Any:
+        """The `DTensor` that a rank has this shard of."""
+        kind: Any = sys.modules["torch.distributed.tensor"].DTensor
+        about = {"shape": self.shape, "stride": self.stride, "run_check": False}
+        with torch.no_grad():
+            return kind.from_local(shard, self.mesh, self.placements, **about)
+
+
+@dataclass(eq=False)
+class Shards:
+    """The inputs of a captured step that are shards, by position."""
+
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    of_gradients: dict[int, Layout] = field(default_factory=dict)  # as the backward was traced
+
+    @classmethod
+    def among(cls, inputs: Sequence[Any]) -> Shards:
+        """Those among the inputs."""
+        return cls({i: Layout.of(tensor) for i, tensor in enumerate(inputs) if is_shard(tensor)})
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks have shards of different sizes, so that their steps differ."""
+        return not all(layout.is_even for layout in self.layouts.values())
+
+    def take_apart(self, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+        """Have a graph of Dynamo's be given shards in place of these inputs; gives what it is traced with.
+
+        Raises:
+            Unsupported: if the step gives a `DTensor`.
+        """
+        _refuse_results(module)
+        placeholders, given = module.graph.find_nodes(op="placeholder"), [*inputs]
+        for i in self.layouts:
+            node, described = placeholders[i], local(placeholders[i].meta["example_value"])
+            with described.fake_mode:
+                given[i] = described.detach().requires_grad_(inputs[i].requires_grad)
+            for user in [*node.users]:
+                with module.graph.inserting_before(user):
+                    whole = module.graph.call_function(self._maker(i), (node,))
+                whole.meta = dict(node.meta)
+                user.replace_input_with(node, whole)
+        if self.layouts:
+            module.recompile()
+        return given
+
+    def _maker(self, i: int) -> Callable[[torch.Tensor], Any]:
+        def whole_of_shard(shard: torch.Tensor) -> Any:
+            return _Whole.apply(shard, self, i)
+
+        return whole_of_shard
+
+    def refuse_converted(self, graph: fx.Graph, kept: Sequence[bool], names: Sequence[str]) -> None:
+        """Refuse weights of which autocast keeps converted copies: the shards of these are no leaves in the step.
+
+        Args:
+            graph: the joint graph.
+            kept: of each input, whether autocast would keep what it converts it to.
+            names: of the inputs.
+
+        Raises:
+            Unsupported: naming one.
+        """
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
+            i = getattr(viewed(node.args[0]).meta.get("desc"), "idx", None)
+            if i in self.layouts and kept[i] and is_converted(node):
+                raise Unsupported(
+                    f"{names[i]} is a DTensor, and autocast converts it where it is read. Convert it yourself: the "
+                    "parameters of the module, or the whole parameter in what gathers it, .to(torch.bfloat16)."
+                )
+
+    def join_exchanges(self, graph: fx.Graph, static: Collection[int]) -> None:
+        """Make one op of each collective of a joint graph; ``static``: positions of parameters and buffers."""
+        given = {getattr(node.meta.get("desc"), "idx", None): node for node in graph.find_nodes(op="placeholder")}
+        parameters = [given[i] for i in static if i in self.layouts and i in given]
+        join_waits(graph, parameters, again=not self.uneven)
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled function, given whole tensors."""
+        if not self.layouts:
+            return run
+
+        @wraps(run)
+        def taking_apart(*args: Any) -> Any:
+            return run(*(_Shard.apply(arg, self, i) if i in self.layouts else arg for i, arg in enumerate(args)))
+
+        return taking_apart
+
+
+class _Whole(torch.autograd.Function):
+    """Within a graph that is traced: the `DTensor` of a shard. How its gradient lies is noted."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, shards: Shards, i: int) -> Any:
+        ctx.shards, ctx.i = shards, i
+        return shards.layouts[i].whole(shard)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        lies = Layout.of(gradient)
+        if ctx.shards.of_gradients.setdefault(ctx.i, lies).placements != lies.placements:
+            raise Unsupported(
+                f"A parameter of shape {tuple(lies.shape)} is used twice in the step, and its gradients lie on the "
+                "ranks in two ways. Use it once, or have both uses redistribute it alike."
+            )
+        return local(gradient), None, None
+
+
+class _Shard(torch.autograd.Function):
+    """Around the compiled function: the shard of a `DTensor`, whose gradient becomes a `DTensor` again."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Any, shards: Shards, i: int) -> torch.Tensor:
+        ctx.shards, ctx.i = shards, i
+        ctx.set_materialize_grads(False)
+        shard: torch.Tensor = local(whole).detach()
+        return shard
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        return None if gradient is None else ctx.shards.of_gradients[ctx.i].whole(gradient), None, None
+
+
+def _refuse_results(module: fx.GraphModule) -> None:
+    results = (node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes)
+    if any(map(is_shard, results)):
+        raise Unsupported(
+            "The step gives a DTensor, which is more than what lies in this rank's memory. Have it give "
+            "result.to_local(), or result.full_tensor(); a loss is computed within the step."
+        )
