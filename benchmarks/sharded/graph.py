@@ -194,6 +194,11 @@ class _Reader:
         return node["name"] in trained
 
 
+def is_collective(op: Op) -> bool:
+    """Whether ranks speak with each other in an op."""
+    return any(name in op.target for name in COLLECTIVES)
+
+
 def collective_of(node: Node) -> str | None:
     """Which collective a node is; None: none of those that have costs."""
     room, _, rest = node["op"].partition(".")

@@ -1,0 +1,170 @@
+"""The sharded step of Llama-3 8B with collectives beside its other ops: plans, and what trainers choose by switches.
+
+    python -m benchmarks.sharded.overlapping ["auto"] [POLICY ...] [--link NVLink] [--budget 24 32] [--time-limit 60]
+    python -m benchmarks.sharded.overlapping --report     # from the rows: results/overlapping.md, docs/comparison.md
+
+As `python -m benchmarks.sharded`, but a link carries all collectives: a gather is started before it is needed, and what
+sums gradients is waited for after the backward went on. A gather and the casts of the shard before it are one op of the
+link. The policies' collectives are started and waited for as those of plans are
+(`checkmate/solvers/common/place_starts.py`), with all the bytes that this takes; their peaks are what that comes to.
+Steps are beyond one that runs each op once, one after another: what is below zero is hidden beside the processor's ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.common.own_seconds import count_own_seconds
+from benchmarks.common.rows import Row, latest, read, renewed, shown
+from benchmarks.common.runner import Benchmark, document, where_from
+from benchmarks.sharded import graph
+from benchmarks.sharded.planned import AUTO, BUDGETS, GB, PAGE
+from benchmarks.sharded.policies import POLICIES, runs_of
+from benchmarks.solve.comparison import ONE_THREAD, figures
+from checkmate.core import simulator
+from checkmate.core.graph import Graph
+from checkmate.core.problem import Problem, Profile
+from checkmate.core.table import Table
+from checkmate.core.timing import timing
+from checkmate.solvers.common.place_starts import place_starts
+from checkmate.solvers.common.runs import lowered
+from checkmate.solvers.solve import solve
+from checkmate.units import format_bytes
+
+RANKS = "ranks"
+HEADER = ("link", "method", "budget", "peak", "step", "bound", "gap", "waited", "seconds")
+BESIDE = "overlapping, within"  # the first head of the table on the page
+
+
+def beside(problem: Problem) -> Problem:
+    """The problem whose collectives a link carries; the gather of a parameter has its casts within."""
+    old, seconds, workspace = problem.graph, problem.seconds.copy(), problem.workspace.copy()
+    within, reads = set[int](), dict[int, tuple[int, ...]]()
+    for k, op in enumerate(old.ops):
+        if graph.ALL_GATHER in op.target and op.pinned is None:
+            inputs = op.inputs
+            while (cast := old.values[inputs[0]].producer) is not None:
+                within.add(cast)
+                seconds[k] += seconds[cast]
+                workspace[k] += old.values[inputs[0]].size_bytes
+                inputs = old.ops[cast].inputs
+            reads[k] = inputs
+    kept = [k for k in range(len(old.ops)) if k not in within]
+    values = [v for v, value in enumerate(old.values) if value.producer not in within]
+    op_at, value_at = ({one: i for i, one in enumerate(of)} for of in (kept, values))
+    ops = []
+    for k in kept:
+        op = old.ops[k]
+        made, read_by = (tuple(value_at[v] for v in of) for of in (op.outputs, reads.get(k, op.inputs)))
+        ops.append(replace(op, inputs=read_by, outputs=made, link=RANKS if graph.is_collective(op) else ""))
+    moved = ((old.values[v], old.values[v].producer) for v in values)
+    new = Graph(
+        tuple(ops),
+        tuple(replace(value, producer=None if made_by is None else op_at[made_by]) for value, made_by in moved),
+        tuple(value_at[v] for v in old.outputs),
+    )
+    profile = Profile(seconds[kept], workspace[kept], problem.resident, problem.profile.source)
+    return Problem(new, profile)
+
+
+def rows_of(name: str, link: str, budget: float, time_limit: float) -> Iterator[Row]:
+    """A plan within a budget; or a policy."""
+    problem = beside(graph.read(reach=graph.link(link)))
+    row: Row = {"link": link, "method": name, "keep_all_seconds": problem.keep_all_cost}
+    if name == AUTO:
+        count_own_seconds()
+        solution = solve(problem, int(budget * GB), time_limit=time_limit, progress=False)
+        yield {**row, "time_limit": time_limit, **figures(solution), "waited": solution.waited}
+        return
+    plan = place_starts(problem, problem.keep_all_peak, lowered(problem, runs_of(problem, name)))
+    assert not simulator.verify(plan, problem, problem.keep_all_peak)
+    seconds, peak = timing(plan, problem), simulator.simulate(plan, problem).peak
+    ratio = seconds.seconds / problem.keep_all_cost
+    yield {**row, "ops": len(problem.graph.ops), "cost_ratio": ratio, "peak": peak, "waited": seconds.waited}
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """The last row of each link, policy and budget."""
+    found = latest([{"budget": None, **row} for row in rows], "link", "method", "budget")
+    methods = [*POLICIES, AUTO]
+    return sorted(found, key=lambda r: ([*graph.LINKS].index(r["link"]), methods.index(r["method"]), r["budget"] or 0))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table with a line that says where the rows are from."""
+    rows = in_order(rows)
+    once = ", ".join(dict.fromkeys(f"{row['keep_all_seconds']:.3f} s ({row['link']})" for row in rows))
+    return document(
+        "Llama-3 8B on 64 GPUs, collectives beside ops",
+        f"Made by `python -m benchmarks.sharded.overlapping` at {where_from(rows)}, one thread; seconds are those that "
+        f"the process computed. Each op once, one after another, takes {once}: steps, bounds and what is waited for "
+        "are beside that. Peaks count all that is there but optimizers.",
+        Table(HEADER, [_cells(row) for row in rows], HEADER[2:]),
+    )
+
+
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """The table of `docs/comparison.md`, by its first head."""
+    rows = in_order(rows)
+    links = [*dict.fromkeys(row["link"] for row in rows)]
+    within = {(row["link"], row["budget"]): row for row in rows if row["method"] == AUTO}
+    heads = [cell for link in links for cell in (f"{link}, fastest choice", "**checkmate**", "gap of ours")]
+    lines = []
+    for budget in dict.fromkeys(budget for _, budget in within):
+        line = [format_bytes(budget)]
+        for link in links:
+            fit = [row for row in rows if row["method"] != AUTO and row["link"] == link and row["peak"] <= budget]
+            fastest = min(fit, key=lambda row: row["cost_ratio"], default=None)
+            ours = within[link, budget]
+            line += ["none fits" if fastest is None else _step(fastest), _step(ours), shown(ours["gap"], ".2%")]
+        lines.append(line)
+    return {BESIDE: Table((BESIDE, *heads), lines, (BESIDE, *heads)).markdown()}
+
+
+def _step(row: Row) -> str:
+    return row["status"] if row["cost_ratio"] is None else f"{row['cost_ratio'] - 1:+.2%}".replace("-0.00%", "+0.00%")
+
+
+def _cells(row: Row) -> list[str]:
+    bound, gap, budget = (row.get(key) for key in ("bound_ratio", "gap", "budget"))
+    return [
+        row["link"],
+        row["method"],
+        "" if budget is None else format_bytes(budget),
+        "" if row["peak"] is None else format_bytes(row["peak"]),
+        _step(row),
+        "" if bound is None else f"{bound - 1:+.2%}",
+        "" if gap is None else f"{gap:.2%}",
+        f"{row['waited'] / row['keep_all_seconds']:.2%}",
+        shown(row.get("seconds"), ".1f", " s") if row["method"] == AUTO else "",
+    ]
+
+
+def report(file: Path) -> None:
+    """Renew the table of the comparison where the rows are committed ones."""
+    if file == BENCHMARK.path:
+        PAGE.write_text(renewed(PAGE, tables(read(file))))
+
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "overlapping.jsonl",
+    rows_of,
+    HEADER,
+    _cells,
+    names=(AUTO, *POLICIES),
+    options={
+        "link": ((*graph.LINKS,), "between the ranks"),
+        "budget": ({AUTO: BUDGETS, **dict.fromkeys(POLICIES, (0.0,))}, "GB, of auto"),
+        "time_limit": (60.0, "seconds for each solve"),
+    },
+    packages=("numpy", "scipy", "highspy"),
+    environment=ONE_THREAD,
+    page=markdown,
+    report=report,
+)
+
+if __name__ == "__main__":
+    BENCHMARK.run()
