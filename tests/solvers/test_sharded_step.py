@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common.rows import read, renewed
-from benchmarks.sharded import collectives, graph, planned
+from benchmarks.sharded import collectives, graph, overlapping, planned
 from benchmarks.sharded.policies import POLICIES, runs_of
 from checkmate.core.problem import Problem
 from checkmate.profiling.collectives import ALL_GATHER, REDUCE_SCATTER, Link
@@ -22,6 +22,7 @@ GATHER, SCATTER = (f"_c10d_functional.{name}.default" for name in (ALL_GATHER, R
 WAIT, PRODUCT, ADD = "_c10d_functional.wait_tensor.default", "aten.mm.default", "aten.add.Tensor"
 LAYERS = 3
 ROWS, OF_COLLECTIVES = read(planned.BENCHMARK.path), read(collectives.BENCHMARK.path)
+OVERLAPPING = read(overlapping.BENCHMARK.path)
 ENOUGH = 40 * planned.GB  # bytes in which plans are proven to within 1%
 
 
@@ -164,6 +165,8 @@ def test_the_committed_documents_are_of_the_committed_rows() -> None:
     assert planned.BENCHMARK.path.with_suffix(".md").read_text() == planned.markdown(ROWS)
     assert renewed(planned.PAGE, planned.tables(ROWS)) == planned.PAGE.read_text()
     assert collectives.BENCHMARK.path.with_suffix(".md").read_text() == collectives.markdown(OF_COLLECTIVES)
+    assert overlapping.BENCHMARK.path.with_suffix(".md").read_text() == overlapping.markdown(OVERLAPPING)
+    assert renewed(planned.PAGE, overlapping.tables(OVERLAPPING)) == planned.PAGE.read_text()
 
 
 def test_there_is_a_row_for_each_choice_and_budget_and_ours_is_as_fast_in_the_same_bytes() -> None:
@@ -225,3 +228,34 @@ def test_vidurs_all_reduces_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (fit["ranks"], fit["sizes"], fit["latency"], fit["rate"]) == (4, 2, 1e-3, 1e6)
     assert fit["worst"] == by_table["worst"] == pytest.approx(0, abs=1e-6)
     assert sheet["worst"] > 0.5
+
+
+def test_beside_other_ops_a_gather_reads_the_parameter(step: Problem) -> None:
+    """Its casts are within it: the same seconds together, and the cast shard's bytes while it is under way."""
+    problem = overlapping.beside(step)
+    ops = {op.name: op for op in problem.graph.ops}
+    assert {name for name, op in ops.items() if op.link} == {
+        *(f"gather{i}" for i in range(LAYERS + 1)),
+        *(f"scatter{i}" for i in range(LAYERS + 1)),
+    }
+    assert not any(name.startswith("cast") for name in ops)
+    for i in range(LAYERS + 1):
+        assert [problem.graph.values[v].name for v in ops[f"gather{i}"].inputs] == [f"w{i}"]
+        assert problem.workspace[problem.graph.ops.index(ops[f"gather{i}"])] == 100
+    assert problem.keep_all_cost == pytest.approx(step.keep_all_cost)
+    assert problem.resident == step.resident
+    assert len(problem.graph.outputs) == len(step.graph.outputs)
+
+
+def test_beside_other_ops_ours_is_as_fast_as_each_choice_that_fits() -> None:
+    rows = overlapping.in_order(OVERLAPPING)
+    choices = [row for row in rows if row["method"] != planned.AUTO]
+    ours = [row for row in rows if row["method"] == planned.AUTO]
+    assert {(row["link"], row["method"]) for row in choices} == {(link, of) for link in graph.LINKS for of in POLICIES}
+    assert {(row["link"], row["budget"]) for row in ours} == {
+        (link, int(budget * planned.GB)) for link in graph.LINKS for budget in planned.BUDGETS
+    }
+    for row in ours:
+        fit = [one["cost_ratio"] for one in choices if one["link"] == row["link"] and one["peak"] <= row["budget"]]
+        assert row["cost_ratio"] <= min(fit, default=float("inf"))
+        assert row["peak"] <= row["budget"]
