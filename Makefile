@@ -32,10 +32,10 @@ demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP)
-	$(TESTS) -n $(JOBS) $(ARGS)
+	$(TESTS) -n $(JOBS) --dist worksteal $(ARGS)
 
 test-long: $(STAMP)
-	$(TESTS) -n $(JOBS) -m long $(ARGS)
+	$(TESTS) -n $(JOBS) --dist worksteal -m long $(ARGS)
 
 gpu: $(STAMP)
 	$(TESTS) -m cuda $(ARGS)

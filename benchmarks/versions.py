@@ -87,7 +87,8 @@ def main() -> int:
     print(*(f"missing {each}" for each in found["missing"]), sep="\n")
     print(*(f"left out: {each}" for each in found["left_out"]), sep="\n", flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    found |= counted(QUICK if args.quick else SELECTION, "-q", "-n", str(args.jobs), environment=environment)
+    options = ("-q", "-n", str(args.jobs), "--dist", "worksteal")
+    found |= counted(QUICK if args.quick else SELECTION, *options, environment=environment)
     row = {**about, **found, "seconds": round(time.monotonic() - begun)}
     if not args.quick:
         append(args.out, row)

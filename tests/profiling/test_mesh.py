@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch.fx as fx
 import torch.multiprocessing as mp
 
 from checkmate.core import files
-from checkmate.profiling import mesh
+from checkmate.core.graph import Graph, Op, Value
+from checkmate.profiling import measure, mesh
 from checkmate.profiling.collectives import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER
 from checkmate.profiling.cost_table import Conditions, OpCost, conditions_on, load, store
 from checkmate.profiling.data_sheets import DEVICES
@@ -29,11 +31,11 @@ def _functional(name: str, *args: Any, bytes_in: int, bytes_out: int) -> tuple[f
     """A collective of float32 in a graph, and its wait."""
     graph = fx.Graph()
     x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(bytes_in // 4, device="meta")
+    x.meta["val"] = torch.empty(bytes_in // 4)
     op = getattr(torch.ops._c10d_functional, name).default
     collective = graph.call_function(op, (x, *args))
     wait = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (collective,))
-    collective.meta["val"] = wait.meta["val"] = torch.empty(bytes_out // 4, device="meta")
+    collective.meta["val"] = wait.meta["val"] = torch.empty(bytes_out // 4)
     return collective, wait
 
 
@@ -111,6 +113,29 @@ def test_collectives_of_no_group_here_are_estimated_by_the_ranks_that_they_name(
     assert roofline_seconds(wait, h100) == h100.latency
     nodes = [*_nodes("elsewhere", 4).values(), wait, None]
     assert measured_collectives(nodes, lambda node: {}) == {}
+
+
+def test_collectives_of_a_step_cost_what_was_measured_or_an_estimate_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That the ops of this machine take three times their estimates says nothing of what links do."""
+    nodes = list(_nodes("elsewhere", 4).values())
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    x.meta["val"] = product.meta["val"] = torch.empty(8, 8)
+    laptop = DEVICES["laptop"]
+    measured = 3 * roofline_seconds(product, laptop)
+    given = Value("x", 256, None, "input")
+    made = [Value(f"v{k}", 256, k) for k in range(4)]
+    ops = [Op(f"op{k}", "op", (0,), (1 + k,)) for k in range(4)]
+    joint: Any = SimpleNamespace(graph=Graph((*ops,), (given, *made), (4,)), nodes=[product, *nodes], resident_bytes=0)
+    monkeypatch.setattr(measure, "candidates", lambda joint: [])
+    profile = measure.fill(joint, [OpCost(measured, 256), None, None, None], "measured", {2: 0.5})
+    estimates = [roofline_seconds(node, laptop) for node in nodes]
+    assert profile.seconds.tolist() == [measured, estimates[0], 0.5, estimates[2]]
+    assert profile.estimated == (1, 3)
+    assert profile.source == "measured; 2 ops estimated"
 
 
 def test_a_group_has_only_what_was_measured_on_one_like_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
