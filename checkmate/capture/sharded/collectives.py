@@ -2,11 +2,11 @@
 
 A functional collective of PyTorch's is two ops: one launches it, `wait_tensor` ends it and gives its result, which has
 been there from the launch on. Nothing runs in between here, so that both become one op, which ends when no thread of a
-backend holds a tensor of it any more: what it takes is known to the byte.
+backend holds a tensor of it. What it allocates is known to the byte. On the CPU, of b bytes on each of n ranks:
 
-    all_gather         n shards of s bytes, on the CPU in a second tensor first:   2 n s
-    reduce_scatter     the sum of n bytes, of which 1/n stays:                     n + 1
-    all_reduce         the sum                                                     n
+    all_gather         2 n b      what is gathered, which gloo has in a tensor of its own first
+    reduce_scatter     b + b/n    a copy that becomes the sum, and this rank's part of it
+    all_reduce         b          a copy that becomes the sum
 
 On the CPU gloo reduces and scatters by making the sum of all in a copy, whose bytes it frees in a thread, some time
 later. Here the copy is made by the op, with the same sum, and is free when it ends.
