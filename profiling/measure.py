@@ -181,7 +181,7 @@ def fill(
         joint: the step.
         costs: of each op, by position; None: not known. What autograd does has none and costs nothing.
         source: where the costs come from; how many are estimated is added to it.
-        collectives: seconds of those that were measured, by position; of their bytes nobody knows.
+        collectives: seconds of those that all ranks have measured, by position.
     """
     graph, collectives = joint.graph, collectives or {}
     seconds, workspace = np.zeros(len(costs)), np.zeros(len(costs), dtype=np.int64)
@@ -198,7 +198,7 @@ def fill(
             seconds[k] = collectives[k] if k in collectives else of_device * _estimate(node)
             workspace[k] = inputs + outputs
         else:
-            seconds[k], workspace[k] = cost.seconds, max(0, cost.allocated_bytes - outputs)
+            seconds[k], workspace[k] = collectives.get(k, cost.seconds), max(0, cost.allocated_bytes - outputs)
     if estimated:
         source += f"; {len(estimated)} op{'s' if len(estimated) > 1 else ''} estimated"
     return Profile(seconds, workspace, joint.resident_bytes, source, estimated, tuple(_ways(joint, costs)))

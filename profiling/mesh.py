@@ -34,6 +34,7 @@ from checkmate.torch_internals.steps import _resolve_process_group
 SIZES = tuple(4**n for n in range(6, 14))  # bytes of the whole: 4 KiB to 64 MiB
 REPEATS, LARGE, REPEATS_OF_LARGE = 15, 2**22, 5  # the same on all ranks, which would else wait for one another
 _RANKS_AT = {ALL_GATHER: 1, REDUCE_SCATTER: 2}  # the argument that says of how many; an all-reduce names its group only
+_JOINED = {"gather_parameter": ALL_GATHER}  # what a captured step calls one that may run again
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 _KEY = re.compile(r"(?P<layout>.+): (?P<collective>\w+) of (?P<whole>\d+) bytes")
 
@@ -171,7 +172,8 @@ def measured_collectives(nodes: Sequence[fx.Node | None], costs_of: Callable[[fx
 def _functional(node: fx.Node) -> str | None:
     """The name of a functional collective or of its wait, without its overload."""
     namespace, _, name = target_name(node).partition(".") if node.op == "call_function" else ("", "", "")
-    return name.partition(".")[0] if namespace in _NAMESPACES else None
+    name = name.partition(".")[0]
+    return _JOINED.get(name, name) if namespace in _NAMESPACES else None
 
 
 def table_of(layout: Layout, costs: Costs) -> CollectiveTable:

@@ -35,7 +35,8 @@ Solver = Callable[[Task, Incumbent], Remarks]
 LEAST = 1e-4  # share of a link's seconds where the processor takes longer: of equal plans the one with less on links
 SHARE = 0.3  # of what is left of the time, for one search
 HALVINGS = 6  # of the share of the busiest link
-ROOMS = (1, 2, 4, 8)  # ops of links, of the usual bytes: what plans leave free for them
+SHARES = (0.5, 0.2)  # more of them: of one half, plans are those of a step in which nothing overlaps
+ROOMS = (0, 1, 2, 4, 8, 16, 32)  # ops of links, of the usual bytes: what plans leave free for them
 log = logging.getLogger("checkmate.solve")
 
 
@@ -55,19 +56,14 @@ def overlap(task: Task, incumbent: Incumbent, recompute: Solver, *, proves: bool
     search = _Search(task, incumbent, recompute)
     incumbent.prove(search.exposed.bound)
     remarks = search.attempt(LEAST)
-    low, high = 0.0, 1.0  # shares of the busiest link with which the processor, and the link, takes longer
-    share = LEAST
-    for i in range(HALVINGS if proves else 0):
-        for room in ROOMS:
-            if search.is_open:
-                search.attempt(share, room)
-        if not search.is_open or search.balance is None:
-            break
-        if search.balance <= 0 and i == 0:  # the processor takes longer even where links are free
-            break
+    share, low, high = LEAST, 0.0, 1.0  # between shares with which the processor, and the link, takes longer
+    for _ in range(HALVINGS if proves and search.balance > 0 else 0):
         low, high = (share, high) if search.balance > 0 else (low, share)
         share = (low + high) / 2
         search.attempt(share)
+    for room in ROOMS if proves else ():
+        for one in dict.fromkeys((share, *SHARES)):
+            search.attempt(one, room)
     return remarks
 
 
@@ -82,7 +78,8 @@ class _Search:
         made = [int(problem.sizes[[*problem.graph.ops[k].outputs]].sum()) for ops in links.values() for k in ops]
         self.usual = _usual(made)
         self.exposed = Exposed.of(problem)
-        self.balance: float | None = None  # seconds of the busiest link beyond the processor's, in the last plan
+        self.balance = 0.0  # seconds of the busiest link beyond the processor's, in the last plan
+        self.tried: set[tuple[float, int]] = set()
 
     @property
     def is_open(self) -> bool:
@@ -93,11 +90,13 @@ class _Search:
     def attempt(self, share: float, room: int = 0) -> Remarks:
         """Solve the step with this share of the busiest link and the others' least, with room left for so many ops."""
         problem, budget = self.task.problem, self.task.budget - room * self.usual
+        too_little = budget < problem.unavoidable_bytes.max()
+        if (share, room) in self.tried or too_little or (self.tried and not self.is_open):
+            return Remarks()
+        self.tried.add((share, room))
         shares = _shares(problem, self.busiest, share)
         seconds = problem.seconds * [shares[op.link] for op in problem.graph.ops]
         weighted = replace(_without_links(problem), profile=replace(problem.profile, seconds=seconds))
-        if budget < problem.unavoidable_bytes.max():
-            return Remarks()
         inner = Incumbent(replace(self.task.within(SHARE * self.task.clock.left), problem=weighted, budget=budget))
         try:
             return self.recompute(inner.task, inner)
