@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.fx as fx
 import torch.multiprocessing as mp
 
+from checkmate.capture.sharded.collectives import exchange
 from checkmate.core import files
 from checkmate.core.graph import Graph, Op, Value
 from checkmate.profiling import measure, mesh
@@ -113,6 +114,13 @@ def test_collectives_of_no_group_here_are_estimated_by_the_ranks_that_they_name(
     assert roofline_seconds(wait, h100) == h100.latency
     nodes = [*_nodes("elsewhere", 4).values(), wait, None]
     assert measured_collectives(nodes, lambda node: {}) == {}
+
+
+@pytest.mark.parametrize("name", ["", "gather_parameter"])
+def test_a_collective_that_is_one_op_with_its_wait_is_known_for_what_it_is(name: str) -> None:
+    launch, _ = _functional(ALL_GATHER, 4, "elsewhere", bytes_in=1024, bytes_out=4096)
+    launch.target = exchange(ALL_GATHER, name)
+    assert collective_of(launch) == mesh.Collective(ALL_GATHER, 4096, 4)
 
 
 def test_collectives_of_a_step_cost_what_was_measured_or_an_estimate_of_their_own(
