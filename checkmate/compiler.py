@@ -107,6 +107,8 @@ def compile(fn: Any, budget: Bytes, **options: Unpack[CompileOptions]) -> Any:
         numerics: ``"exact"``, the bits of plain PyTorch; or ``"rounding"``: for a budget that no plan with these bits
             fits, gradients of weights may be summed over parts of a batch too, which rounds otherwise. How far off
             that is, is tried for each, and stands in ``.plans[0].problem.splits``; the forward keeps its bits.
+        overlap: have what sharded parameters are gathered and reduced by go on beside other ops, where the plan has it:
+            started before it is needed, and waited for later. The peak then is what was planned or less.
 
     Returns:
         For a module the same module with a compiled forward: it shares parameters, buffers, mode and every attribute
@@ -206,6 +208,7 @@ def new_backend(options: Options, updates: Insert | None = None, elsewhere: Seco
             updates=updates,
             elsewhere=elsewhere or options.elsewhere,
             rounding=options.rounding,
+            overlap=options.overlap,
             budget=limit,
         )
     require_compiler()

@@ -93,7 +93,8 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
             _planned_on(find_costs, fakes) if fakes else nullcontext(),
         ):
             backend = Backend(keep_all, _stop, find_costs, block_bytes)
-            backend.updates, backend.elsewhere, backend.rounding = updates, options.elsewhere, options.rounding
+            backend.updates, backend.elsewhere = updates, options.elsewhere
+            backend.rounding, backend.overlap = options.rounding, options.overlap
             capture(fn, backend)(*args, **kwargs)
     except _Captured:
         pass

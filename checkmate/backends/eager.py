@@ -140,6 +140,7 @@ class Backend:
     updates: Insert | None = None  # of parameters, that are part of the step
     elsewhere: SecondMemories | None = None  # where values may wait
     rounding: bool = False  # sums over parts may be taken, with numbers that are plain PyTorch's but for rounding
+    overlap: bool = False  # what ranks send each other may go on beside ops
     budget: int = 0  # bytes that a step may take when it runs; 0: as many as its plan
 
     exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
@@ -253,7 +254,7 @@ class Backend:
         drop_gradients_of_writes(joint_module, facts.known)
         facts.copies.find(joint_module.graph)
         facts.shards.refuse_converted(joint_module.graph, facts.copies.kept, facts.names)
-        facts.shards.join_exchanges(joint_module.graph, static_lifetime_input_indices or ())
+        facts.shards.join_exchanges(joint_module.graph, static_lifetime_input_indices or (), overlap=self.overlap)
         facts.unreached = unreached(joint_module, num_fwd_outputs)
         if self.updates is not None:
             gone = self.updates(joint_module, facts.known, num_fwd_outputs, facts.names)

@@ -52,6 +52,7 @@ class StepOptions(TypedDict, total=False):
     host_budget: Bytes | None
     host: str | None
     numerics: Numerics
+    overlap: bool
 
 
 class CompileOptions(StepOptions, total=False):
@@ -60,7 +61,14 @@ class CompileOptions(StepOptions, total=False):
     backend: Code
 
 
-OF_TRACE = ("profile", "cache", "host_budget", "host", "numerics")  # options of `checkmate.trace`, beside a batch
+OF_TRACE = (
+    "profile",
+    "cache",
+    "host_budget",
+    "host",
+    "numerics",
+    "overlap",
+)  # options of `checkmate.trace`, beside a batch
 OF_EXPLAIN = (*OF_TRACE, "rules")
 OF_VERIFY = (*OF_EXPLAIN, "method", "time_limit", "reserve", "backend", "memory")
 
@@ -93,6 +101,7 @@ class Options:
     host_budget: Bytes | None = None
     host: str | None = None  # a file on the CPU, pinned memory on CUDA
     numerics: Numerics = "exact"
+    overlap: bool = False  # what ranks send each other beside ops
 
     @classmethod
     def of(cls, way_in: Callable[..., Any], known: Iterable[str], given: Mapping[str, Any], budget: Bytes) -> Options:
@@ -120,6 +129,8 @@ class Options:
             raise ValueError(f"Unknown memory {self.memory!r}; there are {', '.join(get_args(Memory))}.")
         if self.numerics not in get_args(Numerics):
             raise ValueError(f'numerics is "exact", the bits of plain PyTorch, or "rounding", not {self.numerics!r}.')
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"overlap is True or False, not {self.overlap!r}.")
         is_number = isinstance(self.wait, (int, float)) and not isinstance(self.wait, bool)
         if self.wait not in ("first", "best") and not (is_number and 0 < self.wait < inf):  # type: ignore[operator]
             raise ValueError(f'wait is "first", "best", or a positive number of seconds, not {self.wait!r}.')
@@ -139,6 +150,8 @@ class Options:
                 f'host_budget is for backend="eager" so far, not for {self.backend!r}: its kernels are fused across '
                 "what is sent and fetched."
             )
+        if self.overlap:
+            raise ValueError(f'overlap=True is for backend="eager" so far, not for {self.backend!r}.')
         if self.rounding:
             raise ValueError(
                 f'numerics="rounding" is for backend="eager", not for {self.backend!r}, which rounds otherwise than '

@@ -34,6 +34,7 @@ from checkmate.capture.nodes import is_collective
 from checkmate.capture.sharded.collectives import GATHER_AGAIN, as_number, same_on_all
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.host import Host
+from checkmate.core.plan import Run, Start
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Refusal, Solution, Status
 from checkmate.errors import SolverError, Unsupported
@@ -87,7 +88,8 @@ def keeping_step(run: Callable[..., Any], plan: Solution) -> Callable[..., Any]:
     """
     joint = joint_of(plan.problem)
     assert plan.plan is not None
-    talking = [n for k in plan.plan.runs if (n := joint.nodes[k]) is not None and is_collective(n)]
+    order = [step.op for step in plan.plan.steps if isinstance(step, (Run, Start))]  # also where it is waited for
+    talking = [n for k in order if (n := joint.nodes[k]) is not None and is_collective(n)]
     groups = dict.fromkeys(n.args[-1] for n in talking if n.target is GATHER_AGAIN)
     if not groups:
         return run

@@ -18,6 +18,7 @@ import torch.fx as fx
 from checkmate.capture.device import as_allocated
 from checkmate.capture.nodes import (
     COPIES_OF_STORAGES,
+    LINK,
     LOSSES,
     getitems,
     is_mutating,
@@ -226,7 +227,8 @@ class _Contents:
             )
         pinned = self.step.pinned(node)
         over = tuple(v for p in updated(node) for v in self.values_of(p))
-        about: Any = {"where": where(node), "overwrites": over}
+        link = node.meta.get(LINK, "") if hasattr(node.target, "begin") else ""  # not of what took its place
+        about: Any = {"where": where(node), "overwrites": over, "link": link}
         self.add(Op(node.name, target_name(node), tuple(read), made, phase, pinned, **about), node)
 
     def add_tags(self, noted: Noted) -> None:

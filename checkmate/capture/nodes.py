@@ -15,6 +15,7 @@ from checkmate.capture.random_draws import DRAWS, draws
 from checkmate.torch_internals.dispatcher import OpOverload
 from checkmate.torch_internals.trees import tree_leaves
 
+LINK = "checkmate_link"  # in the meta of a node: what carries it beside other ops, as in `Op.link`
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor", "symm_mem")
 COPIES_OF_STORAGES = {  # given a part of a storage, they copy all of it; a cached fake result has lost the rest
     torch.ops.aten.copy.default,

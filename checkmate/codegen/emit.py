@@ -21,6 +21,7 @@ import torch.fx as fx
 
 from checkmate.capture import random_draws as randomness
 from checkmate.capture.joint import Joint
+from checkmate.capture.sharded import collectives
 from checkmate.codegen import transfers
 from checkmate.codegen.boxed import Boxed
 from checkmate.codegen.transfers import Land, told_apart
@@ -187,6 +188,7 @@ class _Writer:
                 self.env[node].meta[OWN] = True
         self.call = None if call is None else self.env[call]
         self.sent: dict[int, fx.Node] = {}  # of what this module sends, what does so
+        self.started: dict[int, fx.Node] = {}  # of ops that links carry now, what has launched them
         if self.call is not None:
             self.call.meta[transfers.IS_CALL] = True
 
@@ -204,7 +206,7 @@ class _Writer:
             elif isinstance(step, Free):
                 self._forget(step.value)
             elif isinstance(step, Start):
-                raise NotImplementedError  # until capture sets links
+                self._start(step.op)
             else:
                 self._transfer(step)
         if self.call is not None and self.call.op == "placeholder":
@@ -229,7 +231,14 @@ class _Writer:
             return
         n = self.times[node]
         self.times[node] += 1
-        copy = self._copy(node, f"{node.name}{AGAIN}{n}" if n else node.name)
+        name = f"{node.name}{AGAIN}{n}" if n else node.name
+        if op in self.started:
+            copy = self.graph.create_node(
+                "call_function", collectives.end, (self.started.pop(op),), {}, name, node.type
+            )
+            copy.meta = dict(node.meta)
+        else:
+            copy = self._copy(node, name)
         if n:
             copy.target = randomness.drawn_again(copy.target)
         if step.over is not None:
@@ -246,6 +255,12 @@ class _Writer:
             del self.env[node]
         if step.over is not None:
             self._forget(step.over)
+
+    def _start(self, op: int) -> None:
+        node: Any = self.joint.nodes[op]
+        launched = self._copy(node, f"{node.name}_started")
+        launched.target = node.target.begin
+        self.started[op] = launched
 
     def _transfer(self, step: Send | Fetch | Wait | Drop | Land) -> None:
         v, call = step.value, self.call

@@ -24,6 +24,7 @@ from torch.multiprocessing.spawn import spawn
 
 import checkmate
 from benchmarks.common.own_seconds import count_own_seconds
+from checkmate.core.plan import Start
 from checkmate.memory import measure_peak
 from examples.ranks import shard
 from tests.support import recipes
@@ -199,6 +200,33 @@ def _whole_steps(mesh: Any) -> None:
         checkmate.training_step(model, optim.Adafactor(model.parameters()), budget=budget)
 
 
+def _beside(mesh: Any) -> None:
+    """Gathers and sums go on beside other ops: the same bits, in the planned bytes or fewer."""
+
+    def starts(plan: checkmate.Solution) -> int:
+        return sum(isinstance(step, Start) for step in plan.plan.steps)
+
+    about: dict[str, Any] = {"budget": 10**9, "time_limit": 1, "overlap": True}
+    compiled = checkmate.compile(shard(Net(), mesh), **about)
+    found, peaks = _train(compiled, _batch())
+    expected, _ = _train(shard(Net(), mesh), _batch())
+    assert_same_bits(found, expected)
+    (plan,) = compiled.plans
+    assert plan.problem.resident + max(peaks) <= plan.peak
+    assert {op.target for op in plan.problem.graph.ops if op.link} == {GATHERED, REDUCED}
+    assert starts(plan) > 0
+    assert len(set(_everywhere(str(plan.plan)))) == 1
+    plain, model = shard(Net(), mesh), shard(Net(), mesh)
+    optimizers = [_adamw(one.parameters()) for one in (plain, model)]
+    step = checkmate.training_step(model, optimizers[1], **about)
+    loop, batch = plain_step(plain, optimizers[:1]), _batch()
+    for _ in range(2):
+        assert_same_bits(step(*batch), loop(*batch))
+    left = [_local([m.state_dict(), o.state_dict()]) for m, o in zip((plain, model), optimizers, strict=True)]
+    assert_same_bits(left[1], left[0])
+    assert starts(step.plans[0]) > 0
+
+
 def _tensor_parallel(mesh: Any) -> None:
     def make() -> nn.Module:
         return parallelize_module(Parallel(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -230,6 +258,7 @@ SCENES = (
     _gathered_again,
     _shards_of_different_sizes,
     _whole_steps,
+    _beside,
     _tensor_parallel,
     _refused,
     _the_recipe,  # which ends the group

@@ -1,8 +1,9 @@
 """What ranks say to each other within a step, each exchange as one op of a plan.
 
 A functional collective of PyTorch's is two ops: one launches it, `wait_tensor` ends it and gives its result, which has
-been there from the launch on. Nothing runs in between here, so that both become one op, which ends when no thread of a
-backend holds a tensor of it. What it allocates is known to the byte. On the CPU, of b bytes on each of n ranks:
+been there from the launch on. Both become one op here, which ends when no thread of a backend holds a tensor of it.
+Where links carry collectives, a plan may start the op, and wait for it later. What it allocates is known to the byte.
+On the CPU, of b bytes on each of n ranks:
 
     all_gather         2 n b      what is gathered, which gloo has in a tensor of its own first
     reduce_scatter     b + b/n    a copy that becomes the sum, and this rank's part of it
@@ -21,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -28,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 
-from checkmate.capture.nodes import call, has_effect
+from checkmate.capture.nodes import LINK, call, has_effect
 from checkmate.torch_internals import engine
 from checkmate.torch_internals.dispatcher import OpOverload
 from checkmate.torch_internals.steps import _resolve_process_group
@@ -76,15 +78,35 @@ def same_on_all(number: int, device: torch.device, group: Any) -> bool:
     return bool(largest == -smallest)
 
 
-def _gather(x: torch.Tensor, size: int, group: Any) -> torch.Tensor:
+@dataclass(eq=False)
+class Pending:
+    """A collective that has been launched."""
+
+    work: Any  # what the backend says of it
+    held: tuple[tuple[torch.Tensor, int], ...]  # tensors of it, and by how many each was held before
+    result: Callable[[], torch.Tensor]
+
+    def end(self) -> torch.Tensor:
+        """Wait for it."""
+        self.work.wait()
+        self.work = None  # it holds the tensors, too
+        for tensor, held in self.held:
+            until_let_go(tensor, held)
+        return self.result()
+
+
+def end(pending: Pending) -> torch.Tensor:
+    """What a collective gives, when it has ended; for the code of plans."""
+    return pending.end()
+
+
+def _gather(x: torch.Tensor, size: int, group: Any) -> Pending:
     shard = x.contiguous()
     whole = torch.empty((size * shard.shape[0], *shard.shape[1:]), dtype=shard.dtype, device=shard.device)
     held = times_held(shard), times_held(whole)
     # a thread of the backend then holds tensors of its own, which are seen
-    dist.all_gather_into_tensor(whole.detach(), shard.detach(), _resolve_process_group(group))
-    until_let_go(shard, held[0])
-    until_let_go(whole, held[1])
-    return whole
+    work = dist.all_gather_into_tensor(whole.detach(), shard.detach(), _resolve_process_group(group), async_op=True)
+    return Pending(work, ((shard, held[0]), (whole, held[1])), lambda: whole)
 
 
 def _rehearse_gather(x: torch.Tensor, size: int, group: Any) -> torch.Tensor:
@@ -92,25 +114,29 @@ def _rehearse_gather(x: torch.Tensor, size: int, group: Any) -> torch.Tensor:
     return gathered.clone() if x.device.type == "cpu" else gathered
 
 
-def _reduce(x: torch.Tensor, how: str, group: Any) -> torch.Tensor:
+def _reduce(x: torch.Tensor, how: str, group: Any) -> Pending:
     ranks, total = _resolve_process_group(group), _copy(x)
-    reduce_in_place(total, _reduction(how, total), ranks)
-    return _averaged(total, how, ranks.size())
+    return _reducing(total, how, ranks, lambda: _averaged(total, how, ranks.size()))
+
+
+def _reducing(total: torch.Tensor, how: str, ranks: Any, result: Callable[[], torch.Tensor]) -> Pending:
+    held = times_held(total)
+    work = dist.all_reduce(total.detach(), _reduction(how, total), ranks, async_op=True)
+    return Pending(work, ((total, held),), result)
 
 
 def _rehearse_reduce(x: torch.Tensor, how: str, group: Any) -> torch.Tensor:
     return _averaged(_copy(x), how, 2)
 
 
-def _scatter(x: torch.Tensor, how: str, size: int, group: Any) -> torch.Tensor:
+def _scatter(x: torch.Tensor, how: str, size: int, group: Any) -> Pending:
     ranks = _resolve_process_group(group)
     if x.device.type != "cpu":
-        part = torch.empty((x.shape[0] // size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-        dist.reduce_scatter_tensor(part, x.contiguous(), _reduction(how, x), ranks)
-        return part
+        whole, part = x.contiguous(), torch.empty((x.shape[0] // size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        work = dist.reduce_scatter_tensor(part, whole, _reduction(how, x), ranks, async_op=True)
+        return Pending(work, ((whole, 0),), lambda: part)
     total = _copy(x)
-    reduce_in_place(total, _reduction(how, total), ranks)
-    return _averaged(total.chunk(size)[ranks.rank()].clone(), how, size)
+    return _reducing(total, how, ranks, lambda: _averaged(total.chunk(size)[ranks.rank()].clone(), how, size))
 
 
 def _rehearse_scatter(x: torch.Tensor, how: str, size: int, group: Any) -> torch.Tensor:
@@ -133,7 +159,7 @@ def _averaged(total: torch.Tensor, how: str, size: int) -> torch.Tensor:
     return total.div_(size) if how == "avg" and total.device.type == "cpu" else total
 
 
-_EXCHANGES: dict[str, tuple[Op, Op]] = {  # what runs, and what costs the same and says nothing to anybody
+_EXCHANGES: dict[str, tuple[Callable[..., Pending], Op]] = {  # what launches, and what costs the same and says nothing
     "all_gather_into_tensor": (_gather, _rehearse_gather),
     "reduce_scatter_tensor": (_scatter, _rehearse_scatter),
     "all_reduce": (_reduce, _rehearse_reduce),
@@ -143,27 +169,28 @@ _EXCHANGES: dict[str, tuple[Op, Op]] = {  # what runs, and what costs the same a
 @cache
 def exchange(launch: str, name: str = "") -> Op:
     """The op that launches a collective, by its name, and waits for it; ``name``: another name for it."""
-    run, rehearse = _EXCHANGES[launch]
+    begin, rehearse = _EXCHANGES[launch]
 
     def op(x: torch.Tensor, *about: Any) -> torch.Tensor:
-        return run(x, *about)
+        return begin(x, *about).end()
 
     op.__name__ = op.__qualname__ = name or launch
     op.__module__ = _NAMESPACE  # whose op it is
-    vars(op).update(namespace=_NAMESPACE, rehearsal=lambda: rehearse)
+    vars(op).update(namespace=_NAMESPACE, rehearsal=lambda: rehearse, begin=begin)
     return op
 
 
 GATHER_AGAIN = exchange("all_gather_into_tensor", "gather_parameter")  # the op that may run again
 
 
-def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool) -> None:
+def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool, overlap: bool = False) -> None:
     """Make one op of each collective and its wait, in a joint graph.
 
     Args:
         graph: is changed in place.
         parameters: placeholders of these.
         again: what is gathered of parameters may be gathered again.
+        overlap: their nodes say which link carries them, that of their ranks.
     """
     wait = getattr(torch.ops, _NAMESPACE).wait_tensor.default
     for node in graph.find_nodes(op="call_function", target=wait):
@@ -175,6 +202,8 @@ def join_waits(graph: fx.Graph, parameters: Collection[fx.Node], *, again: bool)
         with graph.inserting_before(node):
             op = GATHER_AGAIN if may_again else exchange(name)
             joined = call(node, op, launch.args, None, node.meta["val"], launch.kwargs)
+        if overlap:
+            joined.meta[LINK] = f"ranks {launch.args[-1]}"
         node.replace_all_uses_with(joined)
         graph.erase_node(node)
         graph.erase_node(launch)

@@ -135,11 +135,16 @@ class Shards:
                     "parameters of the module, or the whole parameter in what gathers it, .to(torch.bfloat16)."
                 )
 
-    def join_exchanges(self, graph: fx.Graph, static: Collection[int]) -> None:
-        """Make one op of each collective of a joint graph; ``static``: positions of parameters and buffers."""
+    def join_exchanges(self, graph: fx.Graph, static: Collection[int], *, overlap: bool = False) -> None:
+        """Make one op of each collective of a joint graph.
+
+        Args:
+            static: positions of parameters and buffers.
+            overlap: links carry them, so that plans may have them go on beside other ops.
+        """
         given = {getattr(node.meta.get("desc"), "idx", None): node for node in graph.find_nodes(op="placeholder")}
         parameters = [given[i] for i in static if i in self.layouts and i in given]
-        join_waits(graph, parameters, again=not self.uneven)
+        join_waits(graph, parameters, again=not self.uneven, overlap=overlap)
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled function, given whole tensors."""
