@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from checkmate import memory as memory
     from checkmate import plot as plot
     from checkmate.batch.max_batch_size import max_batch_size as max_batch_size
+    from checkmate.batch.mesh_sweep import MeshSweep as MeshSweep
+    from checkmate.batch.mesh_sweep import sweep_meshes as sweep_meshes
     from checkmate.batch.result import LargestBatch as LargestBatch
     from checkmate.compiler import compile as compile
     from checkmate.compiler import verify as verify
@@ -65,6 +67,7 @@ _LAZY = {  # what needs PyTorch or a solver, and where it is
     for module, names in {
         "batch.result": "LargestBatch",
         "batch.max_batch_size": "max_batch_size",
+        "batch.mesh_sweep": "MeshSweep sweep_meshes",
         "compiler": "compile verify",
         "costs": "profile",
         "inspection.addresses": "Addresses addresses",

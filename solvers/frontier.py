@@ -158,18 +158,11 @@ def frontier(
     for method in taken:
         refuse_unknown_rules(problem, method)
     check_limits(time_limit, gap)
-    if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
-        raise ValueError(f"jobs is a number of processes, at least 1, not {jobs!r}.")
     at = _default_budgets(problem) if budgets is None else sorted({parse_bytes(budget) for budget in budgets})
     pairs = [(method, budget) for method in taken for budget in at]
     limits = {"time_limit": time_limit, "gap": gap}
-    calls = [(method, budget, {**limits, **taken[method]}) for method, budget in pairs]
-    jobs = min(len(pairs) or 1, jobs or os.cpu_count() or 1)
-    if client is None and jobs == 1:
-        solutions = _solve_here(problem, calls)
-    else:
-        with Processes(jobs) if client is None else nullcontext(client) as there:
-            solutions = _solve_there(problem, calls, there)
+    calls = [(problem, method, budget, {**limits, **taken[method]}) for method, budget in pairs]
+    solutions = solve_all(calls, jobs=jobs, client=client)
     return Frontier(_shared([Row.of(method, s) for (method, _), s in zip(pairs, solutions, strict=True)]))
 
 
@@ -193,13 +186,32 @@ def _default_budgets(problem: Problem) -> list[int]:
     return np.unique(np.linspace(low, high, BUDGETS).astype(np.int64)).tolist()
 
 
-Call = tuple[str, int, dict[str, Any]]  # method, budget, options
+Call = tuple[Problem, str, int, dict[str, Any]]  # method, budget, options
 
 
-def _solve_here(problem: Problem, calls: list[Call]) -> list[Solution]:
+def solve_all(calls: list[Call], *, jobs: int | None = None, client: Any = None) -> list[Solution]:
+    """What `solve` gives for each call, some at a time; ``jobs`` and ``client`` as for `frontier`.
+
+    Raises:
+        ValueError: if ``jobs`` is no number of processes.
+
+    >>> problem = Problem.from_dag([[], [0]], seconds=[1, 1], sizes=[4, 4])
+    >>> [solution.cost for solution in solve_all([(problem, "auto", 8, {}), (problem, "auto", 7, {})], jobs=1)]
+    [2.0, inf]
+    """
+    if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
+        raise ValueError(f"jobs is a number of processes, at least 1, not {jobs!r}.")
+    jobs = min(len(calls) or 1, jobs or os.cpu_count() or 1)
+    if client is None and jobs == 1:
+        return _solve_here(calls)
+    with Processes(jobs) if client is None else nullcontext(client) as there:
+        return _solve_there(calls, there)
+
+
+def _solve_here(calls: list[Call]) -> list[Solution]:
     solutions: list[Solution] = []
     interrupted = False
-    for method, budget, options in calls:
+    for problem, method, budget, options in calls:
         solution = _failed(problem, method, budget, "interrupted before it was solved")
         try:
             if not interrupted:
@@ -215,13 +227,13 @@ def _solve_here(problem: Problem, calls: list[Call]) -> list[Solution]:
     return solutions
 
 
-def _solve_there(problem: Problem, calls: list[Call], client: Any) -> list[Solution]:
-    bare = replace(problem, emit=None)  # which writes modules and cannot travel
-    futures = [client.submit(_answer, bare, *call) for call in calls]
+def _solve_there(calls: list[Call], client: Any) -> list[Solution]:
+    bare = {id(problem): replace(problem, emit=None) for problem, *_ in calls}  # which writes modules: it cannot travel
+    futures = [client.submit(_answer, bare[id(problem)], *call) for problem, *call in calls]
     solutions: list[Solution] = []
     interrupted = False
     with showing(lambda: f"{len(solutions)} of {len(calls)} solved", share=lambda: len(solutions) / len(calls)):
-        for (method, budget, _), future in zip(calls, futures, strict=True):
+        for (problem, method, budget, _), future in zip(calls, futures, strict=True):
             solution = _failed(problem, method, budget, "interrupted before it was solved")
             try:
                 if not interrupted or future.done():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from checkmate.torch_internals.names import Name, Table
 
+_IMAGINED = "meshes of ranks cannot be compared"
 _OPTIMIZER, _RANKS = "whole steps are refused", "steps on several ranks are refused"
 _DDP = "torch.nn.parallel:DistributedDataParallel"
 NAMES = Table(
@@ -11,6 +12,7 @@ NAMES = Table(
     Name("_global_optimizer_post_hooks", "torch.optim.optimizer", "hooks that see each optimizer's step", _OPTIMIZER),
     Name("_get_default_store", "torch.distributed.distributed_c10d", "where ranks agree on a plan", _RANKS),
     Name("_resolve_process_group", "torch.distributed.distributed_c10d", "the ranks of a collective, by name", _RANKS),
+    Name("FakeStore", "torch.testing._internal.distributed.fake_pg", "ranks that are only imagined", _IMAGINED),
     Name("_get_active_ddp_module", f"{_DDP}._get_active_ddp_module", "whether DistributedDataParallel calls"),
 )
 __getattr__ = NAMES.get

@@ -1,0 +1,154 @@
+"""Which mesh of ranks and which batch train fastest in the bytes of one rank: sharded steps, traced on imagined ranks.
+
+No rank runs. For each mesh PyTorch's backend "fake" stands for a process group, of which this process is the first
+rank: a step is captured with its collectives as it would be there, and planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from math import prod
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from checkmate.backends.planner import Bytes
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution
+from checkmate.core.table import Printed, Table
+from checkmate.profiling.profilers import Choice
+from checkmate.solvers.frontier import solve_all
+from checkmate.solvers.solve import refused
+from checkmate.torch_internals.steps import FakeStore
+from checkmate.tracing import trace
+from checkmate.units import format_bytes, format_seconds, parse_bytes
+
+DIMENSIONS = ("data", "tensor")  # of meshes, in this order
+_HEADS = ("mesh", "batch", "samples/s", "step", "recomputed", "gap", "peak")
+
+
+@dataclass(frozen=True)
+class MeshPoint:
+    """A mesh and a batch, and what its plan is worth."""
+
+    mesh: tuple[int, ...]  # ranks in each dimension, the first of which have other samples
+    size: int  # samples of a batch of one of these
+    throughput: float  # samples a second, of all ranks; 0 without a plan
+    seconds: float  # of the step, infinite without a plan
+    overhead: float  # as `Solution.overhead`
+    peak: int | None  # bytes of a rank
+    gap: float  # (cost - bound) / cost
+    message: str  # why there is no plan, and the smallest budget that works
+    solution: Solution = field(repr=False, compare=False)
+
+    def record(self) -> dict[str, Any]:
+        """Its numbers and text as a dict."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "solution"}
+
+
+@dataclass(frozen=True, repr=False)
+class MeshSweep(Printed):
+    """A point for each mesh and size, in the order in which they were asked for. Prints as a table."""
+
+    budget: int  # bytes of a rank
+    points: tuple[MeshPoint, ...]
+
+    def __iter__(self) -> Iterator[MeshPoint]:
+        return iter(self.points)
+
+    @property
+    def fastest(self) -> MeshPoint | None:
+        """The point of the most samples a second; None: nothing fits."""
+        best = max(self.points, key=lambda point: point.throughput, default=None)
+        return best if best is not None and best.solution.plan is not None else None
+
+    def records(self) -> list[dict[str, Any]]:
+        """Each point as a dict of numbers and text."""
+        return [point.record() for point in self.points]
+
+    def _tables(self) -> Iterator[Table]:
+        yield Table(_HEADS, [*map(_cells, self.points)], {*_HEADS[1:]})
+
+
+def _cells(point: MeshPoint) -> tuple[str, ...]:
+    where = " x ".join(map(str, point.mesh)), str(point.size)
+    if point.peak is None:
+        return (*where, "no plan", "", "", "", "")
+    figures = f"{point.throughput:.4g}", format_seconds(point.seconds), f"{point.overhead:+.2%}", f"{point.gap:.2%}"
+    return (*where, *figures, format_bytes(point.peak))
+
+
+def sweep_meshes(
+    make_step: Callable[[Any, int], tuple[Any, tuple[Any, ...]]],
+    meshes: Sequence[tuple[int, ...]],
+    sizes: Sequence[int],
+    budget: Bytes,
+    *,
+    profile: Choice = "measure",
+    cache: bool = True,
+    overlap: bool = True,
+    time_limit: float = 60.0,
+    jobs: int | None = None,
+    client: Any = None,
+) -> MeshSweep:
+    """The plans of a sharded step on meshes of ranks that are only imagined, for several sizes of a batch.
+
+    Args:
+        make_step: is given a `DeviceMesh` of the dimensions "data" and "tensor", and a size: gives the step, a module
+            or function whose parameters it has sharded over the mesh, and the batch of one rank, a tuple.
+        meshes: shapes, such as (8,) or (4, 2): the first dimension's ranks have samples of their own.
+        sizes: of batches, of one rank of the first dimension.
+        budget: bytes of one rank, or text such as "8 GB".
+        profile, cache: where costs come from, as for `checkmate.trace`. What links take is an estimate, unless a group
+            like the imagined one has been measured (`checkmate.profiling.mesh`).
+        overlap: collectives go on beside other ops, as for `checkmate.compile`.
+        time_limit: seconds for each plan.
+        jobs, client: where plans are looked for, as for `checkmate.frontier`.
+
+    Raises:
+        RuntimeError: within a process group, which would be in the way.
+        Unsupported: if a step cannot be captured.
+        BudgetError, ValueError: for arguments that make no sense.
+
+    >>> import torch
+    >>> def make_step(mesh, size):
+    ...     model = torch.nn.Linear(64, 64)
+    ...     return (lambda x: model(x).square().mean()), (torch.ones(size, 64),)
+    >>> found = sweep_meshes(make_step, [(2,), (4,)], [32], "1 MB", time_limit=5, jobs=1)
+    >>> found.fastest.mesh, [point.size for point in found]
+    ((4,), [32, 32])
+    """
+    if dist.is_initialized():
+        raise RuntimeError("Meshes are compared outside of a process group: end it first, destroy_process_group().")
+    total, asked = parse_bytes(budget), [(tuple(mesh), size) for mesh in meshes for size in sizes]
+    problems = [_problem(make_step, mesh, size, profile=profile, cache=cache, overlap=overlap) for mesh, size in asked]
+    solutions = solve_all([(p, "auto", total, {"time_limit": time_limit}) for p in problems], jobs=jobs, client=client)
+    told = [one if one.plan is not None else refused(one, time_limit=1.0) for one in solutions]
+    return MeshSweep(total, tuple(_point(*of, one) for of, one in zip(asked, told, strict=True)))
+
+
+def _point(mesh: tuple[int, ...], size: int, solution: Solution) -> MeshPoint:
+    throughput = size * mesh[0] / solution.cost if solution.cost > 0 else float("inf")
+    figures = throughput, solution.cost, solution.overhead, solution.peak, solution.gap
+    return MeshPoint(mesh, size, *figures, "" if solution.plan is not None else solution.message, solution)
+
+
+def _problem(make_step: Callable[..., Any], mesh: tuple[int, ...], size: int, **options: Any) -> Problem:
+    if not 1 <= len(mesh) <= len(DIMENSIONS) or not all(type(n) is int and n >= 1 for n in mesh):
+        raise ValueError(f"A mesh is (data,) or (data, tensor), numbers of ranks, not {mesh!r}.")
+    with _imagined(prod(mesh)):
+        step, batch = make_step(init_device_mesh("cpu", mesh, mesh_dim_names=DIMENSIONS[: len(mesh)]), size)
+        return trace(step, *batch, **options)
+
+
+@contextmanager
+def _imagined(ranks: int) -> Iterator[None]:
+    """Within the block this process is the first of so many ranks, of which the others are not there."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

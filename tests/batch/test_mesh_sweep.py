@@ -1,0 +1,75 @@
+"""Meshes of imagined ranks: plans of sharded steps, which are those of ranks that are there."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from checkmate import sweep_meshes
+from checkmate.units import exact_bytes
+from examples.ranks import shard
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
+GATHER, SUM = "_c10d_functional.gather_parameter", "_c10d_functional.all_reduce"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.down(torch.relu(self.up(x))).square().mean()
+        return loss
+
+
+def make_step(mesh: Any, size: int) -> tuple[Any, tuple[Tensor]]:
+    net = Net()
+    if mesh.ndim == 1:
+        return shard(net, mesh), (torch.ones(size, 64),)
+    split = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(net, mesh["tensor"], split), (torch.ones(size, 64),)
+
+
+def test_each_mesh_and_size_has_a_plan_or_says_why_not() -> None:
+    with ThreadPoolExecutor(2) as client:
+        found = sweep_meshes(make_step, [(2,), (2, 2)], [16, 4096], "1 MB", time_limit=2, client=client)
+    assert [(point.mesh, point.size) for point in found] == [
+        (mesh, size) for mesh in ((2,), (2, 2)) for size in (16, 4096)
+    ]
+    targets = [{op.target for op in point.solution.problem.graph.ops} for point in found]
+    assert all(GATHER in of for of in targets[:2])
+    assert all(SUM in of and GATHER not in of for of in targets[2:])
+    for point in found:
+        if point.size == 16:
+            assert point.peak is not None
+            assert point.peak <= 10**6
+            assert point.throughput == 16 * point.mesh[0] / point.seconds
+        else:
+            assert (point.peak, point.throughput) == (None, 0.0)
+            assert exact_bytes(point.solution.refusal.min_budget) in point.message
+    assert found.fastest is not None
+    assert found.fastest.throughput == max(point.throughput for point in found)
+    assert "no plan" in str(found)
+    assert "2 x 2" in str(found)
+    assert len(found.records()) == 4
+    assert not dist.is_initialized()
+
+
+def test_what_makes_no_sense_is_refused_and_leaves_no_group() -> None:
+    with pytest.raises(ValueError, match=r"A mesh is \(data,\) or \(data, tensor\)"):
+        sweep_meshes(make_step, [(2, 2, 2)], [16], "1 MB")
+
+    def fails(mesh: Any, size: int) -> Any:
+        raise KeyError(size)
+
+    with pytest.raises(KeyError):
+        sweep_meshes(fails, [(2,)], [16], "1 MB")
+    assert not dist.is_initialized()
+    assert sweep_meshes(make_step, [], [16], "1 MB").fastest is None
