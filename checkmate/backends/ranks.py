@@ -131,7 +131,7 @@ def _store() -> Any:
 def _question(problem: Problem, budget: int, method: str) -> str:
     prints = fingerprints(problem)
     there = None if problem.host is None else problem.host.budget
-    asked = [prints.structure, prints.sizes, budget, method, there, __version__]
+    asked = [prints.structure, prints.sizes, budget, method, there, problem.graph.links, __version__]
     return f"checkmate/{hashlib.sha256(json.dumps(asked).encode()).hexdigest()}"
 
 

@@ -376,10 +376,10 @@ def test_the_trial_runs_no_hooks_and_leaves_gradients(monkeypatch: pytest.Monkey
     assert len(seen) == 1
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
+def test_without_a_compiler() -> None:
     require_compiler.cache_clear()
-    with pytest.raises(checkmate.Unsupported, match=r"takes g\+\+ or clang.*python3-dev"):
+    nowhere = torch._inductor.config.patch({"cpp.cxx": ("/nowhere/g++",)})
+    with nowhere, pytest.raises(checkmate.Unsupported, match=r"takes g\+\+ or clang.*python3-dev"):
         checkmate.compile(nn.Linear(2, 2), budget="1 MB", backend="inductor")
 
 
