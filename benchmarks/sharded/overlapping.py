@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common.own_seconds import count_own_seconds
-from benchmarks.common.rows import Row, latest, read, renewed, shown
+from benchmarks.common.rows import Row, latest, read, renewed
 from benchmarks.common.runner import Benchmark, document, where_from
 from benchmarks.sharded import graph
-from benchmarks.sharded.planned import AUTO, BUDGETS, GB, PAGE
+from benchmarks.sharded.planned import AUTO, BUDGETS, GB, PAGE, cells_with, within
 from benchmarks.sharded.policies import POLICIES, runs_of
 from benchmarks.solve.comparison import ONE_THREAD, figures
 from checkmate.core import simulator
@@ -31,7 +31,6 @@ from checkmate.core.timing import timing
 from checkmate.solvers.common.place_starts import place_starts
 from checkmate.solvers.common.runs import lowered
 from checkmate.solvers.solve import solve
-from checkmate.units import format_bytes
 
 RANKS = "ranks"
 HEADER = ("link", "method", "budget", "peak", "step", "bound", "gap", "waited", "seconds")
@@ -41,18 +40,18 @@ BESIDE = "overlapping, within"  # the first head of the table on the page
 def beside(problem: Problem) -> Problem:
     """The problem whose collectives a link carries; the gather of a parameter has its casts within."""
     old, seconds, workspace = problem.graph, problem.seconds.copy(), problem.workspace.copy()
-    within, reads = set[int](), dict[int, tuple[int, ...]]()
+    casts, reads = set[int](), dict[int, tuple[int, ...]]()
     for k, op in enumerate(old.ops):
         if graph.ALL_GATHER in op.target and op.pinned is None:
             inputs = op.inputs
             while (cast := old.values[inputs[0]].producer) is not None:
-                within.add(cast)
+                casts.add(cast)
                 seconds[k] += seconds[cast]
                 workspace[k] += old.values[inputs[0]].size_bytes
                 inputs = old.ops[cast].inputs
             reads[k] = inputs
-    kept = [k for k in range(len(old.ops)) if k not in within]
-    values = [v for v, value in enumerate(old.values) if value.producer not in within]
+    kept = [k for k in range(len(old.ops)) if k not in casts]
+    values = [v for v, value in enumerate(old.values) if value.producer not in casts]
     op_at, value_at = ({one: i for i, one in enumerate(of)} for of in (kept, values))
     ops = []
     for k in kept:
@@ -107,39 +106,11 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
     """The table of `docs/comparison.md`, by its first head."""
-    rows = in_order(rows)
-    links = [*dict.fromkeys(row["link"] for row in rows)]
-    within = {(row["link"], row["budget"]): row for row in rows if row["method"] == AUTO}
-    heads = [cell for link in links for cell in (f"{link}, fastest choice", "**checkmate**", "gap of ours")]
-    lines = []
-    for budget in dict.fromkeys(budget for _, budget in within):
-        line = [format_bytes(budget)]
-        for link in links:
-            fit = [row for row in rows if row["method"] != AUTO and row["link"] == link and row["peak"] <= budget]
-            fastest = min(fit, key=lambda row: row["cost_ratio"], default=None)
-            ours = within[link, budget]
-            line += ["none fits" if fastest is None else _step(fastest), _step(ours), shown(ours["gap"], ".2%")]
-        lines.append(line)
-    return {BESIDE: Table((BESIDE, *heads), lines, (BESIDE, *heads)).markdown()}
-
-
-def _step(row: Row) -> str:
-    return row["status"] if row["cost_ratio"] is None else f"{row['cost_ratio'] - 1:+.2%}".replace("-0.00%", "+0.00%")
+    return {BESIDE: within(BESIDE, in_order(rows))}
 
 
 def _cells(row: Row) -> list[str]:
-    bound, gap, budget = (row.get(key) for key in ("bound_ratio", "gap", "budget"))
-    return [
-        row["link"],
-        row["method"],
-        "" if budget is None else format_bytes(budget),
-        "" if row["peak"] is None else format_bytes(row["peak"]),
-        _step(row),
-        "" if bound is None else f"{bound - 1:+.2%}",
-        "" if gap is None else f"{gap:.2%}",
-        f"{row['waited'] / row['keep_all_seconds']:.2%}",
-        shown(row.get("seconds"), ".1f", " s") if row["method"] == AUTO else "",
-    ]
+    return cells_with(row, f"{row['waited'] / row['keep_all_seconds']:.2%}")
 
 
 def report(file: Path) -> None:

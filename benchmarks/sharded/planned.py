@@ -105,7 +105,6 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     links = [*dict.fromkeys(row["link"] for row in rows)]
     policies = {(row["link"], row["method"]): row for row in rows if row["method"] != AUTO}
     beside = {(row["link"], row["beside"]): row for row in rows if row["beside"] is not None}
-    within = {(row["link"], row["budget"]): row for row in rows if row["method"] == AUTO and row["beside"] is None}
     heads = [cell for link in links for cell in (link, "**checkmate** within its peak", "gap of ours")]
     lines = []
     for policy in POLICIES:
@@ -114,17 +113,23 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
             line += [_step(policies[link, policy]), *_ours(beside[link, policy])]
         lines.append(line)
     found = {BY_POLICY: Table((BY_POLICY, "peak", *heads), lines, (BY_POLICY, "peak", *heads)[1:]).markdown()}
-    heads = [cell for link in links for cell in (f"{link}, fastest choice", "**checkmate**", "gap of ours")]
+    return {**found, BY_BUDGET: within(BY_BUDGET, [row for row in rows if row["beside"] is None])}
+
+
+def within(head: str, rows: Sequence[Row]) -> str:
+    """A table of budgets, which begins with this head: for each link the fastest policy that fits, and ours."""
+    links = [*dict.fromkeys(row["link"] for row in rows)]
+    ours = {(row["link"], row["budget"]): row for row in rows if row["method"] == AUTO}
+    heads = [head, *(cell for link in links for cell in (f"{link}, fastest choice", "**checkmate**", "gap of ours"))]
     lines = []
-    for budget in dict.fromkeys(budget for _, budget in within):
+    for budget in dict.fromkeys(budget for _, budget in ours):
         line = [format_bytes(budget)]
         for link in links:
             fit = [row for row in rows if row["method"] != AUTO and row["link"] == link and row["peak"] <= budget]
             fastest = min(fit, key=lambda row: row["cost_ratio"], default=None)
-            line += ["none fits" if fastest is None else _step(fastest), *_ours(within[link, budget])]
+            line += ["none fits" if fastest is None else _step(fastest), *_ours(ours[link, budget])]
         lines.append(line)
-    found[BY_BUDGET] = Table((BY_BUDGET, *heads), lines, (BY_BUDGET, *heads)).markdown()
-    return found
+    return Table(heads, lines, heads).markdown()
 
 
 def _step(row: Row) -> str:
@@ -141,6 +146,12 @@ def _ours(row: Row) -> tuple[str, str]:
 
 
 def _cells(row: Row) -> list[str]:
+    again = [str(row.get(key, "")) for key in ("runs_again", "gathered_again")]
+    return cells_with(row, *again)
+
+
+def cells_with(row: Row, *own: str) -> list[str]:
+    """What a table shows of a plan or a policy, with a benchmark's own cells before the seconds."""
     bound, gap, budget = (row.get(key) for key in ("bound_ratio", "gap", "budget"))
     return [
         row["link"],
@@ -150,7 +161,7 @@ def _cells(row: Row) -> list[str]:
         _step(row),
         "" if bound is None else _beyond(bound),
         "" if gap is None else f"{gap:.2%}",
-        *(str(row.get(key, "")) for key in ("runs_again", "gathered_again")),
+        *own,
         shown(row["seconds"], ".1f", " s") if row["method"] == AUTO else "",
     ]
 
