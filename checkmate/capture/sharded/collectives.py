@@ -23,7 +23,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -60,9 +60,7 @@ def until_let_go(tensor: torch.Tensor, held: int) -> None:
 
 def reduce_in_place(tensor: torch.Tensor, how: Any, group: Any) -> None:
     """Have a tensor be the sum, say, of those of all ranks."""
-    held = times_held(tensor)
-    dist.all_reduce(tensor.detach(), how, group)
-    until_let_go(tensor, held)
+    _reducing(tensor, how, group, lambda: tensor).end()
 
 
 def as_number(said: object) -> int:
@@ -116,13 +114,13 @@ def _rehearse_gather(x: torch.Tensor, size: int, group: Any) -> torch.Tensor:
 
 def _reduce(x: torch.Tensor, how: str, group: Any) -> Pending:
     ranks, total = _resolve_process_group(group), _copy(x)
-    return _reducing(total, how, ranks, lambda: _averaged(total, how, ranks.size()))
+    return _reducing(total, _reduction(how, total), ranks, lambda: _averaged(total, how, ranks.size()))
 
 
-def _reducing(total: torch.Tensor, how: str, ranks: Any, result: Callable[[], torch.Tensor]) -> Pending:
+def _reducing(total: torch.Tensor, how: Any, ranks: Any, result: Callable[[], torch.Tensor]) -> Pending:
+    """A sum, say, over ranks, in place, that has been launched; ``result``: what it gives, made of that."""
     held = times_held(total)
-    work = dist.all_reduce(total.detach(), _reduction(how, total), ranks, async_op=True)
-    return Pending(work, ((total, held),), result)
+    return Pending(dist.all_reduce(total.detach(), how, ranks, async_op=True), ((total, held),), result)
 
 
 def _rehearse_reduce(x: torch.Tensor, how: str, group: Any) -> torch.Tensor:
@@ -136,14 +134,17 @@ def _scatter(x: torch.Tensor, how: str, size: int, group: Any) -> Pending:
         work = dist.reduce_scatter_tensor(part, whole, _reduction(how, x), ranks, async_op=True)
         return Pending(work, ((whole, 0),), lambda: part)
     total = _copy(x)
-    return _reducing(total, how, ranks, lambda: _averaged(total.chunk(size)[ranks.rank()].clone(), how, size))
+    return _reducing(total, _reduction(how, total), ranks, partial(_part, total, ranks.rank(), how, size))
+
+
+def _part(total: torch.Tensor, rank: int, how: str, size: int) -> torch.Tensor:
+    return _averaged(total.chunk(size)[rank].clone(), how, size)
 
 
 def _rehearse_scatter(x: torch.Tensor, how: str, size: int, group: Any) -> torch.Tensor:
     if x.device.type != "cpu":
         return x.contiguous().chunk(size)[0].clone()
-    total = _copy(x)
-    return _averaged(total.chunk(size)[0].clone(), how, size)
+    return _part(_copy(x), 0, how, size)
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
