@@ -32,10 +32,13 @@ class Gathered(nn.Module):
 
 
 def shard(model: nn.Module, mesh: Any) -> nn.Module:
-    """Leave each rank a shard of each parameter, along its first dimension."""
+    """Leave each rank a shard of each parameter, along its first dimension; what modules share, they still share."""
+    shards: dict[nn.Parameter, nn.Parameter] = {}
     for module in [*model.modules()]:
         for name, parameter in [*module.named_parameters(recurse=False)]:
-            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+            if parameter not in shards:
+                shards[parameter] = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+            module.register_parameter(name, shards[parameter])
             register_parametrization(module, name, Gathered(), unsafe=True)
     return model
 

@@ -200,16 +200,24 @@ def _whole_steps(mesh: Any) -> None:
         checkmate.training_step(model, optim.Adafactor(model.parameters()), budget=budget)
 
 
+def _tied(mesh: Any) -> Any:
+    net = Net()
+    net.blocks[1].weight = net.blocks[0].weight
+    return shard(net, mesh)
+
+
 def _beside(mesh: Any) -> None:
-    """Gathers and sums go on beside other ops: the same bits, in the planned bytes or fewer."""
+    """Gathers and sums go on beside ops: the same bits, in the planned bytes or fewer; two layers share a weight."""
 
     def starts(plan: checkmate.Solution) -> int:
         return sum(isinstance(step, Start) for step in plan.plan.steps)
 
     about: dict[str, Any] = {"budget": 10**9, "time_limit": 1, "overlap": True}
-    compiled = checkmate.compile(shard(Net(), mesh), **about)
+    compiled, plain = (_tied(mesh) for _ in range(2))
+    assert len([*plain.parameters()]) == len([*Net().parameters()]) - 1
+    compiled = checkmate.compile(compiled, **about)
     found, peaks = _train(compiled, _batch())
-    expected, _ = _train(shard(Net(), mesh), _batch())
+    expected, _ = _train(plain, _batch())
     assert_same_bits(found, expected)
     (plan,) = compiled.plans
     assert plan.problem.resident + max(peaks) <= plan.peak
