@@ -145,9 +145,9 @@ class Exposed:
     def of(cls, problem: Problem) -> Exposed:
         """Those of a problem whose graph has links.
 
-        The processor's last run is its last op's, or makes again what a link reads: a run that nothing reads could be
-        left out. So after it a link carries at least what is made from the last op, or the shortest of all ops that
-        read what the processor makes.
+        The processor's last run that takes time is its last op's, or makes something again that is read: else it could
+        be left out. So after it a link carries at least what is made from the last op, or the shortest of all ops that
+        read what the processor makes; or nothing, if an op that takes no time comes later and reads such a value.
         """
         graph, seconds = problem.graph, problem.seconds.tolist()
         carries = [sum(1 << k for k in ops) for ops in graph.links.values()]  # ops as bits of an integer, as below
@@ -168,7 +168,9 @@ class Exposed:
             ends.append(now)
         after = [max(sum(seconds[j] for j in ops if before[j] >> k & 1) for ops in graph.links.values()) for k in own]
         on_links = [k for k, op in enumerate(graph.ops) if op.link]
-        reading = [seconds[j] for j in on_links if any(not graph.ops[i].link for i in graph.deps[j])]
+        made_here = [any(not graph.ops[i].link for i in deps) for deps in graph.deps]  # some of what each op reads
+        reading = [seconds[j] for j in on_links if made_here[j]]
+        reading += [0.0 for k in range(own[-1] + 1, len(made_here)) if made_here[k] and not graph.ops[k].link]
         bound = max(end + more for end, more in zip(ends, after, strict=True))
         return cls(bound, ready[0] + min([after[-1], *reading]))
 

@@ -353,6 +353,9 @@ def random_chain_with_links(seed: int, *, most_layers: int = 2) -> Problem:
         read = {gradient, *(made[i - 1 : i] if i else ()), *((gathered[i],) if rng.random() < 0.8 else ())}
         gradient = add(f"gradient{i}", sorted(read), int(rng.integers(1, 8)), "backward")
         results.append(add(f"sum{i}", [gradient], int(rng.integers(1, 4)), "backward", summing))
+    if rng.random() < 0.4:  # what takes no time, as to hand something over, and may want it made again at the very end
+        results.append(add("hand over", [int(rng.choice(made))], 1, "backward"))
+        seconds[-1] = 0.0
     graph = Graph(tuple(ops), tuple(values), tuple(results))
     workspace = rng.integers(0, 3, len(ops)) * (rng.random(len(ops)) < 0.3)
     return Problem(graph, Profile(np.array(seconds), workspace))

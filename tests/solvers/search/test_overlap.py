@@ -25,6 +25,7 @@ from tests.support.all_plans import cheapest_plan, random_chain_with_links
 from tests.support.sampling import in_turn, slow
 
 SLACK = 1 + 1e-6  # of floats
+FARTHEST = 1.16  # times the seconds of the cheapest plan there is: what plans of 60 small steps took at most
 
 
 def layers(count: int, *, seconds: float, gathering: float) -> Problem:
@@ -55,7 +56,7 @@ def layers(count: int, *, seconds: float, gathering: float) -> Problem:
 
 @in_turn(seed=[0, 2, 4, 15, 22, slow(1), slow(3), slow(6), slow(8), slow(9), slow(24), slow(41)])
 def test_plans_and_bounds_beside_all_plans_there_are(seed: int) -> None:
-    """The best of all plans passes the checker; what is proven is not above it, and what is found is as good."""
+    """The best of all plans passes the checker; what is proven is not above it, what is found is not far from it."""
     problem = random_chain_with_links(seed)
     low, high = int(problem.unavoidable_bytes.max()), problem.keep_all_peak + 6
     for budget in sorted({low, (low + high) // 2, high}):
@@ -68,7 +69,8 @@ def test_plans_and_bounds_beside_all_plans_there_are(seed: int) -> None:
         assert simulator.cost(plan, problem) == pytest.approx(seconds)
         assert found.bound <= seconds * SLACK
         assert Exposed.of(problem).bound <= seconds * SLACK
-        assert found.cost == pytest.approx(seconds)  # of all that were tried; nothing says that it always is
+        assert seconds <= found.cost * SLACK
+        assert found.cost <= seconds * FARTHEST
         at_once = run_at_once(plan, problem.graph)
         assert not at_once.started
         assert simulator.verify(at_once, problem, budget) == []
@@ -76,6 +78,18 @@ def test_plans_and_bounds_beside_all_plans_there_are(seed: int) -> None:
         line = timeline(plan, problem)
         np.testing.assert_array_equal(sum(line.by_role().values()), line.bytes)
         assert line.peak == simulator.simulate(plan, problem).peak
+
+
+@in_turn(seed=[11, 29, *(slow(seed) for seed in range(60, 80))])
+def test_what_nothing_hides_comes_on_top_of_the_processor(seed: int) -> None:
+    """In the cheapest of all plans, too, also where something is made again last for what takes no time."""
+    problem = random_chain_with_links(seed)
+    exposed, low = Exposed.of(problem), int(problem.unavoidable_bytes.max())
+    for budget in (low, low + 1, low + 3, low + 6):
+        seconds, plan = cheapest_plan(problem, budget)
+        runs = () if plan is None else plan.runs
+        of_processor = sum(problem.seconds[k] for k in runs if not problem.graph.ops[k].link)
+        assert of_processor + exposed.seconds <= seconds * SLACK
 
 
 def test_gathers_hide_beside_layers() -> None:
