@@ -5,6 +5,7 @@ Notebooks are rendered with what they show, and run nowhere here. The page of a 
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "exclude-members": "__init__"}
 default_role = "py:obj"  # `solve` in a docstring is a link
-html_theme = "alabaster"
-html_theme_options = {"description": "Train PyTorch models inside a byte budget", "page_width": "72rem"}
+html_theme = "furo"
+html_title = "checkmate"
+html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 HERE = Path(__file__).parent
@@ -53,6 +55,7 @@ class Reader(nn.Module):
 def write_plan(app: Any, failure: Exception | None) -> None:
     """Write the page that `report.md` shows: a step planned within half of the bytes of the plain one."""
     if failure is None and app.builder.format == "html":
+        logging.getLogger("checkmate").setLevel(logging.WARNING)
         torch.manual_seed(0)
         problem = checkmate.trace(Reader(), torch.randint(512, (16, 65)), profile="roofline:h100")
         solution = checkmate.solve(problem, problem.keep_all_peak // 2, time_limit=5, progress=False)

@@ -126,8 +126,12 @@ def test_the_figures_of_ops_in_parts_come_from_the_committed_rows() -> None:
         sizes = " | ".join(f"{row[key] / unit:.{digits}f} {name}" for key in ("keep_all", "before", "after"))
         gain, longer = 1 - row["after"] / row["before"], row["split_seconds"] / row["seconds"] - 1
         written.add(f"| {row['network']} | {sizes} | {gain:.1%} | {longer:.1%} |")
+    orders = [row for row in read(ROOT / "benchmarks" / "results" / "orders.jsonl") if row["case"] == "orders"]
+    shares = {(row["terms"], row["dtype"]): f"{100 * row['cancelling']:.1f}" for row in orders}
+    for terms in {row["terms"] for row in orders}:
+        written.add(f"| {terms} | {' | '.join(shares[terms, kind] for kind in ('float64', 'bfloat16', 'float16'))} |")
     shown = re.findall(r"^\| .* \|$", (DOCS / "splits.md").read_text(), flags=re.MULTILINE)
-    figures = [line for line in shown if re.search(r"\d", line)]
+    figures = [line for line in shown if re.search(r"\| \d", line)]
     assert len(figures) >= 8
     assert {*figures} <= written
 
@@ -250,11 +254,11 @@ def _options(call: Callable[..., Any]) -> dict[str, str]:
 def test_the_table_of_options_has_all_of_them_with_their_defaults() -> None:
     rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", (DOCS / "options.md").read_text(), flags=re.MULTILINE)
     calls = (checkmate.compile, checkmate.training_step, checkmate.solve, checkmate.max_batch_size)
-    for column, call in enumerate(calls):
+    for column, call in enumerate(calls, start=1):
         cells = {name: line.split("|")[column].strip() for name, line in rows}
         expected = {name: default for name, default in _options(call).items() if name != "options"}
         assert {name: cell for name, cell in cells.items() if cell} == expected, call.__name__
-    assert all(len(line.split("|")) == 5 and line.split("|")[4].strip() for _, line in rows)
+    assert all(len(line.split("|")) == 5 and line.split("|")[0].strip() for _, line in rows)
 
 
 def _said() -> Iterator[str]:
