@@ -69,8 +69,8 @@ def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -
             Of that a margin is left (`checkmate.memory.available` says how much, and why). What was found is rounded
             down, by a 64th at most, and stays for further captures; it is logged at INFO
             (``checkmate.backends.planner``), and stands in ``.plans[0].budget``, less what is reserved. A step that
-            fits as it is runs nothing again. Ranks that exchange data within the step, or in a
-            `DistributedDataParallel` around it, take the least that any of them finds.
+            fits as it is runs nothing again. Ranks on one machine share what it gives; those that exchange data within
+            the step take the least that one of them finds.
         method: how to plan; see `checkmate.solve`.
         time_limit: seconds to plan one captured graph, at most: where less than a hundredth of the step can still be
             saved, planning ends earlier, in proportion. So does Ctrl-C, with the best plan so far.

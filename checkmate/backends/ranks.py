@@ -129,15 +129,14 @@ def sharing_machine() -> int:
 def least(count: int, graph: fx.Graph, exchange: Exchange | None, device: torch.device) -> int:
     """The least that this count is on any rank which a captured step exchanges data with: these need the same plan.
 
-    Each of them calls this, as each runs the same exchanges in the same order. Ranks that take other steps are not
-    asked: they may plan at another time, or never.
+    Each of them calls this, as each runs the same exchanges in the same order. Other ranks are not asked, also where
+    they average gradients behind the step: they may plan at another time, or never.
     """
     if _store() is None:
         return count
-    around, spoken = _get_active_ddp_module(), (node.args[-1] for node in graph.nodes if is_collective(node))
-    groups = [_resolve_process_group(name) for name in dict.fromkeys(spoken) if isinstance(name, str)]
-    groups += [one.process_group for one in (around,) if one is not None]
-    groups += [one.group for one in (exchange,) if one is not None]
+    spoken = dict.fromkeys(node.args[-1] for node in graph.nodes if is_collective(node))
+    groups = [_resolve_process_group(name) for name in spoken if isinstance(name, str)]
+    groups += [] if exchange is None else [exchange.group]
     with outside_tracing():
         smallest = torch.tensor([count], device=device)
         for group in groups:

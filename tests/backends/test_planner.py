@@ -17,7 +17,7 @@ import checkmate
 from checkmate.backends import eager
 from checkmate.backends.planner import Budget, Options
 from checkmate.memory.available import Available, Limit, rounded_down
-from checkmate.units import format_bytes
+from checkmate.units import exact_bytes, format_bytes
 from tests.support.bits import assert_same_bits
 
 ROWS, WIDE = 512, 64
@@ -122,21 +122,23 @@ def test_where_the_step_does_not_fit_as_it_is_ops_run_again_with_the_same_bits(t
 
 
 def test_a_refusal_names_what_there_is_and_what_others_hold(there: There) -> None:
-    there.free = 0
-    for name, way_in in ways_in(loss := Loss()).items():
-        reserved = 2 * bytes_of(loss) if name != "training_step" else 0
-        with pytest.raises(checkmate.InfeasibleBudget) as error:
-            way_in()(batch())
-        said = str(error.value)
-        assert "Smallest budget that works: " in said, name
-        assert format_bytes(error.value.min_budget) in said, name
-        assert "The budget is what there is" in said, name
-        assert "this machine has 2.00 GB" in said, name
-        assert "GB of it are held by others" in said, name
-        assert ("reserve= says how much" in said) == bool(reserved), name
-        there.free = error.value.min_budget * 65 // 64 + 1000  # that much does, rounded down
-        way_in()(batch()) if name != "verify" else way_in()
+    """And the smallest budget: where that much is free, rounded down, the same step trains."""
+    layer, x = nn.Linear(WIDE, WIDE), batch()
+    for way_in, reserved in (
+        (lambda: checkmate.compile(layer), True),
+        (lambda: checkmate.training_step(lambda x: layer(x).sum(), torch.optim.SGD(layer.parameters())), False),
+    ):
         there.free = 0
+        with pytest.raises(checkmate.InfeasibleBudget) as error:
+            way_in()(x)
+        said = str(error.value)
+        assert "Smallest budget that works: " in said
+        assert exact_bytes(error.value.min_budget) in said
+        assert "The budget is what there is" in said
+        assert "this machine has 2.00 GB, 2.00 GB of it are held by others" in said
+        assert ("reserve= says how much" in said) == reserved
+        there.free = error.value.min_budget * 65 // 64 + 1000
+        way_in()(x)
 
 
 def test_what_an_optimizer_may_come_to_hold_is_reserved_where_nothing_else_is_said(there: There) -> None:
