@@ -29,7 +29,7 @@ from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.cli.target import UsageError, find_function, maker
 from checkmate.errors import BudgetError, CheckmateError, RuleError
 from checkmate.statusline import hidden, showing
-from checkmate.units import format_bytes, parse_bytes
+from checkmate.units import format_bytes, parse_bytes, parse_share
 
 if TYPE_CHECKING:
     from checkmate.core.problem import Problem
@@ -78,6 +78,7 @@ def _say(message: str, code: int) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    args.budget = _bytes_of(args)
     _check(args)  # before anything that takes time
     from checkmate.batch.sized_steps import arguments_of
     from checkmate.tracing import trace
@@ -156,6 +157,7 @@ def _frontier(args: argparse.Namespace) -> int:
 
 
 def _max_batch(args: argparse.Namespace) -> int:
+    args.budget = _bytes_of(args)
     parse_bytes(args.budget)
     host = asked_host(args)
     from checkmate.batch.max_batch_size import max_batch_size
@@ -248,6 +250,22 @@ def _selftest(args: argparse.Namespace) -> int:
     counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     _out(f"{'FAILED' if failed() else 'passed'} on {args.device}: {counted}")
     return _say(f"failed: {', '.join(failed())}", REFUSED) if failed() else DONE
+
+
+def _bytes_of(args: argparse.Namespace) -> int | str:
+    """The budget, or the bytes that a share of the device's room is.
+
+    Raises:
+        UsageError: if no device is named whose memory is known.
+    """
+    if (share := parse_share(args.budget)) is None:
+        return str(args.budget)
+    from checkmate.profiling.roofline import DEVICES
+
+    if not (device := DEVICES.get(args.device)) or not device.room:
+        known = ", ".join(name for name, one in DEVICES.items() if one.room)
+        raise UsageError(f"--budget {args.budget} is of the memory of a device: --device names one of {known}")
+    return int(share * device.room)
 
 
 def _profile(args: argparse.Namespace) -> str:

@@ -73,7 +73,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--size": {"type": size, "metavar": "N", "help": "call the function with this size"},
     "--save-problem": {**_FILE, "help": "write what was traced, as for checkmate solve"},
-    "--budget": {"required": True, "metavar": "BYTES", "help": "such as 8GB or 512MiB"},
+    "--budget": {
+        "required": True,
+        "metavar": "BYTES",
+        "help": "such as 8GB or 512MiB; where --device names one, also fit or 70%%",
+    },
     "--method": {"default": "auto", "help": "see checkmate methods"},
     "--save-plan": {**_FILE, "help": "write the plan, step by step, as JSON"},
     "--report": {**_FILE, "help": "write the plan as one HTML page"},

@@ -19,6 +19,7 @@ import checkmate
 from benchmarks.networks.dags import unit_chain
 from checkmate import Problem, statusline
 from checkmate.cli.app import main
+from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.estimate_error import STATED
 from tests.support.processes import run_python
 
@@ -165,6 +166,13 @@ def test_methods(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "my_step:fails", "--budget", "8GB", "--method", "chen"], 2, "there is no method 'chen'"),
         (["plan", "my_step:fails", "--budget", "8GB"], 1, "IndexError: no data"),
         (["plan", "my_step:example", "--budget", "8GB", "--device", "abacus"], 2, "no device 'abacus'"),
+        (
+            ["plan", "my_step:example", "--budget", "fit"],
+            2,
+            "--budget fit is of the memory of a device: --device names",
+        ),
+        (["max-batch", "my_step:example", "--budget", "70%", "--device", "laptop"], 2, "--device names one of"),
+        (["plan", "my_step:example", "--budget", "170%", "--device", "h100"], 2, "100% at most"),
         (["plan", "my_step:example", "--budget", "8GB", "--size", "0"], 2, "whole number"),
         (["plan", "my_step:example", "--budget", "8GB", "--profile", "ops.txt"], 2, ".json"),
         (["max-batch", "my_step:example", "--budget", "8GB", "--max-overhead", "two"], 2, "one-forward"),
@@ -204,6 +212,13 @@ def test_a_budget_of_all_of_a_card_is_told_what_it_leaves_out(capsys: pytest.Cap
         assert told in printed.err
         assert bool(told) == ("plan for 10.88 GB at most" in printed.err)
         assert f"roofline estimate for NVIDIA GeForce RTX 3060, {STATED}" in printed.out
+
+
+def test_a_budget_is_a_share_of_the_room_of_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "my_step:example", "--device", "rtx3060", "--size", "32", "--budget"]
+    whole, half = (_json(capsys, *command, budget)["budget"] for budget in ("fit", "50%"))
+    assert (whole, half) == (DEVICES["rtx3060"].room, DEVICES["rtx3060"].room // 2)
+    assert "leaves too little" not in capsys.readouterr().err
 
 
 def test_a_step_is_traced_planned_and_saved(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
