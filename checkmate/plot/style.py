@@ -37,7 +37,7 @@ def pyplot() -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("Pictures need Matplotlib: pip install checkmate[plot]") from error
+        raise ImportError("Pictures need Matplotlib: pip install 'checkmate-torch[plot]'") from error
     return plt
 
 

@@ -348,7 +348,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert _python(block + code) == "Pictures need Matplotlib: pip install checkmate[plot]"
+    assert _python(block + code) == "Pictures need Matplotlib: pip install 'checkmate-torch[plot]'"
 
 
 @pytest.mark.parametrize("given", [False, True])
