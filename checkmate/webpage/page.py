@@ -109,7 +109,7 @@ def _page(solution: Solution, line: Timeline, peak: PeakExplanation, placed: Add
         "summary": words.summary(solution),
         "figures": list(words.figures(solution)),
         "memory_text": words.memory_text(solution, line),
-        "links_text": words.links_text(solution),
+        "links_text": words.links_text(solution, line),
         "schedule_text": words.schedule_text(solution),
         "addresses_text": words.addresses_text(placed),
         "frontier_text": "" if rows is None else words.frontier_text(rows),

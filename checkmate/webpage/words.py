@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -163,18 +164,17 @@ def memory_text(solution: Solution, line: Timeline) -> str:
     )
 
 
-def links_text(solution: Solution) -> str:
-    """What the strips below the memory show; empty where the plan sends nothing."""
-    away = solution.elsewhere
-    if away is None:
+def links_text(solution: Solution, line: Timeline) -> str:
+    """What the strips below the memory show; empty where the plan uses no link."""
+    if not line.lanes:
         return ""
-    moved = away.timing.transfers
-    back = sum(one.back for one in moved)
-    waits = ", framed where the step waits for one" if away.waited else "; the step waits for none"
-    return (
-        f"Below the memory are the links to the second one: {_counted(len(moved) - back, 'value')} sent and "
-        f"{back:,} fetched, as bars{waits}. Below these are the bytes there, at most {format_bytes(away.peak)}."
-    )
+    back, ops = sum(one.back for one in line.crossings), Counter(op.link for op in line.carried)
+    sent = f"{_counted(len(line.crossings) - back, 'value')} sent to the second memory and {back:,} fetched"
+    lanes = [sent] * bool(line.crossings) + [f"{_counted(n, 'op')} on the link {name}" for name, n in ops.items()]
+    waits = ", framed where the step waits for one" if any(lane.waits for lane in line.lanes) else "; it waits for none"
+    away = solution.elsewhere
+    there = f" Below these are the bytes in the second memory, at most {format_bytes(away.peak)}." if away else ""
+    return f"Below the memory is what links carry while the step runs, as bars{waits}: {', '.join(lanes)}.{there}"
 
 
 def schedule_text(solution: Solution) -> str:

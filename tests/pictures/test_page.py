@@ -186,9 +186,9 @@ def test_what_is_written_over_is_told(tmp_path: Path) -> None:
 def test_what_is_sent_and_fetched_is_told(tmp_path: Path) -> None:
     path = checkmate.report(SENDS, tmp_path / "plan.html")
     data = _data(path)
-    assert data["links"]["crossings"] == [[0, 1.0, 2.0], [1, 3.0, 5.0]]
-    assert data["links"]["stalls"] == [[4.0, 5.0]]
-    assert data["links"]["levels"] == [[0.0, 0], [1.0, 4], [5.0, 0]]
+    lanes = [(lane["name"], lane["bars"], lane["waits"]) for lane in data["links"]["lanes"]]
+    assert lanes == [("sent", [[1.0, 2.0]], []), ("fetched", [[3.0, 5.0]], [[4.0, 5.0]])]
+    assert data["links"]["memory"]["levels"] == [[0.0, 0], [1.0, 4], [5.0, 0]]
     assert data["moments"]["begin"] == [0.0, 1.0, 2.0, 3.0, 5.0, 6.0]
     (table,) = [table for table in data["tables"] if table["id"] == "table-transfers"]
     assert [row[:2] for row in table["rows"]] == [["v0", "sent"], ["v0", "fetched"]]
@@ -196,7 +196,7 @@ def test_what_is_sent_and_fetched_is_told(tmp_path: Path) -> None:
     assert ["sending costs", True] in next(table for table in data["tables"] if table["id"] == "table-peak")["heads"]
     text = " ".join(_Elements(path.read_text(encoding="utf-8")).texts)
     assert "1 value waits in the second memory for a while, 4 B at most at a time; 66.7% of the time of its" in text
-    assert "1 value sent and 1 fetched, as bars, framed where the step waits for one" in text
+    assert "as bars, framed where the step waits for one: 1 value sent to the second memory and 1 fetched." in text
     assert "4 B, 4e-09 GB/s there, 2e-09 back, a link each way" in text
     assert _data(checkmate.report(_again(), tmp_path / "plan.html"))["links"] is None
 
