@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (  # told apart by colour-blind eyes (Okabe and Ito)
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442",
 )  # fmt: skip
-LIGHT_GREEN, LIGHT_RED = "#7fcfb9", "#ea8a4d"  # on which a hatch can be seen, in grey too
+LIGHT_GREEN, LIGHT_RED = "#7fcfb9", "#e28e4d"  # mixed with white, so that a hatch can be seen on them, in grey too
 ROLE_STYLES = {  # of the roles of `checkmate.inspection.timeline`: fill, hatch
     "parameters": ("#7f7f7f", ""),
     "buffers": ("#a6a6a6", ".."),

@@ -46,7 +46,7 @@ const links = (() => {
       pen.fillStyle = colour("shade");
       pen.fillRect(...bar(begins[current], begins[current + 1], 0, floor, 2));
       lanes.forEach((link, i) => {
-        pen.fillStyle = hatch(pen, link, 1);
+        pen.fillStyle = hatch(pen, { ...link, ink: "rgba(255, 255, 255, 0.7)" }, 1);
         for (const [begin, end] of link.bars) pen.fillRect(...bar(begin, end, i * lane + 3, lane - 6, 0.75));
         Object.assign(pen, { strokeStyle: colour("again"), lineWidth: 2 });
         for (const [begin, end] of link.waits) pen.strokeRect(...bar(begin, end, i * lane + 1, lane - 2, 1));

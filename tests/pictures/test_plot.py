@@ -18,7 +18,7 @@ from checkmate.core import simulator
 from checkmate.inspection.timeline import timeline
 from checkmate.plot import draw_memory, draw_schedule
 from checkmate.plot.draw_graph import _nodes
-from checkmate.plot.style import BLUE, ROLE_STYLES
+from checkmate.plot.style import BLUE, LANES, ROLE_STYLES
 from checkmate.solvers.common.certify import certify
 from checkmate.units import format_bytes
 from tests.inspection.test_timeline import _chain
@@ -144,6 +144,45 @@ def test_areas_differ_without_colour() -> None:
         assert len(set(looks)) == len(looks)
     hatches = [hatch for fill, hatch in ROLE_STYLES.values() if fill.strip("#").isalnum() and hatch]
     assert len(set(hatches)) == len(hatches)
+
+
+OKABE_ITO = {"#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442"}
+COLOUR_BLIND = {  # what each kind of eye sees of linear red, green and blue: Machado, Oliveira and Fernandes, 2009
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+JUST_SEEN, FAR_APART = 2.3, 10.0  # differences of colours, as CIE 1976 counts them
+
+
+def _seen(colour: str, matrix: list[list[float]]) -> np.ndarray:
+    """A colour as such eyes see it: lightness and two hues (CIE L*a*b*)."""
+    rgb = np.array(matplotlib.colors.to_rgb(colour))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    to_xyz = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+    xyz = np.array(to_xyz) @ np.clip(np.array(matrix) @ linear, 0, 1) / [0.95047, 1.0, 1.08883]
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_colours_are_okabes_and_itos_mixed_with_white_or_grey() -> None:
+    assert {BLUE, *(fill for fill, _ in LANES)} <= OKABE_ITO
+    white = np.ones(3)
+    for name, (fill, _) in ROLE_STYLES.items():
+        rgb = np.array(matplotlib.colors.to_rgb(fill))
+        bases = [np.array(matplotlib.colors.to_rgb(colour)) for colour in OKABE_ITO]
+        shares = [float(np.dot(rgb - base, white - base) / np.dot(white - base, white - base)) for base in bases]
+        off = [abs(base + share * (white - base) - rgb).max() for base, share in zip(bases, shares, strict=True)]
+        assert np.ptp(rgb) == 0 or min(off) <= 1 / 255, name
+
+
+@pytest.mark.parametrize("eyes", COLOUR_BLIND)
+@pytest.mark.parametrize("styles", [ROLE_STYLES, dict(enumerate(LANES))], ids=["roles", "lanes"])
+def test_colour_blind_eyes_tell_areas_apart(eyes: str, styles: dict[Any, tuple[str, str]]) -> None:
+    """All by their colours; those that are near to each other by their hatches, too."""
+    for (a, (fill, hatch)), (b, (other, its)) in itertools.combinations(styles.items(), 2):
+        apart = float(np.linalg.norm(_seen(fill, COLOUR_BLIND[eyes]) - _seen(other, COLOUR_BLIND[eyes])))
+        assert apart > (JUST_SEEN if hatch != its else FAR_APART), (a, b)
 
 
 def test_budget_and_peak_are_named() -> None:
