@@ -18,10 +18,12 @@ import json
 import logging
 import os
 import sys
+import webbrowser
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkmate.cli.arguments import asked_host, host_of, parser_of, with_host
@@ -143,6 +145,32 @@ def _answer(args: argparse.Namespace, problem: Problem) -> int:
         _out(str(solution))
     if solution.plan is None:
         return _say(solution.message or solution.status.meaning, REFUSED)
+    return INTERRUPTED if solution.interrupted else DONE
+
+
+def _report(args: argparse.Namespace) -> int:
+    if not args.problem.endswith((".json", ".json.gz")):
+        raise UsageError(
+            f"{args.problem} is no problem file (.json or .json.gz). Of a step, this writes the page: "
+            f"checkmate plan {args.problem} --budget {args.budget} --report plan.html"
+        )
+    _check(args)
+    from checkmate.core.rules import read_rules
+    from checkmate.solvers.frontier import frontier
+    from checkmate.solvers.solve import solve
+    from checkmate.webpage.page import report
+
+    problem, rules = with_host(args, _read(args.problem)), read_rules(args.rule) if args.rule else None
+    limits = {"time_limit": args.time_limit, "gap": args.gap}
+    solution = solve(problem, args.budget, method=args.method, rules=rules, **limits)
+    if solution.plan is None:
+        return _say(solution.message or solution.status.meaning, REFUSED)
+    out = args.out or Path(args.problem).name.removesuffix(".gz").removesuffix(".json") + ".html"
+    rows = frontier(solution.problem, methods=[args.method], **limits) if args.frontier else None
+    page = report(solution, out, frontier=rows, prices=args.prices).resolve()
+    _show(args, {**solution_record(solution), "page": str(page)}, str(page))
+    if args.open and not webbrowser.open(page.as_uri()):
+        return _say(f"no browser was found here; open {page}", DONE)
     return INTERRUPTED if solution.interrupted else DONE
 
 
@@ -324,6 +352,7 @@ def _write_json(path: str, document: Any) -> None:
 _COMMANDS = {
     "plan": _plan,
     "solve": _solve,
+    "report": _report,
     "frontier": _frontier,
     "max-batch": _max_batch,
     "methods": _methods,

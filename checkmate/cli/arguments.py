@@ -25,6 +25,12 @@ takes it, and an example batch for it: a tuple of arguments, a dict of named
 ones, or one tensor. {more}
 """
 
+_PAGE = """\
+It prints the path of the page, which needs no network. Of a step that is not in a
+file yet, checkmate plan TARGET --budget BYTES --report FILE writes the same page,
+and --save-problem FILE what this command reads.
+"""
+
 
 def size(text: str) -> int:
     """A size of a batch, or another count: a whole number of at least 1.
@@ -80,7 +86,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--method": {"default": "auto", "help": "see checkmate methods"},
     "--save-plan": {**_FILE, "help": "write the plan, step by step, as JSON"},
-    "--report": {**_FILE, "help": "write the plan as one HTML page"},
+    "--report": {**_FILE, "help": "write the same plan as one HTML page, too"},
+    "-o": {**_FILE, "dest": "out", "help": "by default the problem's name with .html, in the current folder"},
+    "--open": {**_FLAG, "help": "show it in the browser"},
+    "--frontier": {**_FLAG, "help": "with the cost of other budgets, which takes as many solves"},
+    "--prices": {**_FLAG, "help": "with what a little less or more memory would change, which takes two solves"},
     "--rule": {
         "action": "append",
         "metavar": "PATTERN=RULE",
@@ -136,6 +146,13 @@ def parser_of(runs: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpar
     about = _TARGET.format(more="With --size N it is called with N.")
     command("plan", "trace a step and plan it", *target, "--size", "--save-problem", *_SOLVING, about=about)
     command("solve", "plan a step from a problem file (Problem.to_json)", "problem", *_SOLVING)
+    command(
+        "report",
+        "a plan as one HTML page to look at, from a problem file and a budget",
+        *("problem", "--budget", "-o", "--open", "--frontier", "--prices", "--method", "--rule", *_HOST),
+        *("--time-limit", "--gap"),
+        about=_PAGE,
+    )
     command(
         "frontier",
         "cost against peak of a problem file, for many budgets",

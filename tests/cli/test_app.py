@@ -123,6 +123,36 @@ def test_a_plan_is_written_as_a_page(capsys: pytest.CaptureFixture[str], folder:
     assert "<title>" in (folder / "plan.html").read_text()
 
 
+def test_a_page_of_a_problem_file(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is that of `checkmate.report`; by default beside where one stands, under the problem's name."""
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+    assert main(["report", "chain.json", "--budget", "6"]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err, opened) == (f"{folder / 'chain.html'}\n", "", [])
+    text = (folder / "chain.html").read_text()
+    solution = checkmate.solve(Problem.from_json("chain.json"), 6, time_limit=60, gap=1e-4)
+    own = checkmate.report(solution, folder / "own.html").read_text()
+    assert re.findall(r'<dl class="tiles".*?</dl>', text, re.DOTALL) == re.findall(
+        r'<dl class="tiles".*?</dl>', own, re.DOTALL
+    )
+    command = ["report", "chain.json", "--budget", "6", "-o", "it.html", "--open", "--prices", "--frontier"]
+    found = _json(capsys, *command)
+    assert (found["page"], found["cost"], found["budget"]) == (str(folder / "it.html"), 21.0, 6)
+    assert opened == [(folder / "it.html").as_uri()]
+    assert all(part in (folder / "it.html").read_text() for part in ('id="frontier"', "table-prices"))
+    monkeypatch.setattr("webbrowser.open", lambda url: False)
+    assert main([*command[:4], "--open"]) == 0
+    assert "no browser was found here; open " in capsys.readouterr().err
+    assert main(["report", "chain.json", "--budget", "2"]) == 1
+    assert "Smallest budget that works: 3 B" in capsys.readouterr().err
+    assert main(["report", "my_step.py:example", "--budget", "1MB"]) == 2
+    said = "checkmate plan my_step.py:example --budget 1MB --report plan.html"
+    assert said in capsys.readouterr().err
+
+
 def test_a_frontier(capsys: pytest.CaptureFixture[str]) -> None:
     rows = _json(capsys, "frontier", "chain.json", "--budget", "2", "6", "8", "--jobs", "1")
     assert [(row["budget"], row["cost"]) for row in rows] == [(2, None), (6, 21.0), (8, 19.0)]
