@@ -8,7 +8,7 @@ seconds went, to Dynamo, AOTAutograd, measuring, planning and code; a second ste
 "alone" has the smaller batch only, from nothing. With ``--peers`` other backends of `torch.compile` start, too.
 
 ``--first`` is about the first step with the whole batch only, beside plain PyTorch and ``aot_eager``. Its seconds are
-those that the process computes, which other programs change less than those of the clock. README has rows of
+those that the process computes, which other programs change less than those of the clock. docs/figures.md has
 resnet50-wide, gpt2-12, unet-attention and bert-4.
 """
 

@@ -1,22 +1,30 @@
-"""What the README and CONTRIBUTING say is so."""
+"""What the README, the pages and CONTRIBUTING say is so."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from inspect import Parameter, signature
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import checkmate
-from benchmarks.common.rows import read
+from benchmarks.common.rows import latest, read
+from benchmarks.solve import picture
+from checkmate.backends.planner import CompileOptions, Options, StepOptions
 from checkmate.cli.app import main
 from tests.support.processes import run_python
 from tests.support.sampling import long, slow
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
+FIGURES = (DOCS / "figures.md").read_text()
 FOLDERS = ("checkmate", "solvers", "profiling")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
@@ -37,17 +45,18 @@ def test_the_first_example_runs_and_prints_what_the_readme_shows() -> None:
 @pytest.mark.long
 def test_the_example_of_the_largest_batch_runs() -> None:
     """To the letter, but for the seconds that it took; a busy machine may not come to the end in time."""
-    blocks = re.findall(r"```(?:python)?\n(.*?)```", README, flags=re.DOTALL)
+    blocks = re.findall(r"```(?:python)?\n(.*?)```", (DOCS / "fit.md").read_text(), flags=re.DOTALL)
     code, shown = next(pair for pair in pairwise(blocks) if "found =" in pair[0])
-    run = run_python("-c", code)
+    run = run_python("-c", f"import torch\nimport checkmate\n{code}")
     took = r"found in .*"
     assert re.sub(took, "", run.stdout) == re.sub(took, "", shown) or "ended by time limit" in run.stdout
     assert float(re.findall(r"so (.*) times as large", run.stdout)[0]) > 1.5
 
 
-def test_the_commands_of_the_readme_are_ones_that_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = re.findall(r"^checkmate (.*?) *#", README, flags=re.MULTILINE)
-    assert len(lines) == 5
+def test_the_commands_of_the_pages_are_ones_that_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "another_machine.md").read_text()
+    lines = re.findall(r"^checkmate ([^#\n]*)", page, flags=re.MULTILINE) + re.findall(r"`checkmate (.*? .*?)`", README)
+    assert len(lines) >= 10
     for line in lines:
         command, *words = line.split()
         assert main([command, "--help"]) == 0
@@ -81,7 +90,7 @@ def test_the_committed_rows_keep_their_promises() -> None:
 def test_the_figures_of_the_largest_batch_come_from_the_committed_rows() -> None:
     rows = read(ROOT / "benchmarks" / "results" / "largest_batch.jsonl")
     sizes = {(row["network"], row["size"], row["keep_all"]) for row in rows}
-    shown = re.findall(r"(VGG-19|ResNet-50|MobileNetV2|U-Net|FCN-8|SegNet)(?: takes)? (\d+)\D+?(\d+)", README)
+    shown = re.findall(r"(VGG-19|ResNet-50|MobileNetV2|U-Net|FCN-8|SegNet)(?: takes)? (\d+)\D+?(\d+)", FIGURES)
     assert len(shown) == 6
     assert {(name.replace("-", "").lower(), int(size), int(kept)) for name, size, kept in shown} <= sizes
 
@@ -98,7 +107,7 @@ def test_the_figures_of_losses_in_parts_come_from_the_committed_rows() -> None:
     for row in ways:
         numbers = "same bits" if row["same_bits"] else f"differ by {row['difference']:.0e}"
         written.add(f"| {row['way']} | {row['peak'] / 1e6:.1f} MB | {row['ratio']:.2f} | {numbers} |")
-    shown = re.findall(r"^\| .* \|$", (ROOT / "docs" / "loss.md").read_text(), flags=re.MULTILINE)
+    shown = re.findall(r"^\| .* \|$", (DOCS / "loss.md").read_text(), flags=re.MULTILINE)
     figures = [line for line in shown if re.search(r"\d", line)]
     assert len(figures) >= 8
     assert {*figures} <= written
@@ -117,8 +126,12 @@ def test_the_figures_of_ops_in_parts_come_from_the_committed_rows() -> None:
         sizes = " | ".join(f"{row[key] / unit:.{digits}f} {name}" for key in ("keep_all", "before", "after"))
         gain, longer = 1 - row["after"] / row["before"], row["split_seconds"] / row["seconds"] - 1
         written.add(f"| {row['network']} | {sizes} | {gain:.1%} | {longer:.1%} |")
-    shown = re.findall(r"^\| .* \|$", (ROOT / "docs" / "splits.md").read_text(), flags=re.MULTILINE)
-    figures = [line for line in shown if re.search(r"\d", line)]
+    orders = [row for row in read(ROOT / "benchmarks" / "results" / "orders.jsonl") if row["case"] == "orders"]
+    shares = {(row["terms"], row["dtype"]): f"{100 * row['cancelling']:.1f}" for row in orders}
+    for terms in {row["terms"] for row in orders}:
+        written.add(f"| {terms} | {' | '.join(shares[terms, kind] for kind in ('float64', 'bfloat16', 'float16'))} |")
+    shown = re.findall(r"^\| .* \|$", (DOCS / "splits.md").read_text(), flags=re.MULTILINE)
+    figures = [line for line in shown if re.search(r"\| \d", line)]
     assert len(figures) >= 8
     assert {*figures} <= written
 
@@ -131,30 +144,154 @@ def test_the_figures_of_planning_come_from_the_committed_rows() -> None:
         f"| {row['first_plan_seconds']:.1f} s | {row['seconds']:.1f} s |"
         for row in rows
     }
-    shown = re.findall(r"^\| \w[\w-]* \| \d+ \| .* s \|$", README, flags=re.MULTILINE)
+    shown = re.findall(r"^\| \w[\w-]* \| \d+ \| .* s \|$", FIGURES, flags=re.MULTILINE)
     assert len(shown) >= 8
     assert set(shown) <= written
 
 
 def test_the_figures_of_the_stages_come_from_the_committed_table() -> None:
-    idea, table = (ROOT / "docs" / "idea.md").read_text(), (ROOT / "benchmarks/results/stages.md").read_text()
+    idea, table = (DOCS / "idea.md").read_text(), (ROOT / "benchmarks/results/stages.md").read_text()
     said = idea.partition("**What each stage is worth**")[2].partition("**The gap**")[0]
     figures = re.findall(r"\d+\.\d+", said)
     assert len(figures) >= 8
     assert set(figures) <= set(re.findall(r"\d+\.\d+", table))
 
 
-@pytest.mark.parametrize("page", [slow("idea"), long("guide")])
+def test_the_figures_of_first_steps_come_from_the_committed_rows() -> None:
+    rows = read(ROOT / "benchmarks" / "results" / "start.jsonl")
+    first = {(r["model"], r["by"], r["start"]): r for r in latest(rows, "model", "by", "start", "own_seconds", "batch")}
+    shown = re.findall(r"^\| ([\w-]+) \| (\d.* s) \|$", FIGURES.partition("## The smallest")[0], flags=re.MULTILINE)
+    assert len(shown) == 4
+    for name, figures in shown:
+        ours, later, theirs = (
+            first[name, "checkmate", "cold"],
+            first[name, "checkmate", "warm"],
+            first[name, "aot_eager", "cold"],
+        )
+        seconds = [ours[f"{part}_seconds"] for part in ("step", "measure", "plan")]
+        assert figures == " | ".join(f"{s:.1f} s" for s in (*seconds, later["step_seconds"], theirs["step_seconds"]))
+
+
+def test_the_figures_of_steps_on_a_gpu_come_from_the_committed_rows() -> None:
+    rows = read(ROOT / "benchmarks" / "results" / "gpu_graphs.jsonl")
+    found = {(row["network"], row["kind"]): row for row in latest(rows, "network", "kind")}
+
+    def cells(row: dict[str, Any]) -> str:
+        if "refused" in row:
+            return "refused |  | "
+        star = "*" if row["least_in_parts"] < row["least"] else ""
+        sizes = f"{row['keep_all'] / 1e9:.2f} GB | {row['least_in_parts'] / 1e9:.2f} GB{star}"
+        return f"{sizes} | {1e3 * row['seconds']:.1f} ms"
+
+    names = dict.fromkeys(name for name, _ in found)
+    assert len(names) == 11
+    for name in names:
+        assert f"| {name} | {cells(found[name, 'float32'])} | {cells(found[name, 'bfloat16'])} |" in FIGURES
+
+
+def test_the_picture_of_the_readme_is_that_of_the_committed_rows() -> None:
+    rows = read(ROOT / "benchmarks" / "results" / "solve.jsonl")
+    (row,) = latest(
+        (r for r in rows if (r["graph"], r["share"], r["method"]) == (picture.NETWORK, picture.SHARE, "auto")), "graph"
+    )
+    assert f"for {row['cost_ratio'] - 1:.1%} more time" in README
+    assert f"({picture.PATH.relative_to(ROOT)})" in README
+    assert picture.PATH.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_speaks_to_who_sees_it_first() -> None:
+    problem = checkmate.Problem.from_dag([[], [0], [1], [1, 2], [0, 3]], [1] * 5, [4] * 5, forward=3)
+    plain = checkmate.solve(problem, problem.keep_all_peak, method="checkpoint-all")
+    ax = picture.draw(checkmate.solve(problem, problem.keep_all_peak - 4), plain)
+    said = [text.get_text() for text in (*ax.texts, *ax.get_legend().get_texts())]
+    assert any(text.startswith("with checkmate: ") for text in said)
+    assert {"plain PyTorch", "the budget", "activations, kept", "activations, computed again"} <= {*said}
+    assert not any("checkpoint-all" in text or "peak" in text for text in said)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+def _has_examples(page: Path) -> bool:
+    return page.name != "ecosystem.md" and "```python\nimport" in page.read_text()
+
+
+QUICK = ("train", "fit")  # whose examples run in turn; those of the others take longer, and are long
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        slow("idea"),
+        *(slow(name) for name in QUICK),
+        *(long(p.stem) for p in sorted(DOCS.glob("*.md")) if _has_examples(p) and p.stem not in ("idea", *QUICK)),
+    ],
+)
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path) -> None:
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), flags=re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), flags=re.DOTALL)
     assert examples
     script = tmp_path / "page.py"
     script.write_text("\n".join(examples))
     run_python(str(script), CHECKMATE_CACHE_DIR=str(tmp_path), PYTHONPATH=str(ROOT))
 
 
+def _options(call: Callable[..., Any]) -> dict[str, str]:
+    """The options of a call with their defaults, as the table writes them."""
+    inputs = {"fn", "loss_fn", "optimizer", "problem", "make_step", "make_batch"}
+    own = {
+        name: "required" if given.default is Parameter.empty else f"`{given.default!r}`".replace("'", '"')
+        for name, given in signature(call).parameters.items()
+        if name not in inputs and given.kind is not Parameter.VAR_KEYWORD
+    }
+    passed_on = {checkmate.compile: CompileOptions, checkmate.training_step: StepOptions}.get(call)
+    if passed_on is not None:
+        defaults = {field.name: f"`{field.default!r}`".replace("'", '"') for field in fields(Options)}
+        own |= {name: defaults[name] for name in passed_on.__optional_keys__}
+    return own
+
+
+def test_the_table_of_options_has_all_of_them_with_their_defaults() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", (DOCS / "options.md").read_text(), flags=re.MULTILINE)
+    calls = (checkmate.compile, checkmate.training_step, checkmate.solve, checkmate.max_batch_size)
+    for column, call in enumerate(calls, start=1):
+        cells = {name: line.split("|")[column].strip() for name, line in rows}
+        expected = {name: default for name, default in _options(call).items() if name != "options"}
+        assert {name: cell for name, cell in cells.items() if cell} == expected, call.__name__
+    assert all(len(line.split("|")) == 5 and line.split("|")[0].strip() for _, line in rows)
+
+
+def _said() -> Iterator[str]:
+    """All texts of the code, with an ellipsis for what is filled in."""
+    for folder in FOLDERS:
+        for source in ROOT.glob(f"{folder}/**/*.py"):
+            for node in ast.walk(ast.parse(source.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def test_the_messages_of_the_page_of_refusals_are_those_of_the_code() -> None:
+    page = (DOCS / "refusals.md").read_text()
+    listed = re.findall(r"^\| `(.+?)` \|", page, flags=re.MULTILINE)
+    said = [*_said()]
+    assert [message for message in listed if not any(message in text for text in said)] == []
+    assert len(listed) > 70
+
+
+def test_every_error_has_its_place_on_the_page_of_refusals() -> None:
+    page = (DOCS / "refusals.md").read_text()
+    errors = {
+        node.name
+        for node in ast.parse((ROOT / "checkmate" / "errors.py").read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {*re.findall(r"^## (\w+Error|\w+): ", page, flags=re.MULTILINE)} == errors - {"CheckmateError"}
+
+
 def test_every_public_name_is_on_the_page_of_the_api() -> None:
-    shown = re.findall(r"^\.\. auto\w+:: checkmate\.(\w+)", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
+    shown = re.findall(r"^\.\. auto\w+:: checkmate\.(\w+)", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
     errors = {
         node.name
         for node in ast.parse((ROOT / "checkmate" / "errors.py").read_text()).body
@@ -170,3 +307,9 @@ def test_the_pages_can_be_made_and_all_their_links_lead_somewhere(tmp_path: Path
     page = (tmp_path / "api.html").read_text()
     assert 'id="checkmate.compile"' in page
     assert "checkmate.explain_peak" in page
+    assert "plan.html" in (tmp_path / "report.html").read_text()
+    assert "uPlot" in (tmp_path / "_static" / "plan.html").read_text()
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        rendered = (tmp_path / "made" / "notebooks" / f"{notebook.stem}.html").read_text()
+        assert 'class="cell_output' in rendered
+        assert ".png" in rendered

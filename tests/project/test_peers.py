@@ -256,10 +256,12 @@ def test_vgg_for_small_images_has_its_layers() -> None:
         assert module(torch.empty(1, 3, 96, 96)).shape == (1, 10)
 
 
-def test_the_readme_and_the_document_say_what_the_rows_say() -> None:
+def test_the_readme_and_the_pages_say_what_the_rows_say() -> None:
     path = peers.BENCHMARK.path
     runs = peers_report.runs_of(path)
-    readme = (path.parents[2] / "README.md").read_text()
-    assert sum(peers_report.short(rows) in readme for rows in runs.values()) == 2
+    readme, page = ((path.parents[2] / name).read_text() for name in ("README.md", "docs/comparison.md"))
+    shown = {name for name, rows in runs.items() if peers_report.short(rows) in page}
+    assert shown == {"gpt2", "mobilenetv2"}
+    assert peers_report.short(runs["gpt2"]) in readme
     assert path.with_suffix(".md").read_text() == peers_report.page(runs, path.stem)
     assert all((path.with_suffix("") / f"{model}.png").exists() for model in runs)

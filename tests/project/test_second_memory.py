@@ -37,9 +37,9 @@ def test_half_of_the_recomputation_is_gone_on_transformers_or_no_plan_does_that(
             assert ours["gap"] <= 0.02, (network, share)
 
 
-def test_the_readme_says_what_the_rows_say() -> None:
+def test_the_page_of_figures_says_what_the_rows_say() -> None:
     rows = {(row["network"], row["share"], row["method"]): row for row in planned.in_order(ROWS)}
-    said = " ".join((planned.PAGE.parents[1] / "README.md").read_text().split())
+    said = " ".join((planned.PAGE.parent / "figures.md").read_text().split())
 
     def longer(network: str, method: str) -> str:
         return f"{rows[network, 0.3, method]['cost_ratio'] - 1:.1%}"

@@ -80,13 +80,13 @@ def test_the_committed_rows_contradict_one_another_nowhere() -> None:
             assert all(other["bound_ratio"] <= row["cost_ratio"] * (1 + TOLERANCE) for other in same)
 
 
-def test_the_readme_says_how_wide_the_gaps_are() -> None:
+def test_the_page_says_how_wide_the_gaps_are() -> None:
     rows = tight.in_order(read(tight.BENCHMARK.path))
     gaps = {row["network"]: row["gap"] for row in rows if row["times"] == 1.1}  # of several limits the longest is last
     close = [name for name, gap in gaps.items() if gap < 0.004]
     wide = sorted((gap, name) for name, gap in gaps.items() if name not in close)
     assert (len(close), len(gaps)) == (7, 11)
     assert [name for _, name in wide] == ["unet", "densenet121", "resnet50", "vit-b16"]
-    said = " ".join((HERE.parent / "README.md").read_text().split())
+    said = " ".join((HERE.parent / "docs" / "figures.md").read_text().split())
     assert "seven of eleven graphs are within 0.4% of the best plan after a minute" in said
     assert f"are {wide[0][0]:.0%}"[:-1] + f" to {wide[-1][0]:.0%} there" in said

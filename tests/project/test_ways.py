@@ -45,10 +45,10 @@ def test_the_committed_rows_contradict_one_another_nowhere(rows: list[ways.Row])
                 assert bound <= plain[f"{at}_cost_ratio"] * (1 + TOLERANCE)
 
 
-def test_the_figures_of_the_readme_come_from_the_committed_rows(rows: list[ways.Row]) -> None:
+def test_the_figures_of_the_page_come_from_the_committed_rows(rows: list[ways.Row]) -> None:
     known = {(row["network"], row["form"]): row["smallest"] for row in rows}
     lower = {name: 1 - known[name, "ways"] / known[name, "file"] for name in FILES}
-    said = " ".join((HERE.parent / "README.md").read_text().split())
+    said = " ".join((HERE.parent / "docs" / "figures.md").read_text().split())
     images = [lower[name] for name in ("vgg16", "unet", "resnet18", "mobilenetv2", "resnet50", "densenet121")]
     assert f"that of convolutional networks by {100 * min(images):.0f} to {100 * max(images):.0f} %" in said
     for text, name in (("GPT-2 of 12 layers falls", "gpt2-12"), ("BERT", "bert-base")):

@@ -1,4 +1,4 @@
-"""The benchmark of whole training steps: its rows, its document and what the README says of them."""
+"""The benchmark of whole training steps: its rows, its document and what the page of figures says of them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def test_our_rows_keep_the_promise() -> None:
         assert row["peak"] == row["predicted_peak"] <= row["budget"]
 
 
-def test_the_figures_of_the_readme_come_from_the_committed_rows() -> None:
+def test_the_figures_of_the_page_come_from_the_committed_rows() -> None:
     rows = {(row["model"], row["way"]): row for row in latest(ROWS, "model", "way")}
-    said = (HERE.parent / "README.md").read_text()
+    said = (HERE.parent / "docs" / "figures.md").read_text()
     for name in whole_steps.NAMES:
         least, apart, hooks = (
             f"{rows[name, way]['peak'] / 1e6:.1f} MB"
