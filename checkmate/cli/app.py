@@ -7,8 +7,8 @@ Answers go to standard output, as text or with ``--json`` as JSON; progress and 
     2    asked wrongly
     130  Ctrl-C; where a best plan so far was printed, it is a valid one
 
-PyTorch is imported only by the commands that trace a step: ``plan``, ``max-batch`` and ``selftest``; ``doctor`` looks
-for it.
+PyTorch is imported only by the commands that trace a step: ``plan``, ``max-batch``, ``fits`` and ``selftest``;
+``doctor`` looks for it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from checkmate.units import format_bytes, parse_bytes, parse_share
 
 if TYPE_CHECKING:
     from checkmate.core.problem import Problem
+    from checkmate.profiling.data_sheets import Device
 
 DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -220,6 +221,36 @@ def _max_batch(args: argparse.Namespace) -> int:
     return INTERRUPTED if found.ended == "interrupted" else DONE
 
 
+def _fits(args: argparse.Namespace) -> int:
+    if args.budget is not None:
+        parse_bytes(args.budget)
+    host = asked_host(args)
+    if args.device:
+        _known_device(args.device)
+    from torch import optim
+
+    from checkmate.batch.sized_steps import arguments_of
+    from checkmate.fitting.fits import fits
+    from checkmate.fitting.stand_ins import trained
+
+    chosen = None if args.optimizer is None else getattr(optim, args.optimizer, None)
+    if args.optimizer is not None and not (isinstance(chosen, type) and issubclass(chosen, optim.Optimizer)):
+        raise UsageError(f"torch.optim has no optimizer {args.optimizer!r}")
+    make = _target(args)
+    step, batch = make(args.size) if args.size else make()
+    positional, named = arguments_of(batch)
+    optimizer = None if chosen is None else chosen(trained((step, positional, named)))
+    about: dict[str, Any] = {"device": args.device, "budget": args.budget, "host": host, "time_limit": args.time_limit}
+    try:
+        found = fits(step, *positional, optimizer=optimizer, **about, **named)
+    except (RuntimeError, TypeError) as error:  # plain PyTorch fails as well
+        if args.debug:
+            raise
+        raise CheckmateError(f"The step of {args.target} fails on its batch: {error}") from error
+    _show(args, found.summary(), repr(found))
+    return DONE if found.fits or found.best is not None else REFUSED
+
+
 def _methods(args: argparse.Namespace) -> int:
     from checkmate.solvers.catalogue import methods
 
@@ -308,11 +339,7 @@ def _profile(args: argparse.Namespace) -> str:
         return str(args.profile)
     if not args.device:
         return "measure"
-    from checkmate.profiling.roofline import DEVICES
-
-    if args.device not in DEVICES:
-        raise UsageError(f"there is no device {args.device!r}; there are {', '.join(DEVICES)}")
-    device = DEVICES[args.device]
+    device = _known_device(args.device)
     if device.room and parse_bytes(args.budget) > device.room:
         room, all_of_it = format_bytes(device.room), format_bytes(device.memory_bytes)
         _say(
@@ -321,6 +348,15 @@ def _profile(args: argparse.Namespace) -> str:
             DONE,
         )
     return f"roofline:{args.device}"
+
+
+def _known_device(name: str) -> Device:
+    """The device of a data sheet; a UsageError where there is none."""
+    from checkmate.profiling.roofline import DEVICES
+
+    if name not in DEVICES:
+        raise UsageError(f"there is no device {name!r}; there are {', '.join(DEVICES)}")
+    return DEVICES[name]
 
 
 def _target(args: argparse.Namespace) -> Callable[..., tuple[Any, Any]]:
@@ -355,6 +391,7 @@ _COMMANDS = {
     "report": _report,
     "frontier": _frontier,
     "max-batch": _max_batch,
+    "fits": _fits,
     "methods": _methods,
     "doctor": _doctor,
     "selftest": _selftest,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from checkmate import batch
+from checkmate import batch, fitting
 from checkmate.cli.target import UsageError
 from checkmate.units import parse_bytes, parse_rate
 from checkmate.version import __version__
@@ -23,6 +23,10 @@ TARGET is module:function or file.py:function, found from the current folder.
 The function returns (step, batch): a module or function as checkmate.compile
 takes it, and an example batch for it: a tuple of arguments, a dict of named
 ones, or one tensor. {more}
+"""
+_OF_FITS = """\
+The step gives the loss. The optimizer's update, of all parameters that have
+gradients, is part of what is looked at.
 """
 
 _PAGE = """\
@@ -116,6 +120,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--baselines": {**_FLAG, "help": "find the largest sizes of other methods, too"},
     "--measure": {**_FLAG, "help": "run the step at the answer and measure its peak"},
+    "--optimizer": {"metavar": "CLASS", "help": "of torch.optim, by default AdamW"},
     "--smallest": {"type": size, "default": 1, "metavar": "N"},
     "--largest": {"type": size, "default": batch.LARGEST, "metavar": "N"},
 }
@@ -166,6 +171,15 @@ def parser_of(runs: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpar
         *("--smallest", "--largest", "--time-limit"),
         about=_TARGET.format(more="It is called with the size: an integer that may mean anything."),
         time_limit=_seconds(batch.TIME_LIMIT),
+    )
+    command(
+        "fits",
+        "say whether a training step fits a device, and what would make it fit",
+        *("target", "--device", "--size", "--optimizer", "--budget", *_HOST, "--time-limit"),
+        about=f"{_TARGET.format(more='With --size N it is called with N.')}{_OF_FITS}",
+        device={"metavar": "NAME", "help": "such as rtx4090; by default the one here, whose ops are measured"},
+        budget={"metavar": "BYTES", "help": "such as 16GB, in place of the device's room"},
+        time_limit=_seconds(fitting.TIME_LIMIT),
     )
     command("methods", "list the methods with their options")
     command("doctor", "versions, device, solver and cache of this installation")
