@@ -87,7 +87,8 @@ def training_step(
     Args:
         loss_fn: gives a loss, or a tuple of a loss and whatever else; that has no gradient.
         optimizer: updates parameters that ``loss_fn`` uses; or several, each with parameters of its own. Optimizers of
-            `torch.optim` but for LBFGS and SparseAdam.
+            `torch.optim` but for LBFGS and SparseAdam, and classes derived from them that leave `step` as it is, are
+            known to update each parameter alone. Any other, of another library or your own, is tried on small copies.
         budget: bytes at any moment of the step; "8 GB", or "8G", is 8e9.
         clip_norm: scale all gradients so that the norm of all together is this at most.
         norm_type: the order of that norm; ``math.inf``: the largest element.
@@ -114,11 +115,12 @@ def training_step(
 
     Raises:
         BudgetError, RuleError, InfeasibleBudget: as for `checkmate.compile`.
-        Unsupported: at once, for other optimizers, or hooks on their `step`; at a call, for hooks on parameters, or if
-            the step cannot be captured as one graph, or ranks have gradients of different parameters, or the step
-            reaches no parameter of an optimizer. At once, too, if ``loss_fn`` holds a module of ``fully_shard``, or a
-            `DistributedDataParallel` that does more than to average; or if parameters are a `DTensor`, and something
-            but ``clip_value`` is to be done with gradients before the updates, or with parameters behind them.
+        Unsupported: at once, for optimizers that do not update each parameter alone, or hooks on their `step`; at a
+            call, for hooks on parameters, or if the step cannot be captured as one graph, or ranks have gradients of
+            different parameters, or the step reaches no parameter of an optimizer. At once, too, if ``loss_fn`` holds
+            a module of ``fully_shard``, or a `DistributedDataParallel` that does more than to average; or if parameters
+            are a `DTensor`, and something but ``clip_value`` is to be done with gradients before the updates, or with
+            parameters behind them; or if ``gradients`` are asked of an optimizer that writes over them.
         TypeError: at once, if something else is given for ``loss_fn``, ``optimizer``, ``scaler`` or ``ema``.
         ValueError: at once, if ``clip_norm``, ``clip_value`` or ``accumulate`` is no positive number, ``verify`` is
             asked of more than one call and one update by gradients as they are, or ``process_group`` is given for a
@@ -139,7 +141,7 @@ def training_step(
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate is a whole number of calls, 1 at least, not {accumulate!r}.")
     refuse_what_is_no_step(loss_fn, "checkmate.training_step")
-    optimizers = checked(optimizer)
+    optimizers = checked(optimizer, keep=gradients)
     modules = modules_within(loss_fn)
     with as_their_modules(wrapped_in(modules)):
         _refuse_sharded(loss_fn)
@@ -224,7 +226,7 @@ class TrainingStep(Planned):
         updates = self._updates
         refuse_hooks(updates.optimizers)
         if updates.signature != self._planned_for:
-            checked(updates.optimizers)
+            checked(updates.optimizers, keep=updates.keep)
             self._plan_anew()
         refuse_special(self._wrapped)
         stand_aside(self._wrapped)

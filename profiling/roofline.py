@@ -87,6 +87,8 @@ def roofline(joint: Joint, device: Device) -> Profile:
                 inside = of_parts.workspace_bytes
             elif isinstance(node.target, InParts):
                 inside = node.target.inner_bytes
+            elif hasattr(node.target, "workspace_bytes"):
+                inside = node.target.workspace_bytes()
             else:
                 inside = workspace_bytes(node, device)
             workspace[k] = as_allocated(inside, device.block_bytes)

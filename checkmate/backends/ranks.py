@@ -91,7 +91,7 @@ def keeping_step(run: Callable[..., Any], plan: Solution) -> Callable[..., Any]:
     order = [step.op for step in plan.plan.steps if isinstance(step, (Run, Start))]  # also where it is waited for
     talking = [n for k in order if (n := joint.nodes[k]) is not None and is_collective(n)]
     groups = dict.fromkeys(n.args[-1] for n in talking if n.target is GATHER_AGAIN)
-    if not groups:
+    if not (groups and train_together()):
         return run
     device = device_of(joint.module.graph)
     said = [(n.args[-1], n.name, tuple(n.meta["val"].shape), n.args[1:]) for n in talking]

@@ -7,11 +7,12 @@ rank: a step is captured with its collectives as it would be there, and planned.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -19,7 +20,7 @@ from checkmate.backends.planner import Bytes
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.core.table import Printed, Table
-from checkmate.profiling.profilers import Choice
+from checkmate.profiling.profilers import Choice, Roofline, profiler
 from checkmate.solvers.frontier import solve_all
 from checkmate.solvers.solve import refused
 from checkmate.torch_internals.steps import FakeStore
@@ -98,7 +99,8 @@ def sweep_meshes(
 
     Args:
         make_step: is given a `DeviceMesh` of the dimensions "data" and "tensor", and a size: gives the step, a module
-            or function whose parameters it has sharded over the mesh, and the batch of one rank, a tuple.
+            or function whose parameters it has sharded over the mesh, and the batch of one rank, a tuple. Where costs
+            are estimated for a GPU, all tensors that it makes are on the meta device, and take no memory.
         meshes: shapes, such as (8,) or (4, 2): the first dimension's ranks have samples of their own.
         sizes: of batches, of one rank of the first dimension.
         budget: bytes of one rank, or text such as "8 GB".
@@ -139,9 +141,18 @@ def _point(mesh: tuple[int, ...], size: int, solution: Solution) -> MeshPoint:
 def _problem(make_step: Callable[..., Any], mesh: tuple[int, ...], size: int, **options: Any) -> Problem:
     if not 1 <= len(mesh) <= len(DIMENSIONS) or not all(type(n) is int and n >= 1 for n in mesh):
         raise ValueError(f"A mesh is (data,) or (data, tensor), numbers of ranks, not {mesh!r}.")
+    on_gpu = _is_of_gpu(options["profile"])
     with _imagined(prod(mesh)):
-        step, batch = make_step(init_device_mesh("cpu", mesh, mesh_dim_names=DIMENSIONS[: len(mesh)]), size)
+        ranks = init_device_mesh("cuda" if on_gpu else "cpu", mesh, mesh_dim_names=DIMENSIONS[: len(mesh)])
+        with torch.device("meta") if on_gpu else nullcontext():
+            step, batch = make_step(ranks, size)
         return trace(step, *batch, **options)
+
+
+def _is_of_gpu(profile: Choice) -> bool:
+    """Whether costs are estimated for a GPU."""
+    found, _ = profiler(profile)
+    return isinstance(found, Roofline) and found.device.capability is not None
 
 
 @contextmanager

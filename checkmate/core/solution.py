@@ -116,9 +116,9 @@ class Solution:
     @property
     def waited(self) -> float:
         """Seconds of the step in which no op runs, since a link has not done."""
-        if self.plan is not None and self.plan.started:
+        if self.plan is not None and (self.problem.graph.links or self.plan.sent):
             return timing(self.plan, self.problem).waited
-        return 0.0 if self.elsewhere is None else self.elsewhere.waited
+        return 0.0
 
     @property
     def runs_over(self) -> int:

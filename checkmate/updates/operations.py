@@ -3,7 +3,7 @@
 ``does``: what an op does beside what it makes, in words with a place for the name of its second argument, a parameter;
 such an op runs once. ``updates``: positions of the arguments that it overwrites. ``rehearsal``: makes a function that
 costs the same and leaves everything as it is. ``written``: how it writes its result over an argument. ``moved_bytes``:
-of what is no argument.
+of what is no argument. ``workspace_bytes``: gives what it makes on its way, where that is not measured.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def update(updates: Updates, of: Update, *, by_sum: bool = False, adds: bool = F
 
     name = "add_and_update_parameter" if adds else "update_parameter_by_sum" if by_sum else "update_parameter"
     state = 2 * of.state_bytes + local(of.parameter).nbytes
-    return _op(name, run, rehearsal, does="updates {}", updates=(1, AVERAGED), moved_bytes=state)
+    about = {"moved_bytes": state, "workspace_bytes": of.workspace_bytes}
+    return _op(name, run, rehearsal, does="updates {}", updates=(1, AVERAGED), **about)
 
 
 def add(updates: Updates, of: Update, *, exchanges: bool = False) -> Op:

@@ -16,11 +16,12 @@ Optimizers are supported that update one parameter at a time with the bits that 
 
 from __future__ import annotations
 
-import inspect
+import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,25 +29,21 @@ from torch import nn, optim
 
 from checkmate.capture.sharded.shards import Layout, is_shard, local
 from checkmate.errors import Unsupported
-from checkmate.memory import CPU
+from checkmate.memory import CPU, aside, measure_peak
 from checkmate.torch_internals.descriptions import FakeTensor
 from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.steps import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from checkmate.torch_internals.trees import tree_leaves
+from checkmate.updates.alone import cut, known, make_late, refuse_wrappers, trial_of, try_alone, update_alone
 
-# What they compute of a parameter depends on nothing but its gradient, its state and its group's settings.
-SUPPORTED = (
-    *(optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.Muon),
-    *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
-)
 _INSTEAD = (
     "Update outside of the plan: checkmate.compile(loss_fn, budget=..., reserve=...), with the bytes of its state and "
     "of the gradients as the reserve."
 )
 Call = Callable[..., None]
 META = torch.device("meta")
-LATE = 10**9  # updates, after which an optimizer does nothing more for the first time
 SLICE = 2**18  # elements: 1 MB of float32
-_WHOLE = ("Adafactor", "Muon")  # these read rows, columns or norms of a parameter
+_WHOLE = (optim.Adafactor, optim.Muon)  # these read rows, columns or norms of a parameter
 _ROUNDED_ALIKE = (torch.float32, torch.float64)
 _ALL_AT_ONCE = ("foreach", "fused")  # settings that choose among kernels with the same states
 
@@ -85,19 +82,29 @@ class Update:
         """A function that does to another parameter what a late update does to this one, with a state of its own.
 
         The plan holds for all updates, and late ones take most: RAdam rectifies from its sixth on, ASGD averages from
-        one that is said to it.
+        one that is said to it. Of optimizers that are not of `torch.optim` it does once, the second time it is called,
+        what a first update does as well: that may take more beside the state that it makes.
         """
         states: dict[torch.Tensor, Any] = defaultdict(dict)
+        settings, firsts = dict(self.settings), 1 if known(self.optimizer) else 2
 
         def rehearse(gradient: torch.Tensor, parameter: torch.Tensor, about: str) -> None:
+            nonlocal firsts
+            counts = not isinstance(parameter, FakeTensor)  # whose counts cannot be read
             if parameter not in states:
                 states[parameter].update(
                     {n: _copied(local(what)) for n, what in self.optimizer.state.get(self.parameter, {}).items()}
                 )
-                if not isinstance(parameter, FakeTensor):  # whose counts cannot be read
-                    self._update(parameter, gradient, states)
-                    _make_late(states[parameter])
-            self._update(parameter, gradient, states)
+            elif firsts and counts:
+                states[parameter].clear()
+                settings.clear()
+                settings.update(self.settings)
+            if firsts and counts:
+                firsts -= 1
+                self._update(parameter, gradient, states, settings)
+                make_late(states[parameter])
+                make_late(settings)
+            self._update(parameter, gradient, states, settings)
 
         return rehearse
 
@@ -106,32 +113,51 @@ class Update:
         """Bytes of its state on its device, from the first update on."""
         here = self.parameter.device
         state = self.optimizer.state.get(self.parameter) or self._first_state
-        tensors = [local(t) for t in state.values() if isinstance(t, torch.Tensor)]
+        tensors = [local(t) for t in tree_leaves(state) if isinstance(t, torch.Tensor)]
         return sum(t.nbytes for t in tensors if t.device in (here, META) or here in (CPU, META))
 
     @cached_property
     def _first_state(self) -> dict[str, Any]:
         """A state as the first update makes it: without data, where that can be had."""
         states: dict[torch.Tensor, Any] = defaultdict(dict)
-        plain = {**self.settings, **{name: False for name in _ALL_AT_ONCE if name in self.settings}}
+        is_known = known(self.optimizer) is not None
+        plain = {**self.settings, **{name: False for name in _ALL_AT_ONCE if is_known and name in self.settings}}
+        fails = RuntimeError if is_known else Exception  # of an optimizer that reads numbers of its state
         with outside_tracing():
-            for device, settings in ((META, plain), (self.parameter.device, self.settings)):
+            for device, settings in ((META, plain), (self.parameter.device, dict(self.settings))):
                 like = nn.Parameter(torch.zeros_like(local(self.parameter), device=device))
                 try:
                     self._step(like, torch.zeros_like(like), states, settings)
-                except RuntimeError:  # of an optimizer that reads numbers of its state
+                except fails:
                     if device != META:
                         raise
                 else:
                     break
         return states[like]
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, states: Any) -> None:
+    def workspace_bytes(self) -> int:
+        """Bytes that a late update makes on its way, where none is measured: those of a small one, in proportion.
+
+        Of an optimizer of `torch.optim` these are in slices, and are not counted.
+        """
+        if known(self.optimizer) is not None:
+            return 0
+        whole = local(self.parameter)
+        with outside_tracing(), torch.no_grad():
+            small = nn.Parameter(cut(whole, 64), requires_grad=False)
+            run = partial(Update(self.optimizer, self.group, small).rehearsal(), torch.zeros_like(small), small, "")
+            run()
+            run()
+            peak = aside(lambda: measure_peak(run)).peak
+        return math.ceil(peak * whole.numel() / max(1, small.numel()))
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, states: Any, settings: Any = None) -> None:
         """Update a parameter: in slices if it is large, which takes less memory."""
+        step = partial(self._step, settings=settings)
         if self._saves_by_slices(parameter, gradient, states.get(parameter, {})):
-            _step_in_slices(self._step, parameter, gradient, states)
+            _step_in_slices(step, parameter, gradient, states)
         else:
-            self._step(parameter, gradient, states)
+            step(parameter, gradient, states)
 
     def _update_shard(self, gradient: torch.Tensor) -> None:
         """Update this rank's shard. States that lie as the parameter does become each a `DTensor`, as plainly."""
@@ -145,24 +171,26 @@ class Update:
                 state[self.parameter][name] = layout.whole(what) if _is_by_element(what, shard) else what
 
     def _step(self, parameter: Any, gradient: torch.Tensor, states: Any, settings: Any = None) -> None:
-        """Update a parameter, as the optimizer does with these settings; its state is found among these, or made."""
-        kind, settings = type(self.optimizer), self.settings if settings is None else settings
-        writes = kind is optim.SGD and settings["nesterov"] and settings["foreach"] is not False  # over the gradient
-        one: Any = object.__new__(kind)
-        one.__dict__.update(self.optimizer.__dict__)
-        one.__dict__.pop("step", None)  # in which a scheduler counts
-        one.param_groups, one.state = [{**settings, "params": [parameter]}], states
-        before, parameter.grad = parameter.grad, gradient.clone() if writes else gradient  # others may read it
-        try:
-            with torch.no_grad():
-                inspect.unwrap(kind.step)(one)  # without what a profiler and hooks are told of a whole step
-        finally:
-            parameter.grad = before
+        """Update a parameter, as the optimizer does; its state is found among these, or made.
+
+        Settings that are given are as the optimizer's step leaves them, then; those of the group stay as they are.
+        """
+        group = {**(self.settings if settings is None else settings), "params": [parameter]}
+        gradient = gradient.clone() if self._writes_over_gradients(group) else gradient  # others may read it
+        update_alone(self.optimizer, group, parameter, gradient, states)
+        if settings is not None:
+            settings.update({name: what for name, what in group.items() if name != "params"})
+
+    def _writes_over_gradients(self, settings: dict[str, Any]) -> bool:
+        kind = known(self.optimizer)
+        if kind is None:
+            return trial_of(self.optimizer).writes
+        return kind is optim.SGD and settings["nesterov"] and settings["foreach"] is not False
 
     def _saves_by_slices(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> bool:
         """Whether to update a parameter in slices: it is large, saves memory, and all that is sliced lies alike."""
-        kind, settings = type(self.optimizer), self.settings
-        if parameter.numel() <= SLICE or settings.get("fused") or kind.__name__ in _WHOLE:
+        kind, settings = known(self.optimizer), self.settings
+        if parameter.numel() <= SLICE or settings.get("fused") or kind is None or kind in _WHOLE:
             return False
         if kind is optim.SGD and not any(settings[name] for name in ("weight_decay", "nesterov", "maximize")):
             return False  # it makes no temporaries
@@ -180,26 +208,24 @@ def about(optimizer: optim.Optimizer, settings: dict[str, Any]) -> str:
     >>> about(sgd := optim.SGD([torch.ones(1)], lr=0.1, momentum=0.9), sgd.param_groups[0])
     'SGD momentum'
     """
-    rates = ("params", "lr", "initial_lr", "max_lr", "min_lr")
-    on = [name for name, value in settings.items() if name not in rates and _is_on(value)]
-    return " ".join((type(optimizer).__name__, *on))
+    kind, name_of = known(optimizer), type(optimizer).__name__
+    changes = {"params", "lr", "initial_lr", "max_lr", "min_lr"}
+    if kind is None:
+        trial = trial_of(optimizer)
+        changes |= trial.sets
+        numbers = [f"{name}={what}" for name, what in settings.items() if type(what) is int and name not in changes]
+        name_of = " ".join((name_of, f"{trial.version:08x}", *numbers))
+    else:
+        name_of = kind.__name__
+    return " ".join((name_of, *(name for name, what in settings.items() if name not in changes and _is_on(what))))
 
 
 def _is_on(value: Any) -> bool:
     return bool(value) if isinstance(value, (bool, int, float, str)) else value is not None
 
 
-def _make_late(state: dict[str, Any]) -> None:
-    """Have so many updates counted in a state, if it counts them."""
-    step = state.get("step")
-    if isinstance(step, torch.Tensor):
-        step.fill_(LATE)
-    elif step is not None:
-        state["step"] = LATE
-
-
 def _copied(what: Any) -> Any:
-    return what.clone() if isinstance(what, torch.Tensor) else what
+    return what.clone() if isinstance(what, torch.Tensor) else copy.deepcopy(what)
 
 
 def _step_in_slices(step: Callable[..., None], parameter: torch.Tensor, gradient: torch.Tensor, states: Any) -> None:
@@ -242,7 +268,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def checked(optimizers: optim.Optimizer | Iterable[optim.Optimizer]) -> tuple[optim.Optimizer, ...]:
+def checked(
+    optimizers: optim.Optimizer | Iterable[optim.Optimizer], *, keep: bool = False
+) -> tuple[optim.Optimizer, ...]:
     """The optimizers of a step, each of which updates parameters of its own.
 
     Raises:
@@ -253,7 +281,7 @@ def checked(optimizers: optim.Optimizer | Iterable[optim.Optimizer]) -> tuple[op
     for optimizer in given:
         if not isinstance(optimizer, optim.Optimizer):
             raise TypeError(f"optimizer is a torch.optim.Optimizer or several, not {_what_it_is(optimizer)}.")
-        _refuse(optimizer)
+        _refuse(optimizer, keep)
     if not given:
         raise TypeError("optimizer is a torch.optim.Optimizer or several, not none.")
     seen: set[torch.Tensor] = set()
@@ -276,16 +304,12 @@ def _what_it_is(given: object) -> str:
     return type(given).__name__
 
 
-def _refuse(optimizer: optim.Optimizer) -> None:
-    name = type(optimizer).__name__
-    if type(optimizer) is optim.LBFGS:
+def _refuse(optimizer: optim.Optimizer, keep: bool) -> None:
+    name, kind = type(optimizer).__name__, known(optimizer)
+    if isinstance(optimizer, optim.LBFGS):
         raise Unsupported(f"{name} runs the step several times for one update: there is no one plan. {_INSTEAD}")
-    if type(optimizer) not in SUPPORTED:
-        names = ", ".join(kind.__name__ for kind in SUPPORTED)
-        raise Unsupported(
-            f"{type(optimizer).__module__}.{name} may read all gradients at once, so that none is free before its "
-            f"update. These update one parameter at a time: {names}. {_INSTEAD}"
-        )
+    if kind is None:
+        refuse_wrappers(optimizer, _INSTEAD)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise Unsupported(
             f"This {name} is differentiable: gradients would flow through its updates, and a step has none then. "
@@ -293,15 +317,15 @@ def _refuse(optimizer: optim.Optimizer) -> None:
         )
     for group in optimizer.param_groups:
         types = {p.dtype for p in group["params"] if p.requires_grad}
-        if name == "Adafactor" and group["eps"][0] is None and _at_once(group) and len(types) > 1:
+        if kind is optim.Adafactor and group["eps"][0] is None and _at_once(group) and len(types) > 1:
             raise Unsupported(
                 "This Adafactor, with foreach, takes its smallest number from the type of one parameter for parameters "
                 "of several types in a group. Make it with eps=(a number, 1e-3), or foreach=False."
             )
-    if name in _WHOLE and any(map(is_shard, parameters_of([optimizer]))):
+    if (kind is None or kind in _WHOLE) and any(map(is_shard, parameters_of([optimizer]))):
         raise Unsupported(
-            f"{name} reads rows, columns or norms of a whole parameter, and each rank has a shard of it only. "
-            f"{_INSTEAD}"
+            f"{name} {'reads' if kind in _WHOLE else 'may read'} rows, columns or norms of a whole parameter, and each "
+            f"rank has a shard of it only. {_INSTEAD}"
         )
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     if any(hooks) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
@@ -309,6 +333,12 @@ def _refuse(optimizer: optim.Optimizer) -> None:
             f"A hook on the step of this {name} is called when all gradients are there, and here they never are. "
             f"Call what it does before or after the training step. {_INSTEAD}"
         )
+    if kind is None:
+        try_alone(optimizer, _INSTEAD)
+        if keep and trial_of(optimizer).writes:
+            raise Unsupported(
+                f"{name} writes over gradients, and gradients=True would leave those that it was given. Leave it out."
+            )
 
 
 def _at_once(group: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn, optim
 
+from checkmate.updates.alone import update_once
 from checkmate.updates.averaging import Average
 from checkmate.updates.exchange import Exchange
 from checkmate.updates.gradients import HELD_BYTES, Clipping, Scaling, Sums
@@ -124,6 +125,7 @@ class Updates:
                 self.update_in_place(update)
         for optimizer in self.optimizers:
             if not self._skips(optimizer):
+                update_once(optimizer)
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
             if not self.keep:
                 optimizer.zero_grad(set_to_none=True)

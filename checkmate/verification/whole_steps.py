@@ -7,10 +7,12 @@ parts, parameters, the optimizer's state and gradients that are kept are plain P
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from checkmate.capture.sharded.shards import local
 from checkmate.core.solution import Solution
 from checkmate.errors import VerificationError
 from checkmate.memory import CPU, measure_peak
-from checkmate.torch_internals.trees import tree_leaves
+from checkmate.torch_internals.trees import tree_leaves, tree_map_only
+from checkmate.updates.alone import known
 from checkmate.updates.optimizers import parameters_of
 from checkmate.verification.compare import check_peak, outcome_of
 from checkmate.verification.outcomes import (
@@ -67,12 +70,13 @@ def compare_whole(
 
     def run(step: Callable[[], Any]) -> Outcome:
         with put_back(state, optimizers, device):
-            return _outcome(step, state, names, optimizers, device)
+            return _outcome(partial(_on_states_of_its_own, step, optimizers), state, names, optimizers, device)
 
     with put_back(state, optimizers, device):
         planned()  # plans, and measures for it: no meter may run yet
         to_come = _state_bytes(optimizers)  # which the first step makes
     to_come -= _state_bytes(optimizers)
+    to_come += _state_bytes([o for o in optimizers if known(o) is None])  # copied within what is metered
     expected, found = run(plain), run(planned)
     plan = plan_now()
     rounding = 0.0 if plan is None else plan.problem.rounding
@@ -138,10 +142,14 @@ def put_back(state: list[torch.Tensor], optimizers: Sequence[optim.Optimizer], d
     gradients = [t.grad if t.is_leaf else None for t in state]
     states = [{p: dict(values) for p, values in o.state.items()} for o in optimizers]
     copies = [copy.deepcopy([*of.values()]) for of in states]
+    about = [[(one, dict(one)) for one in (vars(o), *o.param_groups)] for o in optimizers]  # which a step may set
     try:
         with restored(state, device):
             yield
     finally:
+        for held, before in itertools.chain(*about):
+            held.clear()
+            held.update(before)
         for optimizer, of, values in zip(optimizers, states, copies, strict=True):
             optimizer.state.clear()
             for (parameter, held), before in zip(of.items(), values, strict=True):
@@ -159,8 +167,16 @@ def _as_before(held: Any, was: Any) -> Any:
         return held.copy_(was)
 
 
+def _on_states_of_its_own(step: Callable[[], Any], optimizers: Sequence[optim.Optimizer]) -> Any:
+    """Run a step on copies of states that it may replace: a meter sees only that go which it has seen come."""
+    for optimizer in optimizers:
+        for parameter in [*optimizer.state] if known(optimizer) is None else ():
+            optimizer.state[parameter] = tree_map_only(torch.Tensor, torch.clone, optimizer.state[parameter])
+    return step()
+
+
 def _state_bytes(optimizers: Sequence[optim.Optimizer]) -> int:
-    kept = (t for o in optimizers for values in o.state.values() for t in values.values())
+    kept = tree_leaves([[*o.state.values()] for o in optimizers])
     return sum(local(t).nbytes for t in kept if isinstance(t, torch.Tensor))
 
 

@@ -17,13 +17,13 @@ The schedules that come with it are lowered, and what links carry is started ear
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import or_
 
 import numpy as np
+from numpy.typing import NDArray
 
+from checkmate.core.graph import Graph
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.solvers.common.incumbent import Incumbent, Remarks
@@ -132,10 +132,13 @@ def _usual(sizes: list[int]) -> int:
 
 @dataclass(frozen=True)
 class Exposed:
-    """What holds for every plan since ops wait for one another.
+    """What holds for every plan since ops wait for one another, and first run in PyTorch's order.
 
-    When a processor's op runs for the first time, its link has carried all that this op and those before it are made
-    from; and what is made from an op is carried after it.
+    What a link carries first begins after the last of the processor's ops that it is made from, and ends before the
+    first one that reads it. So all that it carries within a stretch of the step, [from, to), takes that long at least,
+    whatever runs there beside it. Of stretches that do not overlap
+
+        seconds >= sum over the processor's ops C_k + sum over stretches (what a link carries within - sum of C_k there)
     """
 
     bound: float  # seconds of the step at least, by what runs once
@@ -149,37 +152,65 @@ class Exposed:
         be left out. So after it a link carries at least what is made from the last op, or the shortest of all ops that
         read what the processor makes; or nothing, if an op that takes no time comes later and reads such a value.
         """
-        graph, seconds = problem.graph, problem.seconds.tolist()
-        carries = [sum(1 << k for k in ops) for ops in graph.links.values()]  # ops as bits of an integer, as below
-        before: list[int] = []  # of each op, those that it is made from
-        for deps in graph.deps:
-            before.append(reduce(or_, (1 << j | before[j] for j in deps), 0))
-        own = [k for k, op in enumerate(graph.ops) if not op.link and seconds[k]]
-        if not own:
+        graph, seconds = problem.graph, problem.seconds
+        of_links = [[*ops] for ops in graph.links.values()]
+        here = np.array([0.0 if op.link else seconds[k] for k, op in enumerate(graph.ops)])
+        own = np.flatnonzero(here)
+        if not own.size:
             return cls(problem.least_cost, 0.0)
-        now, done = 0.0, 0
-        ready, ends, carried = list[float](), list[float](), [0.0] * len(carries)
-        for k in own:
-            for i, of_link in enumerate(carries):
-                carried[i] += sum(seconds[j] for j in _bits(before[k] & of_link & ~done))
-            done |= before[k]
-            ready.append(max(carried))
-            now = max(now, ready[-1]) + seconds[k]
-            ends.append(now)
-        after = [max(sum(seconds[j] for j in ops if before[j] >> k & 1) for ops in graph.links.values()) for k in own]
-        on_links = [k for k, op in enumerate(graph.ops) if op.link]
-        made_here = [any(not graph.ops[i].link for i in deps) for deps in graph.deps]  # some of what each op reads
-        reading = [seconds[j] for j in on_links if made_here[j]]
-        reading += [0.0 for k in range(own[-1] + 1, len(made_here)) if made_here[k] and not graph.ops[k].link]
-        bound = max(end + more for end, more in zip(ends, after, strict=True))
-        return cls(bound, ready[0] + min([after[-1], *reading]))
+        begin, end = _between(graph)
+        first = max(seconds[[k for k in ops if end[k] <= own[0]]].sum() for ops in of_links)
+        last = max(seconds[[k for k in ops if begin[k] > own[-1]]].sum() for ops in of_links)
+        reads = [any(not graph.ops[i].link for i in deps) for deps in graph.deps]  # some of what the processor makes
+        reading = [
+            seconds[k] if op.link else 0.0 for k, op in enumerate(graph.ops) if reads[k] and (op.link or k > own[-1])
+        ]
+        waits = _waits(begin, end, np.concatenate([[0.0], here.cumsum()]), [(ops, seconds[ops]) for ops in of_links])
+        return cls(float(here.sum() + waits), float(first + min([last, *reading])))
 
 
-def _bits(number: int) -> Iterator[int]:
-    """The places of a number's bits."""
-    while number:
-        yield (number & -number).bit_length() - 1
-        number &= number - 1
+def _between(graph: Graph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each op, the number after the last of the processor's ops that it is made from, and the first that reads it.
+
+    These are for ops of links: between both a link has to carry the op.
+    """
+    count = len(graph.ops)
+    begin, end = np.zeros(count, dtype=np.int64), np.full(count, count)
+    for k, deps in enumerate(graph.deps):
+        for j in deps:
+            begin[k] = max(begin[k], begin[j] if graph.ops[j].link else j + 1)
+    for k in reversed(range(count)):
+        for j in graph.deps[k]:
+            end[j] = min(end[j], end[k] if graph.ops[k].link else k)
+    return begin, end
+
+
+def _waits(
+    begin: NDArray[np.int64],
+    end: NDArray[np.int64],
+    before: NDArray[np.float64],
+    links: list[tuple[list[int], NDArray[np.float64]]],
+) -> float:
+    """The most seconds that the processor has nothing to run, proven by stretches of the step that do not overlap.
+
+    Args:
+        begin, end: (ops,) of what links carry, as `_between` gives it.
+        before: (ops + 1,) seconds of the processor's ops before each.
+        links: of each the ops that it carries, and their seconds.
+    """
+    froms, tos = (np.unique(where[[k for ops, _ in links for k in ops]]) for where in (begin, end))
+    within = np.zeros((len(froms), len(tos)))
+    for ops, seconds in links:
+        carried = np.zeros_like(within)
+        np.add.at(carried, (np.searchsorted(froms, begin[ops]), np.searchsorted(tos, end[ops])), seconds)
+        within = np.maximum(within, carried[::-1].cumsum(axis=0)[::-1].cumsum(axis=1))
+    gain = within - (before[tos][None, :] - before[froms][:, None])
+    gain[froms[:, None] > tos[None, :]] = -np.inf
+    earlier = np.searchsorted(tos, froms)  # how many stretches' ends are before: another one lies between
+    best = np.zeros(len(tos) + 1)
+    for i in range(len(tos)):
+        best[i + 1] = max(best[i], (best[earlier] + gain[:, i]).max())
+    return float(best[-1])
 
 
 def _shares(problem: Problem, busiest: str, share: float) -> dict[str, float]:

@@ -62,6 +62,24 @@ def test_each_mesh_and_size_has_a_plan_or_says_why_not() -> None:
     assert not dist.is_initialized()
 
 
+def test_for_a_gpu_nothing_is_allocated_and_sums_are_waited_for() -> None:
+    """What is split over ranks waits for each sum of the forward, and that is proven."""
+    kinds = set()
+
+    def on_meta(mesh: Any, size: int) -> tuple[Any, tuple[Tensor]]:
+        net, batch = make_step(mesh, size)
+        kinds.update({batch[0].device.type, *(p.device.type for p in net.parameters())})
+        return net, batch
+
+    found = sweep_meshes(on_meta, [(2,), (1, 2)], [2048], "1 GB", profile="roofline:h100", time_limit=2, jobs=1)
+    assert kinds == {"meta"}
+    assert found.points[1].gap < 1e-3
+    solution = found.points[1].solution
+    graph, seconds = solution.problem.graph, solution.problem.seconds
+    first = next(seconds[k] for k, op in enumerate(graph.ops) if op.target == SUM)
+    assert solution.waited >= first > 0
+
+
 def test_what_makes_no_sense_is_refused_and_leaves_no_group() -> None:
     with pytest.raises(ValueError, match=r"A mesh is \(data,\) or \(data, tensor\)"):
         sweep_meshes(make_step, [(2, 2, 2)], [16], "1 MB")

@@ -359,3 +359,30 @@ def random_chain_with_links(seed: int, *, most_layers: int = 2) -> Problem:
     graph = Graph(tuple(ops), tuple(values), tuple(results))
     workspace = rng.integers(0, 3, len(ops)) * (rng.random(len(ops)) < 0.3)
     return Problem(graph, Profile(np.array(seconds), workspace))
+
+
+def random_chain_split_over_ranks(seed: int) -> Problem:
+    """A small training step of layers that are split over ranks: what each makes is summed before the next reads it."""
+    rng = np.random.default_rng((seed, 11))
+    ops: list[Op] = []
+    values = [Value("batch", 1, None, "input")]
+
+    def add(name: str, reads: list[int], phase: Phase, *, of_link: bool = False) -> int:
+        values.append(Value(f"{name}'s", int(rng.integers(1, 8)), len(ops)))
+        pinned = "sums over ranks" if of_link else None
+        link = "ranks" if of_link else ""
+        ops.append(Op(name, name, tuple(reads), (len(values) - 1,), phase, pinned, link=link))
+        return len(values) - 1
+
+    made = [0]
+    layers = int(rng.integers(1, 3))
+    for i in range(layers):
+        made.append(add(f"sum{i}", [add(f"layer{i}", made[-1:], "forward")], "forward", of_link=True))
+    gradient, results = made.pop(), list[int]()
+    for i in reversed(range(layers)):
+        of_input = add(f"of_input{i}", [gradient], "backward")
+        summed = add(f"sum_back{i}", [of_input], "backward", of_link=True)
+        results.append(add(f"of_weight{i}", [gradient, made[i]], "backward"))
+        gradient = summed
+    graph = Graph(tuple(ops), tuple(values), (*results, gradient))
+    return Problem(graph, Profile(rng.integers(1, 6, len(ops)).astype(float), [0] * len(ops)))

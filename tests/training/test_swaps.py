@@ -169,7 +169,7 @@ def test_a_backward_runs_the_code_of_its_own_forward(searches: list[Offers]) -> 
 
 def test_writes_are_refused_by_what_the_plan_that_runs_needs(searches: list[Offers]) -> None:
     """A bias is read in the backward where the plan runs its layer again."""
-    module, step = _compiled(share=0.9)
+    module, step = _compiled(share=0.7, profile="roofline:laptop")  # the same plans on any machine
 
     def refused() -> dict[str, str]:
         found = {}

@@ -21,7 +21,7 @@ from checkmate.errors import CheckmateError
 from checkmate.inspection.timeline import timeline
 from checkmate.solvers.catalogue import METHODS
 from checkmate.solvers.search.overlap import Exposed
-from tests.support.all_plans import cheapest_plan, random_chain_with_links
+from tests.support.all_plans import cheapest_plan, random_chain_split_over_ranks, random_chain_with_links
 from tests.support.sampling import in_turn, slow
 
 SLACK = 1 + 1e-6  # of floats
@@ -90,6 +90,21 @@ def test_what_nothing_hides_comes_on_top_of_the_processor(seed: int) -> None:
         runs = () if plan is None else plan.runs
         of_processor = sum(problem.seconds[k] for k in runs if not problem.graph.ops[k].link)
         assert of_processor + exposed.seconds <= seconds * SLACK
+
+
+@in_turn(seed=[*range(6), *(slow(seed) for seed in range(6, 20))])
+def test_sums_that_layers_wait_for_are_proven_to_be_waited_for(seed: int) -> None:
+    """Of what is split over ranks: nothing that the next layer waits for hides, unless an op that does not is there."""
+    problem = random_chain_split_over_ranks(seed)
+    seconds, plan = cheapest_plan(problem, problem.keep_all_peak + 8)
+    assert simulator.verify(plan, problem, problem.keep_all_peak + 8) == []
+    assert Exposed.of(problem).bound == pytest.approx(seconds)
+    low = int(problem.unavoidable_bytes.max())
+    for budget in range(low, low + 4):
+        seconds, _ = cheapest_plan(problem, budget)
+        found = solve(problem, budget, time_limit=0.5, progress=False)
+        assert found.bound <= seconds * SLACK
+        assert seconds <= found.cost * SLACK
 
 
 def test_gathers_hide_beside_layers() -> None:

@@ -1,0 +1,267 @@
+"""Optimizers as people write them, outside of `torch.optim`: some update each parameter alone, and some do not."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+
+class Renamed(optim.AdamW):
+    """Changes nothing that a step runs."""
+
+    def __init__(self, params: Any, lr: float = 0.01, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr=lr, betas=(0.8, 0.95), weight_decay=weight_decay)
+        self.made_for = "a test"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group({"name": f"group {len(self.param_groups)}", **param_group})
+
+
+class WarmsUp(optim.AdamW):
+    """Counts its steps, sets the rate of each, and then steps as its parent does."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group.setdefault("full", group["lr"])
+            group["lr"] = group["full"] * min(1.0, self.steps / 4)
+        return super().step(closure)
+
+
+class Written(optim.Optimizer):
+    """What optimizers of one's own have in common: one parameter after the other."""
+
+    def __init__(self, params: Any, lr: float = 0.01, **settings: Any) -> None:
+        defaults = {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.0, **settings}
+        super().__init__(params, {"lr": lr, **defaults})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            self.begin(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad.data, self.state[p], group)
+        return loss
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """What is done before a group's parameters."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def moments(p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Iterable[Tensor]:
+    """Adam's, without its corrections."""
+    if not state:
+        state["step"] = 0
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p.data), torch.zeros_like(p.data)
+    state["step"] += 1
+    first, second = group["betas"]
+    state["exp_avg"].mul_(first).add_(gradient, alpha=1 - first)
+    state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+    return state["exp_avg"], state["exp_avg_sq"]
+
+
+class OwnAdamW(Written):
+    """Adam with decoupled decay by ``p.data``, its corrections in Python."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        first, second = moments(p, gradient, state, group)
+        size = (
+            group["lr"] * math.sqrt(1 - group["betas"][1] ** state["step"]) / (1 - group["betas"][0] ** state["step"])
+        )
+        p.data.mul_(1 - group["lr"] * group["weight_decay"])
+        p.data.addcdiv_(first, second.sqrt().add_(group["eps"]), value=-size)
+
+
+class DecaysInGradients(Written):
+    """Momentum whose decay is written into the gradient."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        gradient.add_(p.data, alpha=group["weight_decay"] + 0.1)
+        state["parts"] = [state["parts"][0] * 0.9 + gradient] if state else [gradient.clone()]  # a new one each time
+        p.data.add_(state["parts"][0], alpha=-group["lr"])
+
+
+class Lion(Written):
+    """Evolved sign momentum (Chen et al. 2023)."""
+
+    @torch.no_grad()
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["exp_avg"] = torch.zeros_like(p)
+        first, second = group["betas"]
+        p.data.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(torch.sign(state["exp_avg"] * first + gradient * (1 - first)), alpha=-group["lr"])
+        state["exp_avg"].mul_(second).add_(gradient, alpha=1 - second)
+
+
+class Lamb(Written):
+    """Layers' rates by norms of each parameter (You et al. 2020), with its trust ratio in the state."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        first, second = moments(p, gradient, state, group)
+        step = first / second.sqrt().add(group["eps"])
+        if group["weight_decay"] != 0:
+            step.add_(p.data, alpha=group["weight_decay"])
+        norms = p.data.pow(2).sum().sqrt(), step.pow(2).sum().sqrt()
+        ratio = 1.0 if norms[0] == 0 or norms[1] == 0 else (norms[0] / norms[1]).clamp(max=10).item()
+        state["trust_ratio"] = ratio
+        p.data.add_(step, alpha=-group["lr"] * ratio)
+
+
+class LambByGroups(Lamb):
+    """Counts in its groups, as Lamb of timm does, and corrects by that."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["step"] = group.get("step", 0) + 1
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(p, gradient / (1 - 0.5 ** group["step"]), state, group)
+
+
+class LambByAllGradients(Lamb):
+    """Divides all gradients by their norm where that is large, as Lamb of timm does without ``max_grad_norm=None``."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([g.float().norm() for g in gradients]).norm()
+        for g in gradients:
+            g.div_(torch.clamp(norm, min=1.0))
+        return super().step(closure)
+
+
+class ClipsInPython(OwnAdamW):
+    """Looks at all gradients by Python's numbers only."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = math.sqrt(sum(g.norm().item() ** 2 for g in gradients))
+        if norm > 100:
+            for g in gradients:
+                g.mul_(100 / norm)
+        return super().step(closure)
+
+
+class RateOfTheFirst(OwnAdamW):
+    """Takes the state of the first parameter for that of all."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        steps = self.state[group["params"][0]].get("step", 0)
+        super().update(p, gradient / (1 + steps), state, group)
+
+
+class Noisy(OwnAdamW):
+    """Draws random numbers."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(p, gradient + torch.randn_like(gradient), state, group)
+
+
+class RateOfTheFirstGroup(OwnAdamW):
+    """Takes the rate of the first group for that of all."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(p, gradient, state, {**group, "lr": self.param_groups[0]["lr"]})
+
+
+class BeginsHeavily(OwnAdamW):
+    """Its first update takes more than the state that it makes and what later ones take."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["size"] = (p.data.double() + gradient.double().exp() + p.data.double().exp()).sum()
+            state["step"] = 0
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p.data), torch.zeros_like(p.data)
+        super().update(p, gradient, state, group)
+
+
+ELSEWHERE = torch.ones(4)
+
+
+class ReadsElsewhere(OwnAdamW):
+    """Reads what belongs to no parameter."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(p, gradient * ELSEWHERE.sum(), state, group)
+
+
+class DrawsInPython(OwnAdamW):
+    """Draws by Python's generator."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        random.random()
+
+
+class StateOfAll(OwnAdamW):
+    """Keeps one state for all parameters."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.state["all"] = {"step": 0}
+
+
+class CountsUpdates(OwnAdamW):
+    """Counts each parameter's update in one place."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.counts = {"updates": 0}
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.counts["updates"] += 1
+        super().update(p, gradient, state, {**group, "lr": group["lr"] / self.counts["updates"]})
+
+
+class KeepsBeside(OwnAdamW):
+    """Holds copies of all parameters where no budget counts them."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(p, gradient, state, group)
+        self.slow[p].lerp_(p.detach(), 0.5)
+
+
+class Lookahead(optim.Optimizer):
+    """Steps by another optimizer."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class Wrapper(optim.Optimizer):
+    """Shows another's groups as its own, as `accelerate` does."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+
+class NeedsClosure(OwnAdamW):
+    """Has the loss computed again."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        closure()
+        return super().step(None)
