@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from checkmate.compiler import compile as compile
     from checkmate.compiler import verify as verify
     from checkmate.costs import profile as profile
+    from checkmate.fitting.answer import Fits as Fits
+    from checkmate.fitting.fits import fits as fits
     from checkmate.inspection.addresses import Addresses as Addresses
     from checkmate.inspection.addresses import addresses as addresses
     from checkmate.inspection.difference import Difference as Difference
@@ -70,6 +72,8 @@ _LAZY = {  # what needs PyTorch or a solver, and where it is
         "batch.mesh_sweep": "MeshSweep sweep_meshes",
         "compiler": "compile verify",
         "costs": "profile",
+        "fitting.answer": "Fits",
+        "fitting.fits": "fits",
         "inspection.addresses": "Addresses addresses",
         "inspection.difference": "Difference diff",
         "inspection.explanation": "Explanation",

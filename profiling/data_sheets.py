@@ -37,11 +37,13 @@ class Device:
     host: float = 0.0  # seconds that Python and PyTorch take to launch an op, while the device computes
     memory_bytes: int = 0  # that it has; 0: not known
     link: float = 32e9  # bytes per second to other devices of its kind, each way; by default PCIe 4, sixteen lanes
+    host_link: float = 32e9  # bytes per second to the memory of its host, each way; by default the same
 
     def __post_init__(self) -> None:
-        figures = (self.bandwidth, self.block_bytes, self.compute_efficiency, self.memory_efficiency, self.link)
+        figures = (self.bandwidth, self.block_bytes, self.compute_efficiency, self.memory_efficiency)
+        links = self.link, self.host_link
         rest = (self.latency, self.host, self.processors, self.clock, self.cache_bytes)
-        if not all(figure > 0 for figure in (*figures, *self.flops.values())) or min(rest) < 0:
+        if not all(figure > 0 for figure in (*figures, *links, *self.flops.values())) or min(rest) < 0:
             raise ValueError(f"The rates, sizes and shares of {self.name!r} must be positive, and its latency not < 0.")
         if self.processors and not self.clock:
             raise ValueError(f"{self.name!r} has processors, and no clock.")
@@ -122,12 +124,37 @@ def _teras(float64: float, float32: float, tf32: float | None, half: float) -> d
 DEVICES: dict[str, Device] = {
     # NVIDIA H100 Tensor Core GPU data sheet (2023), SXM; half of the figures that it gives with sparsity. Processors,
     # clock and cache of this and the next from the NVIDIA H100 Tensor Core GPU architecture whitepaper (2022). Its
-    # links and those of others are NVLinks, half of what data sheets give for both ways together.
-    "h100": _gpu("NVIDIA H100 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 3350, (132, 1.98), 50, 80, link=450e9),
+    # links and those of others are NVLinks, half of what data sheets give for both ways together; to their hosts it is
+    # PCIe 5 here and where it is said, PCIe 3 for V100 and T4, and PCIe 4 for all others.
+    "h100": _gpu(
+        "NVIDIA H100 SXM",
+        (9, 0),
+        _teras(67, 67, 494.7, 989.4),
+        3350,
+        (132, 1.98),
+        50,
+        80,
+        link=450e9,
+        host_link=64e9,
+    ),
     # NVIDIA H200 Tensor Core GPU data sheet (2024), SXM: the H100's processor with faster memory.
-    "h200": _gpu("NVIDIA H200 SXM", (9, 0), _teras(67, 67, 494.7, 989.4), 4800, (132, 1.98), 50, 141, link=450e9),
+    "h200": _gpu(
+        "NVIDIA H200 SXM",
+        (9, 0),
+        _teras(67, 67, 494.7, 989.4),
+        4800,
+        (132, 1.98),
+        50,
+        141,
+        link=450e9,
+        host_link=64e9,
+    ),
     # NVIDIA A100 Tensor Core GPU data sheet (2021), 80 GB SXM; NVIDIA A100 architecture whitepaper (2020).
     "a100": _gpu("NVIDIA A100 SXM 80GB", (8, 0), _teras(19.5, 19.5, 156, 312), 2039, (108, 1.41), 40, 80, link=300e9),
+    # The same processor with the memory of the first one (2020), of half the size and three quarters of the rate.
+    "a100-40gb": _gpu(
+        "NVIDIA A100 SXM 40GB", (8, 0), _teras(19.5, 19.5, 156, 312), 1555, (108, 1.41), 40, 40, link=300e9
+    ),
     # NVIDIA V100 data sheet (2020), SXM2, and NVIDIA Tesla V100 architecture whitepaper (2017). Its tensor cores take
     # float16 only: bfloat16 is computed as float32, and there is no tf32.
     "v100": _gpu(
@@ -139,10 +166,40 @@ DEVICES: dict[str, Device] = {
         6,
         32,
         link=150e9,
+        host_link=16e9,
+    ),
+    # NVIDIA T4 data sheet (2019) and NVIDIA Turing GPU architecture whitepaper (2018); float64 is 1/32 of float32. As
+    # on a V100 bfloat16 is computed as float32, and there is no tf32.
+    "t4": _gpu(
+        "NVIDIA T4",
+        (7, 5),
+        {**_teras(0.254, 8.1, None, 65), "bfloat16": 8.1},
+        320,
+        (40, 1.59),
+        4,
+        16,
+        link=16e9,
+        host_link=16e9,
     ),
     # NVIDIA L4 data sheet (2023); half of the figures that it gives with sparsity; float64 is 1/64 of float32. Its
     # processors, clock and cache are those of the AD104 of the Ada whitepaper, as far as the L4 has them.
     "l4": _gpu("NVIDIA L4", (8, 9), _teras(0.473, 30.3, 60, 121), 300, (58, 2.04), 48, 24),
+    # NVIDIA L40S data sheet (2023); half of the figures that it gives with sparsity; float64 is 1/64 of float32. Its
+    # cache is half of the AD102's.
+    "l40s": _gpu("NVIDIA L40S", (8, 9), _teras(1.43, 91.6, 183, 362), 864, (142, 2.52), 48, 48),
+    # NVIDIA RTX Blackwell GPU architecture whitepaper (2025), appendix A: products in half precision summed in float32,
+    # without sparsity; float64 is 1/64 of float32.
+    "rtx5090": _gpu(
+        "NVIDIA GeForce RTX 5090",
+        (12, 0),
+        _teras(1.64, 104.8, 104.8, 209.5),
+        1792,
+        (170, 2.407),
+        96,
+        32,
+        link=64e9,
+        host_link=64e9,
+    ),
     # NVIDIA Ada GPU architecture whitepaper (2022), appendix A; float64 is 1/64 of float32.
     "rtx4090": _gpu("NVIDIA GeForce RTX 4090", (8, 9), _teras(1.29, 82.6, 82.6, 165.2), 1008, (128, 2.52), 72, 24),
     # NVIDIA Ampere GA102 GPU architecture whitepaper (2021), appendix A; float64 is 1/64 of float32. GeForce cards run

@@ -211,8 +211,23 @@ def _updates_placed(backward: list[fx.Node]) -> list[fx.Node]:
     for i, n in enumerate(backward if updates else ()):
         if not done_with_gradients(n):
             last.update((storage(t), i) for a in n.all_input_nodes for t in tensors(a.meta.get("val")))
+    made: dict[fx.Node, int] = {}  # when a node and all that it is computed from are there
     for n in updates:
-        made = (place.get(a, -1) for a in ancestors(n.all_input_nodes))
+        _note_when_made(n, place, made)
         read = (last.get(storage(t), -1) for p in updated(n) for t in tensors(p.meta["val"]))
-        place[n] = max((*made, *read))
+        place[n] = made[n] = max((*(made[a] for a in n.all_input_nodes), *read))
     return sorted(backward, key=lambda n: (place[n], bool(done_with_gradients(n))))
+
+
+def _note_when_made(root: fx.Node, place: Mapping[fx.Node, int], made: dict[fx.Node, int]) -> None:
+    """Note of all that a node is computed from the latest place of it and of what that is computed from, each once."""
+    stack = list(root.all_input_nodes)
+    while stack:
+        n = stack[-1]
+        if n in made:
+            stack.pop()
+        elif missing := [a for a in n.all_input_nodes if a not in made]:
+            stack += missing
+        else:
+            made[n] = max((place.get(n, -1), *(made[a] for a in n.all_input_nodes)))
+            stack.pop()

@@ -7,8 +7,8 @@ Answers go to standard output, as text or with ``--json`` as JSON; progress and 
     2    asked wrongly
     130  Ctrl-C; where a best plan so far was printed, it is a valid one
 
-PyTorch is imported only by the commands that trace a step: ``plan``, ``max-batch`` and ``selftest``; ``doctor`` looks
-for it.
+PyTorch is imported only by the commands that trace a step: ``plan``, ``max-batch``, ``fits`` and ``selftest``;
+``doctor`` looks for it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import json
 import logging
 import os
 import sys
+import webbrowser
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkmate.cli.arguments import asked_host, host_of, parser_of, with_host
@@ -29,10 +31,11 @@ from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.cli.target import UsageError, find_function, maker
 from checkmate.errors import BudgetError, CheckmateError, RuleError
 from checkmate.statusline import hidden, showing
-from checkmate.units import format_bytes, parse_bytes
+from checkmate.units import format_bytes, parse_bytes, parse_share
 
 if TYPE_CHECKING:
     from checkmate.core.problem import Problem
+    from checkmate.profiling.data_sheets import Device
 
 DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -78,6 +81,7 @@ def _say(message: str, code: int) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    args.budget = _bytes_of(args)
     _check(args)  # before anything that takes time
     from checkmate.batch.sized_steps import arguments_of
     from checkmate.tracing import trace
@@ -145,6 +149,32 @@ def _answer(args: argparse.Namespace, problem: Problem) -> int:
     return INTERRUPTED if solution.interrupted else DONE
 
 
+def _report(args: argparse.Namespace) -> int:
+    if not args.problem.endswith((".json", ".json.gz")):
+        raise UsageError(
+            f"{args.problem} is no problem file (.json or .json.gz). Of a step, this writes the page: "
+            f"checkmate plan {args.problem} --budget {args.budget} --report plan.html"
+        )
+    _check(args)
+    from checkmate.core.rules import read_rules
+    from checkmate.solvers.frontier import frontier
+    from checkmate.solvers.solve import solve
+    from checkmate.webpage.page import report
+
+    problem, rules = with_host(args, _read(args.problem)), read_rules(args.rule) if args.rule else None
+    limits = {"time_limit": args.time_limit, "gap": args.gap}
+    solution = solve(problem, args.budget, method=args.method, rules=rules, **limits)
+    if solution.plan is None:
+        return _say(solution.message or solution.status.meaning, REFUSED)
+    out = args.out or Path(args.problem).name.removesuffix(".gz").removesuffix(".json") + ".html"
+    rows = frontier(solution.problem, methods=[args.method], **limits) if args.frontier else None
+    page = report(solution, out, frontier=rows, prices=args.prices).resolve()
+    _show(args, {**solution_record(solution), "page": str(page)}, str(page))
+    if args.open and not webbrowser.open(page.as_uri()):
+        return _say(f"no browser was found here; open {page}", DONE)
+    return INTERRUPTED if solution.interrupted else DONE
+
+
 def _frontier(args: argparse.Namespace) -> int:
     from checkmate.solvers.frontier import frontier
 
@@ -156,6 +186,7 @@ def _frontier(args: argparse.Namespace) -> int:
 
 
 def _max_batch(args: argparse.Namespace) -> int:
+    args.budget = _bytes_of(args)
     parse_bytes(args.budget)
     host = asked_host(args)
     from checkmate.batch.max_batch_size import max_batch_size
@@ -188,6 +219,36 @@ def _max_batch(args: argparse.Namespace) -> int:
     )
     _show(args, found.summary(), repr(found))
     return INTERRUPTED if found.ended == "interrupted" else DONE
+
+
+def _fits(args: argparse.Namespace) -> int:
+    if args.budget is not None:
+        parse_bytes(args.budget)
+    host = asked_host(args)
+    if args.device:
+        _known_device(args.device)
+    from torch import optim
+
+    from checkmate.batch.sized_steps import arguments_of
+    from checkmate.fitting.fits import fits
+    from checkmate.fitting.stand_ins import trained
+
+    chosen = None if args.optimizer is None else getattr(optim, args.optimizer, None)
+    if args.optimizer is not None and not (isinstance(chosen, type) and issubclass(chosen, optim.Optimizer)):
+        raise UsageError(f"torch.optim has no optimizer {args.optimizer!r}")
+    make = _target(args)
+    step, batch = make(args.size) if args.size else make()
+    positional, named = arguments_of(batch)
+    optimizer = None if chosen is None else chosen(trained((step, positional, named)))
+    about: dict[str, Any] = {"device": args.device, "budget": args.budget, "host": host, "time_limit": args.time_limit}
+    try:
+        found = fits(step, *positional, optimizer=optimizer, **about, **named)
+    except (RuntimeError, TypeError) as error:  # plain PyTorch fails as well
+        if args.debug:
+            raise
+        raise CheckmateError(f"The step of {args.target} fails on its batch: {error}") from error
+    _show(args, found.summary(), repr(found))
+    return DONE if found.fits or found.best is not None else REFUSED
 
 
 def _methods(args: argparse.Namespace) -> int:
@@ -250,6 +311,22 @@ def _selftest(args: argparse.Namespace) -> int:
     return _say(f"failed: {', '.join(failed())}", REFUSED) if failed() else DONE
 
 
+def _bytes_of(args: argparse.Namespace) -> int | str:
+    """The budget, or the bytes that a share of the device's room is.
+
+    Raises:
+        UsageError: if no device is named whose memory is known.
+    """
+    if (share := parse_share(args.budget)) is None:
+        return str(args.budget)
+    from checkmate.profiling.roofline import DEVICES
+
+    if not (device := DEVICES.get(args.device)) or not device.room:
+        known = ", ".join(name for name, one in DEVICES.items() if one.room)
+        raise UsageError(f"--budget {args.budget} is of the memory of a device: --device names one of {known}")
+    return int(share * device.room)
+
+
 def _profile(args: argparse.Namespace) -> str:
     """Where costs come from, as `checkmate.trace` takes it.
 
@@ -262,11 +339,7 @@ def _profile(args: argparse.Namespace) -> str:
         return str(args.profile)
     if not args.device:
         return "measure"
-    from checkmate.profiling.roofline import DEVICES
-
-    if args.device not in DEVICES:
-        raise UsageError(f"there is no device {args.device!r}; there are {', '.join(DEVICES)}")
-    device = DEVICES[args.device]
+    device = _known_device(args.device)
     if device.room and parse_bytes(args.budget) > device.room:
         room, all_of_it = format_bytes(device.room), format_bytes(device.memory_bytes)
         _say(
@@ -275,6 +348,15 @@ def _profile(args: argparse.Namespace) -> str:
             DONE,
         )
     return f"roofline:{args.device}"
+
+
+def _known_device(name: str) -> Device:
+    """The device of a data sheet; a UsageError where there is none."""
+    from checkmate.profiling.roofline import DEVICES
+
+    if name not in DEVICES:
+        raise UsageError(f"there is no device {name!r}; there are {', '.join(DEVICES)}")
+    return DEVICES[name]
 
 
 def _target(args: argparse.Namespace) -> Callable[..., tuple[Any, Any]]:
@@ -306,8 +388,10 @@ def _write_json(path: str, document: Any) -> None:
 _COMMANDS = {
     "plan": _plan,
     "solve": _solve,
+    "report": _report,
     "frontier": _frontier,
     "max-batch": _max_batch,
+    "fits": _fits,
     "methods": _methods,
     "doctor": _doctor,
     "selftest": _selftest,

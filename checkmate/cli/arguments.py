@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from checkmate import batch
+from checkmate import batch, fitting
 from checkmate.cli.target import UsageError
 from checkmate.units import parse_bytes, parse_rate
 from checkmate.version import __version__
@@ -23,6 +23,16 @@ TARGET is module:function or file.py:function, found from the current folder.
 The function returns (step, batch): a module or function as checkmate.compile
 takes it, and an example batch for it: a tuple of arguments, a dict of named
 ones, or one tensor. {more}
+"""
+_OF_FITS = """\
+The step gives the loss. The optimizer's update, of all parameters that have
+gradients, is part of what is looked at.
+"""
+
+_PAGE = """\
+It prints the path of the page, which needs no network. Of a step that is not in a
+file yet, checkmate plan TARGET --budget BYTES --report FILE writes the same page,
+and --save-problem FILE what this command reads.
 """
 
 
@@ -73,10 +83,18 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--size": {"type": size, "metavar": "N", "help": "call the function with this size"},
     "--save-problem": {**_FILE, "help": "write what was traced, as for checkmate solve"},
-    "--budget": {"required": True, "metavar": "BYTES", "help": "such as 8GB or 512MiB"},
+    "--budget": {
+        "required": True,
+        "metavar": "BYTES",
+        "help": "such as 8GB or 512MiB; where --device names one, also fit or 70%%",
+    },
     "--method": {"default": "auto", "help": "see checkmate methods"},
     "--save-plan": {**_FILE, "help": "write the plan, step by step, as JSON"},
-    "--report": {**_FILE, "help": "write the plan as one HTML page"},
+    "--report": {**_FILE, "help": "write the same plan as one HTML page, too"},
+    "-o": {**_FILE, "dest": "out", "help": "by default the problem's name with .html, in the current folder"},
+    "--open": {**_FLAG, "help": "show it in the browser"},
+    "--frontier": {**_FLAG, "help": "with the cost of other budgets, which takes as many solves"},
+    "--prices": {**_FLAG, "help": "with what a little less or more memory would change, which takes two solves"},
     "--rule": {
         "action": "append",
         "metavar": "PATTERN=RULE",
@@ -102,6 +120,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--baselines": {**_FLAG, "help": "find the largest sizes of other methods, too"},
     "--measure": {**_FLAG, "help": "run the step at the answer and measure its peak"},
+    "--optimizer": {"metavar": "CLASS", "help": "of torch.optim, by default AdamW"},
     "--smallest": {"type": size, "default": 1, "metavar": "N"},
     "--largest": {"type": size, "default": batch.LARGEST, "metavar": "N"},
 }
@@ -133,6 +152,13 @@ def parser_of(runs: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpar
     command("plan", "trace a step and plan it", *target, "--size", "--save-problem", *_SOLVING, about=about)
     command("solve", "plan a step from a problem file (Problem.to_json)", "problem", *_SOLVING)
     command(
+        "report",
+        "a plan as one HTML page to look at, from a problem file and a budget",
+        *("problem", "--budget", "-o", "--open", "--frontier", "--prices", "--method", "--rule", *_HOST),
+        *("--time-limit", "--gap"),
+        about=_PAGE,
+    )
+    command(
         "frontier",
         "cost against peak of a problem file, for many budgets",
         *("problem", "--budget", "--methods", "--jobs", *_HOST, "--time-limit", "--gap"),
@@ -145,6 +171,15 @@ def parser_of(runs: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpar
         *("--smallest", "--largest", "--time-limit"),
         about=_TARGET.format(more="It is called with the size: an integer that may mean anything."),
         time_limit=_seconds(batch.TIME_LIMIT),
+    )
+    command(
+        "fits",
+        "say whether a training step fits a device, and what would make it fit",
+        *("target", "--device", "--size", "--optimizer", "--budget", *_HOST, "--time-limit"),
+        about=f"{_TARGET.format(more='With --size N it is called with N.')}{_OF_FITS}",
+        device={"metavar": "NAME", "help": "such as rtx4090; by default the one here, whose ops are measured"},
+        budget={"metavar": "BYTES", "help": "such as 16GB, in place of the device's room"},
+        time_limit=_seconds(fitting.TIME_LIMIT),
     )
     command("methods", "list the methods with their options")
     command("doctor", "versions, device, solver and cache of this installation")

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn, optim
@@ -46,6 +47,8 @@ SLICE = 2**18  # elements: 1 MB of float32
 _WHOLE = (optim.Adafactor, optim.Muon)  # these read rows, columns or norms of a parameter
 _ROUNDED_ALIKE = (torch.float32, torch.float64)
 _ALL_AT_ONCE = ("foreach", "fused")  # settings that choose among kernels with the same states
+
+_bytes_of_first_states: WeakKeyDictionary[optim.Optimizer, dict[Any, int]] = WeakKeyDictionary()  # by what is alike
 
 
 def parameters_of(optimizers: Iterable[optim.Optimizer]) -> list[torch.Tensor]:
@@ -111,6 +114,16 @@ class Update:
     @property
     def state_bytes(self) -> int:
         """Bytes of its state on its device, from the first update on."""
+        if self.optimizer.state.get(self.parameter):
+            return self._state_bytes
+        shard, found = local(self.parameter), _bytes_of_first_states.setdefault(self.optimizer, {})
+        alike = self.group, self.about, shard.shape, shard.stride(), shard.dtype, shard.device
+        if alike not in found:
+            found[alike] = self._state_bytes
+        return found[alike]
+
+    @property
+    def _state_bytes(self) -> int:
         here = self.parameter.device
         state = self.optimizer.state.get(self.parameter) or self._first_state
         tensors = [local(t) for t in tree_leaves(state) if isinstance(t, torch.Tensor)]

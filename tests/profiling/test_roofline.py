@@ -178,9 +178,25 @@ def test_impossible_devices_are_refused(wrong: dict[str, object]) -> None:
 @pytest.mark.slow
 def test_faster_devices_take_less_time() -> None:
     _, step, batch = CASES["vgg"].make(0)
-    names = ("h200", "h100", "a100", "v100", "l4", "rtx4090", "rtx3090", "rtx3060", "laptop")
+    names = (
+        "h200",
+        "h100",
+        "a100",
+        "a100-40gb",
+        "v100",
+        "t4",
+        "l40s",
+        "l4",
+        "rtx5090",
+        "rtx4090",
+        "rtx3090",
+        "rtx3060",
+    )
+    names = (*names, "laptop")
     costs = {name: checkmate.trace(step, *batch, profile=f"roofline:{name}").keep_all_cost for name in names}
     assert set(DEVICES) == {*names, "flop", "bytes"}
     assert costs["h200"] <= costs["h100"] <= costs["a100"] <= costs["l4"] < costs["laptop"]
-    assert costs["rtx4090"] <= costs["rtx3090"] <= costs["rtx3060"] < costs["laptop"]
+    assert costs["a100"] <= costs["a100-40gb"] <= costs["v100"] <= costs["t4"] < costs["laptop"]
+    assert costs["l40s"] <= costs["l4"]
+    assert costs["rtx5090"] <= costs["rtx4090"] <= costs["rtx3090"] <= costs["rtx3060"] < costs["laptop"]
     assert costs["a100"] <= costs["v100"] < costs["laptop"]

@@ -1,0 +1,173 @@
+"""The answer of `checkmate.fits`: a page for a person, its numbers for a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from checkmate.core.problem import Problem
+from checkmate.core.solution import Solution
+from checkmate.core.table import Printed, Table
+from checkmate.fitting.memory_parts import Parts
+from checkmate.units import format_bytes, format_seconds
+
+PLAIN = "plain PyTorch"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to have the step take less, and what it costs."""
+
+    name: str
+    options: dict[str, str]  # of `checkmate.training_step`, beside the budget
+    smallest: int | None  # bytes of the smallest budget known; None: there is no such way, see ``why_not``
+    bound: int | None  # bytes: no plan takes less, proven
+    fits: bool  # the smallest budget is within the room
+    solution: Solution | None = field(default=None, repr=False, compare=False)  # at the room, or at its smallest budget
+    reserved: int | None = None  # bytes that PyTorch's allocator would hold for it, by its rules; None: no GPU
+    why_not: str = ""  # in words
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that the solution is for."""
+        return None if self.solution is None else self.solution.budget
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes of the solution."""
+        return None if self.solution is None else self.solution.peak
+
+    @property
+    def overhead(self) -> float | None:
+        """What runs again, as a share of the step that runs each op once."""
+        return None if self.peak is None or self.solution is None else max(0.0, self.solution.overhead)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the step, estimated."""
+        return None if self.peak is None or self.solution is None else self.solution.cost
+
+    def record(self) -> dict[str, Any]:
+        """Its numbers and text as a dict."""
+        names = ["name", "smallest", "bound", "fits", "budget", "peak", "overhead", "seconds", "reserved", "why_not"]
+        about = {name: getattr(self, name) for name in names}
+        return {**about, "splits": [*(self.solution.problem.splits if self.solution is not None else ())]}
+
+
+@dataclass(frozen=True)
+class LargestSizes:
+    """The largest sizes of the batch for which a step stays within the room; 0 where not even 1 does."""
+
+    given: int  # the size of the batch that was looked at
+    plain: int  # of plain PyTorch, estimated
+    keep_all: int  # of the whole step with nothing run twice
+    planned: int  # running no more than one forward again
+    traced: tuple[int, ...]  # the sizes at which the step was looked at; all others are estimated from these
+    checked: bool  # the step was traced at the answer ``planned``, and at the size after it
+    seconds: float | None  # of the step at ``planned``
+    overhead: float | None
+
+
+@dataclass(frozen=True, repr=False)
+class Fits(Printed):
+    """Whether a step fits a device, and what would make it fit. Prints as a page."""
+
+    device: str  # its name
+    room: int  # bytes that a step may take there
+    memory_bytes: int  # that the device has; 0: not known
+    fits: bool  # plain PyTorch does
+    verdict: str  # in a sentence
+    code: str  # a line to write
+    optimizer: str  # its class, and where it is from
+    plain: Parts  # bytes at the peak of plain PyTorch, estimated
+    kept: Parts  # bytes at the peak of the whole step that runs each op once
+    plain_seconds: float  # of its step, estimated
+    plain_reserved: int | None  # bytes that PyTorch's allocator would hold for it, by its rules; None: no GPU
+    ways: tuple[Way, ...]  # to have the step take less
+    largest: LargestSizes | None
+    why_no_largest: str  # in words, where there is none
+    notes: tuple[str, ...]  # what was assumed
+    problem: Problem = field(repr=False, compare=False)  # the whole step, as it was traced
+    trace_seconds: float  # spent on tracing
+    seconds: float  # spent in all
+
+    facts_width: ClassVar[int] = 13
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    @property
+    def best(self) -> Way | None:
+        """The way that the code is for; None: plain PyTorch fits, or nothing does."""
+        return None if self.fits else next((way for way in self.ways if way.fits), None)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Each way as a dict."""
+        return [way.record() for way in self.ways]
+
+    def summary(self) -> dict[str, Any]:
+        """All but the plans, for JSON."""
+        names = ["device", "room", "memory_bytes", "fits", "verdict", "code", "optimizer", "plain_seconds"]
+        names += ["plain_reserved", "why_no_largest", "trace_seconds", "seconds"]
+        parts = {name: {**dict(part), "peak": part.peak} for name, part in (("plain", self.plain), ("kept", self.kept))}
+        largest = None if self.largest is None else vars(self.largest)
+        about = {name: getattr(self, name) for name in names}
+        return {**about, **parts, "ways": self.records(), "largest": largest, "notes": [*self.notes]}
+
+    def _title(self) -> str:
+        return self.verdict
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        yield "write", self.code
+        of = f" of its {format_bytes(self.memory_bytes)}" if self.memory_bytes else ""
+        yield "device", f"{self.device}, where a step may take {format_bytes(self.room)}{of}"
+        yield "optimizer", self.optimizer
+        yield "largest batch", self._largest()
+        for note in self.notes:
+            yield "note", note
+        yield "found in", f"{format_seconds(self.seconds)}, of which tracing took {format_seconds(self.trace_seconds)}"
+
+    def _largest(self) -> str:
+        if (one := self.largest) is None:
+            return self.why_no_largest
+        if one.checked:
+            known = "looked at there, and at one more"
+        else:
+            known = f"estimated from sizes {' and '.join(map(str, one.traced))}"
+        recomputed = f" ({one.overhead:+.0%} recomputation)" if one.overhead else ""
+        return (
+            f"{one.plain} plainly, {one.keep_all} with nothing run twice, {one.planned} planned{recomputed}; "
+            f"{known}; this batch has {one.given}"
+        )
+
+    def _tables(self) -> Iterator[Table]:
+        rows = [
+            (name, format_bytes(a), format_bytes(b)) for (name, a), (_, b) in zip(self.plain, self.kept, strict=True)
+        ]
+        rows.append(("together", format_bytes(self.plain.peak), format_bytes(self.kept.peak)))
+        rows.append(("at the peak runs", self.plain.at, self.kept.at))
+        heads = ("bytes at the peak", f"{PLAIN}, about", "nothing run twice")
+        yield Table(heads, rows, heads[1:])
+        ways = ("", "smallest budget", "fits", "at", "recomputed", "step", "allocator holds")
+        yield Table(ways, [self._plain_cells(), *map(_cells, self.ways)], {*ways[1:]} - {"fits"})
+
+    def _plain_cells(self) -> tuple[str, ...]:
+        held = "-" if self.plain_reserved is None else format_bytes(self.plain_reserved)
+        fits, peak = _said(fits=self.fits), format_bytes(self.plain.peak)
+        return PLAIN, peak, fits, peak, "none", format_seconds(self.plain_seconds), held
+
+
+def _said(*, fits: bool) -> str:
+    return "yes" if fits else "no"
+
+
+def _cells(way: Way) -> tuple[str, ...]:
+    if way.smallest is None:
+        return way.name, "-", way.why_not, "", "", "", ""
+    first = way.name, format_bytes(way.smallest), _said(fits=way.fits)
+    if way.solution is None or way.peak is None:
+        return *first, way.why_not, "", "", ""
+    held = "-" if way.reserved is None else format_bytes(way.reserved)
+    again = f"{way.overhead:.1%}" if way.overhead else "none"
+    return *first, format_bytes(way.peak), again, format_seconds(way.seconds or 0.0), held

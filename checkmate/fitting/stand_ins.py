@@ -1,0 +1,157 @@
+"""A step without data: tensors on the meta device stand in for its parameters, buffers and batch while it is looked at.
+
+What has no data takes no memory, and its ops are those of the device that is planned for, wherever the tensors are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn, optim
+
+from checkmate.backends.tensor_state import modules_within
+from checkmate.errors import Unsupported
+from checkmate.torch_internals.dispatcher import TorchDispatchMode
+from checkmate.torch_internals.trees import tree_leaves, tree_map_only
+
+META = torch.device("meta")
+AT_ONCE = "foreach"  # the setting of optimizers that update all parameters by one op
+STEPS = 2  # of an optimizer, until its state is there
+
+
+class StandIns:
+    """For each tensor one on the meta device, with its shape, strides and type; what is there already stays."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: the tensor, which must live on, and its
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that stands in for this one."""
+        if tensor.is_meta:
+            return tensor
+        if id(tensor) not in self._made:
+            made = torch.empty_like(tensor.detach(), device=META)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            self._made[id(tensor)] = tensor, made.requires_grad_(tensor.requires_grad)
+        return self._made[id(tensor)][1]
+
+    def within(self, tree: Any) -> Any:
+        """The same tree with its tensors stood in for."""
+        return tree_map_only(torch.Tensor, self.of, tree)
+
+    def optimizer(self, optimizer: optim.Optimizer) -> optim.Optimizer:
+        """One with the same settings and state, of parameters that stand in for its own."""
+        other = copy.copy(optimizer)
+        groups = [{**group, "params": [*map(self.of, group["params"])]} for group in optimizer.param_groups]
+        other.param_groups, other.state = groups, copy.copy(optimizer.state)
+        other.state.clear()
+        for parameter, state in optimizer.state.items():
+            other.state[self.of(parameter)] = self.within(state)
+        return other
+
+    @contextmanager
+    def in_modules(self, things: Any) -> Iterator[None]:
+        """Within the block, modules within reach have tensors without data; their own are back after it."""
+        places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        for module in {id(m): m for root in modules_within(things) for m in root.modules()}.values():
+            holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+            for held in holders:
+                places += [(held, name, t) for name, t in held.items() if isinstance(t, torch.Tensor)]
+        try:
+            for where, name, tensor in places:
+                where[name] = self.of(tensor)
+            yield
+        finally:
+            for where, name, tensor in places:
+                where[name] = tensor
+
+
+def loss_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gives the loss: what is called ``loss`` of a model's output, the first of several results.
+
+    A tensor that is no number stands for a loss with its sum.
+    """
+
+    def loss_fn(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result = fn(*args, **kwargs)
+        loss = getattr(result, "loss", None)
+        if loss is None:
+            loss = next((one for one in tree_leaves(result) if isinstance(one, torch.Tensor)), result)
+        return loss.sum() if isinstance(loss, torch.Tensor) and loss.ndim else loss
+
+    return loss_fn
+
+
+def trained(things: Any) -> list[nn.Parameter]:
+    """The parameters within reach that have gradients.
+
+    Raises:
+        Unsupported: if there are none.
+    """
+    modules = modules_within(things)
+    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    if not found:
+        what = "no module that has parameters with gradients"
+        raise Unsupported(
+            f"The function reaches {what}, so that there is nothing to train. Give a module, or a function that "
+            "calls one which it closes over; or the optimizer."
+        )
+    return list(found.values())
+
+
+def update_bytes(optimizers: list[optim.Optimizer], *, at_once: bool) -> int:
+    """Bytes that ``optimizer.step()`` takes beside parameters, gradients and state, found on the meta device.
+
+    With ``at_once`` an optimizer that does not say otherwise updates all parameters by one op, as PyTorch does on a
+    GPU. 0 where it cannot be found out.
+    """
+    return max((_update_bytes(optimizer, at_once=at_once) for optimizer in optimizers), default=0)
+
+
+def _update_bytes(optimizer: optim.Optimizer, *, at_once: bool) -> int:
+    one: Any = copy.copy(optimizer)
+    stand_ins = StandIns()
+    groups = []
+    for group in optimizer.param_groups:
+        settings = dict(group)
+        if at_once and settings.get(AT_ONCE, False) is None and not settings.get("fused"):
+            settings[AT_ONCE] = True
+        params = [nn.Parameter(stand_ins.of(p).detach().clone()) for p in group["params"] if p.requires_grad]
+        groups.append({**settings, "params": params})
+    one.param_groups, one.state = groups, copy.copy(optimizer.state)
+    one.state.clear()
+    for parameter in (p for group in groups for p in group["params"]):
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        for _ in range(STEPS):
+            with _Counting() as counting:
+                one.step()
+    except (RuntimeError, NotImplementedError):  # an optimizer that reads numbers which are not there
+        return 0
+    return counting.most
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the bytes of tensors that ops make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._alive: WeakSet[torch.UntypedStorage] = WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given:
+                    self._alive.add(storage)
+        self.most = max(self.most, sum(storage.nbytes() for storage in self._alive))
+        return result

@@ -1,0 +1,349 @@
+"""`checkmate.fits`: its page against the plans, the smallest budgets and the largest batches that others find."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+
+import checkmate
+from checkmate import BudgetError, Fits, Host, Unsupported, fits, max_batch_size, min_budget
+from checkmate.cli.app import main
+from checkmate.core import simulator
+from checkmate.fitting.memory_parts import without_parts
+from checkmate.profiling.data_sheets import DEVICES
+from tests.support import sampling
+from tests.support.bits import assert_same_bits
+from tests.support.sampling import in_turn
+
+WIDTH, LAYERS, ROWS = 32, 2, 256
+ROOMY = 10**9
+
+
+class Loss(nn.Module):
+    """Layers, and the loss of what they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+        self.layers = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """A number."""
+        return F.mse_loss(self.layers(x).squeeze(1), y)
+
+
+class Text(nn.Module):
+    """Logits of a vocabulary, which are most of its bytes, and their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(512, 32), nn.Linear(32, 512)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """A number."""
+        return F.cross_entropy(self.head(F.gelu(self.embedding(tokens))).flatten(0, 1), tokens.flatten())
+
+
+def _on_meta(device: str = "rtx4090", **options: Any) -> Fits:
+    with torch.device("meta"):
+        model, batch = Loss(), (torch.ones(ROWS, WIDTH), torch.ones(ROWS))
+    return fits(model, *batch, device=device, **{"time_limit": 3, **options})
+
+
+@pytest.fixture(scope="module")
+def page() -> Fits:
+    """Where there is room for everything."""
+    return _on_meta()
+
+
+@pytest.fixture(scope="module")
+def tight(page: Fits) -> Fits:
+    """Where it fits by recomputation; with time for the largest batch."""
+    return _on_meta(budget=_between(page.ways[0].smallest, page.kept.peak), time_limit=60)
+
+
+def _between(low: int | None, high: int | None) -> int:
+    assert low is not None
+    assert high is not None
+    assert low < high
+    return (low + high) // 2
+
+
+def test_parts_add_up_to_the_peak_of_the_plan_that_runs_nothing_twice(page: Fits) -> None:
+    plan = checkmate.solve(page.problem, page.problem.keep_all_peak, method="checkpoint-all").plan
+    assert plan is not None
+    peak = simulator.simulate(plan, page.problem).peak
+    assert page.kept.peak == sum(dict(page.kept).values()) == page.problem.keep_all_peak == peak
+
+
+def test_parameters_and_state_are_what_they_weigh_in_blocks(page: Fits) -> None:
+    model, block = Loss(), DEVICES["rtx4090"].block_bytes
+    weights = [p.nbytes for p in model.parameters()]
+    assert page.plain.parameters == page.kept.parameters == sum(-(-size // block) * block for size in weights)
+    assert 2 * sum(weights) <= page.kept.optimizer_state <= 2 * page.kept.parameters
+    assert dict(page.plain)["optimizer state"] == page.kept.optimizer_state
+    assert page.kept.buffers_and_batch == ROWS * WIDTH * 4 + ROWS * 4
+
+
+def test_an_optimizer_that_is_given_counts() -> None:
+    with torch.device("meta"):
+        model, batch = Loss(), (torch.ones(ROWS, WIDTH), torch.ones(ROWS))
+    options: dict[str, Any] = {"device": "rtx4090", "time_limit": 3}
+    plain = fits(model, *batch, optimizer=optim.SGD(model.parameters(), lr=0.1), **options)
+    moving = fits(model, *batch, optimizer=optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **options)
+    assert plain.optimizer == moving.optimizer == "SGD"
+    assert plain.kept.optimizer_state == 0
+    assert moving.kept.optimizer_state == sum(p.nbytes for p in model.parameters())
+    assert moving.kept.peak - plain.kept.peak == moving.kept.optimizer_state
+
+
+def test_smallest_budgets_are_those_of_min_budget(page: Fits) -> None:
+    host = Host(64 * 10**9, 0.8 * 32e9, 0.8 * 32e9)
+    problems = [without_parts(page.problem), page.problem, page.problem.with_host(host)]
+    ends = [min_budget(problem) for problem in problems]
+    assert all(one.proven for one in ends)
+    assert [(way.smallest, way.bound) for way in page.ways[:3]] == [(one.peak, one.bound) for one in ends]
+
+
+def test_the_largest_batch_is_that_of_max_batch_size(tight: Fits) -> None:
+    with torch.device("meta"):
+        model = Loss()
+
+    def make_batch(n: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(n, WIDTH, device="meta"), torch.ones(n, device="meta")
+
+    step = checkmate.training_step(model, optim.AdamW(model.parameters()), budget=tight.room)
+    found = max_batch_size(lambda: step, make_batch, budget=tight.room, profile="roofline:rtx4090", time_limit=20)
+    assert tight.largest is not None
+    assert tight.largest.checked
+    assert (tight.largest.planned, tight.largest.keep_all) == (found.size, found.keep_all)
+    assert tight.largest.given == ROWS > found.keep_all
+
+
+def test_nothing_has_to_be_done_where_plain_pytorch_fits(page: Fits) -> None:
+    assert page.fits
+    assert page.best is None
+    assert page.room == DEVICES["rtx4090"].room
+    assert page.verdict.startswith("It fits NVIDIA GeForce RTX 4090 as it is: plain PyTorch takes about ")
+    assert "checkmate" not in page.code
+    assert page.plain_seconds == page.problem.keep_all_cost
+
+
+def test_recomputation_makes_it_fit(tight: Fits) -> None:
+    assert not tight.fits
+    best = tight.best
+    assert best is not None
+    assert best.name == "recomputation"
+    assert best.peak is not None
+    assert best.peak <= tight.room < tight.kept.peak
+    assert best.overhead is not None
+    assert best.overhead > 0
+    assert best.seconds == pytest.approx(tight.plain_seconds * (1 + best.overhead))
+    assert " by recomputation: " in tight.verdict
+
+
+def test_the_line_of_code_plans_for_no_more_than_the_room(tight: Fits) -> None:
+    step: list[Any] = []
+    fake = SimpleNamespace(training_step=lambda fn, optimizer, **given: step.append((fn, given)))
+    exec(tight.code, {"checkmate": fake, "loss_fn": 1, "optimizer": 2})
+    ((fn, given),) = step
+    assert fn == 1
+    assert tight.best is not None
+    assert tight.best.peak is not None
+    assert tight.best.peak <= checkmate.parse_bytes(given["budget"]) <= tight.room
+
+
+def test_only_a_second_memory_makes_it_fit(page: Fits) -> None:
+    room = _between(page.ways[2].smallest, page.ways[1].smallest)
+    found = _on_meta(budget=room)
+    assert found.best is not None
+    assert found.best.name == "with a second memory"
+    assert "only with a second memory" in found.verdict
+    assert 'host_budget="64 GB"' in found.code
+
+
+def test_only_rounding_makes_it_fit() -> None:
+    with torch.device("meta"):
+        down, up = (nn.Conv2d(3, 16, 3, padding=1) for _ in range(2))
+        last, images = nn.Conv2d(32, 4, 3, padding=1), torch.ones(8, 3, 24, 24)
+
+    def step(x: Tensor) -> Tensor:
+        return last(torch.cat([down(x).relu(), up(x).relu()], 1)).square().mean()
+
+    found = fits(step, images, device="laptop", budget=500_000, time_limit=3)
+    assert all(way.bound is None or way.bound > found.room for way in found.ways[:3])
+    assert found.best is not None
+    assert found.best.name == "with rounding"
+    assert 'numerics="rounding"' in found.code
+    assert "differ from plain PyTorch's by rounding" in found.verdict
+
+
+def test_ops_in_parts_make_it_fit() -> None:
+    with torch.device("meta"):
+        model, tokens = Text(), torch.zeros(16, 32, dtype=torch.long)
+    found = fits(model, tokens, device="laptop", budget="1.5 MB", time_limit=3)
+    recomputed, parts, *_ = found.ways
+    assert recomputed.bound is not None
+    assert recomputed.bound > found.room
+    assert found.best is parts
+    assert "with ops that run in parts" in found.verdict
+    assert parts.record()["splits"]
+
+
+def test_nothing_makes_it_fit(page: Fits) -> None:
+    found = _on_meta("laptop", budget=page.kept.parameters)
+    assert not found.fits
+    assert found.best is None
+    assert found.verdict.startswith("It does not fit laptop CPU: there is room for ")
+    assert found.code.startswith("none: ")
+    assert found.largest is not None
+    assert found.largest.planned == 0
+
+
+@in_turn(device=["rtx4090", sampling.slow("laptop")])
+def test_tensors_with_data_give_the_page_of_those_without(device: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = Loss(), torch.randn(ROWS, WIDTH), torch.randn(ROWS)
+    optimizer = optim.AdamW(model.parameters())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    own, state = dict(model.named_parameters()), torch.get_rng_state()
+    found = fits(lambda a, b: model(a, b), x, y, device=device, budget=ROOMY, optimizer=optimizer, time_limit=3)
+    with torch.device("meta"):
+        other = Loss()
+        batch = torch.empty(ROWS, WIDTH), torch.empty(ROWS)
+    expected = fits(lambda a, b: other(a, b), *batch, device=device, budget=ROOMY, time_limit=3)
+    assert (found.plain, found.kept, found.verdict) == (expected.plain, expected.kept, expected.verdict)
+    assert [way.smallest for way in found.ways] == [way.smallest for way in expected.ways]
+    assert found.largest == expected.largest
+    assert all(model.get_parameter(name) is parameter for name, parameter in own.items())
+    assert all(parameter.grad is None for parameter in own.values())
+    assert_same_bits([*model.state_dict().values()], [*before.values()])
+    assert_same_bits([torch.get_rng_state()], [state])
+    assert optimizer.state == {}
+    assert optimizer.param_groups[0]["params"] == [*model.parameters()]
+
+
+def test_nothing_is_changed_where_the_step_cannot_be_captured() -> None:
+    model = Loss()
+    own = [*model.parameters()]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return model(x, y)
+
+    with pytest.raises(Unsupported, match=r"test_fits\.py"):
+        fits(step, torch.ones(4, WIDTH), torch.ones(4), device="rtx4090")
+    assert all(a is b for a, b in zip(model.parameters(), own, strict=True))
+
+
+def test_without_a_device_ops_are_measured_here() -> None:
+    model, x, y = Loss(), torch.randn(16, WIDTH), torch.randn(16)
+    before = [p.clone() for p in model.parameters()]
+    found = fits(model, x, y, budget="1 MB", time_limit=3)
+    assert found.device == "this machine's CPU"
+    assert found.problem.profile.source.startswith("measured on cpu")
+    assert found.ways[2].why_not == "give host=checkmate.Host(...)"
+    assert_same_bits(model.parameters(), before)
+    assert 0 < found.room < found.memory_bytes
+
+
+def test_outputs_that_are_no_numbers() -> None:
+    """Logits stand with their sum, a model's output with its loss, several results with the first."""
+    with torch.device("meta"):
+        model, x = nn.Linear(8, 3), torch.ones(16, 8)
+    asked: dict[str, Any] = {"device": "rtx4090", "time_limit": 0.1}
+    results: list[Callable[[Tensor], Any]] = [
+        lambda x: model(x).sum(),
+        model,
+        lambda x: SimpleNamespace(loss=model(x).sum(), logits=x),
+        lambda x: (model(x).sum(), x),
+        lambda x: {"loss": model(x).sum()},
+    ]
+    peaks = [fits(fn, x, **asked).kept.peak for fn in results]
+    assert len({*peaks}) == 1
+    assert fits(lambda inputs: model(inputs), inputs=x, **asked).kept.peak == peaks[0]
+
+
+def test_a_batch_without_one_first_dimension_has_no_largest_size() -> None:
+    with torch.device("meta"):
+        model, x, mask = nn.Linear(8, 8), torch.ones(16, 8), torch.ones(8, 8)
+    asked: dict[str, Any] = {"device": "rtx4090", "time_limit": 2}
+
+    def step(x: Tensor, mask: Tensor) -> Tensor:
+        return (model(x) @ mask).sum()
+
+    found = fits(step, x, mask, **asked)
+    assert found.largest is None
+    assert "(16, 8), (8, 8)). Give make_batch=" in found.why_no_largest
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(8, 3), torch.ones(16, 8)
+    with pytest.raises(ValueError, match=r"There is no device 'rtx9090'; there are h100, .*rtx4090"):
+        fits(model, x, device="rtx9090")
+    with pytest.raises(BudgetError, match="How much memory a laptop CPU has is not known"):
+        fits(model, x, device="laptop")
+    with pytest.raises(Unsupported, match="nothing to train"):
+        fits(lambda x: x.sum(), x, device="rtx4090")
+    with pytest.raises(TypeError, match="takes a module or a function"):
+        fits(3, x, device="rtx4090")
+    step = checkmate.training_step(model, optim.AdamW(model.parameters()), budget="1 MB")
+    with pytest.raises(TypeError, match="and the optimizer, not a training step"):
+        fits(step, x, device="rtx4090")
+
+
+def test_the_page_says_what_a_reader_needs(tight: Fits) -> None:
+    text = str(tight)
+    assert text == repr(tight)
+    assert text.startswith(tight.verdict)
+    for word in (
+        tight.code,
+        "parameters",
+        "optimizer state",
+        "workspaces",
+        "allocator holds",
+        "largest batch",
+        "AdamW",
+    ):
+        assert word in text
+    assert "<table>" in tight._repr_html_()
+    assert json.loads(json.dumps(tight.summary()))["ways"][0]["smallest"] == tight.ways[0].smallest
+
+
+STEP = """
+import torch
+
+def example(n=64):
+    model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)])
+    return (lambda x: model(x).square().sum()), torch.ones(n, 32)
+"""
+
+
+def test_the_command_answers_as_text_and_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(STEP)
+    monkeypatch.chdir(tmp_path)
+    asked = ["fits", "train.py:example", "--time-limit", "2"]
+    assert main([*asked, "--device", "rtx4090"]) == 0
+    assert capsys.readouterr().out.startswith("It fits NVIDIA GeForce RTX 4090 as it is")
+    assert main([*asked, "--device", "t4", "--json", "--size", "128", "--optimizer", "SGD"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["fits"] is True
+    assert document["largest"]["given"] == 128
+    assert document["optimizer"] == "SGD"
+    assert main([*asked, "--device", "rtx4090", "--budget", "10 kB"]) == 1
+    assert capsys.readouterr().out.startswith("It does not fit NVIDIA GeForce RTX 4090")
+    assert main([*asked, "--device", "abacus"]) == 2
+    assert "there is no device 'abacus'; there are h100," in capsys.readouterr().err
+    assert main([*asked, "--device", "t4", "--optimizer", "Newton"]) == 2
+    assert "torch.optim has no optimizer 'Newton'" in capsys.readouterr().err
