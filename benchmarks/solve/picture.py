@@ -31,7 +31,7 @@ WORDS = {  # of the legend
     "activations": "activations, kept",
     "results": "gradients of parameters",
     "inputs": "the batch",
-    "checkpoint-all": "plain PyTorch",
+    "plain PyTorch": "plain PyTorch",
     "budget": "the budget",
 }
 
@@ -44,29 +44,19 @@ def draw(planned: Solution, plain: Solution) -> Axes:
     ax = plot.memory(planned, compare=[plain], ax=figure.add_subplot())
     ax.set_title(TITLE)
     ax.set(xlabel="time", ylabel="memory", ylim=(0, 1.25 * (plain.peak or 1)))
-    for text in [text for text in ax.texts if "peak" in text.get_text()]:
-        text.remove()
-    at, most = _where_most(ax, plain)
-    words: dict[str, Any] = {"xytext": (14, 0), "textcoords": "offset points", "va": "center", "fontsize": "large"}
-    ax.annotate(f"plain PyTorch: {format_bytes(most)}", (at, most), **words)
+    for text in [text for text in ax.texts if text.get_text().startswith(("peak", "budget"))]:
+        text.remove()  # said below, in words that are larger
+    for text in ax.texts:
+        text.set_fontsize("large")
     ours = f"with checkmate: {format_bytes(planned.budget)},\nthe same numbers,\n{planned.overhead:.1%} more time"
-    end = max(planned.cost, plain.cost)
-    ax.annotate(ours, (end, planned.budget), **{**words, "xytext": (-8, 6), "ha": "right", "va": "bottom"})
+    place: dict[str, Any] = {"xytext": (-8, 5), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+    ax.annotate(ours, (max(planned.cost, plain.cost), planned.budget), fontsize="large", **place)
     legend = ax.get_legend()
     assert legend is not None
     for label in legend.get_texts():
         said = label.get_text()
         label.set_text(next((word for begin, word in WORDS.items() if said.startswith(begin)), said))
     return ax
-
-
-def _where_most(ax: Axes, plain: Solution) -> tuple[float, int]:
-    """The second at which the plain step takes the most bytes, and these."""
-    from checkmate.inspection.timeline import timeline
-
-    assert plain.plan is not None
-    moment = timeline(plain.plan, plain.problem).peak_moment
-    return moment.begin + moment.seconds, plain.peak or 0
 
 
 def main() -> None:
