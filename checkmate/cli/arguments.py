@@ -92,6 +92,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--gap": {"type": float, "default": GAP, "help": f"stop at this gap, by default {GAP:g}"},
     "--only": {"action": "append", "metavar": "NAME", "help": "a check by its name, again for more"},
     "--quick": {**_FLAG, "help": "small networks"},
+    "--steps": {"type": size, "default": 25, "metavar": "N", "help": "to train in each run, by default 25"},
     "--methods": {"default": "auto", "metavar": "A,B", "help": "by default auto"},
     "--jobs": {"type": size, "metavar": "N", "help": "processes at a time"},
     "--max-overhead": {
@@ -145,6 +146,12 @@ def parser_of(runs: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpar
         *("--smallest", "--largest", "--time-limit"),
         about=_TARGET.format(more="It is called with the size: an integer that may mean anything."),
         time_limit=_seconds(batch.TIME_LIMIT),
+    )
+    command(
+        "demo",
+        "train two small networks within budgets of bytes, and compare with plain PyTorch; about 90 s",
+        *("--steps", "--quick"),
+        quick={**_FLAG, "help": "a second for each plan, and each step timed once"},
     )
     command("methods", "list the methods with their options")
     command("doctor", "versions, device, solver and cache of this installation")

@@ -28,6 +28,7 @@ ROOMS = (  # each imports itself and rooms of lines above it; those of one line 
     ("integrations",),
     ("tracing",),
     ("costs", "dynamo", "batch", "selftest"),
+    ("demo",),
     ("cli",),
     ("__main__",),
 )
