@@ -28,7 +28,7 @@ ROOMS = (  # each imports itself and rooms of lines above it; those of one line 
     ("integrations",),
     ("tracing",),
     ("costs", "dynamo", "batch", "selftest"),
-    ("fitting",),
+    ("demo", "fitting"),
     ("cli",),
     ("__main__",),
 )
