@@ -7,7 +7,7 @@ Answers go to standard output, as text or with ``--json`` as JSON; progress and 
     2    asked wrongly
     130  Ctrl-C; where a best plan so far was printed, it is a valid one
 
-PyTorch is imported only by the commands that trace a step, ``plan``, ``max-batch``, ``fits``, ``demo`` and ``selftest``;
+PyTorch is imported only by the commands that trace a step: ``plan``, ``max-batch``, ``fits``, ``demo``, ``selftest``;
 ``doctor`` looks for it.
 """
 
