@@ -33,7 +33,8 @@ class WithinBudget(TrainerCallback):
     checkpointing is turned off, as the plan decides what runs again.
 
     Args:
-        budget: bytes at any moment of training, parameters and optimizer included; "8 GB", or "8G", is 8e9.
+        budget: bytes at any moment of training, parameters and optimizer included; "8 GB", or "8G", is 8e9;
+            "fit" is what there is at the first step, as for `checkmate.compile`.
         beside: other modules on the device, whose bytes count: a reference model.
         options: those of `checkmate.compile`; ``reserve`` comes on top of what is known here, as for a loss that the
             model does not compute itself.
@@ -44,7 +45,9 @@ class WithinBudget(TrainerCallback):
         InfeasibleBudget: at the first step, if no plan fits, or the update itself does not.
     """
 
-    def __init__(self, budget: Bytes, *, beside: Sequence[nn.Module] = (), **options: Unpack[CompileOptions]) -> None:
+    def __init__(
+        self, budget: Bytes = "fit", *, beside: Sequence[nn.Module] = (), **options: Unpack[CompileOptions]
+    ) -> None:
         self._options = Options.of(WithinBudget, CompileOptions.__optional_keys__, options, budget)
         self._beside, self._refers = [*beside], False  # whether there is a model that the trained one is compared with
         self.planned: PlannedCall | None = None  # has .plans, .planning, .wait() and .memory(), and .kept
@@ -59,7 +62,7 @@ class WithinBudget(TrainerCallback):
             self._beside.append(trainer.ref_model)
         if trainer.args.auto_find_batch_size:
             limits = {"reserve": self._options.set_aside, "time_limit": self._options.time_limit}
-            find_batch_size(trainer, self._options.total, beside=self._beside, **limits)
+            find_batch_size(trainer, self._options.budget, beside=self._beside, **limits)
             trainer.args.auto_find_batch_size = False
         trainer.add_callback(self)
         self._plan(trainer.model)

@@ -15,7 +15,7 @@ from checkmate.batch.max_batch_size import max_batch_size
 from checkmate.batch.result import LargestBatch
 from checkmate.errors import InfeasibleBudget
 from checkmate.integrations.planned_call import Loop
-from checkmate.units import exact_bytes, format_bytes
+from checkmate.units import exact_bytes, format_bytes, parse_bytes
 
 
 def largest_batch(
@@ -34,12 +34,13 @@ def largest_batch(
         InfeasibleBudget: if the loop leaves nothing, or the smallest size does not fit what it leaves.
     """
     kept = replace(loop, ahead=0).kept(module, (), {})
-    left = asked.total - asked.set_aside - kept.total
+    total = parse_bytes(asked.budget)
+    left = total - asked.set_aside - kept.total
     if left <= 0:
         raise InfeasibleBudget(
             f"Training keeps {kept} beside each step, which leaves nothing of the budget of "
-            f"{format_bytes(asked.total)}. Smallest budget that leaves something: {exact_bytes(kept.total + 1)}.",
-            budget=asked.total,
+            f"{format_bytes(total)}. Smallest budget that leaves something: {exact_bytes(kept.total + 1)}.",
+            budget=total,
             min_budget=kept.total + 1,
             op="update",
         )

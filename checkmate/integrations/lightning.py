@@ -34,7 +34,8 @@ class WithinBudget(lightning.Callback):
     changes: accumulation, precision, clipping, schedulers, ``global_step``, evaluation, logs, checkpoints and resuming.
 
     Args:
-        budget: bytes at any moment of training, parameters and optimizer included; "8 GB", or "8G", is 8e9.
+        budget: bytes at any moment of training, parameters and optimizer included; "8 GB", or "8G", is 8e9;
+            "fit" is what there is at the first step, as for `checkmate.compile`.
         of: "training_step" or "forward"; without a choice as the optimization is automatic or manual.
         beside: other modules on the device, whose bytes count.
         options: those of `checkmate.compile`; ``reserve`` comes on top of what is known here.
@@ -48,7 +49,7 @@ class WithinBudget(lightning.Callback):
 
     def __init__(
         self,
-        budget: Bytes,
+        budget: Bytes = "fit",
         *,
         of: Part | None = None,
         beside: Sequence[torch.nn.Module] = (),

@@ -23,7 +23,7 @@ M = TypeVar("M", bound=nn.Module)
 def within_budget(
     model: M,
     optimizer: optim.Optimizer | Iterable[optim.Optimizer],
-    budget: Bytes,
+    budget: Bytes = "fit",
     *,
     accumulate: int = 1,
     ahead: int = 1,
@@ -39,7 +39,8 @@ def within_budget(
     Args:
         model: the plain module, before `accelerator.prepare`.
         optimizer: the one that will update it, or several.
-        budget: bytes at any moment of the loop, parameters and optimizer included; "8 GB", or "8G", is 8e9.
+        budget: bytes at any moment of the loop, parameters and optimizer included; "8 GB", or "8G", is 8e9; "fit"
+            is what there is at the first step, as for `checkmate.compile`.
         accumulate: how many backwards make one update: with more than one, gradients are kept from step to step.
         ahead: how many batches the loop holds beside the one that the model is given.
         beside: other modules on the device, whose bytes count: an average of the model, a frozen encoder.

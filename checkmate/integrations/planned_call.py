@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from checkmate.backends.eager import Backend
-from checkmate.backends.planner import Options
+from checkmate.backends.planner import Budget, Options
 from checkmate.backends.tensor_state import tensors_within
 from checkmate.compiler import CompiledStep, Planned
 from checkmate.errors import InfeasibleBudget, Unsupported
@@ -142,17 +142,19 @@ class PlannedCall(Planned):
     def _planned(self, module: nn.Module, args: Any, kwargs: Any) -> CompiledStep[..., Any]:
         options, kept = self._options, self.loop.kept(module, args, kwargs)
         self.kept = kept
-        log.info("of the budget of %s training keeps %s beside each step", format_bytes(options.total), kept)
+        total = Budget(options).total  # 0: what there is, found when the step is planned
+        of = format_bytes(total) if total else options.budget
+        log.info("of the budget of %s training keeps %s beside each step", of, kept)
         trained = sum(p.nbytes for p in (self.loop.around or module).parameters() if p.requires_grad)
         held = sum(t.nbytes for t in _tensors(module)) + trained
         held += kept.states + kept.batches + kept.beside + kept.update
-        if held > options.total:
+        if 0 < total < held:
             raise InfeasibleBudget(
                 f"An update of this {type(module).__name__} needs {format_bytes(held)}, whatever is run again: "
                 f"its parameters, their gradients of {format_bytes(trained)}, {kept}, and "
                 f"{format_bytes(kept.update)} that the optimizer makes on its way. The budget is "
-                f"{format_bytes(options.total)}. Smallest budget that allows the update: {exact_bytes(held)}.",
-                budget=options.total,
+                f"{format_bytes(total)}. Smallest budget that allows the update: {exact_bytes(held)}.",
+                budget=total,
                 min_budget=held,
                 op="update",
             )

@@ -130,6 +130,15 @@ def test_training_within_a_budget(case: str, tmp_path: Path) -> None:
     assert {*files[0]["state_dict"]} == {*files[1]["state_dict"]}
 
 
+def test_without_a_budget_it_is_what_there_is(tmp_path: Path) -> None:
+    _, plain = _trained(Automatic, default_root_dir=tmp_path)
+    within = WithinBudget(time_limit=1)
+    _, found = _trained(Automatic, [within], default_root_dir=tmp_path)
+    assert_same_bits(found, plain)
+    assert within.planned is not None
+    assert all(plan.budget > 10**8 and not plan.schedule.recomputed.any() for plan in within.planned.plans)
+
+
 @pytest.mark.slow
 def test_resuming_within_a_budget_and_what_runs_is_chosen(tmp_path: Path) -> None:
     """Of a plain checkpoint after one epoch: the states that it has are counted before the first step."""
