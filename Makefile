@@ -29,7 +29,7 @@ help:
 	@echo "make clean   remove the environment and everything generated"
 
 demo: $(STAMP)
-	$(BIN)/python -m benchmarks.demo
+	$(BIN)/python -m checkmate demo
 
 test: $(STAMP)
 	$(TESTS) -n $(JOBS) --dist worksteal $(ARGS)
@@ -81,5 +81,5 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/made *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,17 +1,20 @@
 """Whether a version of PyTorch has what is needed of it, and passes a selection of the suite.
 
     nox -s versions                       # an environment for each version, and this in each: `make test-versions`
+    nox -s lowest pythons                 # others: the lowest versions of all that is needed, other Pythons
     python -m benchmarks.versions         # the version that is installed
     python -m benchmarks.versions --new   # an environment with the newest there is, and a part of the selection
 
 A run leaves a row in ``benchmarks/results/versions.jsonl``: how many tests passed, failed, and were left out since this
 version of PyTorch does not do what they ask for, which these are, what of PyTorch's that is not public is missing, what
-is left out without it, and whether the arena compiles. A part of the selection, with ``--quick``, leaves none.
+is left out without it, whether the arena compiles, and the versions of what else checkmate needs. A part of the
+selection, with ``--quick``, leaves none, but in a file that is named.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,6 +26,7 @@ from benchmarks.common.suite import ROOT, counted
 from checkmate.core.table import Table
 
 RESULTS = ROOT / "benchmarks" / "results" / "versions.jsonl"
+OTHERS = RESULTS.with_name("environments.jsonl")
 ROOMS = ("torch_internals", "capture", "codegen", "backends", "training", "updates", "memory", "verification", "host")
 SELECTION = {  # by markers
     "not slow and not long": tuple(f"tests/{room}" for room in ROOMS),
@@ -39,6 +43,7 @@ QUICK = {
     ),
 }
 HEADER = ("PyTorch", "Python", "passed", "failed", "skipped", "left out", "minutes")
+OF_OTHERS = ("Python", "PyTorch", "NumPy", "SciPy", "tests", "passed", "failed", "skipped")
 
 
 def examined() -> Row:
@@ -58,6 +63,27 @@ def table(rows: Sequence[Row]) -> Table:
     return Table(HEADER, list(map(_cells, found)), {*HEADER} - {"PyTorch", "left out"})
 
 
+def table_of_others(rows: Sequence[Row]) -> Table:
+    """The last row of each Python and version of NumPy: environments that are not those of the versions of PyTorch."""
+    found = latest(rows, "python", "numpy")
+    return Table(OF_OTHERS, [_cells_of_other(row) for row in found], {"passed", "failed", "skipped"})
+
+
+def _cells_of_other(row: Row) -> list[str]:
+    counts = [str(row[kind]) for kind in ("passed", "failed", "skipped")]
+    tests = "a part" if row["quick"] else "the selection"
+    return [row["python"], _plain(row["torch"]), row["numpy"], row["scipy"], tests, *counts]
+
+
+def needed() -> list[str]:
+    """What checkmate needs, by pyproject.toml."""
+    found = re.search(
+        r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), flags=re.DOTALL | re.MULTILINE
+    )
+    assert found is not None
+    return re.findall(r'^ *"([\w-]+)', found[1], flags=re.MULTILINE)
+
+
 def _cells(row: Row) -> list[str]:
     counts = [str(row[kind]) for kind in ("passed", "failed", "skipped")]
     left_out = ", ".join(row["left_out"]) or "nothing"
@@ -72,7 +98,7 @@ def main() -> int:
     """Run the selection, append a row, and print what there is to say; 1 if something is missing or fails."""
     parser = documented(__doc__)
     parser.add_argument("--new", action="store_true", help="in an environment with the newest there is")
-    parser.add_argument("--quick", action="store_true", help="a part of the selection, without a row")
+    parser.add_argument("--quick", action="store_true", help="a part of the selection, without a row in that file")
     parser.add_argument("--report", action="store_true", help="print the table of the last rows, and run nothing")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -82,15 +108,15 @@ def main() -> int:
         return 0
     if args.new:
         return subprocess.run([sys.executable, "-m", "nox", "-s", "new"], cwd=ROOT, check=False).returncode
-    begun, about, found = time.monotonic(), origin(), examined()
+    begun, about, found = time.monotonic(), origin(*needed()), examined()
     print(f"PyTorch {about['torch']}", f"arena: {found['arena']}", sep="\n")
     print(*(f"missing {each}" for each in found["missing"]), sep="\n")
     print(*(f"left out: {each}" for each in found["left_out"]), sep="\n", flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     options = ("-q", "-n", str(args.jobs), "--dist", "worksteal")
     found |= counted(QUICK if args.quick else SELECTION, *options, environment=environment)
-    row = {**about, **found, "seconds": round(time.monotonic() - begun)}
-    if not args.quick:
+    row = {**about, "quick": args.quick, **found, "seconds": round(time.monotonic() - begun)}
+    if not args.quick or args.out != RESULTS:
         append(args.out, row)
     print("", table([row]), *row["names"], sep="\n")
     return 1 if row["failed"] or row["missing"] or row["left_out"] else 0

@@ -18,7 +18,7 @@ from checkmate.backends.captures import Captures, capture
 from checkmate.backends.eager import Backend
 from checkmate.backends.error_messages import explained, refuse_lazy
 from checkmate.backends.inductor import Inductor, lower, require_compiler
-from checkmate.backends.planner import OF_VERIFY, Bytes, CompileOptions, Options, Planner
+from checkmate.backends.planner import OF_VERIFY, Budget, Bytes, CompileOptions, Options, Planner
 from checkmate.backends.static_memory import arenas
 from checkmate.backends.taking_over import Planning
 from checkmate.codegen.refused_backwards import watch_backward
@@ -38,35 +38,47 @@ log = logging.getLogger("checkmate.verification.compare")
 
 @overload
 def compile(  # type: ignore[overload-overlap]  # a module is callable too, and stays what it is
-    fn: M, budget: Bytes, **options: Unpack[CompileOptions]
+    fn: M, budget: Bytes = "fit", **options: Unpack[CompileOptions]
 ) -> M: ...
 
 
 @overload
-def compile(fn: Callable[P, R], budget: Bytes, **options: Unpack[CompileOptions]) -> CompiledStep[P, R]: ...
+def compile(fn: Callable[P, R], budget: Bytes = "fit", **options: Unpack[CompileOptions]) -> CompiledStep[P, R]: ...
 
 
-def compile(fn: Any, budget: Bytes, **options: Unpack[CompileOptions]) -> Any:
+def compile(fn: Any, budget: Bytes = "fit", **options: Unpack[CompileOptions]) -> Any:
     """Make a training step that stays within a budget of bytes, with the numbers of plain PyTorch, bit for bit.
 
-    Nothing happens until the first call, which captures the step, measures its ops, plans and generates code. Another
-    shape, or a change between training and evaluation, gets a plan of its own; that of a smaller batch is made from the
-    one before, in a few seconds at most. Plans are kept on disk: a script that is started again takes them from there.
+    Without a budget it stays within the memory that there is. Nothing happens until the first call, which captures the
+    step, measures its ops, plans and generates code. Another shape, or a change between training and evaluation, gets a
+    plan of its own; that of a smaller batch is made from the one before, in a few seconds at most. Plans are kept on
+    disk: a script that is started again takes them from there.
     Without gradients, under `torch.no_grad` or where nothing needs one, plain PyTorch runs.
 
-    Where nothing is said: ``method="auto", time_limit=60.0, reserve=0, verify=None, profile="measure", cache=True,
-    backend="eager", max_plans=64, memory=None, wait="first", rules=None, host_budget=None, host=None,
-    numerics="exact"``.
+    Where nothing is said: ``budget="fit", method="auto", time_limit=60.0, reserve=None, verify=None,
+    profile="measure", cache=True, backend="eager", max_plans=64, memory=None, wait="first", rules=None,
+    host_budget=None, host=None, numerics="exact"``.
 
     Args:
         fn: a module, or any function of tensors; with the loss computed inside it the loss is within the plan too.
         budget: bytes at any moment of the step, parameters, buffers and inputs included; "8 GB", or "8G", is 8e9.
+            "fit", which holds where nothing is said, is what there is when the first call plans, and "70%" is that
+            share of it: on CUDA the device's memory, as far as neither others hold it nor
+            `torch.cuda.set_per_process_memory_fraction` keeps it from PyTorch; on the CPU what the machine, the control
+            groups (cgroups) of this process and its own limits (ulimit) still give, and what the step holds already.
+            Of that a margin is left (`checkmate.memory.available` says how much, and why). What was found is rounded
+            down, by a 64th at most, and stays for further captures; it is logged at INFO
+            (``checkmate.backends.planner``), and stands in ``.plans[0].budget``, less what is reserved. A step that
+            fits as it is runs nothing again. Ranks on one machine share what it gives; those that exchange data within
+            the step take the least that one of them finds.
         method: how to plan; see `checkmate.solve`.
         time_limit: seconds to plan one captured graph, at most: where less than a hundredth of the step can still be
             saved, planning ends earlier, in proportion. So does Ctrl-C, with the best plan so far.
         reserve: bytes of the budget to leave for what the graph does not know: optimizer state, gradients that are kept
             from one step to the next, a loss outside ``fn``. On CUDA what is on the device when the first call plans
-            is left out of the budget anyway, so that only what comes later is to be reserved.
+            is left out of the budget anyway, so that only what comes later is to be reserved. Where the budget names no
+            bytes, and nothing is said here, two numbers for each parameter that is trained are left to an optimizer
+            such as Adam; ``reserve=0`` leaves nothing.
         verify: run the first training call plainly as well, and compare results, gradients, buffers and random state
             bitwise, and the measured peak with the budget. Where plain PyTorch does not repeat its own bits, the
             difference is held against the spread of its runs, with a warning. Needs the memory of a plain step, once.
@@ -120,9 +132,11 @@ def compile(fn: Any, budget: Bytes, **options: Unpack[CompileOptions]) -> Any:
         the same options.
 
     Raises:
-        BudgetError: at once, if the budget is no positive number of bytes.
+        BudgetError: at once, if the budget is neither a positive number of bytes nor a share of what there is; at the
+            first call, if the device does not say what there is.
         RuleError: at once, if a rule is none; at the first call, if it names nothing in the step, or cannot be obeyed.
-        InfeasibleBudget: at the first call, if no plan fits; it names the op in the way and the smallest budget.
+        InfeasibleBudget: at the first call, if no plan fits; it names the op in the way and the smallest budget, and,
+            where the budget names no bytes, what the device has and what others hold of it.
         Unsupported: at the first call, if the step cannot be captured as one graph, or runs on several devices; at
             once, if Inductor finds no C++ compiler that works; at a later call, if a number that changes from call to
             call has used up ``max_plans``.
@@ -144,7 +158,7 @@ def compile(fn: Any, budget: Bytes, **options: Unpack[CompileOptions]) -> Any:
     return _compile(fn, Options.of(compile, CompileOptions.__optional_keys__, options, budget))
 
 
-def verify(fn: Callable[..., Any], *args: Any, budget: Bytes, calls: int = 1, **kwargs: Any) -> Certificate:
+def verify(fn: Callable[..., Any], *args: Any, budget: Bytes = "fit", calls: int = 1, **kwargs: Any) -> Certificate:
     """Run a step plainly and compiled on your own batch, and certify that nothing differs.
 
     Compared bit by bit are what the step returns, the gradients of all it depends on, its parameters, buffers and
@@ -155,11 +169,11 @@ def verify(fn: Callable[..., Any], *args: Any, budget: Bytes, calls: int = 1, **
 
     Args:
         fn: a module or function; args, kwargs: a batch for it.
-        budget: as for `compile`; so are method, time_limit, reserve, profile, cache, backend, memory, rules,
-            host_budget, host and numerics, which may be given too. Compiled by Inductor, a tensor may be as far off
-            as `torch.testing.assert_close` allows of its largest element. Where sums over parts were taken, a gradient
-            may be 16 times as far off as they were when they were tried, of its own or any gradient's largest element,
-            and the certificate says how far it is; all else has the bits of plain PyTorch.
+        budget: as for `compile`, where none is given, too; so are method, time_limit, reserve, profile, cache, backend,
+            memory, rules, host_budget, host and numerics, which may be given too. Compiled by Inductor, a tensor may be
+            as far off as `torch.testing.assert_close` allows of its largest element. Where sums over parts were taken,
+            a gradient may be 16 times as far off as they were when they were tried, of its own or any gradient's
+            largest element, and the certificate says how far it is; all else has the bits of plain PyTorch.
         calls: call the step so often before one backward through all its results, as a loss of two batches does. A plan
             is for one call: with more of them the peak is not compared.
 
@@ -191,13 +205,19 @@ def _compile(fn: Any, options: Options) -> Any:
     return _compile_module(fn, options) if isinstance(fn, nn.Module) else CompiledStep(fn, options)
 
 
-def new_backend(options: Options, updates: Insert | None = None, elsewhere: SecondMemories | None = None) -> Backend:
+def new_backend(
+    options: Options,
+    updates: Insert | None = None,
+    elsewhere: SecondMemories | None = None,
+    budget: Budget | None = None,
+) -> Backend:
     """What compiles a step, with its updates if these are part of it.
 
-    ``elsewhere``: where values may wait; None: in a second memory of its own, if one is asked for.
+    ``elsewhere``: where values may wait; None: in a second memory of its own, if one is asked for. ``budget``: that of
+    several backends of one step; None: one of its own.
     """
-    planner, (find_costs, block_bytes) = Planner(options), options.costs
-    limit = options.total - options.set_aside
+    budget = budget or Budget(options)
+    planner, (find_costs, block_bytes) = Planner(options, budget), options.costs
     if options.backend == "eager":
         return Backend(
             planner.plan,
@@ -209,10 +229,10 @@ def new_backend(options: Options, updates: Insert | None = None, elsewhere: Seco
             elsewhere=elsewhere or options.elsewhere,
             rounding=options.rounding,
             overlap=options.overlap,
-            budget=limit,
+            asked=budget,
         )
     require_compiler()
-    return Inductor(planner.plan, lower, profile=find_costs, block_bytes=block_bytes, budget=limit)
+    return Inductor(planner.plan, lower, profile=find_costs, block_bytes=block_bytes, asked=budget)
 
 
 class Planned:

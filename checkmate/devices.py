@@ -61,6 +61,11 @@ class Kind:
         properties = getattr(torch.get_device_module(device), "get_device_properties", lambda device: None)(device)
         return int(getattr(properties, "L2_cache_size", 64 << 20))
 
+    def free_bytes(self, device: torch.device) -> tuple[int, int]:
+        """Bytes of its memory that nobody holds, of those that this process may have, and of all of it."""
+        free, total = torch.accelerator.get_memory_info(device)
+        return free, total
+
     def pin(self, nbytes: int) -> torch.Tensor:
         """Memory of the host that it reads and writes by itself, (nbytes,) uint8.
 
@@ -107,6 +112,12 @@ class _Cuda(Kind):
             "cudnn deterministic": backends.cudnn.deterministic,
             f"products in {products}": products not in EXACT,
         }
+
+    def free_bytes(self, device: torch.device) -> tuple[int, int]:
+        """As far as `torch.cuda.set_per_process_memory_fraction` lets PyTorch's allocator have it."""
+        free, total = torch.cuda.mem_get_info(device)
+        most = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        return min(free, most - torch.cuda.memory_reserved(device)), total
 
     def pin(self, nbytes: int) -> torch.Tensor:
         """To the byte: PyTorch's own pool of pinned memory rounds up to powers of two."""

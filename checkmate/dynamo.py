@@ -3,7 +3,7 @@
 It finds fewer mistakes than `checkmate.compile`, which sees the whole call: there is no ``verify``, no ``plans``, and
 errors come wrapped as PyTorch wraps them. PyTorch decides what is captured when, and for how many kinds of input. The
 budget counts what the graph reads: a parameter, a buffer or a tensor of the batch that it does not use is not known
-here.
+here. Without a budget each graph takes what there is when it is captured.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def backend(
         mode: not known here.
 
     Raises:
-        ValueError: without a budget, with a mode, or with an option that is none; it names the nearest.
-        BudgetError: if the budget is no positive number of bytes.
+        ValueError: with a mode, or with an option that is none; it names the nearest.
+        BudgetError: if the budget is neither a positive number of bytes nor a share of what there is.
         InfeasibleBudget: if no plan fits it.
         Unsupported: if this is a part of a step only, or its sizes are left open.
 
@@ -62,8 +62,6 @@ def backend(
     for name in options:
         if name not in _OPTIONS:
             raise ValueError(no_option("The backend checkmate", name, _OPTIONS))
-    if "budget" not in options:
-        raise ValueError('The backend checkmate needs a budget: options={"budget": "8 GB"}.')
     _refuse_parts(module, inputs, asked)
     warn(told_yes)
     planning = compile(module.forward, **options)._backend

@@ -8,7 +8,7 @@ class CheckmateError(Exception):
 
 
 class BudgetError(CheckmateError, ValueError):
-    """A budget that is not a positive number of bytes."""
+    """A budget that is neither a positive number of bytes nor a share of what there is."""
 
 
 class InvalidProblem(CheckmateError, ValueError):

@@ -1,5 +1,6 @@
-"""One line on standard error that says what goes on: capturing, measuring, planning; gone at the end.
+"""One line that says what goes on: capturing, measuring, planning; gone at the end.
 
+It is the last line of a terminal, on standard error, or in a notebook an output of the cell that works.
 Whoever works says so with `showing`; work within work shows the innermost. A thread draws, as solvers are silent for
 seconds at a time. What takes less than `QUIET_SECONDS` in all shows nothing, unless it is asked to.
 """
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 
 QUIET_SECONDS = 2.0
@@ -38,9 +39,10 @@ def showing(
         text: a few words, asked for at each drawing.
         share: of the work that is done, from 0 to 1.
         name: of what the work is about, such as "size 8", for work within it, too.
-        shown: True: at once, on a terminal or not; None: on a terminal, after `QUIET_SECONDS`; False: not at all.
+        shown: True: at once, on a terminal or not; None: on a terminal or in a notebook, after `QUIET_SECONDS`;
+            False: not at all.
     """
-    if shown is False or (shown is None and not (_allowed.get() and sys.stderr is not None and sys.stderr.isatty())):
+    if shown is False or (shown is None and not (_allowed.get() and _is_seen())):
         yield
         return
     global _line  # a terminal has one last line
@@ -58,6 +60,16 @@ def showing(
             if not _line.parts:
                 _line.close()
                 _line = None
+
+
+def _is_seen() -> bool:
+    """Whether somebody looks at standard error: on a terminal, or in a notebook."""
+    return sys.stderr is not None and (sys.stderr.isatty() or _in_a_notebook())
+
+
+def _in_a_notebook() -> bool:
+    """Whether standard error goes to a Jupyter kernel's front end."""
+    return type(sys.stderr).__module__.partition(".")[0] == "ipykernel"
 
 
 @contextmanager
@@ -86,27 +98,57 @@ class _Line:
         self.parts: list[_Part] = []  # the innermost last
         self.due = time.perf_counter() + QUIET_SECONDS
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._draw, name="checkmate-line", daemon=True)
+        context = copy_context()  # in which a notebook knows the cell that works
+        self._thread = threading.Thread(target=context.run, args=(self._draw,), name="checkmate-line", daemon=True)
         self._thread.start()
 
     def _draw(self) -> None:
         while time.perf_counter() < self.due:
             if self._over.wait(min(REFRESH_SECONDS, max(0.0, self.due - time.perf_counter()))):
                 return
-        from tqdm.auto import tqdm  # here, so that only those who see a line pay for its import
-
-        with tqdm(total=1.0, bar_format="{desc}", leave=False, file=sys.stderr) as bar:
+        with _output() if _in_a_notebook() else _last_line() as show:
             over = False
             while not over:
                 if parts := tuple(self.parts):  # without the lock: a process that is forked now would keep it locked
-                    bar.n, bar.bar_format = written(parts)
-                    bar.refresh()
+                    show(*written(parts))
                 over = self._over.wait(REFRESH_SECONDS)
 
     def close(self) -> None:
         """Take the line away."""
         self._over.set()
         self._thread.join()
+
+
+@contextmanager
+def _last_line() -> Iterator[Callable[[float, str], None]]:
+    """A line of a terminal: what shows a share and a format of tqdm's there."""
+    from tqdm.std import tqdm  # here, so that only those who see a line pay for its import
+
+    with tqdm(total=1.0, bar_format="{desc}", leave=False, file=sys.stderr) as bar:
+
+        def show(share: float, bar_format: str) -> None:
+            bar.n, bar.bar_format = share, bar_format
+            bar.refresh()
+
+        yield show
+
+
+@contextmanager
+def _output() -> Iterator[Callable[[float, str], None]]:
+    """An output of a notebook's cell, as text: it is written over, and is empty in the end."""
+    from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
+    from tqdm.std import tqdm
+
+    handle = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def show(share: float, bar_format: str) -> None:
+        line = tqdm.format_meter(share, 1.0, 0.0, ncols=WIDTH, bar_format=bar_format)
+        handle.update({"text/plain": line}, raw=True)
+
+    try:
+        yield show
+    finally:
+        handle.update({"text/plain": ""}, raw=True)
 
 
 def written(parts: tuple[_Part, ...]) -> tuple[float, str]:

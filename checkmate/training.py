@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import Unpack
 
 from checkmate.backends import ranks
-from checkmate.backends.planner import Bytes, Options, StepOptions
+from checkmate.backends.planner import Budget, Bytes, Options, StepOptions
 from checkmate.backends.tensor_state import modules_within
 from checkmate.capture.sharded.shards import is_shard
 from checkmate.compiler import CompiledStep, Planned, new_backend, refuse_what_is_no_step
@@ -39,7 +39,7 @@ from checkmate.verification.whole_steps import compare_whole
 def training_step(
     loss_fn: Callable[..., Any],
     optimizer: optim.Optimizer | Iterable[optim.Optimizer],
-    budget: Bytes,
+    budget: Bytes = "fit",
     *,
     clip_norm: float | None = None,
     norm_type: float = 2.0,
@@ -89,7 +89,9 @@ def training_step(
         optimizer: updates parameters that ``loss_fn`` uses; or several, each with parameters of its own. Optimizers of
             `torch.optim` but for LBFGS and SparseAdam, and classes derived from them that leave `step` as it is, are
             known to update each parameter alone. Any other, of another library or your own, is tried on small copies.
-        budget: bytes at any moment of the step; "8 GB", or "8G", is 8e9.
+        budget: bytes at any moment of the step; "8 GB", or "8G", is 8e9. "fit", which holds where nothing is said, is
+            what there is when the first call plans, and "70%" that share of it, as for `checkmate.compile`. Nothing is
+            reserved for the optimizer, whose state is in the plan.
         clip_norm: scale all gradients so that the norm of all together is this at most.
         norm_type: the order of that norm; ``math.inf``: the largest element.
         error_if_nonfinite: a norm that is infinite or not a number is an error, before anything is updated.
@@ -178,7 +180,7 @@ class TrainingStep(Planned):
         self.loss_fn, self._updates, self._options = _with_one_gradient(loss_fn), updates, options
         self._accumulate, self._added = accumulate, 0  # calls of an update, and those that there were
         self._verify, self._wrapped = verify, wrapped_in(modules_within(loss_fn))
-        self._elsewhere = options.elsewhere  # of both kinds of calls
+        self._elsewhere, self._budget = options.elsewhere, Budget(options)  # of both kinds of calls
         self._plan_anew()
         functools.update_wrapper(self, loss_fn, updated=())
 
@@ -188,7 +190,7 @@ class TrainingStep(Planned):
         inserts = [self.inserts]
         if self._accumulate > 1:
             inserts.insert(0, Insert(self._updates, last=False))  # of all calls of an update but the last
-        self._backends = [new_backend(self._options, insert, self._elsewhere) for insert in inserts]
+        self._backends = [new_backend(self._options, insert, self._elsewhere, self._budget) for insert in inserts]
         self._steps = [CompiledStep(self.loss_fn, self._options, backend) for backend in self._backends]
 
     @property

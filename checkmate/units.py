@@ -16,6 +16,7 @@ _UNITS = {
     **{f"{prefix}i{b}": 1024**power for power, prefix in enumerate(_PREFIXES) for b in ("", "b") if prefix},
 }
 _FEW = 1000  # of fewer bytes a fraction is no rounding of a large number: GB were meant, or a share
+_SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
 _BYTES = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
@@ -42,13 +43,38 @@ def parse_bytes(budget: int | float | str) -> int:
     if 0 < budget < 1:
         raise BudgetError(
             f"A budget is a number of bytes, not a ratio: {budget!r}. Write for example '8 GB', "
-            "or int(0.5 * problem.keep_all_peak)."
+            f"int({budget!r} * problem.keep_all_peak), or, of what there is where a step runs, '{100 * budget:g}%'."
         )
     if budget <= 0:
         raise BudgetError(f"A budget is a positive number of bytes, not {budget!r}.")
     if budget < _FEW and budget != int(budget):
         raise _no_whole_number(budget)
     return int(budget)
+
+
+def parse_share(budget: object) -> float | None:
+    """Read a budget that is a share of what there is for a step: "fit", all of it, or "70%". None: it is in bytes.
+
+    Raises:
+        BudgetError: if it is text that is neither, and no bytes either.
+
+    >>> parse_share("fit"), parse_share("70%"), parse_share("8 GB")
+    (1.0, 0.7, None)
+    """
+    if not isinstance(budget, str) or ("%" not in budget and re.search(r"\d", budget)):
+        return None
+    if budget.strip().lower() == "fit":
+        return 1.0
+    if "%" not in budget:
+        raise BudgetError(
+            f"Cannot read the budget {budget!r}. Write for example '8 GB', or 'fit' for what there is where the step "
+            "runs, or '70%' of that."
+        )
+    match = _SHARE.fullmatch(budget)
+    share = Decimal(match[1]) / 100 if match else Decimal(0)
+    if not 0 < share <= 1:
+        raise BudgetError(f"Of what there is a budget is more than 0% and 100% at most, such as '70%', not {budget!r}.")
+    return float(share)
 
 
 def parse_rate(rate: float | str) -> float:

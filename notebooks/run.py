@@ -1,6 +1,7 @@
 """Run notebooks and write them back with what they show: python notebooks/run.py [NAME ...].
 
-Times at which cells ran are left out, and pictures have few colours, so that the files stay small.
+Times at which cells ran are left out, as are the empty outputs that lines of progress leave, and pictures have few
+colours, so that the files stay small.
 """
 
 from __future__ import annotations
@@ -32,10 +33,25 @@ def executed(path: Path, timeout: int = 900) -> nbformat.NotebookNode:
     client.execute(env={**os.environ, "PYTHONPATH": str(path.parent.parent)})  # the checkmate of this checkout
     notebook.metadata.language_info = {"name": "python"}  # and not its version
     for cell in notebook.cells:
+        if "outputs" in cell:
+            cell.outputs = without_progress(cell.outputs)
         for output in cell.get("outputs", ()):
             if "image/png" in output.get("data", {}):
                 output.data["image/png"] = smaller(output.data["image/png"])
     return notebook
+
+
+def without_progress(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """The outputs without empty ones, and what was printed before and after such a one together."""
+    left: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if output.get("data", {}).get("text/plain") == "":
+            continue
+        if left and output.output_type == "stream" == left[-1].output_type and output.name == left[-1].name:
+            left[-1].text += output.text
+        else:
+            left.append(output)
+    return left
 
 
 def smaller(png: str) -> str:

@@ -17,6 +17,7 @@ from checkmate.backends import ranks
 from checkmate.backends.cuda_blocks import Find, Replays, plan_in_blocks
 from checkmate.backends.in_parts import with_parts
 from checkmate.backends.overwritten import explain_writes, needed_tensors
+from checkmate.backends.planner import Budget
 from checkmate.backends.static_memory import serving, within
 from checkmate.backends.step_problem import (
     asked_bytes,
@@ -59,8 +60,9 @@ from checkmate.codegen.writing_over import writing_over
 from checkmate.core.problem import Problem
 from checkmate.core.solution import Solution
 from checkmate.devices import kind_of
-from checkmate.errors import Unsupported
+from checkmate.errors import BudgetError, InfeasibleBudget, Unsupported
 from checkmate.memory.arena import PHASES, Arena, Phase
+from checkmate.memory.available import Available, available
 from checkmate.profiling.measure import Measure
 from checkmate.profiling.profilers import Profiler
 from checkmate.profiling.trial import same_again, same_in_two
@@ -142,6 +144,7 @@ class Backend:
     rounding: bool = False  # sums over parts may be taken, with numbers that are plain PyTorch's but for rounding
     overlap: bool = False  # what ranks send each other may go on beside ops
     budget: int = 0  # bytes that a step may take when it runs; 0: as many as its plan
+    asked: Budget | None = None  # what finds these when a graph is first planned; None: they are known
 
     exact: ClassVar[bool] = True  # the numbers are those of plain PyTorch bit for bit, the peak is the plan's
     rounds_in: set[torch.dtype] = field(default_factory=set)  # types of what is rounded, if it is not exact
@@ -231,6 +234,27 @@ class Backend:
         run = within(facts.memory, phase, self.lower)(module, inputs)
         return run if facts.code is None else facts.code.first(phase, run)
 
+    def _find_budget(self, facts: _Facts, graph: fx.Graph, device: torch.device, *, fakes: bool) -> None:
+        """Have as many bytes as were asked for, or as there are where the step runs, before anything is measured."""
+        if self.asked is None:
+            return
+        updates = None if self.updates is None else self.updates.updates
+
+        def bytes_of(*reach: Any) -> int:
+            return unread_bytes(reach, (), device, self.block_bytes)
+
+        def look() -> Available:
+            if fakes:
+                raise BudgetError("Without data a step runs nowhere: name the bytes, such as budget='8 GB'.")
+            states = [] if updates is None else [[*of.values()] for o in updates.optimizers for of in o.state.values()]
+            held = bytes_of(facts.known, self.call.reach, updates and updates.reach, states)
+            return available(device, held, in_arena=facts.memory is not None, sharing=ranks.sharing_machine())
+
+        exchange = None if updates is None else updates.exchange
+        least = partial(ranks.least, graph=graph, exchange=exchange, device=device)
+        trained = (t for t in facts.known if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad)
+        self.budget = self.asked.find(look, least, 2 * bytes_of(*trained) if updates is None else 0)
+
     def forget(self, running: list[Running]) -> None:
         """Let go of some graphs, and end what goes on for them."""
         for one in running:
@@ -287,6 +311,7 @@ class Backend:
         unread = unread_bytes((self.call.reach, updates and updates.reach), facts.known, device, block_bytes)
         unread += 0 if updates is None else updates.held_bytes
         allocated = None if fakes else allocated_on(device)
+        self._find_budget(facts, joint_module.graph, device, fakes=fakes)
         tried = not self.exact or fakes or isinstance(self.profile, Measure)  # or not to be tried
 
         memory = None if self.elsewhere is None else self.elsewhere.on(device)
@@ -306,7 +331,10 @@ class Backend:
         at_once = self.begin is None or not may_change(joint)
         find: Find = (lambda *asked: (self.plan(*asked), None)) if at_once else self.begin  # type: ignore[assignment]
         replays = Replays.now(device, self.budget) if self.budget and not fakes else None
-        solution, unfinished = find(problem) if replays is None else plan_in_blocks(find, problem, replays)
+        try:
+            solution, unfinished = find(problem) if replays is None else plan_in_blocks(find, problem, replays)
+        except InfeasibleBudget as error:
+            raise error if self.asked is None else self.asked.explained(error) from None
         modules, joint = solution.modules, joint_of(solution.problem)
         facts.running, self.call.joint = Running(solution), joint
         self.running.append(facts.running)

@@ -18,12 +18,13 @@ from checkmate.core.problem import Problem
 from checkmate.core.rules import Rules, check, names_any, with_rules
 from checkmate.core.solution import Solution
 from checkmate.errors import BudgetError, InfeasibleBudget
+from checkmate.memory.available import Available, rounded_down
 from checkmate.profiling.profilers import Choice, Profiler, profiler
 from checkmate.solvers import known_plans
 from checkmate.solvers.known_plans import UnfinishedSearch
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import cheapest_split, check_host, check_method, refused
-from checkmate.units import check_positive, exact_bytes, format_bytes, parse_bytes
+from checkmate.units import check_positive, exact_bytes, format_bytes, parse_bytes, parse_share
 
 log = logging.getLogger("checkmate.backends.planner")
 
@@ -86,10 +87,10 @@ class Options:
     100000000
     """
 
-    budget: Bytes = 1  # a way in that plans nothing has none
+    budget: Bytes = "fit"  # what there is
     method: str = "auto"
     time_limit: float = 60.0
-    reserve: Bytes = 0
+    reserve: Bytes | None = None  # none of bytes that are named; of what there is, the state of an optimizer
     verify: bool | None = None  # where PyTorch has not been tried
     profile: Choice = "measure"
     cache: bool = True
@@ -140,7 +141,7 @@ class Options:
         if self.backend != "eager":
             self._refuse_what_is_for_eager()
         check_host(method, has_host=self.host_budget is not None)
-        _ = self.total, self.set_aside, self.elsewhere  # numbers of bytes, or an error
+        _ = Budget(self), self.elsewhere  # numbers of bytes, or an error
 
     def _refuse_what_is_for_eager(self) -> None:
         if self.memory == "arena":
@@ -157,11 +158,6 @@ class Options:
                 f'numerics="rounding" is for backend="eager", not for {self.backend!r}, which rounds otherwise than '
                 "plain PyTorch anyway, and runs nothing in parts."
             )
-
-    @property
-    def total(self) -> int:
-        """Bytes of the budget."""
-        return parse_bytes(self.budget)
 
     @property
     def patience(self) -> float:
@@ -200,7 +196,7 @@ class Options:
     def set_aside(self) -> int:
         """Bytes of the budget that are left to what the step does not know."""
         try:
-            return 0 if self.reserve == 0 else parse_bytes(self.reserve)
+            return parse_bytes(self.reserve) if self.reserve else 0
         except BudgetError as error:
             raise BudgetError(f"reserve={self.reserve!r}: {error}") from None
 
@@ -212,6 +208,62 @@ def no_option(way_in: str, name: object, known: Sequence[str]) -> str:
     return f"{way_in} has no option {name!r}. {meant}"
 
 
+class Budget:
+    """The bytes of one step: those that its options name, or a share of what there is when it is first planned.
+
+    What was found stays: further graphs of the step are planned within the same. A copy of the step, or one that is
+    loaded on another machine, looks for itself.
+
+    >>> Budget(Options(budget="1 GB", reserve="100 MB")).limit
+    900000000
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._share = parse_share(options.budget)
+        self._reserve = options.reserve
+        self.total = 0 if self._share is not None else parse_bytes(options.budget)  # bytes; 0: not found yet
+        self.set_aside = options.set_aside  # bytes of it that are left to what the step does not know
+        self._said = ""
+
+    @property
+    def limit(self) -> int:
+        """Bytes that a step may take when it runs."""
+        return self.total - self.set_aside
+
+    def find(self, look: Callable[[], Available], least: Callable[[int], int], state: int) -> int:
+        """The limit; where no bytes are named, what there is, found once.
+
+        It is logged at INFO, as plans are, and not as a warning: nothing is wrong, and each rank would give one. What a
+        step takes stands in its plans as well, and a refusal says all of it.
+
+        Args:
+            look: finds what there is.
+            least: gives the least of these numbers of bytes on all ranks that need the same plan.
+            state: bytes that an optimizer may come to hold beside the step, which are set aside where no reserve is
+                named.
+        """
+        if self._share is not None and not self._said:
+            there = look()
+            self.total = max(1, least(rounded_down(int(self._share * there.bytes))))
+            self.set_aside = state if self._reserve is None else self.set_aside
+            share = "what there is" if self._share == 1 else f"{100 * self._share:g}% of what there is"
+            self._said = f"The budget is {share}, {exact_bytes(self.total)}: {there}."
+            if self._reserve is None and state:
+                self._said += (
+                    f" {format_bytes(state)} of it are reserved for an optimizer that keeps two numbers for each "
+                    "parameter, as Adam does; reserve= says how much."
+                )
+            log.info("%s", self._said)
+        return self.limit
+
+    def explained(self, error: InfeasibleBudget) -> InfeasibleBudget:
+        """A refusal that says where the bytes are from, if no one has named them."""
+        if not self._said:
+            return error
+        said = f"{error} {self._said}"
+        return InfeasibleBudget(said, budget=error.budget, min_budget=error.min_budget, op=error.op)
+
+
 class Planner:
     """Plans the graphs that are captured of one step. The last batch of an epoch is smaller: earlier plans help.
 
@@ -220,8 +272,8 @@ class Planner:
     4.0
     """
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    def __init__(self, options: Options, budget: Budget | None = None) -> None:
+        self.options, self.budget = options, budget or Budget(options)
         self._made: list[weakref.ref[Solution]] = []
         self._named: set[str] = set()  # patterns that have named an op of a graph
 
@@ -232,21 +284,21 @@ class Planner:
             InfeasibleBudget: if no plan was found.
             RuleError: if a rule names nothing in this graph nor in one before, or cannot be obeyed.
         """
-        return self._plan(problem, self.options.set_aside + beside, inf)[0]
+        return self._plan(problem, self.budget.set_aside + beside, inf)[0]
 
     def begin(self, problem: Problem, beside: int = 0) -> tuple[Solution, UnfinishedSearch | None]:
         """The plan to begin with, and what is open of it, if a better one may come. Ranks wait for the best."""
         wait = inf if ranks.train_together() else self.options.patience
-        return self._plan(problem, self.options.set_aside + beside, wait)
+        return self._plan(problem, self.budget.set_aside + beside, wait)
 
     def _plan(self, problem: Problem, reserve: int, wait: float) -> tuple[Solution, UnfinishedSearch | None]:
-        options, problem = self.options, self._ruled(problem)
-        if options.total <= reserve:
-            raise _nothing_left(problem, options.total, reserve)
+        options, total, problem = self.options, self.budget.total, self._ruled(problem)
+        if total <= reserve:
+            raise _nothing_left(problem, total, reserve)
         unfinished_of: dict[int, UnfinishedSearch | None] = {}
 
         def find(one: Problem, seconds: float) -> Solution:
-            solution, unfinished = self._plan_one(one, options.total - reserve, wait, seconds)
+            solution, unfinished = self._plan_one(one, total - reserve, wait, seconds)
             unfinished_of[id(solution)] = unfinished
             return solution
 
@@ -255,11 +307,13 @@ class Planner:
         if solution.plan is None:
             why = partial(refused, solution, time_limit=options.time_limit)  # the same on all ranks, whose costs differ
             about: dict[str, Any] = {"method": f"{options.method}, refused", "time_limit": options.time_limit}
-            solution = ranks.one_plan(why, solution.problem, options.total - reserve, **about)
-            note = f" {format_bytes(reserve)} of it are reserved." if reserve else ""
+            solution = ranks.one_plan(why, solution.problem, total - reserve, **about)
             assert solution.refusal is not None
             smallest, op = solution.refusal.min_budget + reserve, solution.refusal.op
-            raise InfeasibleBudget(f"{solution.message}{note}", budget=options.total, min_budget=smallest, op=op)
+            note = (
+                f" {format_bytes(reserve)} are reserved beside that, {exact_bytes(smallest)} in all." if reserve else ""
+            )
+            raise InfeasibleBudget(f"{solution.message}{note}", budget=total, min_budget=smallest, op=op)
         self._made = [*(known for known in self._made if known() is not None), weakref.ref(solution)]
         return solution, unfinished_of[id(solution)]
 

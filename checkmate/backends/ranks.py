@@ -13,6 +13,7 @@ import hashlib
 import inspect
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,9 @@ from functools import wraps
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
+import torch.fx as fx
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,7 +34,7 @@ from checkmate.backends.step_problem import joint_of
 from checkmate.backends.tensor_state import held_modules
 from checkmate.capture.device import device_of
 from checkmate.capture.nodes import is_collective
-from checkmate.capture.sharded.collectives import GATHER_AGAIN, as_number, same_on_all
+from checkmate.capture.sharded.collectives import GATHER_AGAIN, as_number, reduce_in_place, same_on_all
 from checkmate.core.fingerprint import fingerprints
 from checkmate.core.host import Host
 from checkmate.core.plan import Run, Start
@@ -40,9 +43,10 @@ from checkmate.core.solution import Refusal, Solution, Status
 from checkmate.errors import SolverError, Unsupported
 from checkmate.solvers.common import plan_store as plan_cache
 from checkmate.solvers.common.plan_store import Record
+from checkmate.torch_internals.dispatcher import outside_tracing
 from checkmate.torch_internals.dynamo import OptimizedModule, dynamo_config, get_optimize_ddp_mode
 from checkmate.torch_internals.steps import _get_active_ddp_module, _get_default_store, _resolve_process_group
-from checkmate.updates.exchange import AsItsModule
+from checkmate.updates.exchange import AsItsModule, Exchange
 from checkmate.version import __version__
 
 log = logging.getLogger("checkmate.backends.ranks")
@@ -115,6 +119,29 @@ def keeping_step(run: Callable[..., Any], plan: Solution) -> Callable[..., Any]:
 def train_together() -> bool:
     """Whether other processes follow the same plans: then all of them change plans or none does, and none does."""
     return _store() is not None
+
+
+def sharing_machine() -> int:
+    """How many ranks share this machine's memory: as many as torchrun says it has started here, else all."""
+    return 1 if _store() is None else int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def least(count: int, graph: fx.Graph, exchange: Exchange | None, device: torch.device) -> int:
+    """The least that this count is on any rank which a captured step exchanges data with: these need the same plan.
+
+    Each of them calls this, as each runs the same exchanges in the same order. Other ranks are not asked, also where
+    they average gradients behind the step: they may plan at another time, or never.
+    """
+    if _store() is None:
+        return count
+    spoken = dict.fromkeys(node.args[-1] for node in graph.nodes if is_collective(node))
+    groups = [_resolve_process_group(name) for name in spoken if isinstance(name, str)]
+    groups += [] if exchange is None else [exchange.group]
+    with outside_tracing():
+        smallest = torch.tensor([count], device=device)
+        for group in groups:
+            reduce_in_place(smallest, dist.ReduceOp.MIN, group)
+        return int(smallest.item())
 
 
 def _store() -> Any:

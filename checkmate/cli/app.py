@@ -7,7 +7,7 @@ Answers go to standard output, as text or with ``--json`` as JSON; progress and 
     2    asked wrongly
     130  Ctrl-C; where a best plan so far was printed, it is a valid one
 
-PyTorch is imported only by the commands that trace a step: ``plan``, ``max-batch``, ``fits`` and ``selftest``;
+PyTorch is imported only by the commands that trace a step: ``plan``, ``max-batch``, ``fits``, ``demo``, ``selftest``;
 ``doctor`` looks for it.
 """
 
@@ -18,10 +18,13 @@ import json
 import logging
 import os
 import sys
+import time
+import webbrowser
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkmate.cli.arguments import asked_host, host_of, parser_of, with_host
@@ -29,7 +32,7 @@ from checkmate.cli.json_output import finite, solution_record, steps_of
 from checkmate.cli.target import UsageError, find_function, maker
 from checkmate.errors import BudgetError, CheckmateError, RuleError
 from checkmate.statusline import hidden, showing
-from checkmate.units import format_bytes, parse_bytes
+from checkmate.units import format_bytes, parse_bytes, parse_share
 
 if TYPE_CHECKING:
     from checkmate.core.problem import Problem
@@ -79,6 +82,7 @@ def _say(message: str, code: int) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    args.budget = _bytes_of(args)
     _check(args)  # before anything that takes time
     from checkmate.batch.sized_steps import arguments_of
     from checkmate.tracing import trace
@@ -146,6 +150,32 @@ def _answer(args: argparse.Namespace, problem: Problem) -> int:
     return INTERRUPTED if solution.interrupted else DONE
 
 
+def _report(args: argparse.Namespace) -> int:
+    if not args.problem.endswith((".json", ".json.gz")):
+        raise UsageError(
+            f"{args.problem} is no problem file (.json or .json.gz). Of a step, this writes the page: "
+            f"checkmate plan {args.problem} --budget {args.budget} --report plan.html"
+        )
+    _check(args)
+    from checkmate.core.rules import read_rules
+    from checkmate.solvers.frontier import frontier
+    from checkmate.solvers.solve import solve
+    from checkmate.webpage.page import report
+
+    problem, rules = with_host(args, _read(args.problem)), read_rules(args.rule) if args.rule else None
+    limits = {"time_limit": args.time_limit, "gap": args.gap}
+    solution = solve(problem, args.budget, method=args.method, rules=rules, **limits)
+    if solution.plan is None:
+        return _say(solution.message or solution.status.meaning, REFUSED)
+    out = args.out or Path(args.problem).name.removesuffix(".gz").removesuffix(".json") + ".html"
+    rows = frontier(solution.problem, methods=[args.method], **limits) if args.frontier else None
+    page = report(solution, out, frontier=rows, prices=args.prices).resolve()
+    _show(args, {**solution_record(solution), "page": str(page)}, str(page))
+    if args.open and not webbrowser.open(page.as_uri()):
+        return _say(f"no browser was found here; open {page}", DONE)
+    return INTERRUPTED if solution.interrupted else DONE
+
+
 def _frontier(args: argparse.Namespace) -> int:
     from checkmate.solvers.frontier import frontier
 
@@ -157,6 +187,7 @@ def _frontier(args: argparse.Namespace) -> int:
 
 
 def _max_batch(args: argparse.Namespace) -> int:
+    args.budget = _bytes_of(args)
     parse_bytes(args.budget)
     host = asked_host(args)
     from checkmate.batch.max_batch_size import max_batch_size
@@ -221,6 +252,32 @@ def _fits(args: argparse.Namespace) -> int:
     return DONE if found.fits or found.best is not None else REFUSED
 
 
+def _demo(args: argparse.Namespace) -> int:
+    import torch
+
+    from checkmate.demo.tasks import digits_task, text_task
+    from checkmate.demo.training import FULL, LEGEND, QUICK, train_within_budgets
+
+    def say(text: str) -> None:
+        if not args.json:
+            _out(text)
+            sys.stdout.flush()
+
+    torch.set_num_threads(1)  # where bytes and numbers repeat exactly
+    began = time.perf_counter()
+    say(LEGEND.strip())
+    effort = QUICK if args.quick else FULL
+    rows = [row for make in (text_task, digits_task) for row in train_within_budgets(make(args.steps), effort, say)]
+    say(f"\nAll of it took {time.perf_counter() - began:.0f} seconds on one thread.")
+    broken = [promise for row in rows for promise in row.broken()]
+    if args.json:
+        _out_json({"broken": broken, "rows": [asdict(row) for row in rows]})
+    if broken:
+        return _say("\n".join(broken), REFUSED)
+    say("Every measured peak is the predicted one and within its budget; every number is plain PyTorch's, bitwise.")
+    return DONE
+
+
 def _methods(args: argparse.Namespace) -> int:
     from checkmate.solvers.catalogue import methods
 
@@ -279,6 +336,22 @@ def _selftest(args: argparse.Namespace) -> int:
     counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     _out(f"{'FAILED' if failed() else 'passed'} on {args.device}: {counted}")
     return _say(f"failed: {', '.join(failed())}", REFUSED) if failed() else DONE
+
+
+def _bytes_of(args: argparse.Namespace) -> int | str:
+    """The budget, or the bytes that a share of the device's room is.
+
+    Raises:
+        UsageError: if no device is named whose memory is known.
+    """
+    if (share := parse_share(args.budget)) is None:
+        return str(args.budget)
+    from checkmate.profiling.roofline import DEVICES
+
+    if not (device := DEVICES.get(args.device)) or not device.room:
+        known = ", ".join(name for name, one in DEVICES.items() if one.room)
+        raise UsageError(f"--budget {args.budget} is of the memory of a device: --device names one of {known}")
+    return int(share * device.room)
 
 
 def _profile(args: argparse.Namespace) -> str:
@@ -342,9 +415,11 @@ def _write_json(path: str, document: Any) -> None:
 _COMMANDS = {
     "plan": _plan,
     "solve": _solve,
+    "report": _report,
     "frontier": _frontier,
     "max-batch": _max_batch,
     "fits": _fits,
+    "demo": _demo,
     "methods": _methods,
     "doctor": _doctor,
     "selftest": _selftest,

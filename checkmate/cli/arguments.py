@@ -29,6 +29,12 @@ The step gives the loss. The optimizer's update, of all parameters that have
 gradients, is part of what is looked at.
 """
 
+_PAGE = """\
+It prints the path of the page, which needs no network. Of a step that is not in a
+file yet, checkmate plan TARGET --budget BYTES --report FILE writes the same page,
+and --save-problem FILE what this command reads.
+"""
+
 
 def size(text: str) -> int:
     """A size of a batch, or another count: a whole number of at least 1.
@@ -77,10 +83,18 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--size": {"type": size, "metavar": "N", "help": "call the function with this size"},
     "--save-problem": {**_FILE, "help": "write what was traced, as for checkmate solve"},
-    "--budget": {"required": True, "metavar": "BYTES", "help": "such as 8GB or 512MiB"},
+    "--budget": {
+        "required": True,
+        "metavar": "BYTES",
+        "help": "such as 8GB or 512MiB; where --device names one, also fit or 70%%",
+    },
     "--method": {"default": "auto", "help": "see checkmate methods"},
     "--save-plan": {**_FILE, "help": "write the plan, step by step, as JSON"},
-    "--report": {**_FILE, "help": "write the plan as one HTML page"},
+    "--report": {**_FILE, "help": "write the same plan as one HTML page, too"},
+    "-o": {**_FILE, "dest": "out", "help": "by default the problem's name with .html, in the current folder"},
+    "--open": {**_FLAG, "help": "show it in the browser"},
+    "--frontier": {**_FLAG, "help": "with the cost of other budgets, which takes as many solves"},
+    "--prices": {**_FLAG, "help": "with what a little less or more memory would change, which takes two solves"},
     "--rule": {
         "action": "append",
         "metavar": "PATTERN=RULE",
@@ -96,6 +110,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--gap": {"type": float, "default": GAP, "help": f"stop at this gap, by default {GAP:g}"},
     "--only": {"action": "append", "metavar": "NAME", "help": "a check by its name, again for more"},
     "--quick": {**_FLAG, "help": "small networks"},
+    "--steps": {"type": size, "default": 25, "metavar": "N", "help": "to train in each run, by default 25"},
     "--methods": {"default": "auto", "metavar": "A,B", "help": "by default auto"},
     "--jobs": {"type": size, "metavar": "N", "help": "processes at a time"},
     "--max-overhead": {
@@ -138,6 +153,13 @@ def parser_of(runs: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpar
     command("plan", "trace a step and plan it", *target, "--size", "--save-problem", *_SOLVING, about=about)
     command("solve", "plan a step from a problem file (Problem.to_json)", "problem", *_SOLVING)
     command(
+        "report",
+        "a plan as one HTML page to look at, from a problem file and a budget",
+        *("problem", "--budget", "-o", "--open", "--frontier", "--prices", "--method", "--rule", *_HOST),
+        *("--time-limit", "--gap"),
+        about=_PAGE,
+    )
+    command(
         "frontier",
         "cost against peak of a problem file, for many budgets",
         *("problem", "--budget", "--methods", "--jobs", *_HOST, "--time-limit", "--gap"),
@@ -159,6 +181,12 @@ def parser_of(runs: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpar
         device={"metavar": "NAME", "help": "such as rtx4090; by default the one here, whose ops are measured"},
         budget={"metavar": "BYTES", "help": "such as 16GB, in place of the device's room"},
         time_limit=_seconds(fitting.TIME_LIMIT),
+    )
+    command(
+        "demo",
+        "train two small networks within budgets of bytes, and compare with plain PyTorch; about 90 s",
+        *("--steps", "--quick"),
+        quick={**_FLAG, "help": "a second for each plan, and each step timed once"},
     )
     command("methods", "list the methods with their options")
     command("doctor", "versions, device, solver and cache of this installation")

@@ -44,6 +44,7 @@ def examine() -> Examination:
         facts[name] = _version(name)
         if facts[name] is None and name in NEEDED:
             wrong.append(f"{name} is not installed: pip install {name}")
+    wrong += _namesakes()
     facts |= _devices() if facts["torch"] else {}
     facts["solver"] = _solver(wrong)
     facts |= _cache(wrong)
@@ -55,6 +56,16 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _namesakes() -> list[str]:
+    """Another project is distributed as ``checkmate``, and installs a module of this name over ours or under it."""
+    return [
+        f"{other.metadata['Name']} {other.version} is installed in the folder of checkmate-torch, and one has written "
+        "over the other: pip uninstall checkmate checkmate-torch, then pip install checkmate-torch"
+        for other in importlib.metadata.distributions(name="checkmate")
+        if "checkmate/__init__.py," in (other.read_text("RECORD") or "")
+    ]
 
 
 def _devices() -> dict[str, Any]:

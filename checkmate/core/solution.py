@@ -7,11 +7,12 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from checkmate.core.plan import Plan
+from checkmate.core.plan import Fetch, Plan, Run, Start
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import KIND, Schedule
 from checkmate.core.simulator import simulate
-from checkmate.core.timing import Timing, timing
+from checkmate.core.table import Table, area_picture
+from checkmate.core.timing import Timing, timing, walk
 from checkmate.units import format_bytes, format_seconds
 
 OPTIMAL_GAP = 1e-6  # a smaller gap than this is rounding, not recomputation
@@ -151,7 +152,19 @@ class Solution:
         return f"Solution({self.status!r}, budget={self.budget}, method={self.method!r}, {found})"
 
     def __str__(self) -> str:
-        lines = [f"{self.status.label} ({self.method}): {self.message or self.status.meaning}"]
+        return "\n".join([self._title(), *(f"  {name:<11}{text}" for name, text in self._facts())])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the facts of `str`, and the memory over the step as a small picture."""
+        table = Table((self._title(), ""), self._facts()).html()
+        return (
+            table if self.plan is None else f"<div>{table}{_memory_picture(self.plan, self.problem, self.budget)}</div>"
+        )
+
+    def _title(self) -> str:
+        return f"{self.status.label} ({self.method}): {self.message or self.status.meaning}"
+
+    def _facts(self) -> list[tuple[str, str]]:
         facts = [("budget", format_bytes(self.budget))]
         if self.plan is not None and self.schedule is not None and self.peak is not None:
             again, keep_all = self.schedule.recomputed, max(1, self.problem.keep_all_peak)
@@ -173,8 +186,28 @@ class Solution:
                 facts.append(("in place", f"{over} of {len(self.plan.runs)} runs write over an input"))
         if len(self.problem.profile.estimated) == len(self.problem.graph.ops):
             facts.append(("costs", self.problem.profile.source))
-        facts.append(("solved in", format_seconds(self.seconds)))
-        return "\n".join([*lines, *(f"  {name:<11}{text}" for name, text in facts)])
+        return [*facts, ("solved in", format_seconds(self.seconds))]
+
+
+def _memory_picture(plan: Plan, problem: Problem, budget: int) -> str:
+    """Bytes at hand over the seconds of the step, in HTML, and the budget, as a line unless it is far above."""
+    held, begins, seconds = list[int](), list[float](), 0.0  # of each run, the most bytes until the next
+    for event in walk(plan, problem):
+        seconds = event.until
+        if isinstance(event.step, Run):
+            held.append(event.here)
+            begins.append(event.at)
+        elif held and isinstance(event.step, (Start, Fetch)):
+            held[-1] = max(held[-1], event.here)
+    if seconds > 0:
+        ends = [end / seconds for end in (*begins[1:], seconds)]
+    else:  # op by op
+        ends = [(i + 1) / len(held) for i in range(len(held))]
+    beyond = budget > 1.5 * max(held)
+    above = ", above this picture" if beyond else ""
+    words = f"Memory over the step: budget {format_bytes(budget)}{above}, peak {format_bytes(max(held))}"
+    line = None if beyond else budget
+    return area_picture(held, ends, line=line, words=words, end=format_seconds(seconds))
 
 
 def check_problem(problem: object) -> None:

@@ -1,4 +1,8 @@
-"""What answers print as, in a terminal, in a notebook and as a data frame: a title, facts and tables."""
+"""What answers print as, in a terminal, in a notebook and as a data frame: a title, facts, tables and a small picture.
+
+In a notebook it is HTML without scripts and without network, whose lines and words have the notebook's own colour, so
+that they are read on light paper and on dark.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +69,53 @@ class Notes(Table):
 
     def __str__(self) -> str:
         return "\n".join([self.title, *(f"  {first}\n    {second}" for first, second in self.rows)])
+
+
+WIDE, TALL, ROOM = 520, 110, 18  # units of a picture, which scales: of what is drawn, and of words above and below
+COLUMNS = 260  # of more stretches than these, as many columns are drawn, each as high as the highest in it
+SKY = "#56B4E9"  # of Okabe and Ito
+
+
+def area_picture(heights: Sequence[int], ends: Sequence[float], *, line: int | None, words: str, end: str) -> str:
+    """Heights over a length as an area, in HTML: an inline SVG.
+
+    Args:
+        heights: of each stretch, at least one.
+        ends: of each stretch, ascending, as shares of the whole length.
+        line: a height that is drawn as a line; None: none.
+        words: what stands above the picture.
+        end: what stands at the right end of the length, which begins with 0.
+
+    >>> area_picture([4, 8], [0.5, 1.0], line=10, words="a < b", end="2 s")[:52]
+    '<svg role="img" aria-label="a &lt; b" viewBox="0 0 5'
+    """
+    top = max(*heights, line or 0, 1)
+
+    def down(height: int) -> str:
+        return f"{ROOM + TALL * (1 - height / top):.1f}"
+
+    floor, below = ROOM + TALL, ROOM + TALL + 14
+    steps = "".join(f"V{down(height)}H{WIDE * until:.1f}" for height, until in _columns(heights, ends))
+    level = "" if line is None else f'<path d="M0 {down(line)}H{WIDE}" stroke="currentColor" stroke-dasharray="6 3"/>'
+    return (
+        f'<svg role="img" aria-label="{html.escape(words)}" viewBox="0 0 {WIDE} {below + 4}" fill="currentColor"'
+        f' style="width:100%;max-width:{WIDE}px;font:12px sans-serif">'
+        f'<path d="M0 {floor}{steps}V{floor}Z" fill="{SKY}"/>{level}<path d="M0 {floor}H{WIDE}" stroke="currentColor"/>'
+        f'<text x="0" y="12">{html.escape(words)}</text><text x="0" y="{below}">0</text>'
+        f'<text x="{WIDE}" y="{below}" text-anchor="end">{html.escape(end)}</text></svg>'
+    )
+
+
+def _columns(heights: Sequence[int], ends: Sequence[float]) -> list[tuple[int, float]]:
+    """(height, end) of each stretch, or where these are many of as many columns as can be told apart."""
+    if len(heights) <= COLUMNS:
+        return list(zip(heights, ends, strict=True))
+    highest, begin = [0] * COLUMNS, 0.0
+    for height, end in zip(heights, ends, strict=True):
+        for column in range(int(begin * COLUMNS), min(COLUMNS - 1, int(end * COLUMNS)) + 1):
+            highest[column] = max(highest[column], height)
+        begin = end
+    return [(height, (column + 1) / COLUMNS) for column, height in enumerate(highest)]
 
 
 Row = TypeVar("Row")

@@ -40,7 +40,7 @@ class Event(NamedTuple):
     there: int  # bytes of copies in the second memory, after it
     run: int  # how many executions have begun, less one: the index of the last of them
     tick: int  # of a clock that ticks with each execution, start and fetch
-    begin: float = 0.0  # of a transfer or a start: when its link turns to it
+    begin: float = 0.0  # of a transfer, a start or a run: when its link, or the processor, turns to it
     end: float = 0.0  # and has done with it
 
 
@@ -81,7 +81,7 @@ def walk(plan: Plan, problem: Problem) -> Iterator[Event]:
     graph, host = problem.graph, problem.host
     sizes, seconds, workspace = problem.sizes.tolist(), problem.seconds.tolist(), problem.workspace.tolist()
     carried = dict.fromkeys(graph.links, 0.0)  # where the last op on each link ends
-    started: dict[int, float] = {}  # op -> where it ends
+    started: dict[int, tuple[float, float]] = {}  # op -> where it begins and ends
     at_hand: set[int] = set()
     here, there, now, run, tick = problem.resident, 0, 0.0, -1, -1
     busy = {False: 0.0, True: 0.0}  # of the links there and back: where their last transfer ends
@@ -94,22 +94,24 @@ def walk(plan: Plan, problem: Problem) -> Iterator[Event]:
             most = here + (0 if k in started else sum(sizes[v] for v in outputs) + workspace[k])
             begin = max(now, carried.get(link, now))
             if isinstance(step, Start):
-                here, started[k] = most, begin + seconds[k]
-                carried[link] = started[k]
-                yield Event(step, at, now, here, there, run, tick, begin, started[k])
+                here, started[k] = most, (begin, begin + seconds[k])
+                carried[link] = begin + seconds[k]
+                yield Event(step, at, now, here, there, run, tick, *started[k])
                 continue
             run += 1
             if k in started:
-                now, here = max(now, started.pop(k)), here - workspace[k]
+                begin, end = started.pop(k)
+                now, here = max(now, end), here - workspace[k]
             else:
                 most -= 0 if step.over is None else dict(problem.savings[k]).get(step.over, 0)
                 now, here = begin + seconds[k], here + sum(sizes[v] for v in outputs if v not in at_hand)
                 carried |= {link: now} if link else {}
+                end = now
             at_hand.update(outputs)
             if step.over in at_hand:
                 here -= sizes[step.over]
                 at_hand.remove(step.over)
-            yield Event(step, at, now, most, there, run, tick)
+            yield Event(step, at, now, most, there, run, tick, begin, end)
             continue
         size, begin, end = sizes[step.value], 0.0, 0.0
         if isinstance(step, Free):

@@ -107,6 +107,30 @@ class Crossing:
     died: int  # the tick from which on the plan knows that it has ended
 
 
+@dataclass(frozen=True)
+class Carried:
+    """An execution of an op that a link carries (`checkmate.core.graph.Op.link`). Seconds are since the step began."""
+
+    op: int  # index in the graph
+    name: str  # of the op
+    link: str
+    asked: float  # seconds; from then on it may wait for its link
+    begin: float
+    end: float
+    waited: float  # seconds in which no op runs, since it has not ended
+    after: int  # index of the execution after which it is asked for, at least 0
+    index: int  # of the Moment at which the plan waits for it
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What a link carries over the step, and where the step waits for it: pairs of seconds, begin and end."""
+
+    name: str  # "sent" to and "fetched" from the second memory, or the name of the link
+    bars: tuple[tuple[float, float], ...]
+    waits: tuple[tuple[float, float], ...]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """A plan as it unfolds. Made by `timeline`; the sum of everything at hand is the simulator's, to the byte."""
@@ -119,6 +143,7 @@ class Timeline:
     ticks: np.ndarray  # (N,) int64: of each moment, the tick of its most bytes: its execution's, or a fetch's after it
     workspaces: np.ndarray  # (N,) int64: of these bytes, workspace, of the op that runs and of those on links
     crossings: tuple[Crossing, ...] = ()  # in the order in which they are asked for
+    carried: tuple[Carried, ...] = ()  # in the order in which they are waited for
     there: tuple[int, ...] = ()  # (N,) the most bytes in the second memory from each execution to the next
     levels: tuple[tuple[float, int], ...] = ()  # (seconds, bytes there from then on)
 
@@ -131,6 +156,24 @@ class Timeline:
     def begins(self) -> list[float]:
         """(N + 1,) seconds at which each execution begins, and the last one ends."""
         return [*(moment.begin for moment in self.moments), self.seconds]
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        """To the second memory and back, where anything crosses, then each link of the graph that carries an op."""
+        crossed = [("fetched" if c.back else "sent", c) for c in self.crossings]
+        lanes: list[tuple[str, list[Crossing] | list[Carried]]] = [
+            (name, [c for way, c in crossed if way == name]) for name in ("sent", "fetched") if crossed
+        ]
+        names = dict.fromkeys(op.link for op in self.carried)
+        links = [(name, [op for op in self.carried if op.link == name]) for name in names]
+        return tuple(
+            Lane(
+                name,
+                tuple((one.begin, one.end) for one in inside),
+                tuple((one.end - one.waited, one.end) for one in inside if one.waited),
+            )
+            for name, inside in (*lanes, *links)
+        )
 
     @property
     def peak(self) -> int:
@@ -241,6 +284,7 @@ def timeline(plan: Plan, problem: Problem) -> Timeline:
         ticks=np.array(ticks, dtype=np.int64),
         workspaces=np.array(workspaces, dtype=np.int64),
         crossings=_crossings(problem, events),
+        carried=_carried(problem, events),
         there=there,
         levels=((0.0, 0), *levels),
     )
@@ -360,6 +404,20 @@ def _crossings(problem: Problem, events: list[Event]) -> tuple[Crossing, ...]:
         elif isinstance(step, Wait):
             waited = event.until - event.at
             found[last[step.value]] = replace(found[last[step.value]], waited=waited, died=event.tick + 1)
+    return tuple(found)
+
+
+def _carried(problem: Problem, events: list[Event]) -> tuple[Carried, ...]:
+    """Each execution of an op on a link, whether it was started before or is waited for at once."""
+    found, asked = list[Carried](), dict[int, Event]()
+    for event in events:
+        if isinstance(event.step, Start):
+            asked[event.step.op] = event
+        elif isinstance(event.step, Run) and (op := problem.graph.ops[event.step.op]).link:
+            when = asked.pop(event.step.op, event)
+            seconds = when.at, event.begin, event.end, event.until - event.at
+            after = max(0, when.run - (when is event))
+            found.append(Carried(event.step.op, op.name, op.link, *seconds, after, event.run))
     return tuple(found)
 
 

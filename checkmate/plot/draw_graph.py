@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,9 +37,11 @@ def graph(problem: Problem, *, most: int = NODES, ax: Axes | None = None) -> Axe
 
     Arrows are values, the wider the more bytes; the bytes of those from forward to backward, which a plan keeps or
     makes again, stand beside them where there is room. The darker a box the more time it takes. Where there are more
-    than ``most`` ops, those of a module are one box, or those of neighbouring modules.
+    than ``most`` ops, those of a module are one box, or those of neighbouring modules: the same of the forward and of
+    the backward, in one row.
 
     Raises:
+        TypeError: if ``ax`` is no Axes.
         ValueError: if ``most`` is less than 2.
         ImportError: without Matplotlib.
 
@@ -75,24 +78,68 @@ def graph(problem: Problem, *, most: int = NODES, ax: Axes | None = None) -> Axe
 
 
 def _nodes(problem: Problem, most: int) -> list[_Node]:
+    """The boxes, in the order of the ops: one for each, or where these are too many for neighbours of some modules."""
     ops, forward = problem.graph.ops, problem.graph.forward_length
     halves = [half for half in (range(forward), range(forward, len(ops))) if half]
-    folded = []
-    for half in halves:
-        paths = _filled([ops[k].place.module for k in half])
-        room = max(1, most // len(halves)) if len(ops) > most else len(ops)
-        folded.append([(label, half[part.start : part.stop]) for label, part in fold(paths, min(room, len(half)))])
-    height, nodes = max(map(len, folded)) - 1, []
-    for half, groups_of in zip(halves, folded, strict=True):
-        backward = half[0] >= forward
-        for i, (label, inside) in enumerate(groups_of):
-            y = -height * i / max(1, len(groups_of) - 1)
-            name = label if len(inside) > 1 and label else _ends([ops[k].name for k in inside])
+    if len(ops) <= most:
+        named = [[("", half[i : i + 1]) for i in range(len(half))] for half in halves]
+        height = max(map(len, halves)) - 1
+        rows = [[height * i / max(1, len(half) - 1) for i in range(len(half))] for half in halves]
+    else:
+        first = halves[0]
+        paths = _filled([ops[k].place.module for k in first])
+        folded = fold(paths, min(max(1, most // len(halves)), len(first)))
+        named, rows = [[(label, first[part.start : part.stop]) for label, part in folded]], [[*range(len(folded))]]
+        height = len(folded) - 1
+        if len(halves) == 2:
+            fits = _fits(problem, [inside for _, inside in named[0]], halves[1])
+            back = [
+                (g, [k for _, k in same])
+                for g, same in itertools.groupby(zip(_aligned(fits), halves[1], strict=True), key=itemgetter(0))
+            ]
+            named.append([(named[0][g][0], range(inside[0], inside[-1] + 1)) for g, inside in back])
+            rows.append([height - g for g, _ in back])
+    nodes = []
+    for half, boxes, at in zip(halves, named, rows, strict=True):
+        for (label, inside), row in zip(boxes, at, strict=True):
+            name = label or _ends([ops[k].name for k in inside])
             made = sum(int(problem.sizes[v]) for k in inside for v in ops[k].outputs)
             seconds = float(problem.seconds[inside.start : inside.stop].sum())
-            where = (2.0, -height - y) if backward else (0.0, y)
+            where = (2.0, float(row - height)) if half[0] >= forward else (0.0, float(-row))
             nodes.append(_Node(name, inside, *where, seconds, made))
     return nodes
+
+
+def _fits(problem: Problem, groups: list[range], backward: range) -> np.ndarray:
+    """(B, G) for each op of the backward and each group of the forward, from 0 to 1: how well it belongs there.
+
+    It does to those of its module; where none is of it, to those that make or read what it reads.
+    """
+    ops = problem.graph.ops
+    modules = [{ops[k].place.module for k in group} - {""} for group in groups]
+    touched = [{v for k in group for v in (*ops[k].inputs, *ops[k].outputs)} for group in groups]
+    made = {v for group in groups for k in group for v in ops[k].outputs}
+    rows = []
+    for k in backward:
+        own = [float(ops[k].place.module in inside) for inside in modules]
+        read = made.intersection(ops[k].inputs)
+        near = [len(read & inside) / (2 * max(1, len(read))) for inside in touched]
+        rows.append(own if any(own) else near)
+    return np.array(rows)
+
+
+def _aligned(fits: np.ndarray) -> list[int]:
+    """The group of each op of the backward, the last group first, so that as many as can be are where they fit."""
+    B, G = fits.shape
+    best, came = np.zeros(G), np.zeros((B, G), dtype=int)  # groups from the last to the first
+    for i, row in enumerate(fits[:, ::-1]):
+        for g in range(1, G):  # of what is as good, to stay
+            came[i, g] = g if best[g] >= best[came[i, g - 1]] else came[i, g - 1]
+        best = best[came[i]] + row
+    at = [int(best.argmax())]
+    for i in range(B - 1, 0, -1):
+        at.append(int(came[i, at[-1]]))
+    return [G - 1 - g for g in reversed(at)]
 
 
 def _filled(paths: list[str]) -> list[str]:

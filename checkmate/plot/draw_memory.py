@@ -1,6 +1,6 @@
 """Memory over a step as a picture: stacked areas of what is at hand, the budget as a line, the peak named.
 
-Below it, for a plan that sends values to a second memory, two strips: what is on its links, and the bytes there.
+Below it, for a plan that uses links, strips: what is on each, and where values wait in a second memory the bytes there.
 """
 
 from __future__ import annotations
@@ -13,14 +13,24 @@ import numpy as np
 
 from checkmate.core.solution import Solution, check_plan
 from checkmate.inspection.timeline import OUTSIDE, Timeline, timeline
-from checkmate.plot.style import BLUE, FILLS, HATCHES, LINES, ORANGE, RED, ROLE_STYLES, axes_of, units
+from checkmate.plot.style import (
+    FILLS,
+    HATCHES,
+    LINES,
+    RED,
+    ROLE_STYLES,
+    ROLE_WORDS,
+    axes_of,
+    lane_styles,
+    units,
+)
 from checkmate.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
-LINKS = {False: ("sent", BLUE, "//"), True: ("fetched", ORANGE, "||")}  # the lower lane and the upper one
+OTHER = "#003050"  # of the lines of other plans
+BEYOND = 1.5  # a budget that is so many times as high as all that is drawn would flatten it
 
 
 def memory(
@@ -32,9 +42,10 @@ def memory(
 ) -> Axes:
     r"""Bytes at hand over the seconds of the step, as stacked areas: what they are, or whose.
 
-    The budget is a line, the peak bears its bytes and its op. Other solutions, for example with other budgets, are
-    lines, their steps as long as they take. Where the plan sends values to a second memory, two strips below show the
-    transfers with the moments at which one is waited for, and the bytes there.
+    The budget is a line that bears its bytes, the peak bears its bytes and its op. Other solutions, for example plain
+    PyTorch (the method "checkpoint-all") or plans within other budgets, are lines, their steps as long as they take.
+    Where links carry something, strips below show when, and where the step waits for it; where values wait in a second
+    memory, one more the bytes there.
 
     Args:
         solution: one with a plan.
@@ -43,41 +54,66 @@ def memory(
         ax: where to draw.
 
     Raises:
+        TypeError: if ``ax`` is no Axes.
         ValueError: if a solution has no plan, or ``by`` is neither.
         ImportError: without Matplotlib.
 
     >>> from checkmate import Problem, solve
     >>> problem = Problem.from_dag([[], [0], [1], [0, 2]], [1] * 4, [4, 4, 4, 1], forward=2)
-    >>> [text.get_text() for text in memory(solve(problem, 13)).texts]
-    ['forward', 'backward', 'peak 12 B\nop2']
+    >>> ax = memory(solve(problem, 13))
+    >>> ax.get_title(), [text.get_text() for text in ax.texts]
+    ('plain PyTorch: peak 12 B\nstep 4.0 s', ['forward', 'backward', 'budget 13 B', 'peak 12 B\nop2'])
     """
     line, others = _timeline(solution), [_timeline(other) for other in compare]
     rows = line.by(by)
-    ax = axes_of(ax, (10, 7 if line.crossings else 5))
+    ax = axes_of(ax, (10, 5 + 0.35 * len(line.lanes) + (1.3 if line.crossings else 0)))
     from matplotlib.patheffects import Normal, Stroke
 
     _stack(ax, line, rows, ROLE_STYLES if by == "role" else _styles(rows))
     for other, its, style in zip(compare, others, cycle(LINES)):
-        label = f"{other.method}, budget {format_bytes(other.budget)}"
-        (drawn,) = ax.step(its.begins, _held(its.bytes), where="post", color="#003050", ls=style, lw=1.3, label=label)
+        label = f"{_called(other)}: peak {format_bytes(its.peak)}"
+        (drawn,) = ax.step(its.begins, _held(its.bytes), where="post", color=OTHER, ls=style, lw=1.3, label=label)
         drawn.set_path_effects([Stroke(linewidth=3, foreground="white"), Normal()])
-    ax.axhline(solution.budget, color="black", ls=(0, (8, 3)), lw=1.2, label=f"budget {format_bytes(solution.budget)}")
     highest = max(1, *(its.peak for its in (line, *others)))
-    ceiling = max(highest, solution.budget if solution.budget <= 1.5 * highest else 0)  # one far above is in the legend
-    longest = max(its.seconds for its in (line, *others))
-    ax.set(xlim=(0, longest or 1.0), ylim=(0, 1.4 * ceiling))
+    beyond = solution.budget > BEYOND * highest
+    budget = f"budget {format_bytes(solution.budget)}"
+    level = budget + (", above this picture" if beyond else "")
+    ax.axhline(solution.budget, color="black", ls=(0, (8, 3)), lw=1.2, label=level)
+    ceiling = max(highest, 0 if beyond else solution.budget)
+    longest = max(its.seconds for its in (line, *others)) or 1.0
+    ax.set(xlim=(0, longest), ylim=(0, 1.4 * ceiling))
     _name_halves(ax, line)
+    levels = {} if beyond else {budget: solution.budget}
+    if len(others) == 1:  # the peaks of more would run into each other: they are in the legend
+        levels[f"{_called(compare[0])}: peak {format_bytes(others[0].peak)}"] = others[0].peak
+        ax.axhline(others[0].peak, color=OTHER, ls=":", lw=0.8)
+    _name_levels(ax, levels, ceiling, at_the_right=_middle(line) < longest / 2)
     _name_peak(ax, line, 1.18 * ceiling)
     units(ax, x="s", y="B")
-    step = f"{format_seconds(solution.cost)} ({solution.overhead:+.2%} {solution.spent_on})"
-    title = f"{solution.method}: peak {format_bytes(solution.peak or 0)}, step {step}"
-    ax.set(xlabel="time in the step", ylabel="bytes at hand", title=title)
+    ax.set(xlabel="time since the step began", ylabel="memory in use", title=_title(solution))
     handles, labels = ax.get_legend_handles_labels()
     order = [*reversed(range(len(rows))), *range(len(rows), len(labels))]  # as the areas lie upon each other
-    ax.legend([handles[i] for i in order], [labels[i] for i in order], loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    if line.crossings:
+    shown = {**dict(zip(labels, labels, strict=True)), **(ROLE_WORDS if by == "role" else {})}
+    words = [shown[labels[i]] for i in order]
+    ax.legend([handles[i] for i in order], words, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
+    if line.lanes:
         _links(ax, line)
     return ax
+
+
+def _called(solution: Solution) -> str:
+    """What a stranger calls it: plain PyTorch, which runs each op once and keeps all, or planned within a budget."""
+    plan = check_plan(solution, "draw")[0]
+    kept = solution.peak == solution.problem.keep_all_peak and len(plan.runs) == len(solution.problem.graph.ops)
+    if kept and not (plan.sent or plan.started or plan.runs_over):
+        return "plain PyTorch"
+    return f"planned within {format_bytes(solution.budget)} ({solution.method})"
+
+
+def _title(solution: Solution) -> str:
+    called, step = _called(solution), format_seconds(solution.cost)
+    more = "" if called == "plain PyTorch" else f" ({solution.overhead:+.2%} {solution.spent_on})"
+    return f"{called}: peak {format_bytes(solution.peak or 0)}\nstep {step}{more}"
 
 
 def _timeline(solution: Solution) -> Timeline:
@@ -108,9 +144,25 @@ def _name_halves(ax: Axes, line: Timeline) -> None:
         ax.annotate(name, (border, 0.99), (shift, 0), ax.get_xaxis_transform(), "offset points", ha=side, va="top")
 
 
+def _middle(line: Timeline) -> float:
+    """Seconds at which the peak is."""
+    return line.peak_moment.begin + line.peak_moment.seconds / 2
+
+
+def _name_levels(ax: Axes, levels: Mapping[str, int], ceiling: int, *, at_the_right: bool) -> None:
+    """Words for lines at so many bytes, at the end away from the peak; of two near ones the lower below its line."""
+    end, side, shift = (1.0, "right", -5) if at_the_right else (0.0, "left", 5)
+    place: dict[str, Any] = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "ha": side}
+    paper = {"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.85}
+    lowest_first = sorted(levels.items(), key=lambda item: item[1])
+    for i, (words, level) in enumerate(lowest_first):
+        near = any(other < level + 0.08 * ceiling for _, other in lowest_first[i + 1 :])
+        above, up = ("top", -4) if near else ("bottom", 4)
+        ax.annotate(words, (end, level), (shift, up), va=above, fontsize="small", bbox=paper, **place)
+
+
 def _name_peak(ax: Axes, line: Timeline, height: float) -> None:
-    moment = line.peak_moment
-    middle = moment.begin + moment.seconds / 2
+    moment, middle = line.peak_moment, _middle(line)
     where = f"\n{moment.where}" if moment.where else ""
     over = f" over {moment.over}" if moment.over else ""
     left = middle < line.seconds / 2
@@ -133,40 +185,42 @@ def _styles(rows: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def _links(ax: Axes, line: Timeline) -> None:
-    """Strips under a picture of the memory, on its seconds: transfers, where one is waited for, and the bytes there."""
-    lanes, there = _strips(ax)
-    _lanes(lanes, line)
-    _there(there, line)
-    units(there, x="s", y="B")
-    for above in (ax, lanes):
+    """Strips under a picture of the memory, on its seconds: a lane for each link, and the bytes in a second memory."""
+    lane, there = 0.5 * len(line.lanes), [1.2] * bool(line.crossings)  # where the picture is 6 high
+    strips = _strips(ax, [lane, *there])
+    _lanes(strips[0], line)
+    if there:
+        _there(strips[1], line)
+        units(strips[1], x="s", y="B")
+    for above in (ax, *strips[:-1]):
         above.tick_params(labelbottom=False)
-    there.set_xlabel(ax.get_xlabel())
+    strips[-1].set_xlabel(ax.get_xlabel())
     ax.set_xlabel("")
 
 
-def _strips(ax: Axes) -> tuple[Axes, Axes]:
-    """Two places below the Axes, which become as much lower; those that are in no grid are left as high as they are."""
+def _strips(ax: Axes, heights: list[float]) -> list[Axes]:
+    """Places below the Axes, which become as much lower; those that are in no grid are left as high as they are."""
     place = ax.get_subplotspec()
     if place is None:
-        return ax.inset_axes((0.0, -0.24, 1.0, 0.18), sharex=ax), ax.inset_axes((0.0, -0.50, 1.0, 0.20), sharex=ax)
-    rows = place.subgridspec(3, 1, height_ratios=(6, 1, 1.2))
+        bottoms = [-(0.06 * (i + 1) + sum(heights[: i + 1]) / 6) for i in range(len(heights))]
+        return [ax.inset_axes((0.0, b, 1.0, h / 6), sharex=ax) for b, h in zip(bottoms, heights, strict=True)]
+    rows = place.subgridspec(1 + len(heights), 1, height_ratios=(6, *heights))
     ax.set_subplotspec(rows[0])
     figure: Any = ax.figure
-    lanes, there = (figure.add_subplot(row, sharex=ax) for row in (rows[1], rows[2]))
-    return lanes, there
+    return [figure.add_subplot(rows[1 + i], sharex=ax) for i in range(len(heights))]
 
 
 def _lanes(ax: Axes, line: Timeline) -> None:
-    for back, (name, fill, hatch) in LINKS.items():
-        bars = [(c.begin, c.end - c.begin) for c in line.crossings if c.back == back]
-        look: dict[str, Any] = {"facecolor": fill, "hatch": hatch, "edgecolor": "white", "lw": 0.4, "label": name}
-        ax.broken_barh(bars, (0.55 if back else 0.05, 0.4), **look)
-    stalls = [(m.begin + m.seconds, m.waited) for m in line.moments if m.waited]
-    if stalls:
-        look = {"facecolor": "none", "edgecolor": RED, "linewidth": 1.5, "label": "waited for"}
-        ax.broken_barh(stalls, (0.02, 0.96), **look)
-    ax.set(ylim=(0, 1))
-    ax.set_yticks([0.25, 0.75], [name for name, _, _ in LINKS.values()])
+    waits = False
+    for i, (lane, (fill, hatch)) in enumerate(zip(line.lanes, lane_styles(len(line.lanes)), strict=True)):
+        look: dict[str, Any] = {"facecolor": fill, "hatch": hatch, "edgecolor": "white", "lw": 0.4, "label": lane.name}
+        ax.broken_barh([(begin, end - begin) for begin, end in lane.bars], (i + 0.1, 0.8), **look)
+        if lane.waits:
+            look = {"facecolor": "none", "edgecolor": RED, "linewidth": 1.5, "label": "" if waits else "the step waits"}
+            ax.broken_barh([(begin, end - begin) for begin, end in lane.waits], (i + 0.03, 0.94), zorder=3, **look)
+            waits = True
+    ax.set(ylim=(0, len(line.lanes)))
+    ax.set_yticks([i + 0.5 for i in range(len(line.lanes))], [lane.name for lane in line.lanes])
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize="small")
 
 

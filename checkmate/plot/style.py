@@ -5,6 +5,7 @@ What colours tell apart, hatches, markers or line styles tell apart too, so that
 
 from __future__ import annotations
 
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (  # told apart by colour-blind eyes (Okabe and Ito)
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442",
 )  # fmt: skip
-LIGHT_GREEN, LIGHT_RED = "#7fcfb9", "#ea8a4d"  # on which a hatch can be seen, in grey too
+LIGHT_GREEN, LIGHT_RED = "#7fcfb9", "#e28e4d"  # mixed with white, so that a hatch can be seen on them, in grey too
 ROLE_STYLES = {  # of the roles of `checkmate.inspection.timeline`: fill, hatch
     "parameters": ("#7f7f7f", ""),
     "buffers": ("#a6a6a6", ".."),
@@ -26,9 +27,27 @@ ROLE_STYLES = {  # of the roles of `checkmate.inspection.timeline`: fill, hatch
     "gradients": (LIGHT_GREEN, "//"),
     "workspace": (YELLOW, "..."),
 }
+ROLE_WORDS = {  # what a legend says of those whose names do not say it all
+    "inputs": "inputs: the batch",
+    "other resident": "other, there all the time",
+    "results": "results: loss, gradients of parameters",
+    "activations": "activations: made by the forward",
+    "made again": "made again: recomputed",
+    "fetched": "fetched from the second memory",
+    "gradients": "gradients on their way back",
+    "workspace": "workspace of the op that runs",
+}
 FILLS = (SKY, ORANGE, LIGHT_GREEN, YELLOW, PURPLE, LIGHT_RED, "#bcd9ea", "#f3d9a0", "#a8d5c5", "#e8c4d8")
 HATCHES = ("", "//", "\\\\", "..", "xx", "--", "||", "++", "oo")
 LINES: tuple[Any, ...] = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+LANES = (
+    (BLUE, "//"),
+    (ORANGE, "||"),
+    (PURPLE, "\\\\"),
+    (GREEN, "--"),
+    (SKY, "xx"),
+    (YELLOW, ".."),
+)  # of links, in turn
 MARKERS = "osD^vP*X<>pdh"
 
 
@@ -37,14 +56,26 @@ def pyplot() -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("Pictures need Matplotlib: pip install checkmate[plot]") from error
+        raise ImportError("Pictures need Matplotlib: pip install 'checkmate-torch[plot]'") from error
     return plt
 
 
 def axes_of(ax: Axes | None, size: tuple[float, float]) -> Axes:
-    """The Axes given, or those of a new figure of this size in inches."""
+    """The Axes given, or those of a new figure of this size in inches.
+
+    Raises:
+        TypeError: if what is given is none, such as the array of ``plt.subplots(2, 2)``.
+        ImportError: without Matplotlib.
+    """
     plt = pyplot()
+    if ax is not None and not hasattr(ax, "get_subplotspec"):
+        raise TypeError(f"ax is one Axes to draw on, such as plt.subplots()[1], not {type(ax).__name__}.")
     return plt.subplots(figsize=size, layout="constrained")[1] if ax is None else ax
+
+
+def lane_styles(count: int) -> list[tuple[str, str]]:
+    """A fill and a hatch for each of so many links."""
+    return list(islice(cycle(LANES), count))
 
 
 def units(ax: Axes, *, x: str, y: str) -> None:

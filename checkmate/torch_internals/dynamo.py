@@ -126,6 +126,7 @@ METHODS = Table(
     _method("SymNodeVariable.evaluate_expr", _TENSOR, "makes a Python number of one from a tensor", _ASKING),
     _method("TensorVariable.call_method", _TENSOR, "a call of a tensor's method", "x.to() makes another tensor of x"),
     _method("UserDefinedClassVariable.call_function", _USER_DEFINED, "a call of a class", _SAYING),
+    _method("UserDefinedObjectVariable.call_function", _USER_DEFINED, "a call of an object", _DRAWING),
     _method("ContextVarVariable.call_method", _MISC, "a call of one's method", _CONTEXT, "", _CALL_FORMERLY),
     _method("BaseListVariable.getitem_const", f"{_VARIABLES}.lists", "an element of a list or a tuple", _ASKING),
 )

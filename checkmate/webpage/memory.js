@@ -24,6 +24,7 @@ const memory = (() => {
   let current = data.peak.moment;
   const beyond = data.budget.bytes > 1.5 * data.peak.bytes;
   const ceiling = Math.max(1, data.peak.bytes, beyond ? 0 : data.budget.bytes) * 1.3;
+  let labels = []; // where words stand in the picture, in pixels of the page
 
   /** Where moments begin; the tops of the areas, the highest first, so that the lower are drawn upon it; the outline. */
   function columns() {
@@ -64,35 +65,57 @@ const memory = (() => {
     point: (x) => show(xs.findLastIndex((begin, i) => i < N && begin <= x)),
   });
 
-  /** Budget, halves and peak. */
+  /** Budget, halves and peak. Words stand beside each other: those of the budget at the end away from the peak. */
   function paint(pen, width, height) {
+    labels = [];
     const [border, level] = picture.box(xs[data.moments.boundary], xs[N], data.budget.bytes, data.budget.bytes);
     if (data.moments.boundary > 0 && data.moments.boundary < N && border > 0 && border < width) {
       stroke(pen, "ink", 1, [2, 3], [border, -22], [border, height]);
-      Object.assign(pen, { fillStyle: colour("ink"), textBaseline: "top" });
-      for (const [half, align, shift] of [["forward", "right", -6], ["backward", "left", 6]]) {
-        pen.textAlign = align;
-        pen.fillText(half, border + shift, -24);
+      write(pen, "forward", border - 6 - pen.measureText("forward").width, -18, width);
+      write(pen, "backward", border + 6, -18, width);
+    }
+    const { moment: i, bytes, label } = data.peak;
+    const [left, top, wide] = picture.box(xs[i], xs[i + 1], bytes, bytes);
+    const at = left + wide / 2;
+    const room = width - 12;
+    const beside = (words, gap) => { // on the side of the peak where there is more room
+      const long = Math.min(pen.measureText(words).width, room);
+      return at < width / 2 ? Math.min(at + gap, width - long - 4) : Math.max(6, at - gap - long);
+    };
+    if (!beyond) stroke(pen, "ink", 2, [9, 4], [0, level], [width, level]);
+    const budget = data.budget.label + (beyond ? ", above this picture" : "");
+    const long = Math.min(pen.measureText(budget).width, room);
+    const from = at < width / 2 ? Math.max(8, width - 8 - long) : 8;
+    const meets = from - 3 < at + 9 && at - 9 < from + long + 3; // the mark of the peak, which is 14 high
+    write(pen, budget, from, beyond ? 28 : level - 13 - (meets ? Math.max(0, level - top + 14) : 0), room);
+    if (at >= 0 && at <= width) {
+      paintPeak(pen, at, top - 1);
+      write(pen, label, beside(label, 12), 10, room);
+      let floor = 0; // what is at hand at the peak, each area by its name where that has room
+      for (const role of data.roles) {
+        const [, upper, , tall] = picture.box(xs[i], xs[i + 1], floor, floor + role.bytes[i]);
+        const words = `${role.name} ${formatBytes(role.bytes[i])}`;
+        if (tall >= 18) write(pen, words, beside(words, wide / 2 + 12), Math.min(upper + tall / 2, height - 10), room, true);
+        floor += role.bytes[i];
       }
     }
-    if (!beyond) stroke(pen, "ink", 2, [9, 4], [0, level], [width, level]);
-    const label = data.budget.label + (beyond ? ", above this picture" : "");
-    patch(pen, label, 8, beyond ? 36 : level - 13, width - 12);
-    paintPeak(pen, width);
     links?.draw(picture.u.scales.x, xs, current);
   }
 
-  /** A triangle that stands on the peak, and its label. */
-  function paintPeak(pen, width) {
-    const { moment: i, bytes, label } = data.peak;
-    const [left, top, wide] = picture.box(xs[i], xs[i + 1], bytes, bytes);
-    const [at, foot] = [left + wide / 2, top - 1];
-    if (at < 0 || at > width) return;
+  /** A triangle that stands on the peak. */
+  function paintPeak(pen, at, foot) {
     stroke(pen, "paper", 1.5, [], [at, foot], [at - 7, foot - 13], [at + 7, foot - 13], [at, foot]);
     pen.fillStyle = colour("mark");
     pen.fill();
-    const long = Math.min(pen.measureText(label).width, width - 12);
-    patch(pen, label, at < width / 2 ? Math.min(at + 12, width - long - 4) : Math.max(6, at - 12 - long), 10, width - 12);
+  }
+
+  /** Words in the picture; those that may be left out are, where others stand. */
+  function write(pen, words, x, y, room, optional = false) {
+    const box = { words, left: x - 3, right: x + Math.min(room, pen.measureText(words).width) + 3, top: y - 9, bottom: y + 9 };
+    const meets = (one) => one.left < box.right && box.left < one.right && one.top < box.bottom && box.top < one.bottom;
+    if (optional && labels.some(meets)) return;
+    labels.push(box);
+    patch(pen, words, x, y, room);
   }
 
   function describe(i) {
@@ -126,7 +149,7 @@ const memory = (() => {
         ["writes over", data.texts[data.moments.over[i]]],
         ["workspace", data.moments.workspace[i] ? formatBytes(data.moments.workspace[i]) : ""],
         ["then waits", data.links?.waits[i] ?? ""],
-        ["elsewhere", data.links ? formatBytes(data.links.there[i]) : ""],
+        ["elsewhere", data.links?.memory ? formatBytes(data.links.memory.bytes[i]) : ""],
         ["module", data.ops.module[k]],
         ["line", data.ops.line[k]],
         ["must run once", data.pinned[k] ?? ""],
@@ -170,19 +193,20 @@ const memory = (() => {
   });
 
   document.getElementById("memory-picture").append(
+    area,
+    ...(links ? [links.area] : []),
     el("div", { class: "controls" },
       button("Peak", keys.p), button("Previous op", keys.ArrowLeft), button("Next op", keys.ArrowRight),
       ...(again.length ? [button("Next run again", keys.r)] : []),
       button("Zoom in", keys["+"]), button("Zoom out", keys["-"]), button("Whole step", keys[0]),
       el("label", { for: "memory-scale" }, "Along:"), scale),
-    area,
-    ...(links ? [links.area] : []),
     el("div", { class: "under" }, legend, readout),
   );
   if (!(time[N] > 0)) scale.firstElementChild.disabled = true;
   show(current);
   return {
     show,
+    labels: () => labels,
     /** Shows a moment and brings the picture into sight. */
     go: (i) => {
       show(i);

@@ -50,8 +50,9 @@ def report(
 ) -> Path:
     """Write a plan as one HTML page that needs no network, and give its path.
 
-    It has the summary, the memory over the step, the schedule, the addresses, the tables of what is in memory at the
-    peak, of ops by cost and of what is run again, and the problem's facts. A file that is there is replaced, at once.
+    It opens on the answer, in four figures and some sentences; then come the memory over the step, the schedule, the
+    addresses, the tables of what is in memory at the peak, of ops by cost and of what is run again, and the facts of
+    plan and problem. A file that is there is replaced, at once.
 
     Args:
         solution: one with a plan.
@@ -107,9 +108,10 @@ def _page(solution: Solution, line: Timeline, peak: PeakExplanation, placed: Add
     script = f"/*{_part('vendor/uPlot.LICENSE')}*/\n" + "".join(map(_part, SCRIPTS))
     said = {
         "summary": words.summary(solution),
+        "answer": list(words.answer(solution)),
         "figures": list(words.figures(solution)),
         "memory_text": words.memory_text(solution, line),
-        "links_text": words.links_text(solution),
+        "links_text": words.links_text(solution, line),
         "schedule_text": words.schedule_text(solution),
         "addresses_text": words.addresses_text(placed),
         "frontier_text": "" if rows is None else words.frontier_text(rows),

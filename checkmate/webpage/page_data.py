@@ -13,8 +13,7 @@ from checkmate.inspection.addresses import Addresses
 from checkmate.inspection.peak import PeakExplanation, nth
 from checkmate.inspection.timeline import Span, Timeline
 from checkmate.plot.draw_frontier import by_method, proven_area
-from checkmate.plot.draw_memory import LINKS
-from checkmate.plot.style import ROLE_STYLES
+from checkmate.plot.style import ROLE_STYLES, lane_styles
 from checkmate.units import format_bytes, format_seconds
 from checkmate.webpage.page_tables import Cell, page_tables, stages_of
 from checkmate.webpage.words import ABOUT_ROLES
@@ -78,7 +77,7 @@ def page_data(
             [span.value, texts[span.role], span.copy, *_seen(line, span), span.uses, texts[span.over]]
             for span in sorted(line.spans, key=lambda span: -span.bytes)
         ],
-        "links": _links(line) if line.crossings else None,
+        "links": _links(line) if line.lanes else None,
         "kept": _intervals(solution.schedule.S),
         "arena": {
             "height": placed.height,
@@ -115,14 +114,14 @@ def _seen(line: Timeline, span: Span) -> tuple[int, int]:
 
 
 def _links(line: Timeline) -> dict[str, Any]:
-    """What crosses to the second memory and back, where that is waited for, and the bytes there."""
+    """What is on each link, where the step waits for it, and if anything crosses to a second memory the bytes there."""
+    there = {"levels": line.levels, "most": max(line.there), "bytes": line.there}
     return {
-        "lanes": [{"name": name, "fill": fill, "hatch": hatch} for name, fill, hatch in LINKS.values()],
-        "crossings": [(int(c.back), c.begin, c.end) for c in line.crossings],
-        "stalls": [(m.begin + m.seconds, m.begin + m.seconds + m.waited) for m in line.moments if m.waited],
-        "levels": line.levels,
-        "most": max(line.there),
-        "there": line.there,
+        "lanes": [
+            {"name": lane.name, "fill": fill, "hatch": hatch, "bars": lane.bars, "waits": lane.waits}
+            for lane, (fill, hatch) in zip(line.lanes, lane_styles(len(line.lanes)), strict=True)
+        ],
+        "memory": there if line.crossings else None,
         "waits": [format_seconds(m.waited) if m.waited else "" for m in line.moments],
     }
 

@@ -21,7 +21,7 @@ Cell = str | tuple[str, float | None]  # text, or text and what it sorts by; Non
 NONE = ("-", None)
 TEXTS = {  # heads of the columns that hold no numbers
     "value", "role", "needed next by", "where", "op", "computes", "before", "of the", "written over", "direction",
-    "asked for after", "method", "status", "what happened",
+    "asked for after", "link", "method", "status", "what happened",
 }  # fmt: skip
 
 
@@ -30,7 +30,9 @@ def page_tables(
 ) -> list[dict[str, Any]]:
     """In their order. ``heads`` are texts and whether numbers; ``go``: the moment that a row's name leads to."""
     again, ops = _op_tables(line, problem)
-    others = [table for table in (again, _prices_table(peak), _crossings_table(line)) if table["rows"]]
+    others = [
+        table for table in (again, _prices_table(peak), _crossings_table(line), _carried_table(line)) if table["rows"]
+    ]
     return [_peak_table(line, peak), *others, ops, *([] if rows is None else [_frontier_table(rows)])]
 
 
@@ -120,6 +122,18 @@ def _crossings_table(line: Timeline) -> dict[str, Any]:
     ]  # fmt: skip
     heads = "value", "direction", "bytes", "asked for after", "begins", "takes", "waited for"
     return _table("transfers", f"Transfers ({len(rows)})", heads, rows, [c.after for c in line.crossings])
+
+
+def _carried_table(line: Timeline) -> dict[str, Any]:
+    rows = [
+        (
+            op.name, op.link, line.moments[op.after].name, _seconds(op.begin), _seconds(op.end - op.begin),
+            _seconds(op.waited),
+        )
+        for op in line.carried
+    ]  # fmt: skip
+    heads = "op", "link", "asked for after", "begins", "takes", "waited for"
+    return _table("carried", f"Ops on links ({len(rows)})", heads, rows, [op.index for op in line.carried])
 
 
 def _bytes(count: int | None) -> Cell:

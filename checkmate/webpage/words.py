@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from checkmate.core.plan import Start
 from checkmate.core.schedule import KIND
 from checkmate.core.solution import Solution, Status
 from checkmate.inspection.addresses import Addresses
@@ -50,16 +52,27 @@ def _price_in_words(solution: Solution) -> str:
     assert solution.schedule is not None
     again = solution.schedule.recomputed
     if not again.any():
-        return f"No op runs twice: the step takes {format_seconds(solution.cost)}."
+        return f"No op runs twice: the step takes {format_seconds(solution.cost)}.{_beside_in_words(solution)}"
     ops, times = int((again > 0).sum()), int(again.sum())
     once = solution.problem.keep_all_cost
-    added = solution.cost - once - solution.waited
+    added = float(again @ solution.problem.seconds)
     share = f" ({added / once:+.2%})" if once else ""
     return (
         f"To stay within it, {_counted(ops, 'op')} {'run' if ops > 1 else 'runs'} again, "
         f"{_counted(times, 'time')} in all, "
-        f"which adds {format_seconds(added)} to a step of {format_seconds(once)}{share}."
+        f"which adds {format_seconds(added)} to a step of {format_seconds(once)}{share}.{_beside_in_words(solution)}"
     )
+
+
+def _beside_in_words(solution: Solution) -> str:
+    """What links that carry ops save, with a space before; empty where none does."""
+    assert solution.plan is not None
+    if not solution.plan.started:
+        return ""
+    started = sum(isinstance(step, Start) for step in solution.plan.steps)
+    step, waits = format_seconds(solution.cost), format_seconds(solution.waited)
+    ops = _counted(started, "op")
+    return f" Links carry {ops} beside the others, so that the step takes {step}, {waits} of it waiting for a link."
 
 
 def _elsewhere_in_words(solution: Solution) -> str:
@@ -89,16 +102,32 @@ def _counted(count: int, word: str) -> str:
     return f"{count:,} {word}{'s' * (count != 1)}"
 
 
-def figures(solution: Solution) -> Iterator[tuple[str, str, str]]:
-    """Name, figure and what more there is to say."""
+def answer(solution: Solution) -> Iterator[tuple[str, str, str]]:
+    """What the page opens on: name, figure and what it means, as who knows neither solver nor schedule reads it."""
+    assert solution.schedule is not None
     problem, peak = solution.problem, solution.peak or 0
+    all_of_it, ops = format_bytes(problem.keep_all_peak), len(problem.graph.ops)
+    share = f"{peak / problem.keep_all_peak:.1%} of {all_of_it}" if problem.keep_all_peak else all_of_it
+    yield "Peak memory", format_bytes(peak), f"{share}, which plain PyTorch takes: it keeps everything"
+    yield "Budget", format_bytes(solution.budget), f"{format_bytes(solution.budget - peak)} of it left at the peak"
+    again = f"{int((solution.schedule.recomputed > 0).sum()):,} of {_counted(ops, 'op')} run again"
+    steps = f"{format_seconds(solution.cost)} a step, {format_seconds(problem.keep_all_cost)} with each op once"
+    only = solution.spent_on == "recomputation"
+    why = again if only else f"{again}; {solution.spent_on}"
+    yield "Recomputation" if only else "Time added", f"{solution.overhead:+.2%}", f"{steps}: {why}"
+    if solution.status is Status.OPTIMAL:
+        proof = "proven: no schedule within the budget takes less time"
+    else:
+        proof = "of the step is the most that a better schedule could save: proven"
+    yield "Gap", f"{solution.gap:.2%}", proof
+
+
+def figures(solution: Solution) -> Iterator[tuple[str, str, str]]:
+    """Of the plan, beside the `answer`: name, figure and what more there is to say."""
+    problem = solution.problem
     yield "status", solution.status.label, solution.message or solution.status.meaning
-    yield "budget", format_bytes(solution.budget), f"{format_bytes(solution.budget - peak)} left at the peak"
-    yield "peak", format_bytes(peak), f"keeping everything: {format_bytes(problem.keep_all_peak)}"
-    yield "cost: one step", format_seconds(solution.cost), f"each op once: {format_seconds(problem.keep_all_cost)}"
+    yield "step", format_seconds(solution.cost), f"each op once: {format_seconds(problem.keep_all_cost)}"
     yield "bound", format_seconds(solution.bound), "every schedule within the budget takes so long, proven"
-    yield "gap", f"{solution.gap:.2%}", "of the step could another schedule save at most"
-    yield "overhead", f"{solution.overhead:+.2%}", f"{solution.spent_on}, of a step that runs each op once"
     if away := solution.elsewhere:
         more = (
             f"{_counted(away.values, 'value')}, hidden {away.timing.hidden:.1%}, waited {format_seconds(away.waited)}"
@@ -163,18 +192,17 @@ def memory_text(solution: Solution, line: Timeline) -> str:
     )
 
 
-def links_text(solution: Solution) -> str:
-    """What the strips below the memory show; empty where the plan sends nothing."""
-    away = solution.elsewhere
-    if away is None:
+def links_text(solution: Solution, line: Timeline) -> str:
+    """What the strips below the memory show; empty where the plan uses no link."""
+    if not line.lanes:
         return ""
-    moved = away.timing.transfers
-    back = sum(one.back for one in moved)
-    waits = ", framed where the step waits for one" if away.waited else "; the step waits for none"
-    return (
-        f"Below the memory are the links to the second one: {_counted(len(moved) - back, 'value')} sent and "
-        f"{back:,} fetched, as bars{waits}. Below these are the bytes there, at most {format_bytes(away.peak)}."
-    )
+    back, ops = sum(one.back for one in line.crossings), Counter(op.link for op in line.carried)
+    sent = f"{_counted(len(line.crossings) - back, 'value')} sent to the second memory and {back:,} fetched"
+    lanes = [sent] * bool(line.crossings) + [f"{_counted(n, 'op')} on the link {name}" for name, n in ops.items()]
+    waits = ", framed where the step waits for one" if any(lane.waits for lane in line.lanes) else "; it waits for none"
+    away = solution.elsewhere
+    there = f" Below these are the bytes in the second memory, at most {format_bytes(away.peak)}." if away else ""
+    return f"Below the memory is what links carry while the step runs, as bars{waits}: {', '.join(lanes)}.{there}"
 
 
 def schedule_text(solution: Solution) -> str:

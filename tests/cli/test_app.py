@@ -19,6 +19,7 @@ import checkmate
 from benchmarks.networks.dags import unit_chain
 from checkmate import Problem, statusline
 from checkmate.cli.app import main
+from checkmate.profiling.data_sheets import DEVICES
 from checkmate.profiling.estimate_error import STATED
 from tests.support.processes import run_python
 
@@ -122,6 +123,36 @@ def test_a_plan_is_written_as_a_page(capsys: pytest.CaptureFixture[str], folder:
     assert "<title>" in (folder / "plan.html").read_text()
 
 
+def test_a_page_of_a_problem_file(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is that of `checkmate.report`; by default beside where one stands, under the problem's name."""
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+    assert main(["report", "chain.json", "--budget", "6"]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err, opened) == (f"{folder / 'chain.html'}\n", "", [])
+    text = (folder / "chain.html").read_text()
+    solution = checkmate.solve(Problem.from_json("chain.json"), 6, time_limit=60, gap=1e-4)
+    own = checkmate.report(solution, folder / "own.html").read_text()
+    assert re.findall(r'<dl class="tiles".*?</dl>', text, re.DOTALL) == re.findall(
+        r'<dl class="tiles".*?</dl>', own, re.DOTALL
+    )
+    command = ["report", "chain.json", "--budget", "6", "-o", "it.html", "--open", "--prices", "--frontier"]
+    found = _json(capsys, *command)
+    assert (found["page"], found["cost"], found["budget"]) == (str(folder / "it.html"), 21.0, 6)
+    assert opened == [(folder / "it.html").as_uri()]
+    assert all(part in (folder / "it.html").read_text() for part in ('id="frontier"', "table-prices"))
+    monkeypatch.setattr("webbrowser.open", lambda url: False)
+    assert main([*command[:4], "--open"]) == 0
+    assert "no browser was found here; open " in capsys.readouterr().err
+    assert main(["report", "chain.json", "--budget", "2"]) == 1
+    assert "Smallest budget that works: 3 B" in capsys.readouterr().err
+    assert main(["report", "my_step.py:example", "--budget", "1MB"]) == 2
+    said = "checkmate plan my_step.py:example --budget 1MB --report plan.html"
+    assert said in capsys.readouterr().err
+
+
 def test_a_frontier(capsys: pytest.CaptureFixture[str]) -> None:
     rows = _json(capsys, "frontier", "chain.json", "--budget", "2", "6", "8", "--jobs", "1")
     assert [(row["budget"], row["cost"]) for row in rows] == [(2, None), (6, 21.0), (8, 19.0)]
@@ -165,6 +196,13 @@ def test_methods(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "my_step:fails", "--budget", "8GB", "--method", "chen"], 2, "there is no method 'chen'"),
         (["plan", "my_step:fails", "--budget", "8GB"], 1, "IndexError: no data"),
         (["plan", "my_step:example", "--budget", "8GB", "--device", "abacus"], 2, "no device 'abacus'"),
+        (
+            ["plan", "my_step:example", "--budget", "fit"],
+            2,
+            "--budget fit is of the memory of a device: --device names",
+        ),
+        (["max-batch", "my_step:example", "--budget", "70%", "--device", "laptop"], 2, "--device names one of"),
+        (["plan", "my_step:example", "--budget", "170%", "--device", "h100"], 2, "100% at most"),
         (["plan", "my_step:example", "--budget", "8GB", "--size", "0"], 2, "whole number"),
         (["plan", "my_step:example", "--budget", "8GB", "--profile", "ops.txt"], 2, ".json"),
         (["max-batch", "my_step:example", "--budget", "8GB", "--max-overhead", "two"], 2, "one-forward"),
@@ -204,6 +242,13 @@ def test_a_budget_of_all_of_a_card_is_told_what_it_leaves_out(capsys: pytest.Cap
         assert told in printed.err
         assert bool(told) == ("plan for 10.88 GB at most" in printed.err)
         assert f"roofline estimate for NVIDIA GeForce RTX 3060, {STATED}" in printed.out
+
+
+def test_a_budget_is_a_share_of_the_room_of_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "my_step:example", "--device", "rtx3060", "--size", "32", "--budget"]
+    whole, half = (_json(capsys, *command, budget)["budget"] for budget in ("fit", "50%"))
+    assert (whole, half) == (DEVICES["rtx3060"].room, DEVICES["rtx3060"].room // 2)
+    assert "leaves too little" not in capsys.readouterr().err
 
 
 def test_a_step_is_traced_planned_and_saved(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

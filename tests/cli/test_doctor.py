@@ -50,6 +50,22 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "pandas" in out
 
 
+def test_another_project_of_the_name_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has files of the same names; a checkout that is installed under that name has none of its own."""
+    monkeypatch.syspath_prepend(tmp_path)
+    about = tmp_path / "checkmate-0.2.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: checkmate\nVersion: 0.2.0\n")
+    (about / "RECORD").write_text("__editable__.checkmate-0.2.0.pth,,\n")
+    assert main(["doctor"]) == 0
+    (about / "RECORD").write_text("checkmate/__init__.py,sha256=x,1\n")
+    capsys.readouterr()
+    assert main(["doctor"]) == 1
+    assert "checkmate 0.2.0 is installed in the folder of checkmate-torch" in capsys.readouterr().err
+
+
 def test_a_solver_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object, **options: object) -> None:
         raise SolverError("no license")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
 import pytest
 
 import checkmate
-from checkmate.core import simulator
+from checkmate.core import simulator, table
 from checkmate.core.plan import Plan
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import Schedule
 from checkmate.core.solution import Solution, Status
+from checkmate.inspection.timeline import timeline
+from tests.support.all_plans import random_chain_with_links
 
 PROBLEM = Problem.from_dag([[], [0], [1], [0, 2]], [1, 2, 3, 4], [1000, 2000, 3000, 4000])
 R = np.eye(4, dtype=bool)
@@ -33,6 +39,76 @@ FOUND = Solution(
     seconds=0.25,
 )
 NONE = Solution(Status.INFEASIBLE, PROBLEM, budget=10, method="milp", message="op3 alone needs 8.00 kB")
+
+
+def _html(text: str) -> tuple[list[str], list[str]]:
+    """The elements of HTML, which must be closed, and its texts."""
+    tags, texts, left = list[str](), list[str](), list[str]()
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            tags.append(tag)
+            left.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            assert left.pop() == tag
+
+        def handle_startendtag(self, tag: str, attrs: object) -> None:
+            tags.append(tag)
+
+        def handle_data(self, data: str) -> None:
+            texts.append(data)
+
+    Reader().feed(text)
+    assert left == []
+    return tags, texts
+
+
+def test_a_notebook_shows_the_facts_and_the_memory() -> None:
+    tags, texts = _html(FOUND._repr_html_())
+    title, *facts = str(FOUND).splitlines()
+    assert texts[0] == title
+    rows = itertools.islice(zip(texts[1::2], texts[2::2], strict=False), len(facts))
+    assert [f"  {name:<11}{text}" for name, text in rows] == facts
+    assert "Memory over the step: budget 9.00 kB, peak 8.00 kB" in texts
+    assert tags.count("svg") == 1
+    assert not {"script", "img", "link", "style", "foreignobject"} & set(tags)
+    assert "://" not in FOUND._repr_html_()
+    far = replace(FOUND, budget=10**9)
+    assert "Memory over the step: budget 1.00 GB, above this picture, peak 8.00 kB" in _html(far._repr_html_())[1]
+    assert "svg" not in _html(NONE._repr_html_())[0]
+
+
+def test_what_a_notebook_shows_is_escaped() -> None:
+    hostile = "</td><script>alert(1)</script>\"'"
+    for solution in (replace(FOUND, message=hostile, method=hostile), replace(NONE, message=hostile)):
+        tags, texts = _html(solution._repr_html_())
+        assert "script" not in tags
+        assert any(hostile in text for text in texts)
+
+
+def _drawn_bytes(picture: str, top: int) -> list[tuple[float, float]]:
+    """(share of the step until which, bytes) of each stretch that the picture draws."""
+    path = picture.partition('<path d="')[2].partition('"')[0]
+    steps = re.findall(r"V([\d.]+)H([\d.]+)", path)
+    return [(float(end) / table.WIDE, (1 - (float(y) - table.ROOM) / table.TALL) * top) for y, end in steps]
+
+
+def test_the_picture_in_a_notebook_is_that_of_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(5):
+        problem = random_chain_with_links(seed)
+        solution = checkmate.solve(problem, 10**6)
+        assert solution.plan is not None
+        assert solution.peak
+        line = timeline(solution.plan, problem)
+        monkeypatch.setattr(table, "COLUMNS", 10**6)
+        drawn = _drawn_bytes(solution._repr_html_(), solution.peak)
+        assert [end for end, _ in drawn] == pytest.approx([end / line.seconds for end in line.begins[1:]], abs=1e-3)
+        assert [held for _, held in drawn] == pytest.approx(line.bytes.tolist(), abs=2e-3 * solution.peak)
+        monkeypatch.setattr(table, "COLUMNS", 3)  # fewer than moments: each as high as its highest
+        coarse = _drawn_bytes(solution._repr_html_(), solution.peak)
+        assert [end for end, _ in coarse] == pytest.approx([1 / 3, 2 / 3, 1], abs=1e-3)
+        assert max(held for _, held in coarse) == pytest.approx(solution.peak, abs=2e-3 * solution.peak)
 
 
 def test_gap_and_overhead() -> None:

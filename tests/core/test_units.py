@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate.errors import BudgetError, CheckmateError
-from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_bytes
+from checkmate.units import exact_bytes, format_bytes, format_seconds, parse_bytes, parse_share
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +45,26 @@ def test_text(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 
 
+@pytest.mark.parametrize(
+    ("budget", "share"),
+    [
+        *(("fit", 1.0), (" Fit ", 1.0), ("100%", 1.0), ("70%", 0.7), (" 12.5 % ", 0.125), (".5%", 0.005)),
+        *(("8 GB", None), ("1e9", None), (0.7, None), (4096, None), (None, None)),
+    ],
+)
+def test_shares_of_what_there_is(budget: object, share: float | None) -> None:
+    assert parse_share(budget) == share
+
+
+@pytest.mark.parametrize("text", ["fits", "", "lots", "-5%", "120%", "%", "0%", "7e1%", "fit%", "70%%", "٣%"])
+def test_what_is_no_share_of_what_there_is(text: str) -> None:
+    with pytest.raises(
+        BudgetError, match=r"'fit'.* or '70%' of that|more than 0% and 100% at most, such as '70%'"
+    ) as error:
+        parse_share(text)
+    assert repr(text) in str(error.value)
+
+
 @pytest.mark.parametrize("budget", [4096, 4096.0, np.int64(4096), np.float32(4096), 4096.9])
 def test_numbers(budget: float) -> None:
     parsed = parse_bytes(budget)
@@ -74,6 +94,7 @@ def test_numbers(budget: float) -> None:
         (0, "positive number of bytes, not 0"),
         (-1, "positive number of bytes, not -1"),
         (0.5, "not a ratio: 0.5"),
+        (0.07, "not a ratio: 0.07.*'7%'"),
         (float("nan"), "finite number of bytes, not nan"),
         (float("inf"), "finite number of bytes, not inf"),
         (True, "not True"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html.parser
+import itertools
 import json
 import os
 import re
@@ -37,6 +38,7 @@ from tests.inspection.test_timeline import _chain
 from tests.inspection.test_transfers import SOLUTION as SENDS
 from tests.project.test_import_without_torch import BLOCK, _python
 from tests.support import oracle
+from tests.support.all_plans import random_chain_with_links
 from tests.support.sampling import slow
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +84,13 @@ def _resnet() -> Solution:
     """A step with modules' sizes and times, op 7 run again."""
     problem = dags.resnet()
     return checkmate.solve(problem, int(0.7 * problem.keep_all_peak), method="next-use", time_limit=2)
+
+
+@cache
+def _on_links() -> Solution:
+    """A step with ops on a link: started before they are needed, some waited for, one run again."""
+    problem = random_chain_with_links(1)
+    return checkmate.solve(problem, int(0.9 * problem.keep_all_peak))
 
 
 @cache
@@ -186,9 +195,9 @@ def test_what_is_written_over_is_told(tmp_path: Path) -> None:
 def test_what_is_sent_and_fetched_is_told(tmp_path: Path) -> None:
     path = checkmate.report(SENDS, tmp_path / "plan.html")
     data = _data(path)
-    assert data["links"]["crossings"] == [[0, 1.0, 2.0], [1, 3.0, 5.0]]
-    assert data["links"]["stalls"] == [[4.0, 5.0]]
-    assert data["links"]["levels"] == [[0.0, 0], [1.0, 4], [5.0, 0]]
+    lanes = [(lane["name"], lane["bars"], lane["waits"]) for lane in data["links"]["lanes"]]
+    assert lanes == [("sent", [[1.0, 2.0]], []), ("fetched", [[3.0, 5.0]], [[4.0, 5.0]])]
+    assert data["links"]["memory"]["levels"] == [[0.0, 0], [1.0, 4], [5.0, 0]]
     assert data["moments"]["begin"] == [0.0, 1.0, 2.0, 3.0, 5.0, 6.0]
     (table,) = [table for table in data["tables"] if table["id"] == "table-transfers"]
     assert [row[:2] for row in table["rows"]] == [["v0", "sent"], ["v0", "fetched"]]
@@ -196,7 +205,7 @@ def test_what_is_sent_and_fetched_is_told(tmp_path: Path) -> None:
     assert ["sending costs", True] in next(table for table in data["tables"] if table["id"] == "table-peak")["heads"]
     text = " ".join(_Elements(path.read_text(encoding="utf-8")).texts)
     assert "1 value waits in the second memory for a while, 4 B at most at a time; 66.7% of the time of its" in text
-    assert "1 value sent and 1 fetched, as bars, framed where the step waits for one" in text
+    assert "as bars, framed where the step waits for one: 1 value sent to the second memory and 1 fetched." in text
     assert "4 B, 4e-09 GB/s there, 2e-09 back, a link each way" in text
     assert _data(checkmate.report(_again(), tmp_path / "plan.html"))["links"] is None
 
@@ -328,6 +337,42 @@ def test_the_summary_says_it_in_words(tmp_path: Path) -> None:
     weak = replace(_again(), status=checkmate.Status.FEASIBLE, bound=13.0)
     text = " ".join(_Elements(checkmate.report(weak, tmp_path / "c.html").read_text()).texts)
     assert "takes at least 13.0 s, so another one could save at most 50.00% of the step." in text
+
+
+@pytest.mark.parametrize("given", ["again", "sends", "links"])
+def test_it_opens_on_the_answer(given: str, tmp_path: Path) -> None:
+    solution = {"again": _again, "sends": lambda: SENDS, "links": _on_links}[given]()
+    text = checkmate.report(solution, tmp_path / "a.html").read_text(encoding="utf-8")
+    tiles = re.findall(r'<dl class="tiles" id="answer".*?</dl>', text, flags=re.DOTALL)[0]
+    named = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd><dd>(.*?)</dd>", tiles)
+    assert [figure for _, figure, _ in named] == [
+        format_bytes(solution.peak or 0), format_bytes(solution.budget), f"{solution.overhead:+.2%}",
+        f"{solution.gap:.2%}",
+    ]  # fmt: skip
+    added = "Recomputation" if given == "again" else "Time added"
+    assert [name for name, _, _ in named] == ["Peak memory", "Budget", added, "Gap"]
+    again = int((_plan(solution).recomputed > 0).sum())
+    assert f"{again} of {len(solution.problem.graph.ops)} ops run again" in named[2][2]
+    assert text.index('id="answer"') < text.index('id="memory"') < text.index('id="figures"')
+
+
+def test_links_that_carry_ops_are_told(tmp_path: Path) -> None:
+    solution = _on_links()
+    page = checkmate.report(solution, tmp_path / "plan.html")
+    data, line = _data(page), timeline(solution.plan, solution.problem)
+    (lane,) = data["links"]["lanes"]
+    assert (lane["name"], data["links"]["memory"]) == ("gathers", None)
+    seconds = [float(solution.problem.seconds[op.op]) for op in line.carried]
+    assert [end - begin for begin, end in lane["bars"]] == seconds
+    assert sum(end - begin for begin, end in lane["waits"]) == pytest.approx(solution.waited)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(lane["bars"])))  # one after another
+    (table,) = [table for table in data["tables"] if table["id"] == "table-carried"]
+    assert [(row[0], row[1], row[4][1]) for row in table["rows"]] == [
+        (op.name, "gathers", seconds[i]) for i, op in enumerate(line.carried)
+    ]
+    text = " ".join(_Elements(page.read_text(encoding="utf-8")).texts)
+    assert f"as bars, framed where the step waits for one: {len(line.carried)} ops on the link gathers." in text
+    assert "which adds 3.0 s to a step of 25.0 s (+12.00%). Links carry 4 ops beside the others" in text
 
 
 def test_the_pictures_have_words(tmp_path: Path) -> None:
@@ -874,9 +919,9 @@ def test_the_pointer_finds_each_plan_of_the_frontier(opened: Open, tmp_path: Pat
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_page(opened: Open, width: int, scheme: str) -> None:
-    for solution, rows in ((_again(), _rows()), (_hostile(), None)):
+    for solution, rows in ((_again(), _rows()), (_hostile(), None), (_on_links(), None)):
         driver = opened(solution, width=width, scheme=scheme, frontier=rows)
         assert driver.execute_script("return document.documentElement.scrollWidth") <= width
         wide = driver.execute_script(
@@ -959,6 +1004,50 @@ def test_a_table_on_a_phone_scrolls_within_itself(opened: Open) -> None:
     assert wide <= room
 
 
+@pytest.mark.parametrize("width", [360, 390, 768, 1400])
+def test_words_in_the_picture_of_the_memory_do_not_overlap(opened: Open, width: int) -> None:
+    """The budget's once ran into the mark of the peak, on a phone."""
+    wider = replace(_again(), budget=5), replace(_again(), budget=10**6)
+    for solution in (_again(), _resnet(), SENDS, _on_links(), _long_names(), *wider):
+        driver = opened(solution, width=width)
+        boxes, at, sizes = driver.execute_script("""
+            const over = document.querySelector("#memory-area .u-over");
+            const mark = document.querySelector("#memory-area .mark").getBoundingClientRect();
+            const { left, top, width, height } = over.getBoundingClientRect();
+            return [memory.labels(), [mark.left - left, mark.right - left, mark.top - top], [width, height]];
+        """)
+        words = [box["words"] for box in boxes]
+        (own,) = [box for box in boxes if box["words"].startswith("budget")]
+        assert sum(word.startswith("peak") for word in words) == 1
+        middle = (at[0] + at[1]) / 2
+        triangle = {"left": middle - 8, "right": middle + 8, "top": at[2] - 15, "bottom": at[2]}
+        for one, other in (*itertools.combinations(boxes, 2), (own, triangle)):
+            apart = one["right"] <= other["left"] or other["right"] <= one["left"]
+            apart = apart or one["bottom"] <= other["top"] or other["bottom"] <= one["top"]
+            assert apart, (width, one, other)
+        for box in boxes:
+            if box["words"] not in ("forward", "backward"):
+                assert 0 <= box["left"], box
+                assert box["right"] <= sizes[0] + 3, box
+        peak = timeline(solution.plan, solution.problem)
+        parts = {f"{role} {format_bytes(row[peak.peak_moment.index])}" for role, row in peak.by_role().items()}
+        named = {word for word in words if not word.startswith(("budget", "peak", "forward", "backward"))}
+        assert named
+        assert named <= parts
+
+
+def test_links_that_carry_ops_are_drawn_in_lanes_of_their_own(opened: Open) -> None:
+    driver = opened(_on_links(), width=390)
+    tall = _one(driver, "#links-area").size["height"]
+    assert (
+        tall
+        == opened(SENDS, width=390).execute_script("return document.getElementById('links-area').offsetHeight")
+        - 22
+        - 12
+        - 60
+    )  # two lanes and the bytes there
+
+
 @pytest.mark.parametrize("width", [360, 1280])
 def test_what_a_legend_says_stands_nearer_to_its_own_entry_than_to_the_next(opened: Open, width: int) -> None:
     driver = opened(_resnet(), width=width)
@@ -1025,13 +1114,16 @@ def test_the_tab_key_reaches_pictures_and_tables(opened: Open) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read_on_its_ground(opened: Open, scheme: str) -> None:
     driver = opened(_again(), scheme=scheme)
-    names = ("ink", "soft", "accent", "paper", "panel")
+    names = ("ink", "soft", "accent", "paper", "panel", "again", "mark", "focus")
     light = {name: _luminance(driver.execute_script("return colour(arguments[0])", name)) for name in names}
     assert (light["paper"] > 0.5) == (scheme == "light")
     for text in ("ink", "soft", "accent"):
         for ground in ("paper", "panel"):
             low, high = sorted((light[text], light[ground]))
             assert (high + 0.05) / (low + 0.05) >= 4.5
+    for sign in ("again", "mark", "focus"):  # lines, of which less is asked
+        low, high = sorted((light[sign], light["paper"]))
+        assert (high + 0.05) / (low + 0.05) >= 3
 
 
 def _luminance(colour: str) -> float:

@@ -18,13 +18,14 @@ from checkmate.core import simulator
 from checkmate.inspection.timeline import timeline
 from checkmate.plot import draw_memory, draw_schedule
 from checkmate.plot.draw_graph import _nodes
-from checkmate.plot.style import BLUE, ROLE_STYLES
+from checkmate.plot.style import BLUE, LANES, ROLE_STYLES
 from checkmate.solvers.common.certify import certify
 from checkmate.units import format_bytes
 from tests.inspection.test_timeline import _chain
 from tests.inspection.test_transfers import SOLUTION as SENDS
 from tests.project.test_import_without_torch import BLOCK, _python
 from tests.support import oracle
+from tests.support.all_plans import random_chain_with_links
 
 matplotlib: Any = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
@@ -48,6 +49,12 @@ def _again() -> Any:
 
 def _keep_all(problem: Problem) -> Any:
     return checkmate.solve(problem, 2 * problem.keep_all_peak, method="checkpoint-all")
+
+
+def _on_links() -> Any:
+    """Ops on a link, some started before they are needed, one waited for."""
+    problem = random_chain_with_links(1)
+    return checkmate.solve(problem, int(0.9 * problem.keep_all_peak))
 
 
 def _drawn(ax: Any) -> None:
@@ -139,6 +146,45 @@ def test_areas_differ_without_colour() -> None:
     assert len(set(hatches)) == len(hatches)
 
 
+OKABE_ITO = {"#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442"}
+COLOUR_BLIND = {  # what each kind of eye sees of linear red, green and blue: Machado, Oliveira and Fernandes, 2009
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+JUST_SEEN, FAR_APART = 2.3, 10.0  # differences of colours, as CIE 1976 counts them
+
+
+def _seen(colour: str, matrix: list[list[float]]) -> np.ndarray:
+    """A colour as such eyes see it: lightness and two hues (CIE L*a*b*)."""
+    rgb = np.array(matplotlib.colors.to_rgb(colour))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    to_xyz = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+    xyz = np.array(to_xyz) @ np.clip(np.array(matrix) @ linear, 0, 1) / [0.95047, 1.0, 1.08883]
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_colours_are_okabes_and_itos_mixed_with_white_or_grey() -> None:
+    assert {BLUE, *(fill for fill, _ in LANES)} <= OKABE_ITO
+    white = np.ones(3)
+    for name, (fill, _) in ROLE_STYLES.items():
+        rgb = np.array(matplotlib.colors.to_rgb(fill))
+        bases = [np.array(matplotlib.colors.to_rgb(colour)) for colour in OKABE_ITO]
+        shares = [float(np.dot(rgb - base, white - base) / np.dot(white - base, white - base)) for base in bases]
+        off = [abs(base + share * (white - base) - rgb).max() for base, share in zip(bases, shares, strict=True)]
+        assert np.ptp(rgb) == 0 or min(off) <= 1 / 255, name
+
+
+@pytest.mark.parametrize("eyes", COLOUR_BLIND)
+@pytest.mark.parametrize("styles", [ROLE_STYLES, dict(enumerate(LANES))], ids=["roles", "lanes"])
+def test_colour_blind_eyes_tell_areas_apart(eyes: str, styles: dict[Any, tuple[str, str]]) -> None:
+    """All by their colours; those that are near to each other by their hatches, too."""
+    for (a, (fill, hatch)), (b, (other, its)) in itertools.combinations(styles.items(), 2):
+        apart = float(np.linalg.norm(_seen(fill, COLOUR_BLIND[eyes]) - _seen(other, COLOUR_BLIND[eyes])))
+        assert apart > (JUST_SEEN if hatch != its else FAR_APART), (a, b)
+
+
 def test_budget_and_peak_are_named() -> None:
     solution = replace(_keep_all(_chain()), budget=200)
     ax = plot.memory(solution)
@@ -148,21 +194,53 @@ def test_budget_and_peak_are_named() -> None:
     peak = ax.texts[-1]
     assert peak.get_text() == f"peak {format_bytes(solution.peak)}\nd\nnet.py:3"
     assert peak.xy == (11.0, solution.peak)  # the middle of the last op, from 7 s to 15 s
+    (level,) = [text for text in ax.texts if text.get_text() == "budget 200 B"]
+    assert level.xy == (0.0, 200)  # at the left, away from the peak
     assert ax.get_ylim()[1] > 200
-    assert ax.get_title() == f"checkpoint-all: peak {format_bytes(solution.peak)}, step 15.0 s (+0.00% recomputation)"
+    assert ax.get_title() == f"plain PyTorch: peak {format_bytes(solution.peak)}\nstep 15.0 s"
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("time since the step began", "memory in use")
+
+
+def test_a_plan_is_called_by_its_budget_and_its_areas_by_what_they_are() -> None:
+    ax = plot.memory(_again())
+    assert ax.get_title() == "planned within 9 B (by hand): peak 3 B\nstep 6.0 s (+20.00% recomputation)"
+    words = {text.get_text() for text in ax.get_legend().get_texts()}
+    assert {"made again: recomputed", "activations: made by the forward", "budget 9 B, above this picture"} <= words
 
 
 def test_a_budget_far_above_does_not_flatten_the_picture() -> None:
     solution = replace(_keep_all(_chain()), budget=10**9)
-    assert plot.memory(solution).get_ylim()[1] < 2 * solution.peak
+    ax = plot.memory(solution)
+    assert ax.get_ylim()[1] < 2 * solution.peak
+    assert "budget 1.00 GB, above this picture" in _labels(ax)
+    assert "budget 1.00 GB" not in [text.get_text() for text in ax.texts]
+
+
+@pytest.mark.parametrize("at", [0, 4])
+def test_words_at_lines_and_at_the_peak_do_not_overlap(at: int) -> None:
+    """Budget, another plan's peak and the own one, as near to each other as they get, at either end of the step."""
+    sizes = [1, 1, 1, 1, 1]
+    sizes[at] = 40
+    problem = Problem.from_dag([[], [0], [1], [2], [3]], [1] * 5, sizes, forward=3)
+    solution = _keep_all(problem)
+    for more in (0, 1, 5, 15):
+        ax = plot.memory(replace(solution, budget=solution.peak + more), compare=[solution])
+        ax.figure.canvas.draw()
+        named = [text for text in ax.texts if text.get_text() not in ("forward", "backward")]
+        assert len(named) == 3
+        boxes = [text.get_bbox_patch().get_window_extent() for text in named]
+        for (a, one), (b, other) in itertools.combinations(zip(named, boxes, strict=True), 2):
+            assert not one.overlaps(other), (more, a.get_text(), b.get_text())
+        inside = ax.get_window_extent()
+        assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in boxes)
 
 
 def test_other_solutions_are_lines() -> None:
     solution = _again()
     other = _keep_all(solution.problem)
     ax = plot.memory(solution, compare=[other])
-    (line,) = [drawn for drawn in ax.lines if drawn.get_label().startswith("checkpoint-all")]
-    assert line.get_label() == f"checkpoint-all, budget {format_bytes(other.budget)}"
+    (line,) = [drawn for drawn in ax.lines if drawn.get_label() == f"plain PyTorch: peak {format_bytes(other.peak)}"]
+    assert line.get_label() in [text.get_text() for text in ax.texts]
     assert line.get_ydata()[:-1].tolist() == list(simulator.simulate(other.plan, other.problem).bytes_at)
     assert line.get_linestyle() != "-"
     assert ax.get_xlim()[1] == solution.cost > other.cost
@@ -233,7 +311,7 @@ def test_rows_without_any_plan_are_drawn_as_what_is_proven() -> None:
 def test_a_small_graph_shows_each_op_and_each_edge() -> None:
     ax = plot.graph(_chain())
     boxes = [patch for patch in ax.patches if isinstance(patch, matplotlib.patches.Rectangle)]
-    assert [box.get_label() for box in boxes] == ["a", "b", "c", "d"]
+    assert [box.get_label() for box in boxes] == ["a", "b", "c", "d"]  # each op is one, where they are few
     assert [box.get_x() for box in boxes] == [-0.5, -0.5, 1.5, 1.5]  # forward left, backward right
     assert boxes[0].get_y() > boxes[1].get_y()
     assert boxes[2].get_y() < boxes[3].get_y()
@@ -254,6 +332,34 @@ def test_a_large_graph_is_folded_and_loses_nothing(name: str) -> None:
     assert sum(node.bytes for node in nodes) == problem.sizes.sum()
     assert all(node.name for node in nodes)
     assert len({(node.x, node.y) for node in nodes}) == len(nodes)
+    forward, backward = ([node for node in nodes if node.x == x] for x in (0.0, 2.0))
+    rows = {node.y: node for node in forward}
+    assert [node.y for node in forward] == sorted(rows, reverse=True)
+    assert [node.y for node in backward] == sorted(node.y for node in backward)
+    beside = [(rows[node.y], node) for node in backward]
+    assert all(one.name == other.name for one, other in beside if problem.graph.ops[one.ops[0]].place.module)
+    ops = problem.graph.ops
+    grouped = [
+        ({ops[k].place.module for k in one.ops}, ops[k].place.module) for one, other in beside for k in other.ops
+    ]
+    own = sum(module in modules for modules, module in grouped if module)
+    assert own >= 0.95 * sum(bool(module) for _, module in grouped)
+
+
+def test_the_backward_of_each_group_stands_beside_its_forward() -> None:
+    """Also where no module is known: by what it reads."""
+    for named in (True, False):
+        problem = Problem.from_dag([[], [0], [1], [2], [2, 3], [2, 4], [0, 5], [0, 6]], [1] * 8, [1] * 8, forward=4)
+        if named:
+            modules = ["a", "a", "b", "b", "b", "b", "a", "a"]
+            ops = tuple(
+                replace(op, where=f"{module} (Linear)") for op, module in zip(problem.graph.ops, modules, strict=True)
+            )
+            problem = replace(problem, graph=replace(problem.graph, ops=ops))
+        boxes = [(node.name, node.x, node.y, [*node.ops]) for node in _nodes(problem, 4)]
+        names = ["a", "b", "b", "a"] if named else ["op0 - op1", "op2 - op3", "op4 - op5", "op6 - op7"]
+        at = [(0.0, 0.0, [0, 1]), (0.0, -1.0, [2, 3]), (2.0, -1.0, [4, 5]), (2.0, 0.0, [6, 7])]
+        assert boxes == [(name, *place) for name, place in zip(names, at, strict=True)]
 
 
 def _along(arrow: Any) -> np.ndarray:
@@ -314,6 +420,14 @@ def test_each_draws_on_the_axes_given() -> None:
     ]
     assert drawn == list(axes.flat)
     assert plt.get_fignums() == [figure.number]
+    placed = checkmate.addresses(solution)
+    for own in (figure.add_axes((0.1, 0.1, 0.2, 0.2)), figure.subfigures(1, 2)[0].subplots()):
+        assert plot.addresses(placed, ax=own) is own
+        assert plot.memory(SENDS, ax=own) is own
+    assert plt.get_fignums() == [figure.number]
+    for wrong in (axes, figure):
+        with pytest.raises(TypeError, match=r"ax is one Axes to draw on, such as plt\.subplots\(\)\[1\], not"):
+            plot.memory(solution, ax=wrong)
 
 
 def test_without_a_plan_there_is_nothing_to_draw() -> None:
@@ -348,7 +462,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert _python(block + code) == "Pictures need Matplotlib: pip install checkmate[plot]"
+    assert _python(block + code) == "Pictures need Matplotlib: pip install 'checkmate-torch[plot]'"
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -360,10 +474,22 @@ def test_links_are_strips_under_the_memory(given: bool) -> None:
     lanes, there = ax.child_axes if given else ax.figure.axes[1:]
     bars = {bar.get_label(): bar.get_paths() for bar in lanes.collections}
     ends = {name: [tuple(path.get_extents().intervalx) for path in paths] for name, paths in bars.items()}
-    assert ends == {"sent": [(1.0, 2.0)], "fetched": [(3.0, 5.0)], "waited for": [(4.0, 5.0)]}
+    assert ends == {"sent": [(1.0, 2.0)], "fetched": [(3.0, 5.0)], "the step waits": [(4.0, 5.0)]}
     (area,) = there.collections
     assert area.get_paths()[0].get_extents().intervaly.tolist() == [0.0, 4.0]
-    assert there.get_xlabel() == "time in the step"
+    assert there.get_xlabel() == "time since the step began"
+
+
+def test_each_link_that_carries_ops_has_a_lane() -> None:
+    solution = _on_links()
+    line = timeline(solution.plan, solution.problem)
+    ax = plot.memory(solution)
+    _drawn(ax)
+    (lanes,) = ax.figure.axes[1:]
+    assert [tick.get_text() for tick in lanes.get_yticklabels()] == ["gathers"]
+    bars = {bar.get_label(): bar.get_paths() for bar in lanes.collections}
+    ends = {name: [tuple(path.get_extents().intervalx) for path in paths] for name, paths in bars.items()}
+    assert ends == {"gathers": list(line.lanes[0].bars), "the step waits": list(line.lanes[0].waits)}
 
 
 def test_without_transfers_there_are_no_strips() -> None:

@@ -6,13 +6,15 @@ import base64
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import numpy as np
 import pytest
+from nbclient import NotebookClient
 from PIL import Image
 
-from notebooks.run import executed, smaller
+from notebooks.run import executed, smaller, without_progress
 from tests.support.sampling import long, slow
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -46,6 +48,7 @@ def test_no_error_and_no_place_of_a_machine_stands_in_a_notebook(path: Path) -> 
         for output in cell.get("outputs", ()):
             assert output.output_type != "error"
             assert output.get("name") != "stderr", output.text
+            assert output.get("data", {}).get("text/plain") != "", "a line of progress was here"
             texts = [
                 output.get("text", ""),
                 *(text for kind, text in output.get("data", {}).items() if "png" not in kind),
@@ -61,6 +64,39 @@ def test_the_links_of_a_notebook_lead_somewhere(path: Path) -> None:
     words = "".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown")
     for link in re.findall(r"\]\(([^)#]+)\)", words):
         assert (FOLDER / link).exists(), link
+
+
+def test_a_line_shows_what_goes_on_in_a_kernel_and_nothing_of_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a real kernel, without widgets: an output that is written over, and empty in the end."""
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
+    work = """
+import time
+from checkmate import statusline
+print("before")
+for quiet in (0.0, 600.0):
+    statusline.QUIET_SECONDS = quiet
+    with statusline.showing(lambda: "looking at <b>", share=lambda: 0.5):
+        begin = time.monotonic()
+        while statusline._line.parts and time.monotonic() < begin + 0.5:
+            time.sleep(0.05)
+print("after")
+"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(work)])
+    lines: list[str] = []
+
+    class Client(NotebookClient):
+        def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+            if msg["msg_type"] in ("display_data", "update_display_data"):
+                lines.append(msg["content"]["data"]["text/plain"])
+            return super().process_message(msg, cell, cell_index)
+
+    Client(notebook, timeout=120).execute()
+    assert lines[0] == lines[-1] == ""
+    assert set(lines[1:-1]) == {"checkmate |████    | looking at <b>"}
+    (cell,) = notebook.cells
+    assert [output.output_type for output in cell.outputs] == ["stream", "display_data", "stream"]
+    (left,) = without_progress(cell.outputs)
+    assert (left.name, left.text) == ("stdout", "before\nafter\n")
 
 
 def test_a_picture_keeps_the_hues_of_its_areas() -> None:

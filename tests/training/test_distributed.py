@@ -20,10 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkmate
 from benchmarks.common.own_seconds import count_own_seconds
+from checkmate.backends import eager
 from checkmate.core.simulator import simulate
 from checkmate.core.solution import Solution
 from checkmate.dynamo import backend
 from checkmate.memory import measure_peak
+from checkmate.memory.available import Available, Limit
 from tests.support.bits import assert_same_bits
 
 RANKS, WIDTH, BATCH = 2, 256, 1024
@@ -259,6 +261,28 @@ def _a_second_memory() -> None:
     assert model.memory().elsewhere[0].there == simulate(plan.plan, plan.problem).peak_there
 
 
+def _what_there_is() -> None:
+    """Ranks that exchange data within a step take the least that one of them finds; no other rank is waited for."""
+    looked, rank = [], dist.get_rank()
+
+    def available(device: torch.device, held: int, **about: Any) -> Available:
+        looked.append(about["sharing"])
+        return Available(Limit("this machine", 10**9, 10**8 + rank * 10**7), held, 0)
+
+    inside, around = (checkmate.compile(made, time_limit=SECONDS) for made in (Synchronized(), Net()))
+    wrapped = DistributedDataParallel(Net())
+    whole = checkmate.training_step(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), time_limit=SECONDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eager, "available", available)
+        inside(*_batch()).backward()
+        whole(*_batch())
+        DistributedDataParallel(around)(*_batch()).backward()
+    assert looked == [RANKS] * 3
+    budgets = [_everywhere(step.plans[0].budget) for step in (inside, whole, around)]
+    assert [len(set(each)) for each in budgets] == [1, 1, 2]
+    assert max(budgets[0] + budgets[1]) < 10**8 + 10**7
+
+
 SCENES = (
     _ddp,
     _ddp_around_the_backend_of_torch_compile,
@@ -268,6 +292,7 @@ SCENES = (
     _sharded,
     _sharded_in_blocks,
     _a_second_memory,
+    _what_there_is,
 )
 
 

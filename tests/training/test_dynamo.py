@@ -64,8 +64,8 @@ def test_another_shape_gets_its_own_plan(net: nn.Module, batch: tuple[Tensor, Te
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "needs a budget"),
-        ({"method": "auto"}, "needs a budget"),
+        ({"budget": "fits"}, "Cannot read the budget 'fits'"),
+        ({"budget": "170%"}, "100% at most"),
         ({"budget": "much"}, "much"),
         ({"budget": "1 kB"}, "Smallest budget that works"),
         ({"budget": "1 MB", "speed": 3}, "has no option 'speed'. Its options are budget, method, time_limit,"),

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import resource
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import checkmate
+from benchmarks.common.apart import apart
+from benchmarks.common.resident import give_back, status
 from benchmarks.hard_limit import MARGIN, PLENTY, limited, plan, told
 from checkmate.memory import build
+from tests.support.bits import assert_same_bits
 
+WITHIN = 550_000_000  # bytes beside what a process has, of which a step may plan with half
 STEPS = 30  # `benchmarks/results/hard_limit.jsonl` has a hundred
 
 pytestmark = [
@@ -38,3 +49,48 @@ def test_what_dies_plainly_within_a_limit_trains_in_an_arena_to_the_same_bits() 
     assert arena["error"] is None
     assert (arena["losses"], arena["digest"]) == (with_plenty["losses"], with_plenty["digest"])
     assert arena["data_at_the_end"] <= arena["limit"]
+
+
+def trains_without_a_budget() -> Iterator[dict[str, Any]]:
+    """Two steps of training, then the same within a limit on the process: plainly, and by plans without a budget."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(16, 16), nn.Hardswish())))
+    twin, x = copy.deepcopy(net), torch.randn(800_000, 16)
+
+    def train(module: nn.Module, step: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = step(x)
+            loss.backward()
+            optimizer.step()
+        return [loss.detach(), *module.state_dict().values()]
+
+    expected = train(twin, lambda x: twin(x).square().mean())
+    twin.zero_grad()
+    build.start()
+    build.wait()
+    give_back()
+    limit = status("VmData") + WITHIN
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    try:
+        train(twin, lambda x: twin(x).square().mean())
+        yield {"plainly": "trained"}
+    except RuntimeError as error:
+        yield {"plainly": str(error)}
+    twin.zero_grad()
+    give_back()
+    step = checkmate.compile(lambda x: net(x).square().mean(), time_limit=5)
+    assert_same_bits(train(net, step), expected)
+    (plan,) = step.plans
+    yield {"again": int(plan.schedule.recomputed.sum()), "planned": plan.peak, "left": limit - status("VmData")}
+
+
+def test_what_dies_plainly_trains_without_a_budget() -> None:
+    """By the limit that it finds, to the same bits."""
+    plainly, found = apart(trains_without_a_budget)
+    assert "can't allocate memory" in plainly["plainly"]
+    assert found["again"] > 0
+    assert found["planned"] > WITHIN // 4
+    assert found["left"] >= 0

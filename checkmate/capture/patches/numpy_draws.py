@@ -208,3 +208,5 @@ def _call_numpy(plain: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs
 
 follow("UserFunctionVariable.call_function", _call)
 follow("NumpyVariable.call_function", _call_numpy)
+follow("SkipFunctionVariable.call_function", _call_numpy)  # what np.random.seed of NumPy 1.26 is taken for
+follow("UserDefinedObjectVariable.call_function", _call_numpy)  # and that of NumPy 2.0

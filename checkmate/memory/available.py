@@ -1,0 +1,188 @@
+"""What there is for a step on its device, in bytes: what nobody else holds, less a margin.
+
+An accelerator tells how much of its memory is free; what PyTorch's allocator has taken of it already is this process's
+own. On the CPU it is the least that any of these still gives: the machine, the control groups (cgroups) that this
+process is in with those above them, and its own limits (``ulimit``); and on top of that what the step holds already.
+
+**The margin**, which is left of that, is for what no plan counts:
+
+- On an accelerator a sixteenth of the memory, `LEAST_MARGIN` at least: kernels that are loaded when they first run, the
+  workspaces of vendor libraries, and gaps between the blocks of PyTorch's allocator.
+- On the CPU `SCRATCH` first: what oneDNN and MKL keep for themselves, the stacks of threads, the captures of further
+  shapes, a process that goes on planning. Of the rest a step may take the `ROOM`-th part where an arena serves it, as
+  the mapping of its first step is so many times as large as the plan; and half where malloc does, which keeps as much
+  between live pieces again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkmate.devices import kind_of
+from checkmate.errors import BudgetError
+from checkmate.memory.arena import ROOM
+from checkmate.units import format_bytes
+
+LEAST_MARGIN = 256 << 20  # bytes of an accelerator
+SHARE = 1 / 16  # of an accelerator's memory
+SCRATCH = 256 << 20  # bytes on the CPU, outside of the step
+BY_MALLOC = 2.0  # times the bytes of a plan: what a process takes by PyTorch's allocator
+STEPS = 64  # from one power of two to the next: what is found is rounded down to one of these
+_CACHED = ("inactive_file", "active_file")  # which the kernel lets go of where memory is asked for, unless it is mapped
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One that bounds what a process can have."""
+
+    of: str  # what limits, in words
+    total: int  # bytes
+    free: int  # bytes that nobody holds
+    shared: bool = True  # with other processes
+
+
+@dataclass(frozen=True)
+class Available:
+    """What there is for a step."""
+
+    limit: Limit  # the one that leaves least
+    held: int  # bytes that the step, or PyTorch's allocator on an accelerator, holds already
+    margin: int  # bytes that are left
+
+    @property
+    def bytes(self) -> int:
+        """What a budget may be."""
+        return max(0, self.limit.free + self.held - self.margin)
+
+    def __str__(self) -> str:
+        others = self.limit.total - self.limit.free - self.held
+        total, taken, margin = map(format_bytes, (self.limit.total, max(0, others), self.margin))
+        return f"{self.limit.of} has {total}, {taken} of it are held by others, and {margin} are left as a margin"
+
+
+def available(device: torch.device, held: int, *, in_arena: bool = True, sharing: int = 1) -> Available:
+    """What there is for a step on a device.
+
+    Args:
+        held: bytes of the step's tensors that are in memory already; on an accelerator the allocator knows it.
+        in_arena: what the step allocates on the CPU comes from an arena.
+        sharing: processes that train together on this machine, each with an equal part of what it gives.
+
+    Raises:
+        BudgetError: if the device does not say what it has.
+
+    >>> found = available(torch.device("cpu"), held=1000)
+    >>> 0 <= found.bytes < found.limit.total
+    True
+    """
+    if device.type != "cpu":
+        return _of_accelerator(device)
+    parts = [one if not one.shared else Limit(one.of, one.total, one.free // sharing) for one in limits()]
+    if not parts:
+        raise _does_not_say("This machine")
+    least = min(parts, key=lambda one: one.free)
+    usable = max(0, least.free - SCRATCH) / (ROOM if in_arena else BY_MALLOC)
+    return Available(least, held, least.free - int(usable))
+
+
+def rounded_down(count: int) -> int:
+    """About as many bytes, and the same where a little more or less is free: plans are found again from run to run.
+
+    >>> rounded_down(1_000_000), rounded_down(1_005_000), rounded_down(100)
+    (999424, 999424, 100)
+    """
+    step = max(1, (1 << max(0, count.bit_length() - 1)) // STEPS)
+    return count // step * step
+
+
+def limits(root: Path = Path("/")) -> Iterator[Limit]:
+    """What bounds this process on the CPU; nothing where the system does not say.
+
+    ``root``: the folder with ``proc`` and ``sys``.
+    """
+    meminfo = _table(root / "proc/meminfo", 1024)
+    if "MemAvailable" in meminfo:
+        yield Limit("this machine", meminfo["MemTotal"], meminfo["MemAvailable"])
+    elif (total := _installed()) is not None:
+        yield Limit("this machine, of which half is taken to be free,", total, total // 2)
+    yield from _cgroups(root)
+    yield from _own(_table(root / "proc/self/status", 1024))
+
+
+def _of_accelerator(device: torch.device) -> Available:
+    try:
+        free, total = kind_of(device).free_bytes(device)
+        held = torch.accelerator.memory_reserved(device)
+    except (RuntimeError, AttributeError) as error:
+        raise _does_not_say(str(device)) from error
+    margin = max(LEAST_MARGIN, int(SHARE * total))
+    return Available(Limit(str(device), total, free), held, margin)
+
+
+def _cgroups(root: Path) -> Iterator[Limit]:
+    """Of the control groups of this process and those above them, of version 1 or 2."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, of = root / "sys/fs/cgroup", ""
+            most, now = ["memory.max", "memory.high"], "memory.current"
+        elif "memory" in controllers.split(","):
+            top, of = root / "sys/fs/cgroup/memory", "total_"  # with the groups below it
+            most, now = ["memory.limit_in_bytes"], "memory.usage_in_bytes"
+        else:
+            continue
+        inner = top.joinpath(*(part for part in path.split("/") if part not in ("", "..")))
+        for folder in (inner, *inner.parents):  # a container may see its own group as the top one
+            stat = _table(folder / "memory.stat")
+            mapped = stat.get(f"{of}mapped_file", stat.get("file_mapped", 0))
+            cached = max(0, sum(stat.get(f"{of}{name}", 0) for name in _CACHED) - mapped)
+            for name in most:
+                limit, used = _text(folder / name).strip(), _text(folder / now).strip()
+                if limit.isdecimal() and used.isdecimal():
+                    group = f"the control group {folder.relative_to(top).as_posix()} ({name})"
+                    yield Limit(group, int(limit), max(0, int(limit) - max(0, int(used) - cached)))
+            if folder == top:
+                break
+
+
+def _own(status: dict[str, int]) -> Iterator[Limit]:
+    """Limits of this process alone, on its mappings."""
+    if not status:
+        return
+    import resource  # which there is where there is /proc
+
+    for name, used in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
+        limit, _ = resource.getrlimit(getattr(resource, name))
+        if limit != resource.RLIM_INFINITY:
+            yield Limit(f"this process ({name})", limit, max(0, limit - status[used]), shared=False)
+
+
+def _installed() -> int | None:
+    """Bytes of this machine's memory, where the system says no more than that."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _table(file: Path, unit: int = 1) -> dict[str, int]:
+    """Numbers by name, of a file of the kernel's."""
+    found = re.findall(r"^(\w+):?\s+(\d+)", _text(file), re.MULTILINE)
+    return {name: int(number) * unit for name, number in found}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # there is none
+        return ""
+
+
+def _does_not_say(what: str) -> BudgetError:
+    return BudgetError(f"{what} does not say how much memory is free: name the bytes, such as budget='8 GB'.")

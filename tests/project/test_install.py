@@ -1,0 +1,126 @@
+"""What is built is whole, from a checkout as from a source distribution, and runs without either beside it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tarfile
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+import checkmate
+from tests.support.processes import run_python
+
+ROOT = Path(__file__).parents[2]
+LINKS = ("solvers", "profiling")
+BUILD = """
+import os, sys, tarfile
+from pathlib import Path
+from setuptools import build_meta
+
+checkout, out = Path(sys.argv[1]), Path(sys.argv[2])
+os.chdir(checkout)
+source = out / build_meta.build_sdist(str(out))
+build_meta.build_wheel(str(out))
+with tarfile.open(source) as archive:
+    archive.extractall(out, filter="data")
+os.chdir(source.with_name(source.name.removesuffix(".tar.gz")))
+(out / "again").mkdir()
+build_meta.build_wheel(str(out / "again"))
+"""
+RUN = """
+import os, sys
+os.chdir(sys.argv[1])
+sys.path.insert(0, sys.argv[1])
+exec(sys.argv[2])
+from checkmate.cli import main
+assert main(["doctor"]) == 0
+files = [m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "checkmate" and m.__file__]
+assert all(file.startswith(sys.argv[1]) for file in files), files
+"""
+
+
+def sources() -> dict[str, bytes]:
+    """Every file of the package, by where it is to be once installed."""
+    found = {}
+    for folder in ("checkmate", *LINKS):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts and not (folder == "checkmate" and _in_link(path)):
+                name = path.relative_to(ROOT).as_posix()
+                found[name if folder == "checkmate" else f"checkmate/{name}"] = path.read_bytes()
+    return found
+
+
+def _in_link(path: Path) -> bool:
+    return path.relative_to(ROOT / "checkmate").parts[0] in LINKS
+
+
+def checked_out(folder: Path, *, links: bool) -> Path:
+    """A copy of what an installation reads, with the two links, or with the plain files that git makes without them."""
+    folder.mkdir()
+    for name in ("checkmate", *LINKS):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, folder)
+    for name in () if links else LINKS:
+        (folder / "checkmate" / name).unlink()
+        (folder / "checkmate" / name).write_text(f"../{name}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel and a source distribution of a checkout, and in ``again`` a wheel of the latter."""
+    folder = tmp_path_factory.mktemp("install")
+    (folder / "out").mkdir()
+    run_python("-c", BUILD, str(checked_out(folder / "checkout", links=True)), str(folder / "out"))
+    return folder / "out"
+
+
+def wheel(folder: Path) -> dict[str, bytes]:
+    """The files of the one wheel in a folder."""
+    (file,) = folder.glob("*.whl")
+    with ZipFile(file) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_each_file_of_the_package_is_in_the_wheel_and_no_other(built: Path) -> None:
+    for folder in (built, built / "again"):
+        files = wheel(folder)
+        about = f"checkmate_torch-{checkmate.__version__}.dist-info"
+        assert {name: text for name, text in files.items() if not name.startswith(about)} == sources()
+        assert {f"{about}/licenses/LICENSE", f"{about}/licenses/checkmate/webpage/vendor/uPlot.LICENSE"} <= {*files}
+        assert b"\nName: checkmate-torch\n" in files[f"{about}/METADATA"]
+
+
+def test_a_checkout_without_symbolic_links_builds_the_same(built: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    run_python("-c", BUILD, str(checked_out(tmp_path / "checkout", links=False)), str(tmp_path / "out"))
+    assert wheel(tmp_path / "out") == wheel(tmp_path / "out" / "again") == wheel(built)
+
+
+def test_a_source_distribution_holds_files_and_no_links(built: Path) -> None:
+    (source,) = built.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        assert all(member.isfile() or member.isdir() for member in archive)
+        names = {member.name.partition("/")[2] for member in archive}
+    assert {*sources(), "pyproject.toml", "setup.py", "README.md", "CHANGELOG.md", "LICENSE"} <= names
+
+
+@pytest.mark.slow
+def test_the_first_example_runs_from_another_folder_with_the_wheel_alone(built: Path, tmp_path: Path) -> None:
+    """Isolated, Python sees neither the folder that it runs in nor PYTHONPATH; no file that it imports is another's."""
+    (file,) = built.glob("*.whl")
+    run_python("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(tmp_path), str(file))
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[0]
+    printed = run_python("-I", "-c", RUN, str(tmp_path), code).stdout
+    assert "  budget " in printed
+    assert f" {checkmate.__version__}\n" in printed
+
+
+def test_the_newest_changes_are_those_of_this_version() -> None:
+    versions = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert versions[0] == checkmate.__version__
+    assert versions == sorted(versions, key=lambda version: [*map(int, version.split("."))], reverse=True)
