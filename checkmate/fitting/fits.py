@@ -397,8 +397,9 @@ def _verdict(
         )
     again = f"{best.overhead:.1%} of it runs again" if best.overhead else "nothing runs twice"
     took, plain_took = format_seconds(best.seconds or 0.0), format_seconds(plain_seconds)
+    how = _HOW[best.name] if best.overhead or best.name != "recomputation" else "as one whole step"
     return (
-        f"It fits {place.name} {_HOW[best.name]}: planned, the step takes {format_bytes(best.peak or 0)} of the {room} "
+        f"It fits {place.name} {how}: planned, the step takes {format_bytes(best.peak or 0)} of the {room} "
         f"that there is room for, where plain PyTorch takes about {needs}; {again}, and it takes about {took} instead "
         f"of {plain_took}."
     )
