@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NODES = 40  # boxes, where nobody says how many
+LONGEST = 40  # characters of a name in a box
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def graph(problem: Problem, *, most: int = NODES, ax: Axes | None = None) -> Axe
         )
         many = f"{len(node.ops)} ops, " if len(node.ops) > 1 else ""
         facts = f"{many}{format_seconds(node.seconds)}, makes {format_bytes(node.bytes)}"
-        ax.text(node.x, node.y, f"{node.name}\n{facts}", ha="center", va="center", fontsize=7.5)
+        ax.text(node.x, node.y, f"{_shortened(node.name)}\n{facts}", ha="center", va="center", fontsize=7.5)
     ax.set(xlim=(-1.0, 3.0), ylim=(-rows + 0.3, 1.2))  # before labels look for room
     _draw_edges(ax, problem, nodes)
     for x, head in ((0.0, "forward, downwards"), (2.0, "backward, upwards")):
@@ -153,6 +154,11 @@ def _filled(paths: list[str]) -> list[str]:
 
 def _ends(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} - {names[-1]}"
+
+
+def _shortened(name: str) -> str:
+    """Its begin and its end, where it is longer than a box is wide."""
+    return name if len(name) <= LONGEST else f"{name[: LONGEST // 2 - 1]}…{name[-LONGEST // 2 :]}"
 
 
 def _draw_edges(ax: Axes, problem: Problem, nodes: list[_Node]) -> None:

@@ -400,6 +400,19 @@ def test_labels_stand_beside_arrows_and_beside_each_other(name: str | int) -> No
     assert all(written.count(size) >= thick.count(size) for size in thick)  # what matters most has room
 
 
+def test_a_long_name_stays_in_its_box() -> None:
+    problem = _chain()
+    name = "max_pool2d_with_indices_backward_12 - native_batch_norm_backward_34"
+    ops = (replace(problem.graph.ops[0], name=name), *problem.graph.ops[1:])
+    ax = plot.graph(replace(problem, graph=replace(problem.graph, ops=ops)))
+    _drawn(ax)
+    (text,) = [text for text in ax.texts if text.get_text().startswith("max_pool2d_with")]
+    (box,) = [patch for patch in ax.patches if patch.get_label() == name]
+    inside, words = box.get_window_extent(), text.get_window_extent()
+    assert inside.x0 < words.x0
+    assert words.x1 < inside.x1
+
+
 def test_a_forward_alone_is_one_column() -> None:
     problem = Problem.from_dag([[k - 1] if k else [] for k in range(9)], [1] * 9, [1] * 9)
     names = [node.name for node in _nodes(problem, 3)]
