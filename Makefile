@@ -29,7 +29,7 @@ help:
 	@echo "make clean   remove the environment and everything generated"
 
 demo: $(STAMP)
-	$(BIN)/python -m benchmarks.demo
+	$(BIN)/python -m checkmate demo
 
 test: $(STAMP)
 	$(TESTS) -n $(JOBS) --dist worksteal $(ARGS)

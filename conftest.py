@@ -10,6 +10,10 @@ import pytest
 
 from benchmarks.common.own_seconds import WALL, count_own_seconds
 
+collect_ignore = [  # importing them imports a trainer's library; docs/ecosystem.md has their examples
+    f"checkmate/integrations/{name}.py" for name in ("huggingface", "lightning")
+]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """No test leans on what else the machine does."""

@@ -28,9 +28,9 @@ from benchmarks.common.resident import growth
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
 from benchmarks.common.timing import median_ratio, seconds_in_turn, step_and_back
-from benchmarks.demo import Task, letters_task, text_task
 from benchmarks.networks.batches import Batch, Step
 from benchmarks.peers.subjects import NETWORKS, Network, Subject
+from checkmate.demo.tasks import Task, digits_task, text_task
 from checkmate.memory import build
 
 HEADER = (
@@ -59,7 +59,7 @@ def _wide() -> Made:
 
 CASES: dict[str, Callable[[], Made]] = {
     **{name: partial(_compared, network) for name, network in NETWORKS.items()},
-    "demo-letters": lambda: _of_the_demo(letters_task(1)),
+    "demo-digits": lambda: _of_the_demo(digits_task(1)),
     "demo-text": lambda: _of_the_demo(text_task(1)),
     "wide": _wide,
 }

@@ -49,6 +49,7 @@ from benchmarks.peers import report as peers_report
 from benchmarks.peers.subjects import on_a_gpu
 from checkmate.backends.tensor_state import differing
 from checkmate.core.table import Table
+from checkmate.demo.training import train
 from checkmate.memory import MemoryUse, measure_peak
 
 RESULTS = Path(__file__).parent / "results" / "gpu.jsonl"
@@ -129,7 +130,7 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
 
 def outcome(module: nn.Module, step: Step, batch: Batch, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Losses, last gradients, parameters and buffers after two steps; copies on the CPU."""
-    *results, _random_state = measuring.train(module, step, [batch] * 2, seed=1, optimizer=optimizer)
+    *results, _random_state = train(module, step, [batch] * 2, seed=1, optimizer=optimizer)
     return results
 
 

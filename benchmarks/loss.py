@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 import checkmate
 from benchmarks.common.rows import Row
 from benchmarks.common.runner import Benchmark
-from benchmarks.common.timing import distance, median_ratio, peak_of_step, seconds_in_turn, step_and_back
+from benchmarks.common.timing import distance, median_ratio, seconds_in_turn, step_and_back
 from checkmate.backends.tensor_state import differing
+from checkmate.demo.training import peak_of_step
 from checkmate.units import format_bytes, format_seconds
 
 CHUNKS = 8  # by hand

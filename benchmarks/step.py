@@ -20,6 +20,7 @@ from benchmarks.common.rows import Row, plan_facts
 from benchmarks.common.runner import Benchmark
 from benchmarks.networks import CASES
 from checkmate.backends.tensor_state import differing
+from checkmate.demo.training import peak_of_step, train
 
 HEADER = (
     "network", "threads", "share", "budget", "predicted", "measured", "recomputed", "gap", "of plain", "plan", "bits",
@@ -33,18 +34,18 @@ def rows(name: str, threads: int, shares: list[float], pairs: int, time_limit: f
     module, plain, batch = case.make(0)
     problem = checkmate.trace(plain, *batch)
     lowest, keep_all = checkmate.min_budget(problem).peak, problem.keep_all_peak
-    plain_peak = problem.resident + measuring.peak_of_step(module, plain, batch)
-    expected = measuring.train(*case.make(0)[:2], [batch] * 3)
+    plain_peak = problem.resident + peak_of_step(module, plain, batch)
+    expected = train(*case.make(0)[:2], [batch] * 3)
     for share in shares:
         module, plain, batch = case.make(0)
         budget = measuring.budget_at(share, lowest, keep_all)
         compiled = checkmate.compile(plain, budget=budget, time_limit=time_limit, wait="best")
         began = time.perf_counter()
         with measuring.nothing_on_disk():
-            found = measuring.train(module, compiled, [batch] * 3)
+            found = train(module, compiled, [batch] * 3)
         first_steps = time.perf_counter() - began
         solution = compiled.plans[0]
-        peak = measuring.peak_of_step(module, compiled, batch)
+        peak = peak_of_step(module, compiled, batch)
         plain_seconds, compiled_seconds, ratio = measuring.paired_times(module, plain, compiled, batch, pairs)
         yield {
             "model": case.name,

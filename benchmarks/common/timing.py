@@ -1,4 +1,4 @@
-"""What the demo and the benchmarks have in common: budgets, training, timing in pairs, how far numbers are apart."""
+"""What benchmarks have in common: budgets, timing in pairs, how far numbers are apart."""
 
 from __future__ import annotations
 
@@ -11,44 +11,15 @@ from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
-import torch
 from torch import Tensor, nn
 
 from benchmarks.networks.batches import Batch, Step
 from checkmate.core.files import VARIABLE
-from checkmate.memory import measure_peak
 
 
 def budget_at(share: float, smallest: int, keep_all: int) -> int:
     """Bytes at a share of the way from the smallest budget to keeping everything."""
     return smallest + int(share * (keep_all - smallest))
-
-
-def train(
-    module: nn.Module,
-    step: Step,
-    batches: Sequence[Batch],
-    seed: int = 0,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> list[Tensor]:
-    """Train a step for each batch, by default with a new Adam.
-
-    Returns all there is to compare, copied to the CPU: losses, gradients, state, random state.
-    """
-    torch.manual_seed(seed)
-    optimizer = optimizer or torch.optim.Adam(module.parameters(), lr=2e-3)
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad(set_to_none=True)
-        loss = step(*batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    grads = [p.grad for p in module.parameters() if p.grad is not None]
-    results = [torch.stack(losses), *grads, *module.state_dict().values()]
-    on_host = [tensor.detach().to("cpu", copy=True) for tensor in results]
-    module.zero_grad(set_to_none=True)
-    return [*on_host, torch.get_rng_state()]
 
 
 def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -70,16 +41,6 @@ def step_and_back(module: nn.Module, step: Step, batch: Batch) -> None:
     """A forward and a backward, from no gradients."""
     module.zero_grad(set_to_none=True)
     step(*batch).backward()
-
-
-def peak_of_step(module: nn.Module, step: Step, batch: Batch) -> int:
-    """Bytes that a second step allocates at its peak, from no gradients; it leaves none."""
-    run = partial(step_and_back, module, step, batch)
-    run()
-    module.zero_grad(set_to_none=True)
-    peak = measure_peak(run).peak
-    module.zero_grad(set_to_none=True)
-    return peak
 
 
 def seconds_in_turn(

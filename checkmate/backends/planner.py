@@ -42,7 +42,7 @@ class StepOptions(TypedDict, total=False):
 
     method: str
     time_limit: float
-    reserve: Bytes
+    reserve: Bytes | None
     verify: bool | None
     profile: Choice
     cache: bool
@@ -196,7 +196,7 @@ class Options:
     def set_aside(self) -> int:
         """Bytes of the budget that are left to what the step does not know."""
         try:
-            return parse_bytes(self.reserve) if self.reserve else 0
+            return 0 if self.reserve is None or self.reserve == 0 else parse_bytes(self.reserve)
         except BudgetError as error:
             raise BudgetError(f"reserve={self.reserve!r}: {error}") from None
 

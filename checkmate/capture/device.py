@@ -46,7 +46,7 @@ def device_of(graph: fx.Graph) -> torch.device:
     """The one device of a captured step.
 
     A tensor of no dimension may be on the CPU all the same: PyTorch takes it for a number, and attention on CUDA hands
-    the seed of its dropout on as one.
+    the seed of its dropout on as one. A tensor without elements, as caches begin with, may be anywhere.
 
     Raises:
         Unsupported: if there are several devices, or one that is neither the CPU nor CUDA nor an accelerator whose
@@ -56,7 +56,7 @@ def device_of(graph: fx.Graph) -> torch.device:
     numbers: set[torch.device] = set()
     for node in graph.nodes:
         for tensor in tensors(node.meta.get("val")):
-            if tensor.device == CPU and (tensor.ndim == 0 or node.target is save_device_state):
+            if tensor.device == CPU and (tensor.ndim == 0 or not tensor.numel() or node.target is save_device_state):
                 numbers.add(CPU)
             else:
                 first.setdefault(tensor.device, f"{node.name} ({where(node)})")

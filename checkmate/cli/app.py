@@ -7,7 +7,7 @@ Answers go to standard output, as text or with ``--json`` as JSON; progress and 
     2    asked wrongly
     130  Ctrl-C; where a best plan so far was printed, it is a valid one
 
-PyTorch is imported only by the commands that trace a step: ``plan``, ``max-batch``, ``fits`` and ``selftest``;
+PyTorch is imported only by the commands that trace a step: ``plan``, ``max-batch``, ``fits``, ``demo``, ``selftest``;
 ``doctor`` looks for it.
 """
 
@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import sys
+import time
 import webbrowser
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -251,6 +252,32 @@ def _fits(args: argparse.Namespace) -> int:
     return DONE if found.fits or found.best is not None else REFUSED
 
 
+def _demo(args: argparse.Namespace) -> int:
+    import torch
+
+    from checkmate.demo.tasks import digits_task, text_task
+    from checkmate.demo.training import FULL, LEGEND, QUICK, train_within_budgets
+
+    def say(text: str) -> None:
+        if not args.json:
+            _out(text)
+            sys.stdout.flush()
+
+    torch.set_num_threads(1)  # where bytes and numbers repeat exactly
+    began = time.perf_counter()
+    say(LEGEND.strip())
+    effort = QUICK if args.quick else FULL
+    rows = [row for make in (text_task, digits_task) for row in train_within_budgets(make(args.steps), effort, say)]
+    say(f"\nAll of it took {time.perf_counter() - began:.0f} seconds on one thread.")
+    broken = [promise for row in rows for promise in row.broken()]
+    if args.json:
+        _out_json({"broken": broken, "rows": [asdict(row) for row in rows]})
+    if broken:
+        return _say("\n".join(broken), REFUSED)
+    say("Every measured peak is the predicted one and within its budget; every number is plain PyTorch's, bitwise.")
+    return DONE
+
+
 def _methods(args: argparse.Namespace) -> int:
     from checkmate.solvers.catalogue import methods
 
@@ -392,6 +419,7 @@ _COMMANDS = {
     "frontier": _frontier,
     "max-batch": _max_batch,
     "fits": _fits,
+    "demo": _demo,
     "methods": _methods,
     "doctor": _doctor,
     "selftest": _selftest,

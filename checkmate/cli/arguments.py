@@ -110,6 +110,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--gap": {"type": float, "default": GAP, "help": f"stop at this gap, by default {GAP:g}"},
     "--only": {"action": "append", "metavar": "NAME", "help": "a check by its name, again for more"},
     "--quick": {**_FLAG, "help": "small networks"},
+    "--steps": {"type": size, "default": 25, "metavar": "N", "help": "to train in each run, by default 25"},
     "--methods": {"default": "auto", "metavar": "A,B", "help": "by default auto"},
     "--jobs": {"type": size, "metavar": "N", "help": "processes at a time"},
     "--max-overhead": {
@@ -180,6 +181,12 @@ def parser_of(runs: Mapping[str, Callable[[argparse.Namespace], int]]) -> argpar
         device={"metavar": "NAME", "help": "such as rtx4090; by default the one here, whose ops are measured"},
         budget={"metavar": "BYTES", "help": "such as 16GB, in place of the device's room"},
         time_limit=_seconds(fitting.TIME_LIMIT),
+    )
+    command(
+        "demo",
+        "train two small networks within budgets of bytes, and compare with plain PyTorch; about 90 s",
+        *("--steps", "--quick"),
+        quick={**_FLAG, "help": "a second for each plan, and each step timed once"},
     )
     command("methods", "list the methods with their options")
     command("doctor", "versions, device, solver and cache of this installation")

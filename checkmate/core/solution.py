@@ -11,7 +11,7 @@ from checkmate.core.plan import Fetch, Plan, Run, Start
 from checkmate.core.problem import Problem
 from checkmate.core.schedule import KIND, Schedule
 from checkmate.core.simulator import simulate
-from checkmate.core.table import Table, area_picture
+from checkmate.core.table import area_picture, facts_html
 from checkmate.core.timing import Timing, timing, walk
 from checkmate.units import format_bytes, format_seconds
 
@@ -156,10 +156,8 @@ class Solution:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the facts of `str`, and the memory over the step as a small picture."""
-        table = Table((self._title(), ""), self._facts()).html()
-        return (
-            table if self.plan is None else f"<div>{table}{_memory_picture(self.plan, self.problem, self.budget)}</div>"
-        )
+        picture = "" if self.plan is None else _memory_picture(self.plan, self.problem, self.budget)
+        return facts_html(self._title(), self._facts()) + picture
 
     def _title(self) -> str:
         return f"{self.status.label} ({self.method}): {self.message or self.status.meaning}"

@@ -71,6 +71,17 @@ class Notes(Table):
         return "\n".join([self.title, *(f"  {first}\n    {second}" for first, second in self.rows)])
 
 
+def facts_html(title: str, facts: Sequence[tuple[str, str]]) -> str:
+    """A title and facts with their names, in HTML, the text escaped.
+
+    >>> facts_html("a < b", [("peak", "4 B")])
+    '<div><strong>a &lt; b</strong></div><table><tbody><tr><td>peak</td><td>4 B</td></tr></tbody></table>'
+    """
+    above = f"<div><strong>{html.escape(title)}</strong></div>" if title else ""
+    rows = (f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in facts)
+    return above + (f"<table><tbody>{''.join(rows)}</tbody></table>" if facts else "")
+
+
 WIDE, TALL, ROOM = 520, 110, 18  # units of a picture, which scales: of what is drawn, and of words above and below
 COLUMNS = 260  # of more stretches than these, as many columns are drawn, each as high as the highest in it
 SKY = "#56B4E9"  # of Okabe and Ito
@@ -168,6 +179,4 @@ class Printed(ABC):
         return "\n\n".join(blocks + [str(table) for table in self._tables()])
 
     def _repr_html_(self) -> str:
-        title, facts = self._title(), list(self._facts())
-        above = [Table((title, ""), facts) if facts else Table((title,))] if title else []
-        return "".join(table.html() for table in (*above, *self._tables()))
+        return facts_html(self._title(), list(self._facts())) + "".join(table.html() for table in self._tables())

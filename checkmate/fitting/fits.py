@@ -134,7 +134,7 @@ def fits(
         resident = step.resident(batch, named, problem)
         left = max(0.0, time_limit - (traced - began))
         seconds = max(LEAST_SECONDS, left / PARTS_OF_TIME)
-        ways = tuple(_ways(problem, place, host, seconds))
+        ways = tuple(_ways(problem, place, host, seconds, began + time_limit))
         of_update = update_bytes(given, at_once=place.is_gpu)
         plain = plain_parts(problem, resident, of_update)
 
@@ -292,8 +292,11 @@ class _Sizes:
         return without_rounding(self.step.problem(batch, named))
 
 
-def _ways(problem: Problem, place: _Place, host: Host | None, seconds: float) -> Iterator[Way]:
-    """Each way to have the step take less, with its smallest budget, and a plan for the room or for that budget."""
+def _ways(problem: Problem, place: _Place, host: Host | None, seconds: float, deadline: float) -> Iterator[Way]:
+    """Each way to have the step take less, with its smallest budget, and a plan for the room or for that budget.
+
+    What changes numbers is looked at after the deadline only where nothing else fits.
+    """
     exact = without_rounding(problem)
     plain = _way("recomputation", without_parts(problem), place, seconds)
     yield plain
@@ -310,8 +313,10 @@ def _ways(problem: Problem, place: _Place, host: Host | None, seconds: float) ->
     else:
         options = {"host_budget": f'"{_written(there.budget)}"'}
         yield _way("with a second memory", exact.with_host(there), place, seconds, options=options)
-    rounds = next((one for one in problem.and_smaller() if one.rounding), None)
-    if rounds is None:
+    late = in_parts.fits and time.perf_counter() > deadline
+    if late:
+        yield Way("with rounding", {}, None, None, fits=False, why_not="not looked at, for want of time")
+    elif not any(one.rounding for one in problem.and_smaller()):
         yield Way("with rounding", {}, None, None, fits=False, why_not="no sum that would help")
     else:
         yield _way("with rounding", problem, place, seconds, options={"numerics": '"rounding"'}, known=in_parts)
@@ -392,8 +397,9 @@ def _verdict(
         )
     again = f"{best.overhead:.1%} of it runs again" if best.overhead else "nothing runs twice"
     took, plain_took = format_seconds(best.seconds or 0.0), format_seconds(plain_seconds)
+    how = _HOW[best.name] if best.overhead or best.name != "recomputation" else "as one whole step"
     return (
-        f"It fits {place.name} {_HOW[best.name]}: planned, the step takes {format_bytes(best.peak or 0)} of the {room} "
+        f"It fits {place.name} {how}: planned, the step takes {format_bytes(best.peak or 0)} of the {room} "
         f"that there is room for, where plain PyTorch takes about {needs}; {again}, and it takes about {took} instead "
         f"of {plain_took}."
     )

@@ -76,9 +76,10 @@ def plain_parts(problem: Problem, resident: Resident, update_bytes: int) -> Part
     backward = _parts(problem, order, resident, in_place=False)
     gradients = int(problem.sizes[[*gradients_of(problem)]].sum())
     rest = problem.resident - resident.parameters - resident.optimizer_state
-    update = Parts(
-        resident.parameters, gradients, resident.optimizer_state, 0, 0, update_bytes, rest, "optimizer.step()"
-    )
+    results = {v for v in problem.graph.outputs if v not in gradients_of(problem)}
+    held = int(problem.sizes[[*results]].sum())
+    about = resident.parameters, gradients, resident.optimizer_state, held, 0, update_bytes, rest
+    update = Parts(*about, "optimizer.step()")
     return max(backward, update, key=lambda parts: parts.peak)
 
 

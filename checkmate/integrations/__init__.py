@@ -1,1 +1,1 @@
-"""Plans for tools that have ways in of their own: Inductor's partitioner, torchtitan's passes. Each is one module."""
+"""Ways into other tools: trainers, loops, Inductor's partitioner, torchtitan's passes. Each is one module."""

@@ -99,10 +99,10 @@ def _nodes(problem: Problem, most: int) -> list[_Node]:
             ]
             named.append([(named[0][g][0], range(inside[0], inside[-1] + 1)) for g, inside in back])
             rows.append([height - g for g, _ in back])
-    nodes = []
+    nodes, labels = [], [label for label, _ in named[0]]
     for half, boxes, at in zip(halves, named, rows, strict=True):
         for (label, inside), row in zip(boxes, at, strict=True):
-            name = label or _ends([ops[k].name for k in inside])
+            name = label if label and labels.count(label) == 1 else _ends([ops[k].name for k in inside])
             made = sum(int(problem.sizes[v]) for k in inside for v in ops[k].outputs)
             seconds = float(problem.seconds[inside.start : inside.stop].sum())
             where = (2.0, float(row - height)) if half[0] >= forward else (0.0, float(-row))

@@ -105,7 +105,7 @@ def _called(solution: Solution) -> str:
     """What a stranger calls it: plain PyTorch, which runs each op once and keeps all, or planned within a budget."""
     plan = check_plan(solution, "draw")[0]
     kept = solution.peak == solution.problem.keep_all_peak and len(plan.runs) == len(solution.problem.graph.ops)
-    if kept and not (plan.sent or plan.started or plan.runs_over):
+    if kept and not (plan.sent or plan.started):
         return "plain PyTorch"
     return f"planned within {format_bytes(solution.budget)} ({solution.method})"
 

@@ -51,9 +51,9 @@ class _Block(nn.Module):
 class Bottlenecks(nn.Module):
     """In the manner of ResNet-50, with so many blocks in each stage: images in, logits out."""
 
-    def __init__(self, blocks: tuple[int, ...], width: int, classes: int) -> None:
+    def __init__(self, blocks: tuple[int, ...], width: int, classes: int, channels: int = 3) -> None:
         super().__init__()
-        stem = [nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        stem = [nn.Conv2d(channels, width, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
         layers: list[nn.Module] = [*stem, nn.MaxPool2d(3, 2, 1)]
         channels = width
         for stage, count in enumerate(blocks):
@@ -63,7 +63,7 @@ class Bottlenecks(nn.Module):
         self.body, self.head = nn.Sequential(*layers), nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 3, height, width) to (batch, classes)."""
+        """(batch, channels, height, width) to (batch, classes)."""
         out: Tensor = self.head(self.body(x).mean((2, 3)))
         return out
 
@@ -104,6 +104,16 @@ class Mixed(nn.Module):
         return out
 
 
+def step_of(module: nn.Module) -> Step:
+    """The step of a network, that ends in its cross entropy."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        out = module(x)
+        return F.cross_entropy(out.flatten(0, -2), y.flatten())
+
+    return step
+
+
 def make(name: str, setting: Setting) -> tuple[nn.Module, Step, tuple[Tensor, Tensor]]:
     """The network "transformer", "bottlenecks" or "mixed", its step and a batch: each time the same."""
     torch.manual_seed(0)
@@ -120,9 +130,4 @@ def make(name: str, setting: Setting) -> tuple[nn.Module, Step, tuple[Tensor, Te
             width, blocks = (8, (1, 1)) if quick else (64, (3, 4, 6, 3))
             module = Bottlenecks(blocks, width, classes) if name == "bottlenecks" else Mixed(width, classes)
             batch = torch.randn(count, 3, side, side), torch.randint(classes, (count,))
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        out = module(x)
-        return F.cross_entropy(out.flatten(0, -2), y.flatten())
-
-    return module, step, batch
+    return module, step_of(module), batch

@@ -56,7 +56,7 @@ def _plan_seconds(setting: Setting) -> float:
     return QUICK_SECONDS if setting.quick else PLAN_SECONDS
 
 
-def _run(module: nn.Module, step: Callable[..., Tensor], *batch: Tensor) -> Tensor:
+def run_step(module: nn.Module, step: Callable[..., Tensor], *batch: Tensor) -> Tensor:
     """A forward and a backward, from no gradients; the loss."""
     module.zero_grad(set_to_none=True)
     loss = step(*batch)
@@ -75,10 +75,10 @@ def predicted_bytes(setting: Setting) -> Finding:
     rows: list[dict[str, Any]] = []
     for budget in _budgets(setting, step, x):
         compiled = compiled_within(step, budget=budget, time_limit=_plan_seconds(setting), wait="best")
-        _run(module, compiled, x)
+        run_step(module, compiled, x)
         module.zero_grad(set_to_none=True)
         plan = compiled.plans[0]
-        use = measure_peak(partial(_run, module, compiled, x), setting.device)
+        use = measure_peak(partial(run_step, module, compiled, x), setting.device)
         asked = _most(use, plan.problem.resident)
         row = {"budget": budget, "predicted": plan.peak, "requested": asked}
         rows.append({**row, "allocated": use.allocated, "reserved": use.reserved})
@@ -106,7 +106,7 @@ def parts(setting: Setting) -> Finding:
     least = min_budget(problem, time_limit=_plan_seconds(setting)).peak
     whole = int(problem.unavoidable_bytes.max())
     compiled = compiled_within(step, budget=least, time_limit=_plan_seconds(setting), wait="best")
-    _run(module, compiled, *batch)
+    run_step(module, compiled, *batch)
     module.zero_grad(set_to_none=True)
     said = compiled.plans[0].problem.splits
     report = verify(step, *batch, budget=least, time_limit=_plan_seconds(setting))
@@ -124,16 +124,16 @@ def capacity(setting: Setting) -> Finding:
     module, step, x = _chain(setting)
     least, _, most = _budgets(setting, step, x)
     budget, limit = least + (most - least) // 4, least + (most - least) // 2
-    expected = _run(module, step, x)
+    expected = run_step(module, step, x)
     compiled = compiled_within(step, budget=budget, time_limit=_plan_seconds(setting), wait="best")
     total = torch.cuda.get_device_properties(device).total_memory
     _give_back(module)
     torch.cuda.set_per_process_memory_fraction(limit / total, device)
     try:
-        plain = _fits(lambda: _run(module, step, x))
+        plain = _fits(lambda: run_step(module, step, x))
         _give_back(module)
-        ours = _fits(lambda: _run(module, compiled, x))
-        again = ours is not None and _fits(lambda: _run(module, compiled, x))
+        ours = _fits(lambda: run_step(module, compiled, x))
+        again = ours is not None and _fits(lambda: run_step(module, compiled, x))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
     same = isinstance(again, Tensor) and same_bytes(again, expected)
@@ -182,7 +182,9 @@ def within_budgets(network: str, setting: Setting) -> Finding:
             row |= {"allocated": report.allocated_peak, "plain repeats": report.repeats, "spread": report.spread}
             if budget == budgets[-1] or not setting.quick:
                 compiled = compiled_within(step, budget=budget, time_limit=_plan_seconds(setting), wait="best")
-                row |= _times(setting.device, partial(_run, module, step), partial(_run, module, compiled), batch)
+                row |= paired_seconds(
+                    setting.device, partial(run_step, module, step), partial(run_step, module, compiled), batch
+                )
         except (CheckmateError, RuntimeError) as error:
             row["error"] = f"{type(error).__name__}: {error}"
         rows.append(row)
@@ -205,7 +207,9 @@ def _said(row: dict[str, Any]) -> str:
     return f"{head} {bits}, measured {format_bytes(row['measured'])}{timed}"
 
 
-def _times(device: torch.device, plain: Callable[..., Tensor], ours: Callable[..., Tensor], batch: Any) -> Any:
+def paired_seconds(
+    device: torch.device, plain: Callable[..., Tensor], ours: Callable[..., Tensor], batch: Any, pairs: int = PAIRS
+) -> dict[str, float]:
     """Median seconds of a step of each, in turn, and the median of the ratios."""
 
     def seconds(run: Callable[..., Tensor]) -> float:
@@ -215,9 +219,9 @@ def _times(device: torch.device, plain: Callable[..., Tensor], ours: Callable[..
         _synchronize(device)
         return time.perf_counter() - began
 
-    pairs = [(seconds(plain), seconds(ours)) for _ in range(PAIRS + 1)][1:]  # the first warms up
-    of_plain, of_ours = zip(*pairs, strict=True)
-    ratio = median(b / a for a, b in pairs)
+    timed = [(seconds(plain), seconds(ours)) for _ in range(pairs + 1)][1:]  # the first warms up
+    of_plain, of_ours = zip(*timed, strict=True)
+    ratio = median(b / a for a, b in timed)
     return {"plain seconds": median(of_plain), "seconds": median(of_ours), "ratio": ratio}
 
 

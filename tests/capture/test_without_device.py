@@ -182,6 +182,19 @@ def test_a_model_with_data_goes_where_its_batch_is_planned_to_be() -> None:
     assert {p.device.type for p in net.parameters()} == {"cpu"}
 
 
+def test_a_cache_begins_with_no_elements_wherever_they_are() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(8, 8), torch.ones(4, 8)
+
+    def step(x: Tensor) -> Tensor:
+        cache = torch.tensor([], dtype=x.dtype, device=x.device)
+        return torch.cat([cache, model(x).flatten()]).square().sum()
+
+    problem = checkmate.trace(step, x, profile="roofline:h100")
+    assert sum(value.size_bytes > 0 for value in problem.graph.values if value.producer is None) == 3
+    assert problem.resident == 3 * 512  # weight, bias and batch, a block each
+
+
 def test_a_question_of_random_numbers_is_refused() -> None:
     with torch.device("meta"):
         layer, x = nn.Linear(10, 10), torch.ones(4, 10)

@@ -63,7 +63,7 @@ def test_html_is_escaped() -> None:
     )._repr_html_()
     assert "&lt;b&gt;" in shown
     assert "<b>" not in shown
-    assert shown.count("<table>") == 7
+    assert shown.count("<table>") == 6
 
 
 def test_rows_do_not_change() -> None:

@@ -204,9 +204,10 @@ def test_the_picture_speaks_to_who_sees_it_first() -> None:
     plain = checkmate.solve(problem, problem.keep_all_peak, method="checkpoint-all")
     ax = picture.draw(checkmate.solve(problem, problem.keep_all_peak - 4), plain)
     said = [text.get_text() for text in (*ax.texts, *ax.get_legend().get_texts())]
-    assert any(text.startswith("with checkmate: ") for text in said)
-    assert {"plain PyTorch", "the budget", "activations, kept", "activations, computed again"} <= {*said}
-    assert not any("checkpoint-all" in text or text.startswith("peak") for text in said)
+    assert "the same numbers" in ax.get_title()
+    assert any(text.startswith("plain PyTorch: peak ") for text in said)
+    assert {"budget 12 B", "activations: made by the forward", "made again: recomputed"} <= {*said}
+    assert not any("checkpoint-all" in text for text in said)
 
 
 def test_the_readme_is_short() -> None:

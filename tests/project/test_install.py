@@ -118,3 +118,9 @@ def test_the_first_example_runs_from_another_folder_with_the_wheel_alone(built: 
     printed = run_python("-I", "-c", RUN, str(tmp_path), code).stdout
     assert "  budget " in printed
     assert f" {checkmate.__version__}\n" in printed
+
+
+def test_the_newest_changes_are_those_of_this_version() -> None:
+    versions = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert versions[0] == checkmate.__version__
+    assert versions == sorted(versions, key=lambda version: [*map(int, version.split("."))], reverse=True)

@@ -25,10 +25,9 @@ ROOMS = (  # each imports itself and rooms of lines above it; those of one line 
     ("verification", "webpage"),
     ("compiler",),
     ("training",),
-    ("integrations",),
     ("tracing",),
     ("costs", "dynamo", "batch", "selftest"),
-    ("fitting",),
+    ("demo", "fitting", "integrations"),
     ("cli",),
     ("__main__",),
 )

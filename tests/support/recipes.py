@@ -9,6 +9,8 @@ import re
 import runpy
 import sys
 import tempfile
+from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,22 +49,48 @@ def compare(name: str) -> None:
         compiled.append(plan_whole(*args, time_limit=2, verify=True, **options))
         return compiled[-1]
 
+    one_line = _lines_of(RECIPES[name], compiled)
     plainly = RECIPES[name].replace("trainer = WholeSteps(", "trainer = Trainer(")
     codes = plainly, RECIPES[name]
     states = []
     with patch.object(dist, "init_process_group", join), patch.object(dist, "destroy_process_group", lambda: None):
-        for code, wrap, step in zip(codes, (_plain, compile), (_plain_step, training_step), strict=True):
-            with patch.object(checkmate, "compile", wrap), patch.object(checkmate, "training_step", step):
+        ways = (_plain, compile), (_plain_step, training_step), one_line
+        for code, wrap, step, line in zip(codes, *ways, strict=True):
+            with patch.object(checkmate, "compile", wrap), patch.object(checkmate, "training_step", step), line:
                 states.append(_left(run(code)))
     if dist.is_initialized():
         dist.destroy_process_group()
     plain, found = states
     assert len(plain) > 5
     assert_same_bits(found, plain)
-    plans = [plan for module in compiled for plan in module.plans]
+    plans = [plan for step in compiled for plan in _plans_of(step)]
     assert any(plan.schedule.recomputed.sum() > 0 for plan in plans), [
         checkmate.min_budget(plan.problem) for plan in plans
     ]
+
+
+def _lines_of(code: str, compiled: list[Any]) -> tuple[Any, Any]:
+    """Patches of the one line that a recipe has, if it has one: plainly it does nothing."""
+    found = re.search(r"from (checkmate\.integrations\.\w+) import (WithinBudget|within_budget)", code)
+    if found is None:
+        return nullcontext(), nullcontext()
+    module, name = import_module(found[1]), found[2]
+    really = getattr(module, name)
+
+    def within(*args: Any, **options: Any) -> Any:
+        result = really(*args, time_limit=2, wait="best", **options)
+        compiled.append(result)
+        return result
+
+    def nothing(*args: Any, **options: Any) -> Any:
+        return really.__base__() if isinstance(really, type) else args[0]
+
+    return patch.object(module, name, nothing), patch.object(module, name, within)
+
+
+def _plans_of(step: Any) -> Any:
+    step = getattr(step, "planned", step)  # of a callback
+    return getattr(step, "_checkmate_planned", step).plans
 
 
 def _plain(fn: Any, **options: Any) -> Any:

@@ -26,15 +26,18 @@ ON_SEVERAL_RANKS = (
     "Sharded parameters in one plan",
     "Whole steps on several ranks",
 )
+ONE_LINE = ("Hugging Face Trainer", "TRL and peft", "Lightning", "Accelerate and diffusers")
 OTHER_WAYS_IN = ("Inductor's memory budget", "torchtitan's graph trainer")
 WHOLE_STEPS = ("Whole steps with the Hugging Face Trainer", "Whole steps with Lightning")
 
 
 def test_every_tool_has_its_recipe() -> None:
-    assert [*recipes.RECIPES] == [*ON_SEVERAL_RANKS, "Hugging Face Trainer", "Lightning", *WHOLE_STEPS, *OTHER_WAYS_IN]
+    assert [*recipes.RECIPES] == [*ON_SEVERAL_RANKS, *ONE_LINE, *WHOLE_STEPS, *OTHER_WAYS_IN]
 
 
-@pytest.mark.parametrize("name", [slow("Lightning"), long("Hugging Face Trainer"), *map(slow, WHOLE_STEPS)])
+@pytest.mark.parametrize(
+    "name", [slow("Lightning"), *(long(name) for name in ONE_LINE if name != "Lightning"), *map(slow, WHOLE_STEPS)]
+)
 def test_in_one_process(name: str, one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch._dynamo.reset()

@@ -179,7 +179,8 @@ def test_refusals() -> None:
         ({"optimizer": nn.Linear(2, 2).parameters()}, "or several, not Parameter."),
         ({"loss_fn": optim.AdamW}, "checkmate.training_step takes a module or a function, not the class AdamW."),
         ({"budget": None}, "text such as '8 GB', not None."),
-        ({"reserve": None}, "reserve=None: A budget is a number of bytes or text such as '8 GB', not None."),
+        ({"reserve": ""}, "reserve='': Cannot read the budget ''"),
+        ({"reserve": [1]}, r"reserve=\[1\]: A budget is a number of bytes or text such as '8 GB', not \[1\]."),
         ({"time_limit": "60s"}, "time_limit is a positive number of seconds, not '60s'."),
         ({"time_limit": None}, "time_limit is a positive number of seconds, not None."),
         ({"clip_norm": "1"}, "clip_norm is a positive number, not '1'."),
@@ -205,7 +206,7 @@ def test_what_is_given_wrongly_is_said_in_one_line(given: dict[str, Any], said: 
 
 def test_the_budget_may_stand_in_its_place() -> None:
     model = _model()
-    assert checkmate.training_step(_loss_of(model), _adamw(model), "1 GB")._options.total == 10**9
+    assert checkmate.training_step(_loss_of(model), _adamw(model), "1 GB")._budget.total == 10**9
 
 
 def test_an_optimizer_that_the_step_does_not_reach() -> None:

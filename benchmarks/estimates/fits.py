@@ -1,0 +1,108 @@
+"""What `checkmate.fits` answers of networks of the size people train, and how long it takes on one thread.
+
+    python -m benchmarks.estimates.fits [NETWORK ...] [--device rtx4090 h100] [--time-limit 30]
+
+Nothing is allocated: networks and batches are on the meta device. A step is forward, backward and AdamW's update in
+float32. Seconds are those on the clock, and of the process, on a machine that may do other work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import checkmate
+from benchmarks.common.rows import Row
+from benchmarks.common.runner import Benchmark
+from checkmate.units import format_bytes, format_seconds
+
+Made = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+def _language(model: Any, rows: int, length: int) -> Made:
+    def loss_fn(tokens: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    return loss_fn, (torch.zeros(rows, length, dtype=torch.long),)
+
+
+def _gpt2_xl() -> Made:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return _language(GPT2LMHeadModel(GPT2Config(n_embd=1600, n_layer=48, n_head=25)), 8, 512)
+
+
+def _llama() -> Made:
+    """Of 0.16 billion parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12)
+    return _language(LlamaForCausalLM(config), 16, 1024)
+
+
+def _resnet50() -> Made:
+    from benchmarks.networks.resnet import resnet50
+
+    model = resnet50(1000)
+
+    def loss_fn(images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(images), classes)
+
+    return loss_fn, (torch.empty(256, 3, 224, 224), torch.empty(256, dtype=torch.long))
+
+
+NETWORKS: dict[str, Callable[[], Made]] = {"gpt2-xl": _gpt2_xl, "resnet50": _resnet50, "llama": _llama}
+HEADER = (
+    *("network", "device", "plain", "room", "recomputation", "parts", "second memory", "rounding"),
+    *("way", "recomputed", "step", "largest batch", "answered in", "of the process"),
+)
+
+
+def rows(name: str, device: str, time_limit: float) -> list[Row]:
+    """The row of a network on a device."""
+    with torch.device("meta"):
+        loss_fn, batch = NETWORKS[name]()
+    began, spent = time.perf_counter(), time.process_time()
+    found = checkmate.fits(loss_fn, *batch, device=device, time_limit=time_limit)
+    seconds, spent = time.perf_counter() - began, time.process_time() - spent
+    ops = len(found.problem.graph.ops)
+    return [{"network": name, "name": device, "ops": ops, "clock": seconds, "process": spent, **found.summary()}]
+
+
+def cells(row: Row) -> list[str]:
+    """A row of the table."""
+    smallest = ["-" if way["smallest"] is None else format_bytes(way["smallest"]) for way in row["ways"]]
+    best = None if row["fits"] else next((way for way in row["ways"] if way["fits"]), None)
+    how = ["as it is", "-", format_seconds(row["plain_seconds"])] if row["fits"] else ["none", "-", "-"]
+    if best is not None:
+        how = [best["name"], f"{best['overhead']:.1%}", format_seconds(best["seconds"])]
+    largest = row["largest"]
+    sizes = "-" if largest is None else f"{largest['plain']} / {largest['keep_all']} / {largest['planned']}"
+    spent = format_seconds(row["clock"]), format_seconds(row["process"])
+    return [
+        row["network"], row["name"], format_bytes(row["plain"]["peak"]), format_bytes(row["room"]), *smallest, *how,
+        sizes, *spent,
+    ]  # fmt: skip
+
+
+BENCHMARK = Benchmark(
+    __doc__,
+    "fits.jsonl",
+    rows,
+    HEADER,
+    cells,
+    names=NETWORKS,
+    options={
+        "device": (("rtx4090", "h100"), "by its data sheet"),
+        "time_limit": (30.0, "seconds that are asked for"),
+    },
+    packages=("torch", "transformers"),
+    environment={"OMP_NUM_THREADS": "1"},
+)
+
+if __name__ == "__main__":
+    BENCHMARK.run()

@@ -1,0 +1,173 @@
+"""Train a network plainly, then inside up to three byte budgets, and hold every promise against plain PyTorch.
+
+Budgets are three quarters and half of what keeping everything takes, and 1.15 times the smallest that works. A promise
+is broken where a measured peak differs from the predicted one or exceeds its budget, or where one bit of the losses,
+the gradients, the trained parameters and buffers or the random state differs from those of plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from checkmate.backends.tensor_state import differing
+from checkmate.compiler import compile as compiled_within
+from checkmate.core.table import Table
+from checkmate.demo.data import Batch
+from checkmate.demo.tasks import Task
+from checkmate.memory import measure_peak
+from checkmate.selftest.networks import Step
+from checkmate.selftest.steps import paired_seconds, run_step
+from checkmate.solvers.search.min_budget import min_budget
+from checkmate.tracing import trace
+from checkmate.units import exact_bytes, format_bytes, format_seconds
+
+SHARES = (0.75, 0.5)  # of the peak of keeping everything: budgets that people train at
+TIGHT = 1.15  # times the smallest budget, the last one
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long it may take."""
+
+    lowest: float = 10.0  # seconds to look for the smallest budget
+    plan: float = 6.0  # seconds to plan for one budget
+    pairs: int = 8  # of timed steps
+
+
+FULL = Effort()
+QUICK = Effort(lowest=2.0, plan=1.0, pairs=1)
+LEGEND = """
+budget          bytes allowed at any moment of forward and backward, parameters, buffers and batch included
+predicted peak  what the plan says; measured peak: what the profiler saw PyTorch allocate
+recomputed      time of what runs again, in proportion to a step in which nothing does, as measured op by op
+gap             at most this share of the planned step could any other schedule save: proven
+step, of plain  time of a step, and its ratio to plain PyTorch, timed in pairs
+losses          against plain PyTorch: losses, gradients, parameters, buffers and random state after all steps
+"""
+HEADER = ("budget", "predicted peak", "measured peak", "recomputed", "gap", "step", "of plain", "losses")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one budget gave."""
+
+    task: str
+    budget: int
+    predicted: int
+    measured: int
+    overhead: float
+    gap: float
+    seconds: float
+    ratio: float
+    bitwise: bool
+
+    def broken(self) -> list[str]:
+        """The promises that do not hold, in words."""
+        found = []
+        if self.measured > self.budget:
+            found.append(
+                f"the measured peak of {exact_bytes(self.measured)} exceeds the budget of {exact_bytes(self.budget)}"
+            )
+        if self.measured != self.predicted:
+            found.append(
+                f"the measured peak of {exact_bytes(self.measured)} is not the predicted {exact_bytes(self.predicted)}"
+            )
+        if not self.bitwise:
+            found.append(f"at a budget of {exact_bytes(self.budget)} the numbers differ from plain PyTorch")
+        return found
+
+    def cells(self) -> list[str]:
+        """The row as text."""
+        return [
+            format_bytes(self.budget),
+            f"{self.predicted:_}",
+            f"{self.measured:_}",
+            f"{self.overhead:.1%}",
+            f"{self.gap:.1%}",
+            format_seconds(self.seconds),
+            f"{self.ratio:.2f}x",
+            "bitwise" if self.bitwise else "DIFFERENT",
+        ]
+
+
+def train(
+    module: nn.Module,
+    step: Step,
+    batches: Sequence[Batch],
+    seed: int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[Tensor]:
+    """Train a step for each batch, by default with a new Adam.
+
+    Returns all there is to compare, copied to the CPU: losses, gradients, state, random state.
+    """
+    torch.manual_seed(seed)
+    optimizer = optimizer or torch.optim.Adam(module.parameters(), lr=2e-3)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad(set_to_none=True)
+        loss = step(*batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    results = [torch.stack(losses), *grads, *module.state_dict().values()]
+    on_host = [tensor.detach().to("cpu", copy=True) for tensor in results]
+    module.zero_grad(set_to_none=True)
+    return [*on_host, torch.get_rng_state()]
+
+
+def peak_of_step(module: nn.Module, step: Step, batch: Batch) -> int:
+    """Bytes that a second step allocates at its peak, from no gradients; it leaves none."""
+    run_step(module, step, *batch)
+    module.zero_grad(set_to_none=True)
+    peak = measure_peak(partial(run_step, module, step, *batch)).peak
+    module.zero_grad(set_to_none=True)
+    return peak
+
+
+def train_within_budgets(task: Task, effort: Effort, say: Callable[[str], object]) -> list[Row]:
+    """Train plainly, then inside each budget; say what is found as text."""
+    say(f"\n{task.title}")
+    module, step = task.make()
+    problem = trace(step, *task.batches[0])
+    lowest, keep_all = min_budget(problem, time_limit=effort.lowest).peak, problem.keep_all_peak
+    expected = train(module, step, task.batches)
+    plain = peak_of_step(module, step, task.batches[0]) + problem.resident
+    losses = expected[0]
+    say(
+        f"{len(problem.graph.ops)} operations; plain PyTorch peaks at {exact_bytes(plain)}, "
+        f"of which {exact_bytes(problem.resident)} are parameters and batch; loss {losses[0]:.3f} -> {losses[-1]:.3f} "
+        f"in {len(losses)} steps\n"
+    )
+    tight = int(TIGHT * lowest)
+    budgets = sorted({tight, *(max(tight, int(share * keep_all)) for share in SHARES)}, reverse=True)
+    rows = [_row(task, budget, effort, expected) for budget in budgets]
+    say(str(Table(HEADER, [row.cells() for row in rows], HEADER)))
+    return rows
+
+
+def _row(task: Task, budget: int, effort: Effort, expected: list[Tensor]) -> Row:
+    module, plain = task.make()
+    compiled = compiled_within(plain, budget=budget, time_limit=effort.plan, wait="best")
+    found = train(module, compiled, task.batches)
+    solution = compiled.plans[0]
+    peak = peak_of_step(module, compiled, task.batches[0])
+    steps = partial(run_step, module, plain), partial(run_step, module, compiled)
+    times = paired_seconds(torch.device("cpu"), *steps, task.batches[0], effort.pairs)
+    return Row(
+        task.title,
+        budget,
+        solution.peak or 0,
+        solution.problem.resident + peak,
+        solution.overhead,
+        solution.gap,
+        times["seconds"],
+        times["ratio"],
+        not differing(found, expected),
+    )

@@ -1,0 +1,163 @@
+"""Trainers of Hugging Face within a budget of bytes: transformers' `Trainer`, TRL's, and all that are made of them.
+
+Trainer(..., callbacks=[WithinBudget("8 GB")])
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+from typing_extensions import Unpack
+
+from checkmate.backends.planner import Bytes, CompileOptions, Options
+from checkmate.batch.result import LargestBatch
+from checkmate.errors import Unsupported
+from checkmate.integrations.language_heads import head_within, outside_of
+from checkmate.integrations.largest import largest_batch
+from checkmate.integrations.planned_call import Loop, PlannedCall, plan_call
+
+log = logging.getLogger("checkmate.integrations")
+
+
+class WithinBudget(TrainerCallback):
+    """Have a Trainer stay within a budget of bytes, with the numbers that it has without.
+
+    The model's forward and the backward through it are planned. What the Trainer keeps beside them is left out of the
+    budget by itself: the optimizer's state, gradients that are accumulated, batches that it fetches ahead. Nothing else
+    changes: accumulation, mixed precision, clipping, schedulers, evaluation, logs, checkpoints and resuming. Activation
+    checkpointing is turned off, as the plan decides what runs again.
+
+    Args:
+        budget: bytes at any moment of training, parameters and optimizer included; "8 GB", or "8G", is 8e9;
+            "fit" is what there is at the first step, as for `checkmate.compile`.
+        beside: other modules on the device, whose bytes count: a reference model.
+        options: those of `checkmate.compile`; ``reserve`` comes on top of what is known here, as for a loss that the
+            model does not compute itself.
+
+    Raises:
+        BudgetError, RuleError, TypeError, ValueError: at once, as for `checkmate.compile`.
+        Unsupported: where it is given to a Trainer too late, or for a model that was compiled before.
+        InfeasibleBudget: at the first step, if no plan fits, or the update itself does not.
+    """
+
+    def __init__(
+        self, budget: Bytes = "fit", *, beside: Sequence[nn.Module] = (), **options: Unpack[CompileOptions]
+    ) -> None:
+        self._options = Options.of(WithinBudget, CompileOptions.__optional_keys__, options, budget)
+        self._beside, self._refers = [*beside], False  # whether there is a model that the trained one is compared with
+        self.planned: PlannedCall | None = None  # has .plans, .planning, .wait() and .memory(), and .kept
+
+    def add_to(self, trainer: Any) -> WithinBudget:
+        """Add this to a Trainer that is made already: its reference model counts, if it has one.
+
+        If it was made with ``auto_find_batch_size=True``, `find_batch_size` finds the size, by plans.
+        """
+        self._refers = hasattr(trainer, "ref_model")
+        if getattr(trainer, "ref_model", None) is not None:
+            self._beside.append(trainer.ref_model)
+        if trainer.args.auto_find_batch_size:
+            limits = {"reserve": self._options.set_aside, "time_limit": self._options.time_limit}
+            find_batch_size(trainer, self._options.budget, beside=self._beside, **limits)
+            trainer.args.auto_find_batch_size = False
+        trainer.add_callback(self)
+        self._plan(trainer.model)
+        return self
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+        """The Trainer has its model, whose forward nothing was wrapped around yet."""
+        self._plan(known["model"])
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+        """The Trainer has its optimizer."""
+        model, count = known["model"], args.gradient_accumulation_steps
+        loop = Loop([known["optimizer"]], accumulates=count > 1, ahead=count, beside=self._beside, around=model)
+        if hasattr(args, "precompute_ref_log_probs") and not self._refers:
+            raise Unsupported(
+                "This trainer compares its model with a reference model, which a callback is not told of. Make the "
+                "trainer without it, and say WithinBudget(...).add_to(trainer)."
+            )
+        if args.auto_find_batch_size:
+            raise Unsupported(
+                "auto_find_batch_size tries sizes until one does not run out of memory, and within a budget none runs "
+                "out. Make the trainer without this callback, and say WithinBudget(...).add_to(trainer): it finds the "
+                "size. Or call find_batch_size(trainer, budget), and leave auto_find_batch_size out."
+            )
+        if (head := head_within(model)) is not None:
+            self._plan_below(head, loop)
+        elif self.planned is None or self.planned.module is not model:
+            if hasattr(model, "_original_forward"):
+                raise Unsupported(
+                    "The Trainer has wrapped the model's forward for mixed precision already. Give the callback when "
+                    "the Trainer is made, Trainer(..., callbacks=[WithinBudget(...)]), or by add_to(trainer) at once."
+                )
+            self._plan(model)
+        _turn_checkpointing_off(model)
+        assert self.planned is not None
+        self.planned.begin(loop)
+
+    def _plan_below(self, head: tuple[Any, Any], loop: Loop) -> None:
+        """Plan the model below a head of TRL's, and measure what that takes."""
+        base, forward = head
+        if self.planned is None or self.planned.module is not base.base_model:
+            if self.planned is not None:
+                self.planned.stands_aside = True
+            self.planned = plan_call(base.base_model, "forward", self._options)
+        loop.outside = outside_of(self.planned, base, forward, refers=self._refers)
+
+    def _plan(self, model: nn.Module) -> None:
+        if head_within(model) is None:  # else what is below it, once it is known how the trainer calls it
+            self.planned = plan_call(model, "forward", self._options)
+
+
+def find_batch_size(
+    trainer: Any, budget: Bytes, *, beside: Sequence[nn.Module] = (), reserve: Bytes = 0, **options: Any
+) -> LargestBatch:
+    """Give a Trainer the largest batch whose step fits a budget, found by plans and not by running out of memory.
+
+    Beside the step it counts what the Trainer keeps: the state of its optimizer, which is made here, gradients that are
+    accumulated, batches that are fetched ahead. Train with ``WithinBudget(budget)`` then.
+
+    Args:
+        trainer: its ``args.per_device_train_batch_size`` is set; its collator makes batches of the rows of its data.
+        budget: bytes at any moment of training, as for `WithinBudget`; so are beside and reserve.
+        options: those of `checkmate.max_batch_size`, such as ``max_overhead``, ``largest`` and ``time_limit``.
+
+    Raises:
+        InfeasibleBudget: if not even the smallest size fits.
+        Unsupported: if the trainer computes its loss by a head outside of the model's graph, as those of TRL do.
+        BudgetError, TypeError, ValueError: for arguments that make no sense.
+    """
+    args, model = trainer.args, trainer.model
+    if type(trainer).compute_loss is not Trainer.compute_loss:
+        raise Unsupported(
+            f"{type(trainer).__name__} computes its loss itself, in what no plan sees: the largest batch of the model "
+            "alone would not be its largest. Try sizes within a budget: the errors name the smallest that works."
+        )
+    trainer.create_optimizer()
+    with torch.random.fork_rng():
+        loader = trainer.get_train_dataloader()
+    rows, count = loader.dataset, args.gradient_accumulation_steps
+    found = largest_batch(
+        lambda batch: model(**batch),
+        lambda n: trainer._prepare_inputs(loader.collate_fn([rows[i % len(rows)] for i in range(n)])),
+        Options(budget, reserve=reserve),
+        model,
+        Loop([trainer.optimizer], accumulates=count > 1, ahead=count, beside=beside),
+        {"largest": len(rows), **options},
+    )
+    args.per_device_train_batch_size = found.size
+    trainer._train_batch_size = args.train_batch_size
+    return found
+
+
+def _turn_checkpointing_off(model: Any) -> None:
+    """Have no module run its forward again by itself; a plan decides what runs again."""
+    newer = hasattr(model, "activation_checkpointing_disable")  # transformers 5.2x has another name for it
+    if getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False):
+        log.info("activation checkpointing is turned off: the plan decides what runs again")
+        (model.activation_checkpointing_disable if newer else model.gradient_checkpointing_disable)()

@@ -1,0 +1,61 @@
+"""The largest batch of a loop that keeps something beside its steps: `checkmate.max_batch_size` with that left out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from checkmate.backends.planner import Options
+from checkmate.batch.max_batch_size import max_batch_size
+from checkmate.batch.result import LargestBatch
+from checkmate.errors import InfeasibleBudget
+from checkmate.integrations.planned_call import Loop
+from checkmate.units import exact_bytes, format_bytes, parse_bytes
+
+
+def largest_batch(
+    step: Callable[[Any], Any],
+    make_batch: Callable[[int], Any],
+    asked: Options,
+    module: nn.Module,
+    loop: Loop,
+    options: Mapping[str, Any],
+) -> LargestBatch:
+    """The largest batch of a step of a module, within a budget of which a loop needs a part.
+
+    Batches that the loop holds beside the one at hand grow with it: the step is given them too, and reads one.
+
+    Raises:
+        InfeasibleBudget: if the loop leaves nothing, or the smallest size does not fit what it leaves.
+    """
+    kept = replace(loop, ahead=0).kept(module, (), {})
+    total = parse_bytes(asked.budget)
+    left = total - asked.set_aside - kept.total
+    if left <= 0:
+        raise InfeasibleBudget(
+            f"Training keeps {kept} beside each step, which leaves nothing of the budget of "
+            f"{format_bytes(total)}. Smallest budget that leaves something: {exact_bytes(kept.total + 1)}.",
+            budget=total,
+            min_budget=kept.total + 1,
+            op="update",
+        )
+
+    def one_of(batch: Any, *others: Any) -> Any:
+        return step(batch)
+
+    def batches(n: int) -> tuple[Any, ...]:
+        batch = make_batch(n)
+        return batch, *(copy.deepcopy(batch) for _ in range(loop.ahead))
+
+    was_training = module.training
+    module.train()
+    try:
+        with torch.enable_grad():
+            return max_batch_size(lambda: one_of, batches, left, **options)
+    finally:
+        module.train(was_training)

@@ -1,0 +1,209 @@
+"""Lightning within a budget of bytes: a callback for training, and one that finds the largest batch that fits.
+
+lightning.Trainer(..., callbacks=[WithinBudget("8 GB")])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import lightning
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import Unpack
+
+from checkmate.backends.planner import Bytes, CompileOptions, Options
+from checkmate.batch.result import LargestBatch
+from checkmate.errors import Unsupported
+from checkmate.integrations.largest import largest_batch
+from checkmate.integrations.planned_call import Loop, PlannedCall, plan_call
+
+Part = Literal["training_step", "forward"]
+_LOGGING = ("log", "log_dict")
+
+
+class WithinBudget(lightning.Callback):
+    """Have a Lightning Trainer stay within a budget of bytes, with the numbers that it has without.
+
+    Planned is ``training_step``, the loss included, and the backward through it; what it logs is logged behind the
+    planned part. With manual optimization, where ``training_step`` is a loop of its own, and with ``of="forward"`` it
+    is what ``self(...)`` computes. What the Trainer keeps beside that is left out of the budget by itself: the
+    optimizers' states, gradients that are accumulated, batches that it holds beside the one at hand. Nothing else
+    changes: accumulation, precision, clipping, schedulers, ``global_step``, evaluation, logs, checkpoints and resuming.
+
+    Args:
+        budget: bytes at any moment of training, parameters and optimizer included; "8 GB", or "8G", is 8e9;
+            "fit" is what there is at the first step, as for `checkmate.compile`.
+        of: "training_step" or "forward"; without a choice as the optimization is automatic or manual.
+        beside: other modules on the device, whose bytes count.
+        options: those of `checkmate.compile`; ``reserve`` comes on top of what is known here.
+
+    Raises:
+        BudgetError, RuleError, TypeError, ValueError: at once, as for `checkmate.compile`.
+        Unsupported: when training begins, if the module was compiled before, or has no forward to plan; at the first
+            step, if what is planned cannot be captured as one graph.
+        InfeasibleBudget: at the first step, if no plan fits, or the update itself does not.
+    """
+
+    def __init__(
+        self,
+        budget: Bytes = "fit",
+        *,
+        of: Part | None = None,
+        beside: Sequence[torch.nn.Module] = (),
+        **options: Unpack[CompileOptions],
+    ) -> None:
+        super().__init__()
+        self._options = Options.of(WithinBudget, CompileOptions.__optional_keys__, options, budget)
+        if of not in (None, "training_step", "forward"):
+            raise ValueError(f'of is "training_step" or "forward", not {of!r}.')
+        self._of, self._beside = of, [*beside]
+        self.planned: PlannedCall | None = None  # has .plans, .planning, .wait() and .memory(), and .kept
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """The module is there, and nothing was wrapped around it yet."""
+        if stage != "fit" or (self.planned is not None and self.planned.module is pl_module):
+            return
+        part = self._of or ("training_step" if pl_module.automatic_optimization else "forward")
+        if part == "training_step" and not pl_module.automatic_optimization:
+            raise Unsupported(
+                "With manual optimization training_step is a loop: it runs backward and the optimizers itself. "
+                'WithinBudget(..., of="forward") plans what self(...) computes within it.'
+            )
+        if part == "forward" and type(pl_module).forward is lightning.LightningModule.forward:
+            raise Unsupported(
+                f"{type(pl_module).__name__} has no forward to plan. Move into it what training_step computes, loss "
+                "included, and call self(...) there."
+            )
+        wrap = _logging_behind(pl_module) if part == "training_step" else None
+        self.planned = plan_call(pl_module, part, self._options, wrap)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """The optimizers are there, with the states of a checkpoint if training is resumed."""
+        assert self.planned is not None
+        accumulates = trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization
+        keeps = type(pl_module).optimizer_zero_grad is not lightning.LightningModule.optimizer_zero_grad
+        self.planned.begin(Loop(trainer.optimizers, accumulates=accumulates or keeps, ahead=2, beside=self._beside))
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Let go of gradients that Lightning sets to None behind the forward only."""
+        own = type(pl_module).optimizer_zero_grad is not lightning.LightningModule.optimizer_zero_grad
+        if pl_module.automatic_optimization and not own and batch_idx % trainer.accumulate_grad_batches == 0:
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+
+
+class BatchSizeFinder(lightning.Callback):
+    """Set the largest batch size whose step fits a budget, found by plans and not by running out of memory.
+
+    As Lightning's own finder it sets ``batch_size`` of the data module or of the module, of which their
+    ``train_dataloader`` makes its loader. Give it before a `WithinBudget` of the same budget.
+
+    Args:
+        budget: bytes at any moment of training, as for `WithinBudget`; so are of, beside and reserve.
+        options: those of `checkmate.max_batch_size`, such as ``max_overhead``, ``largest`` and ``time_limit``.
+
+    Raises:
+        Unsupported: when training begins, if nothing has a ``batch_size``, or a loader was given instead.
+        InfeasibleBudget: when training begins, if not even the smallest size fits.
+        BudgetError, TypeError, ValueError: for arguments that make no sense.
+    """
+
+    def __init__(
+        self,
+        budget: Bytes,
+        *,
+        of: Part | None = None,
+        beside: Sequence[torch.nn.Module] = (),
+        reserve: Bytes = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._asked, self._of, self._beside = Options(budget, reserve=reserve), of, [*beside]
+        self._more = options
+        self.found: LargestBatch | None = None  # once training has begun
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Find the size: the optimizers and the loader are made as they will be, and let go of."""
+        owner = next((one for one in (trainer.datamodule, pl_module) if hasattr(one, "batch_size")), None)
+        if owner is None or not is_overridden("train_dataloader", owner):
+            raise Unsupported(
+                "A batch size is set on what makes the loader: give the module or the data module a batch_size, and "
+                "a train_dataloader that makes its DataLoader of it; and no loader to fit()."
+            )
+        loader, part = owner.train_dataloader(), self._of
+        rows = loader.dataset
+        if part is None:
+            part = "training_step" if pl_module.automatic_optimization else "forward"
+        method = getattr(type(pl_module), part)
+
+        def step(batch: Any) -> Any:
+            return method(pl_module, batch, 0) if part == "training_step" else method(pl_module, *batch)
+
+        accumulates = trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization
+        loop = Loop([*_optimizers_in(pl_module.configure_optimizers())], accumulates, ahead=2, beside=self._beside)
+
+        def make_batch(n: int) -> Any:
+            return loader.collate_fn([rows[i % len(rows)] for i in range(n)])
+
+        options = {"largest": len(rows), **self._more}
+        with trainer.precision_plugin.train_step_context(), _recorded(pl_module, []):
+            self.found = largest_batch(step, make_batch, self._asked, pl_module, loop, options)
+        owner.batch_size = self.found.size
+
+
+def _optimizers_in(configured: Any) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers in what configure_optimizers gives: one, several, with schedulers, or as dicts."""
+    if isinstance(configured, torch.optim.Optimizer):
+        yield configured
+    elif isinstance(configured, dict):
+        yield from _optimizers_in(configured.get("optimizer"))
+    elif isinstance(configured, (list, tuple)):
+        for one in configured:
+            yield from _optimizers_in(one)
+
+
+def _logging_behind(module: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What has a planned method log when it has run: within it no graph can hold that."""
+
+    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+            with _recorded(module, calls):
+                result = run(*args, **kwargs)
+            for name, given, named in calls:
+                getattr(module, name)(*given, **named)
+            return result
+
+        return step
+
+    return wrap
+
+
+@contextmanager
+def _recorded(module: Any, calls: list[Any]) -> Iterator[None]:
+    """Keep what is logged within the block."""
+
+    def log(*args: Any, **kwargs: Any) -> None:
+        calls.append(("log", _detached(args), _detached(kwargs)))
+
+    def log_dict(*args: Any, **kwargs: Any) -> None:
+        calls.append(("log_dict", _detached(args), _detached(kwargs)))
+
+    for name, record in zip(_LOGGING, (log, log_dict), strict=True):
+        object.__setattr__(module, name, record)
+    try:
+        yield
+    finally:
+        for name in _LOGGING:
+            object.__delattr__(module, name)
+
+
+def _detached(what: Any) -> Any:
+    if isinstance(what, torch.Tensor):
+        return what.detach()
+    if isinstance(what, dict):
+        return {name: _detached(one) for name, one in what.items()}
+    return tuple(map(_detached, what)) if isinstance(what, tuple) else what

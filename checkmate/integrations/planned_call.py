@@ -1,0 +1,249 @@
+"""A module's forward planned where it is, with what training keeps beside a step left out of the budget.
+
+Trainers hold a module, wrap its forward and make its optimizer themselves. So the forward is replaced on the module
+that they have, and planned at its first training call: by then there is an optimizer, and what it will keep is known.
+
+    budget >= plan + states of the optimizer + gradients that are accumulated + batches fetched ahead + what is beside
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from checkmate.backends.eager import Backend
+from checkmate.backends.planner import Budget, Options
+from checkmate.backends.tensor_state import tensors_within
+from checkmate.compiler import CompiledStep, Planned
+from checkmate.errors import InfeasibleBudget, Unsupported
+from checkmate.memory import aside, measure_peak
+from checkmate.units import exact_bytes, format_bytes
+from checkmate.updates.optimizers import Update
+
+log = logging.getLogger("checkmate.integrations")
+
+Outside = Callable[[Any, Any], int]  # of the arguments of the planned part; bytes
+SCALARS = 4096  # bytes of counters, norms and logged losses that a loop keeps for a moment
+SAMPLE = 4096  # elements of a parameter by which the update of a larger one is measured
+_PLANNED = "_checkmate_planned"  # the attribute of a module that holds it
+_NO_SAMPLE = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is in use while a step runs, and no part of it; all in bytes."""
+
+    states: int  # of the optimizers, from the first update on
+    gradients: int  # that are kept from one step to the next
+    batches: int  # that were fetched ahead
+    beside: int  # whatever else there is: other modules, the buckets of ranks
+    outside: int  # what runs around the planned part: the loss
+    update: int  # what the optimizers make on their way while they update
+
+    @property
+    def total(self) -> int:
+        """Bytes to leave out of the budget of a step."""
+        return self.states + self.gradients + self.batches + self.beside + self.outside + SCALARS
+
+    def __str__(self) -> str:
+        parts = (
+            (self.states, "the optimizer's state"),
+            (self.gradients, "accumulated gradients"),
+            (self.batches, "batches fetched ahead"),
+            (self.beside, "other modules and ranks"),
+            (self.outside, "what runs outside of the plan"),
+        )
+        return ", ".join(f"{format_bytes(size)} for {what}" for size, what in parts if size) or "nothing"
+
+
+@dataclass(eq=False)
+class Loop:
+    """What is known of the loop around a step when it begins to train."""
+
+    optimizers: Sequence[optim.Optimizer]
+    accumulates: bool = False  # gradients of several steps are summed before an update
+    ahead: int = 0  # batches that are fetched before they are needed
+    around: nn.Module | None = None  # that the planned module is a part of
+    beside: Iterable[nn.Module] = ()  # other modules that stay on the device: a reference model
+    outside: Outside | None = None  # measures what runs around the planned part
+
+    def kept(self, part: nn.Module, args: Any, kwargs: Any) -> Kept:
+        """What it keeps beside a step of a module on a batch."""
+        module = part if self.around is None else self.around
+        updates = [*self._updates()]
+        trained = {id(p): p for p in (*module.parameters(), *(u.parameter for u in updates)) if p.requires_grad}
+        gradients = sum(p.nbytes for p in trained.values())
+        ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        buckets = gradients + sum(b.nbytes for b in module.buffers()) if ranks else 0
+        planned = {id(t) for t in _tensors(part)}
+        others = {id(t): t.nbytes for other in (module, *self.beside) for t in _tensors(other) if id(t) not in planned}
+        outside = 0 if self.outside is None else self.outside(args, kwargs)
+        return Kept(
+            states=sum(map(_state_bytes, updates)),
+            gradients=gradients if self.accumulates else 0,
+            batches=self.ahead * sum(t.nbytes for t in tensors_within((args, kwargs))),
+            beside=buckets + sum(others.values()),
+            outside=outside,
+            update=_bytes_on_the_way(updates),
+        )
+
+    def _updates(self) -> Iterable[Update]:
+        for optimizer in map(plain_optimizer, self.optimizers):
+            for i, group in enumerate(optimizer.param_groups):
+                yield from (Update(optimizer, i, p) for p in group["params"] if p.requires_grad)
+
+
+class PlannedCall(Planned):
+    """A method of a module that trains it, planned at its first training call."""
+
+    def __init__(self, module: nn.Module, name: str, options: Options) -> None:
+        found: Any = getattr(module, name)
+        self._fn, self._is_bound = getattr(found, "__func__", found), hasattr(found, "__func__")
+        self._options = options
+        self._step: CompiledStep[..., Any] | None = None
+        self.module, self.name, self.loop = module, name, Loop(())
+        self.kept: Kept | None = None  # once it is planned
+        self.stub: Any = None  # what it gives while what is around it is measured
+        self.stands_aside = False  # nothing is planned here, but in a part of it
+
+    @property
+    def _backends(self) -> Sequence[Backend]:  # type: ignore[override]
+        return () if self._step is None else self._step._backends
+
+    def begin(self, loop: Loop) -> None:
+        """A loop begins to train: what was planned for another one does not hold."""
+        self.loop, self._step = loop, None
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What the method gives; where nothing is trained the plain one runs."""
+        given = (module, *args) if self._is_bound else args
+        if self.stub is not None:
+            return self.stub
+        plain = self.stands_aside or not module.training or not torch.is_grad_enabled()
+        if plain or torch.compiler.is_compiling():
+            return self._fn(*given, **kwargs)
+        if self._step is None:
+            self._step = self._planned(module, args, kwargs)
+        return self._step(*given, **kwargs)
+
+    def plainly(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What the method gives without a plan."""
+        return self._fn(*((module, *args) if self._is_bound else args), **kwargs)
+
+    def _planned(self, module: nn.Module, args: Any, kwargs: Any) -> CompiledStep[..., Any]:
+        options, kept = self._options, self.loop.kept(module, args, kwargs)
+        self.kept = kept
+        total = Budget(options).total  # 0: what there is, found when the step is planned
+        of = format_bytes(total) if total else options.budget
+        log.info("of the budget of %s training keeps %s beside each step", of, kept)
+        trained = sum(p.nbytes for p in (self.loop.around or module).parameters() if p.requires_grad)
+        held = sum(t.nbytes for t in _tensors(module)) + trained
+        held += kept.states + kept.batches + kept.beside + kept.update
+        if 0 < total < held:
+            raise InfeasibleBudget(
+                f"An update of this {type(module).__name__} needs {format_bytes(held)}, whatever is run again: "
+                f"its parameters, their gradients of {format_bytes(trained)}, {kept}, and "
+                f"{format_bytes(kept.update)} that the optimizer makes on its way. The budget is "
+                f"{format_bytes(total)}. Smallest budget that allows the update: {exact_bytes(held)}.",
+                budget=total,
+                min_budget=held,
+                op="update",
+            )
+        return CompiledStep(self._fn, replace(options, reserve=options.set_aside + kept.total))
+
+
+def plan_call(module: nn.Module, name: str, options: Options, wrap: Callable[[Any], Any] | None = None) -> PlannedCall:
+    """Replace a method of a module, on the object, by one that is planned at its first training call.
+
+    ``wrap``: makes of the planned method what is called in its place.
+
+    Raises:
+        Unsupported: if the module was compiled already.
+    """
+    kind = type(module).__name__
+    if hasattr(module, "_checkmate_step") or isinstance(vars(module).get(_PLANNED), PlannedCall):
+        raise Unsupported(
+            f"This {kind} stays within a budget already. Hand over the plain module; or leave this out, and say "
+            "checkmate.compile(model, budget=..., reserve=...) with the bytes of the optimizer's state as the reserve."
+        )
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        raise Unsupported(f"This {kind} was compiled by torch.compile. Hand over the module that was given to it.")
+    planned, found = PlannedCall(module, name, options), getattr(module, name)
+    run = planned if wrap is None else wrap(planned)
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, *args, **kwargs)
+
+    method.__name__, method.__doc__ = name, found.__doc__
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    signature = inspect.signature(found)
+    method.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+    object.__setattr__(module, name, MethodType(method, module))
+    object.__setattr__(module, _PLANNED, planned)
+    return planned
+
+
+def plain_optimizer(optimizer: Any) -> optim.Optimizer:
+    """The optimizer within those that Accelerate and Lightning wrap around it.
+
+    >>> sgd = optim.SGD([torch.ones(1)], lr=0.1)
+    >>> plain_optimizer(sgd) is sgd
+    True
+    """
+    while not isinstance(inner := getattr(optimizer, "optimizer", None), type(None)):
+        optimizer = inner
+    return optimizer
+
+
+def _tensors(module: nn.Module) -> Iterable[torch.Tensor]:
+    """Parameters and buffers."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _state_bytes(update: Update) -> int:
+    try:
+        return update.state_bytes
+    except _NO_SAMPLE as error:
+        kind = type(update.optimizer).__name__
+        log.info("What %s keeps is not known (%s): twice the bytes of its parameters are reserved", kind, error)
+        return 2 * update.parameter.nbytes
+
+
+def _bytes_on_the_way(updates: Sequence[Update]) -> int:
+    """Bytes that the optimizers make and free while they update: of the largest parameter, or of all at once."""
+    per_element: dict[Any, float] = {}
+    largest: dict[Any, int] = defaultdict(int)
+    for update in updates:
+        p, settings = update.parameter, update.settings
+        at_once = settings.get("foreach") or (settings.get("foreach") is None and p.device.type != "cpu")
+        key = (id(update.optimizer), update.group, p.dtype)
+        if key not in per_element:
+            per_element[key] = _sampled(update)
+        largest[key] = largest[key] + p.numel() if at_once else max(largest[key], p.numel())
+    return max((int(per_element[key] * numel) for key, numel in largest.items()), default=0)
+
+
+def _sampled(update: Update) -> float:
+    """Bytes for each element of a parameter that an update makes on its way, of a small one that is like it."""
+    p = update.parameter
+    like = nn.Parameter(torch.zeros(SAMPLE, dtype=p.dtype, device=p.device))
+    states: dict[torch.Tensor, Any] = defaultdict(dict)
+
+    def run() -> None:
+        update._step(like, torch.zeros_like(like), states)
+
+    try:
+        run()
+        return max(0.0, aside(lambda: measure_peak(run, p.device)).peak / SAMPLE - p.element_size())
+    except _NO_SAMPLE:
+        return 2.0 * p.element_size()

@@ -1,0 +1,82 @@
+"""Where the bytes of a step are: by hand, and against what the simulator counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.networks.dags import unit_chain
+from checkmate import Problem
+from checkmate.core.graph import Graph, Op, Value
+from checkmate.core.problem import Profile
+from checkmate.fitting.memory_parts import UPDATES, Resident, gradients_of, kept_parts, plain_lives, plain_parts
+
+RESIDENT = Resident(parameters=10, optimizer_state=20)
+BATCH = 3
+
+
+def _two_layers() -> Problem:
+    """Two layers, of whose weights each is updated as soon as its gradient is there."""
+    ops = (
+        Op("a", "f", (0,), (2,)),
+        Op("b", "f", (1, 2), (3,)),
+        Op("grad_w2", "g", (2, 3), (4,), "backward"),
+        Op("update_w2", UPDATES, (4, 1), (), "backward", pinned="updates w2", overwrites=(1,)),
+        Op("grad_a", "g", (3,), (5,), "backward"),
+        Op("grad_w1", "g", (5,), (6,), "backward"),
+        Op("update_w1", UPDATES, (6, 0), (), "backward", pinned="updates w1", overwrites=(0,)),
+    )
+    values = (
+        Value("w1", 6, None, "parameter"),
+        Value("w2", 4, None, "parameter"),
+        Value("a", 100, 0),
+        Value("b", 50, 1),
+        Value("w2.grad", 4, 2),
+        Value("a.grad", 100, 4),
+        Value("w1.grad", 6, 5),
+    )
+    workspace = np.array([0, 0, 0, 1, 7, 0, 1])
+    resident = RESIDENT.parameters + RESIDENT.optimizer_state + BATCH
+    return Problem(Graph(ops, values, (3,)), Profile(np.ones(7), workspace, resident))
+
+
+def test_the_parts_of_two_layers_are_those_by_hand() -> None:
+    problem = _two_layers()
+    assert gradients_of(problem) == {4, 6}
+    kept = kept_parts(problem, RESIDENT)
+    # a is gone, the loss b stays; the gradient of w2 was let go of as soon as it was used
+    assert dict(kept) == {
+        "parameters": 10,
+        "gradients": 0,
+        "optimizer state": 20,
+        "activations": 50,
+        "activation gradients": 100,
+        "workspaces": 7,
+        "buffers and batch": 3,
+    }
+    assert (kept.at, kept.peak) == ("grad_a", problem.keep_all_peak)
+    plain = plain_parts(problem, RESIDENT, update_bytes=0)
+    assert (plain.gradients, plain.peak, plain.at) == (4, kept.peak + 4, "grad_a")
+
+
+def test_an_update_of_all_parameters_at_once_may_be_the_peak() -> None:
+    problem = _two_layers()
+    plain = plain_parts(problem, RESIDENT, update_bytes=1000)
+    assert (plain.at, plain.workspaces, plain.gradients) == ("optimizer.step()", 1000, 10)
+    assert plain.activations == 50  # the loss is there yet
+
+
+def test_what_plain_pytorch_allocates_has_the_peak_of_its_parts() -> None:
+    problem = _two_layers()
+    for update_bytes in (0, 1000):
+        plain = plain_parts(problem, RESIDENT, update_bytes)
+        assert problem.resident + plain_lives(problem, update_bytes).peak == plain.peak
+
+
+def test_values_that_are_written_over_count_once() -> None:
+    chain = Problem.from_dag([[], [0], [1]], seconds=[1] * 3, sizes=[10, 10, 4], over={1: [0]}, workspace=[0, 3, 0])
+    nobody = Resident(0, 0)
+    assert kept_parts(chain, nobody).peak == chain.keep_all_peak
+    assert kept_parts(replace(unit_chain(6)), nobody).peak == unit_chain(6).keep_all_peak
+    assert plain_parts(chain, nobody, 0).peak == 23

@@ -1,0 +1,231 @@
+"""Trainers of transformers and TRL within a budget: the bits of the plain run of the same tool, and the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import checkmate
+from checkmate.errors import InfeasibleBudget, Unsupported
+from checkmate.integrations.huggingface import WithinBudget, find_batch_size
+from checkmate.memory import measure_peak
+from tests.support.bits import assert_same_bits
+from tests.support.sampling import long
+
+TOKENS = torch.randint(2, 64, (12, 32), generator=torch.Generator().manual_seed(1))
+ROWS = [{"input_ids": row, "labels": row} for row in TOKENS]
+SHOWN = ("loss", "grad_norm", "learning_rate", "eval_loss", "entropy", "mean_token_accuracy", "rewards/margins")
+
+
+@pytest.fixture(autouse=True)
+def _alone(one_thread: None) -> None:
+    torch._dynamo.reset()
+
+
+def _gpt2() -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def _llama() -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=20, **sizes, **heads, bos_token_id=1, eos_token_id=1, pad_token_id=0)
+    )
+
+
+def _lora(model: Any) -> Any:
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules=["c_attn"]))
+
+
+def _arguments(folder: Path, **more: Any) -> dict[str, Any]:
+    common = {"max_steps": 4, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True}
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    return {"output_dir": str(folder), "disable_tqdm": True, **common, **sizes, **more}
+
+
+def _trainer(folder: Path, model: Any, callbacks: Any = (), **more: Any) -> Trainer:
+    arguments = TrainingArguments(**_arguments(folder, **more))
+    return Trainer(model=model, args=arguments, train_dataset=ROWS, eval_dataset=ROWS[:4], callbacks=[*callbacks])
+
+
+def _held(*modules: Any) -> int:
+    return sum(t.nbytes for module in modules for t in (*module.parameters(), *module.buffers()))
+
+
+def _trained(trainer: Any, **resume: Any) -> tuple[int, Any]:
+    """The most bytes at a time, and what it leaves."""
+    reference = getattr(trainer, "ref_model", None)
+    before = _held(trainer.model, *([] if reference is None else [reference]))
+    peak = measure_peak(lambda: trainer.train(**resume)).peak
+    figures = [(name, log[name]) for log in trainer.state.log_history for name in SHOWN if name in log]
+    return before + peak, (figures, trainer.model.state_dict(), trainer.optimizer.state_dict(), torch.get_rng_state())
+
+
+def _same_within(make: Callable[[Any], Any], share: float, budget_of: int | None = None) -> tuple[Any, Any]:
+    """A trainer trains as the plain one does, within a share of its bytes, and something runs again."""
+    most, plain = _trained(make(None))
+    budget = int(share * (budget_of or most))
+    within = WithinBudget(budget, time_limit=1, wait="best")
+    measured, found = _trained(make(within))
+    assert len(plain[0]) > 6
+    assert_same_bits(found, plain)
+    assert measured <= budget < (budget_of or most)
+    assert within.planned is not None
+    assert any(plan.schedule.recomputed.sum() > 0 for plan in within.planned.plans)
+    return within, plain
+
+
+@pytest.mark.slow
+def test_a_trainer_with_accumulation_amp_evaluation_and_checkpoints(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"gradient_accumulation_steps": 2, "bf16": True, "eval_strategy": "steps", "eval_steps": 2}
+    more |= {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
+
+    def make(within: WithinBudget | None) -> Trainer:
+        folder = tmp_path / ("plain" if within is None else "within")
+        return _trainer(folder, _gpt2(), [] if within is None else [within], **more)
+
+    within, plain = _same_within(make, 0.85)
+    assert within.planned.kept.gradients > 0
+    names = [{f.relative_to(tmp_path / run) for f in (tmp_path / run).rglob("*")} for run in ("plain", "within")]
+    assert names[0] == names[1]
+    again = WithinBudget("2 MB", time_limit=1, wait="best")
+    _, resumed = _trained(make(again), resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    assert_same_bits(resumed[1:3], plain[1:3])
+
+
+@pytest.mark.parametrize("model", [pytest.param("lora", marks=pytest.mark.slow), long("gpt2")])
+def test_a_trainer(model: str, tmp_path: Path) -> None:
+    """Of adapters, the weights below them frozen: the state that is reserved is that of the adapters only."""
+    make = _gpt2 if model == "gpt2" else lambda: _lora(_gpt2())
+    within, _ = _same_within(lambda w: _trainer(tmp_path, make(), [] if w is None else [w]), 0.85)
+    trained = sum(p.nbytes + 4 / 2 for p in make().parameters() if p.requires_grad)  # a count for each parameter
+    assert within.planned.kept.states == 2 * trained
+
+
+def test_a_plan_that_was_made_below_adapters_is_refused(tmp_path: Path) -> None:
+    compiled = checkmate.compile(_gpt2(), budget="2 MB")
+    with pytest.raises(Unsupported, match="stays within a budget already"):
+        _trainer(tmp_path, compiled, [WithinBudget("2 MB")])
+
+
+def test_what_is_given_too_late_or_twice_or_too_small(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"no option 'time_limits'\. Did you mean 'time_limit'"):
+        WithinBudget("1 MB", time_limits=1)  # type: ignore[call-arg]
+    with pytest.raises(checkmate.BudgetError):
+        WithinBudget("1 Miles")
+    late = _trainer(tmp_path, _gpt2(), bf16=True)
+    late.add_callback(WithinBudget("2 MB"))
+    with pytest.raises(Unsupported, match="when the Trainer is made"):
+        late.train()
+    with pytest.raises(Unsupported, match="stays within a budget already"):
+        _trainer(tmp_path, _gpt2(), [WithinBudget("2 MB"), WithinBudget("2 MB")])
+    with pytest.raises(InfeasibleBudget, match="An update of this GPT2LMHeadModel needs") as refused:
+        _trainer(tmp_path, _gpt2(), [WithinBudget("300 kB")]).train()
+    assert refused.value.min_budget > 300_000
+    with pytest.raises(Unsupported, match="it finds the size"):
+        _trainer(tmp_path, _gpt2(), [WithinBudget("2 MB")], auto_find_batch_size=True).train()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_largest_batch_is_found_by_plans(tmp_path: Path) -> None:
+    """The size that is found trains within the budget, and the Trainer takes it."""
+    budget = 900_000
+    trainer = _trainer(tmp_path, _gpt2(), auto_find_batch_size=True, max_steps=2, per_device_train_batch_size=1)
+    WithinBudget(budget, time_limit=8, wait="best").add_to(trainer)
+    size = trainer.args.per_device_train_batch_size
+    assert 1 < size < len(ROWS)
+    measured, _ = _trained(trainer)
+    assert measured <= budget
+    assert trainer.state.train_batch_size == size
+
+
+def _texts(tmp_path: Path) -> Any:
+    """A tokenizer of words, and sentences."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*"abcdefghijklmnopqr"]
+    table = {word: n for n, word in enumerate(["<pad>", "<eos>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(table, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<eos>"}
+    drawn = torch.Generator().manual_seed(2)
+    return (
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends),
+        lambda n: " ".join(words[i] for i in torch.randint(len(words), (n,), generator=drawn)),
+    )
+
+
+def _trl(kind: str, tmp_path: Path, *, lora: bool, **more: Any) -> Callable[[WithinBudget | None], Any]:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+    tokenizer, text = _texts(tmp_path)
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None
+    common = {"max_length": 32, **_arguments(tmp_path, per_device_train_batch_size=2, max_steps=2, bf16=False, **more)}
+    sentences = Dataset.from_list([{"text": text(31)} for _ in range(8)])
+    pairs = Dataset.from_list([{"prompt": text(8), "chosen": text(20), "rejected": text(16)} for _ in range(8)])
+    shared: dict[str, Any] = {"processing_class": tokenizer, "peft_config": adapters}
+
+    def make(within: WithinBudget | None) -> Any:
+        torch.manual_seed(3)
+        if kind == "sft":
+            return SFTTrainer(
+                _llama(),
+                args=SFTConfig(**common),
+                train_dataset=sentences,
+                callbacks=[] if within is None else [within],
+                **shared,
+            )
+        reference = None if lora else _llama()
+        trainer = DPOTrainer(_llama(), reference, args=DPOConfig(**common), train_dataset=pairs, **shared)
+        if within is not None:
+            within.add_to(trainer)
+        return trainer
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [
+        pytest.param("sft", True, marks=pytest.mark.slow),
+        pytest.param("dpo", False, marks=pytest.mark.slow),
+        long("sft", False),
+        long("dpo", True),
+    ],
+)
+def test_trainers_of_trl(kind: str, lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activation checkpointing, which TRL turns on, is turned off; the plan runs again what it needs."""
+    import trl.trainer.utils
+
+    monkeypatch.setattr(trl.trainer.utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 8)  # tiles as small as the model
+    more = {"gradient_accumulation_steps": 2}
+    most, _ = _trained(_trl(kind, tmp_path, lora=lora, activation_checkpointing=False, **more)(None))
+    within, _ = _same_within(_trl(kind, tmp_path, lora=lora, **more), 0.85, most)
+    assert within.planned.kept.outside > 0
+    assert (within.planned.kept.beside > _held(_llama())) == (kind == "dpo" and not lora)
+
+
+def test_a_reference_model_that_a_callback_does_not_see_is_refused(tmp_path: Path) -> None:
+    trainer = _trl("dpo", tmp_path, lora=True)(None)
+    trainer.add_callback(WithinBudget("2 MB"))
+    with pytest.raises(Unsupported, match=r"add_to\(trainer\)"):
+        trainer.train()
+
+
+def test_the_largest_batch_of_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="SFTTrainer computes its loss itself"):
+        find_batch_size(_trl("sft", tmp_path, lora=False)(None), "2 MB")

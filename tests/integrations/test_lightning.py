@@ -1,0 +1,185 @@
+"""Lightning within a budget: the bits of its plain run, and the bytes."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import checkmate
+from checkmate.errors import InfeasibleBudget, Unsupported
+from checkmate.integrations.lightning import BatchSizeFinder, WithinBudget
+from checkmate.memory import measure_peak
+from tests.support.bits import assert_same_bits
+
+DRAWN = torch.Generator().manual_seed(1)
+DATA = TensorDataset(torch.randn(224, 64, generator=DRAWN), torch.randint(10, (224,), generator=DRAWN))
+
+
+@pytest.fixture(autouse=True)
+def _alone(one_thread: None) -> None:
+    torch._dynamo.reset()
+
+
+class Automatic(lightning.LightningModule):
+    def __init__(self, batch_size: int = 64) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+        self.layers, self.batch_size = nn.Sequential(*blocks, nn.Linear(64, 10)), batch_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log_dict({"accuracy": (logits.argmax(1) == y).float().mean(), "size": len(y)})
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("of validation", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Manual(Automatic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5)
+        optimizer.step()
+        self.log("loss", loss)
+
+
+class WithLoader(Automatic):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(DATA, batch_size=self.batch_size)
+
+
+class Seen(lightning.Callback):
+    def __init__(self) -> None:
+        self.figures: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        self.figures.append((trainer.global_step, {**trainer.callback_metrics}, {**trainer.logged_metrics}))
+
+
+def _trainer(callbacks: Any = (), **more: Any) -> lightning.Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"enable_checkpointing": False, "num_sanity_val_steps": 0, "accelerator": "cpu", "devices": 1}
+    return lightning.Trainer(**{"max_epochs": 2, **quiet, **more}, callbacks=[*callbacks])
+
+
+LOADERS = DataLoader(DATA, batch_size=64), DataLoader(DATA, batch_size=64)
+
+
+def _trained(
+    kind: Any, callbacks: Any = (), resume: Path | None = None, loaders: Any = LOADERS, **more: Any
+) -> tuple[int, Any]:
+    """The most bytes at a time, and what it leaves."""
+    lightning.seed_everything(0, verbose=False)
+    module, seen = kind(), Seen()
+    trainer = _trainer([*callbacks, seen], **more)
+    before = sum(p.nbytes for p in module.parameters())
+    peak = measure_peak(lambda: trainer.fit(module, *loaders, ckpt_path=resume, weights_only=False)).peak
+    if resume is None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir, f"{'within' if callbacks else 'plain'}.ckpt"))
+    left = {**module.state_dict()}, module.optimizers().state_dict(), module.lr_schedulers().state_dict()
+    return before + peak, (seen.figures, *left, torch.get_rng_state())
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], float]] = {
+    "automatic": (Automatic, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}, 0.92),
+    "automatic in bfloat16": (Automatic, {"precision": "bf16-mixed"}, 0.95),
+    "manual": (Manual, {}, 0.96),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_training_within_a_budget(case: str, tmp_path: Path) -> None:
+    kind, more, share = CASES[case]
+    more = {**more, "default_root_dir": tmp_path}
+    most, plain = _trained(kind, **more)
+    budget = int(share * most)
+    within = WithinBudget(budget, time_limit=1, wait="best")
+    measured, found = _trained(kind, [within], **more)
+    assert len(plain[0]) == 8
+    assert_same_bits(found, plain)
+    assert measured <= budget
+    assert within.planned is not None
+    assert any(plan.schedule.recomputed.sum() > 0 for plan in within.planned.plans)
+    files = [torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("plain", "within")]
+    assert {*files[0]["state_dict"]} == {*files[1]["state_dict"]}
+
+
+def test_without_a_budget_it_is_what_there_is(tmp_path: Path) -> None:
+    _, plain = _trained(Automatic, default_root_dir=tmp_path)
+    within = WithinBudget(time_limit=1)
+    _, found = _trained(Automatic, [within], default_root_dir=tmp_path)
+    assert_same_bits(found, plain)
+    assert within.planned is not None
+    assert all(plan.budget > 10**8 and not plan.schedule.recomputed.any() for plan in within.planned.plans)
+
+
+@pytest.mark.slow
+def test_resuming_within_a_budget_and_what_runs_is_chosen(tmp_path: Path) -> None:
+    """Of a plain checkpoint after one epoch: the states that it has are counted before the first step."""
+    _trained(Automatic, max_epochs=1, default_root_dir=tmp_path)
+    resume = tmp_path / "plain.ckpt"
+    _, plain = _trained(Automatic, resume=resume, max_epochs=2, default_root_dir=tmp_path)
+    within = WithinBudget("500 kB", of="forward", time_limit=1, wait="best")
+    _, found = _trained(Automatic, [within], resume, max_epochs=2, default_root_dir=tmp_path)
+    assert plain[0][-1][0] == 8
+    assert_same_bits(found, plain)
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"no option 'time_limits'\. Did you mean 'time_limit'"):
+        WithinBudget("1 MB", time_limits=1)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match='of is "training_step" or "forward"'):
+        WithinBudget("1 MB", of="training")
+    with pytest.raises(Unsupported, match="stays within a budget already"):
+        _trainer([WithinBudget("1 MB")]).fit(checkmate.compile(Automatic(), budget="1 MB"), DataLoader(DATA))
+    with pytest.raises(Unsupported, match="With manual optimization training_step is a loop"):
+        _trainer([WithinBudget("1 MB", of="training_step")]).fit(Manual(), DataLoader(DATA))
+    with pytest.raises(InfeasibleBudget, match="An update of this Automatic needs"):
+        _trainer([WithinBudget("200 kB")]).fit(Automatic(), DataLoader(DATA, batch_size=64))
+
+    class NoForward(Manual):
+        forward = lightning.LightningModule.forward
+
+    with pytest.raises(Unsupported, match="NoForward has no forward to plan"):
+        _trainer([WithinBudget("1 MB")]).fit(NoForward(), DataLoader(DATA))
+    with pytest.raises(Unsupported, match="give the module or the data module a batch_size"):
+        _trainer([BatchSizeFinder("1 MB")]).fit(Automatic(), DataLoader(DATA))
+
+
+@pytest.mark.slow
+def test_the_batch_size_that_is_found_trains_within_the_budget(tmp_path: Path) -> None:
+    budget = 500_000
+    finder, module = BatchSizeFinder(budget, time_limit=8), WithLoader()
+    _trainer([finder], max_steps=1).fit(module)
+    assert finder.found is not None
+    assert 8 < finder.found.size == module.batch_size < len(DATA)
+    kind = functools.partial(WithLoader, finder.found.size)
+    within = WithinBudget(budget, time_limit=2, wait="best")
+    measured, _ = _trained(kind, [within], loaders=(), default_root_dir=tmp_path, max_epochs=1)
+    assert measured <= budget
