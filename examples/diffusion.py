@@ -14,7 +14,7 @@ from checkmate.integrations.loops import plans_of, within_budget
 from checkmate.memory import measure_peak
 from checkmate.units import format_bytes
 
-IMAGES = torch.randn(8, 3, 16, 16)
+IMAGES: Any = torch.randn(8, 3, 16, 16)
 MADE = 7 * IMAGES[:4].nbytes  # by the loop itself: noise, noisy images, the loss outside of the model
 BLOCKS: Any = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
 
@@ -29,7 +29,8 @@ def trained(budget: int | None) -> tuple[int, Any]:
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.001)
         if budget is not None:
             model = within_budget(model, optimizer, budget, reserve=MADE, time_limit=5)  # this line
-        accelerator, noises = Accelerator(cpu=True), DDPMScheduler(num_train_timesteps=100)
+        accelerator = Accelerator(cpu=True)
+        noises: Any = DDPMScheduler(num_train_timesteps=100)
         model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(IMAGES, batch_size=4))
         for clean in loader:
             noise, times = torch.randn(clean.shape), torch.randint(100, (len(clean),))

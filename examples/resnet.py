@@ -50,7 +50,6 @@ print(f"plain PyTorch takes {format_bytes(plain)} for a step")
 compiled = checkmate.compile(loss_fn, budget=0.6 * plain, time_limit=5)  # this line
 step(compiled)  # captures, measures and plans
 use = measure_peak(lambda: step(compiled))
-print(
-    f"planned are {format_bytes(compiled.plans[0].peak)}, with {compiled.plans[0].overhead:.1%} of the step run again"
-)
+(plan,) = compiled.plans
+print(f"planned are {format_bytes(plan.peak or 0)}, with {plan.overhead:.1%} of the step run again")
 print(f"measured are {format_bytes(held + use.peak)}")

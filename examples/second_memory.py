@@ -35,5 +35,7 @@ compiled = checkmate.compile(loss_fn, budget=0.5 * plain, host_budget="100 MB", 
 step(compiled)  # captures, measures and plans
 use = measure_peak(lambda: step(compiled))
 sent = sum(use.sent for use in compiled.memory().elsewhere)
-print(f"planned are {format_bytes(compiled.plans[0].peak)}; {format_bytes(sent)} wait in a file, the rest runs again")
+print(
+    f"planned are {format_bytes(compiled.plans[0].peak or 0)}; {format_bytes(sent)} wait in a file, the rest runs again"
+)
 print(f"measured are {format_bytes(held + use.peak)}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.examples.__main__ import NAMES, printed
+from benchmarks.examples.scripts import NAMES, printed
 from tests.support.sampling import long, slow
 
 ROOT = Path(__file__).parents[2]
