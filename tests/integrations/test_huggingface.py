@@ -143,7 +143,7 @@ def test_the_largest_batch_is_found_by_plans(tmp_path: Path) -> None:
     """The size that is found trains within the budget, and the Trainer takes it."""
     budget = 900_000
     trainer = _trainer(tmp_path, _gpt2(), auto_find_batch_size=True, max_steps=2, per_device_train_batch_size=1)
-    WithinBudget(budget, time_limit=8, wait="best").add_to(trainer)
+    WithinBudget(budget, time_limit=40).add_to(trainer)
     size = trainer.args.per_device_train_batch_size
     assert 1 < size < len(ROWS)
     measured, _ = _trained(trainer)
