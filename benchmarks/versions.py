@@ -64,8 +64,8 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def table_of_others(rows: Sequence[Row]) -> Table:
-    """The last row of each Python and version of NumPy: environments that are not those of the versions of PyTorch."""
-    found = latest(rows, "python", "numpy")
+    """The last row of each Python: environments that are not those of the versions of PyTorch."""
+    found = sorted(latest(rows, "python"), key=lambda row: [int(n) for n in row["python"].split(".")])
     return Table(OF_OTHERS, [_cells_of_other(row) for row in found], {"passed", "failed", "skipped"})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -10,9 +12,10 @@ from benchmarks.common.rows import read
 from checkmate.torch_internals import names
 from checkmate.torch_internals.names import Name, Table
 from checkmate.torch_internals.versions import TRIED
-from noxfile import VERSIONS
+from noxfile import OTHERS, PYTHONS, VERSIONS
 
 ROWS = read(versions.RESULTS)
+OF_OTHERS = read(versions.OTHERS)
 ROOT = versions.ROOT
 
 
@@ -40,5 +43,24 @@ def test_one_list_of_versions() -> None:
 
 
 def test_each_version_passes() -> None:
-    last = {row["torch"]: row for row in ROWS}
+    last = {row["torch"]: row for row in ROWS} | {row["python"]: row for row in OF_OTHERS}
     assert [(name, row["names"]) for name, row in last.items() if row["failed"] or row["missing"]] == []
+
+
+def test_the_lowest_versions_that_are_named_have_a_row() -> None:
+    """Who raises or lowers one runs ``nox -s lowest``."""
+    row = [row for row in OF_OTHERS if not row["quick"]][-1]
+    project = (ROOT / "pyproject.toml").read_text()
+    for name in versions.needed():
+        (named,) = re.findall(rf'^    "{name}>=([\d.]+)[",]', project, flags=re.MULTILINE)
+        assert f"{row[name]}.".startswith(f"{named}."), name
+
+
+def test_one_list_of_pythons() -> None:
+    """Of those that have rows, that the documents show, and that an index is told of."""
+    assert ROOT / OTHERS == versions.OTHERS
+    tried = {row["python"].rpartition(".")[0] for row in OF_OTHERS} | {row["python"].rpartition(".")[0] for row in ROWS}
+    assert tried >= {python for python, _ in PYTHONS}
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert {*named} == tried
+    assert versions.table_of_others(OF_OTHERS).markdown() in (ROOT / "docs" / "supported.md").read_text()
