@@ -9,7 +9,6 @@ Nothing runs, and nothing is allocated on the device: bytes are those of the cap
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from checkmate.backends.tensor_state import tensors_within
 from checkmate.batch.sized_problems import SizedProblems
 from checkmate.batch.sized_steps import arguments_of
 from checkmate.capture.device import as_allocated, main_device
+from checkmate.capture.meta_tensors import is_fake
 from checkmate.capture.nodes import storage
 from checkmate.compiler import refuse_what_is_no_step
 from checkmate.core.host import Host
@@ -44,10 +44,11 @@ from checkmate.fitting.memory_parts import (
     without_rounding,
 )
 from checkmate.fitting.stand_ins import StandIns, loss_of, trained, update_bytes
+from checkmate.memory.available import available
 from checkmate.memory.cuda_allocator import CudaAllocator
 from checkmate.memory.cuda_replay import replay_steps
 from checkmate.memory.lives import Lives
-from checkmate.profiling.data_sheets import DEVICES, LEAST_RESERVE, RESERVE, Device
+from checkmate.profiling.data_sheets import DEVICES, Device
 from checkmate.solvers.search.min_budget import min_budget
 from checkmate.solvers.solve import attempt, cheapest_split
 from checkmate.statusline import showing
@@ -89,7 +90,7 @@ def fits(
             give it, that is taken; of several results the first; of a tensor that is no number its sum.
         batch, named: an example of what it is called with.
         device: one of `checkmate.profiling.data_sheets.DEVICES`, such as ``"rtx4090"``; None: the device that the
-            tensors are on, whose ops are measured then, each on its own.
+            tensors are on, whose ops are measured then, each on its own, and what is free of its memory.
         optimizer: one or several, as for `checkmate.training_step`; None: AdamW of all parameters with gradients.
         budget: bytes that the step may take, in place of the device's room.
         make_batch: gives the batch of a size, for the largest batch: a tuple, a dict or one tensor. By default the
@@ -190,9 +191,10 @@ class _Place:
         """The device of that name, or the one here."""
         asked = None if budget is None else parse_bytes(budget)
         if name is None:
+            held = {storage(t): t.untyped_storage().nbytes() for t in tensors_within(reach) if not is_fake(t)}
             here = main_device(tensors_within(reach))
-            total, free = _memory_of(here)
-            room = free if asked is None else asked
+            there_is = available(here, sum(held.values()))
+            room, total = there_is.bytes if asked is None else asked, there_is.limit.total
             blocks, is_gpu = kind_of(here).block_bytes, here.type != "cpu"
             return cls(
                 "this machine's CPU" if here.type == "cpu" else f"the {here.type} device here",
@@ -224,18 +226,6 @@ class _Place:
         places = torch.device("cuda", 0), torch.device("cpu")  # where there is no C++ compiler, ops are of the CPU
         lives = next(lives for lives in (lives_on(solution, place) for place in places) if lives.sizes.any())
         return self.reserved(solution.problem.resident, lives)
-
-
-def _memory_of(device: torch.device) -> tuple[int, int]:
-    """Bytes of a device that is here, and what a step may have of them."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device)
-    elif device.type == "cpu":
-        free = total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        raise BudgetError(f"How much memory {device} has is not known: name the bytes, budget='16 GB'.")
-    return total, max(1, free - max(int(RESERVE * total), LEAST_RESERVE))
 
 
 @dataclass(frozen=True)
@@ -312,7 +302,9 @@ def _ways(problem: Problem, place: _Place, host: Host | None, seconds: float, de
         yield Way("with a second memory", {}, None, None, fits=False, why_not="give host=checkmate.Host(...)")
     else:
         options = {"host_budget": f'"{_written(there.budget)}"'}
-        yield _way("with a second memory", exact.with_host(there), place, seconds, options=options)
+        yield _way(
+            "with a second memory", exact.with_host(there), place, seconds, options=options, no_more_than=in_parts
+        )
     late = in_parts.fits and time.perf_counter() > deadline
     if late:
         yield Way("with rounding", {}, None, None, fits=False, why_not="not looked at, for want of time")
@@ -330,10 +322,16 @@ def _way(
     *,
     options: dict[str, str] | None = None,
     known: Way | None = None,
+    no_more_than: Way | None = None,
 ) -> Way:
-    """A way, whose plan is one that is ``known`` already where that is within the room."""
+    """A way, whose plan is one that is ``known`` already where that is within the room.
+
+    ``no_more_than``: a way that this one may go as well.
+    """
     ends = min_budget(problem, time_limit=seconds)
     smallest, bound = ends.peak, ends.bound
+    if (other := known or no_more_than) is not None:
+        smallest = min(smallest, other.smallest or smallest)
     if not ends.proven:  # a plan at the bound is often found where other searches had no time
         smallest = min(smallest, _planned(problem, bound, seconds).peak or smallest)
     if known is not None and known.fits and known.solution is not None:
@@ -361,7 +359,8 @@ def _planned(problem: Problem, budget: int, patience: float, *, improve: float =
         found = attempt(one, budget, time_limit=seconds, gap=ANY_GAP, progress=False)
         if found.plan is None or found.gap <= GAP or not improve:
             return found
-        return attempt(one, budget, time_limit=improve, gap=GAP, start=found, progress=False)
+        better = attempt(one, budget, time_limit=improve, gap=GAP, start=found, progress=False)
+        return better if better.plan is not None and better.cost <= found.cost else found
 
     return cheapest_split(problem, find, patience, look_on=bool(improve))
 
