@@ -24,6 +24,7 @@ from checkmate.solvers.linear.model import Model
 
 PATIENCE = 0.7  # seconds that HiGHS has to end once Ctrl-C was pressed; after that it is left to end by itself
 ROUNDING = 1e-6  # of an objective, by which HiGHS may have summed it up otherwise
+COMPLETION = 0.2  # of the time left: to complete a start
 OVERTIME = 0.04  # of the time limit; a run that takes more, in HiGHS's presolve say, is left to end by itself as well
 
 
@@ -90,7 +91,7 @@ def run(
         time_limit: seconds.
         gap: stop once (objective - bound) / objective is at most this.
         threads: of HiGHS.
-        start: columns and their values of a known solution; HiGHS completes the rest.
+        start: columns and their values of a known solution; the rest is completed.
         target: stop at a solution with an objective at most this.
         heuristics: look for solutions beside branch and bound; without, bounds come sooner.
         on_incumbent: called with the (columns,) values of each better solution as it is found.
@@ -112,9 +113,9 @@ def run(
     if not heuristics:
         _set(solver, "mip_heuristic_effort", 0.0)
     _check(solver.passModel(_to_highs(model, relax)), "take the model")
-    if start is not None and not relax:
-        columns, values = start
-        _check(solver.setSolution(len(columns), columns.astype(np.int32), values.astype(np.float64)), "take the start")
+    x = None if start is None or relax else _completed(model, start, COMPLETION * clock.left, gap, threads)
+    if x is not None:
+        _check(solver.setSolution(len(x), np.arange(len(x), dtype=np.int32), x), "take the start")
     left = clock.left
     if np.isfinite(left):
         _set(solver, "time_limit", left)
@@ -129,6 +130,31 @@ def run(
     calls: dict[str, Any] = {"target": target, "on_incumbent": on_incumbent, "on_bound": on_bound}
     again = run(model, time_limit=clock.left, gap=gap, threads=threads, **calls)
     return replace(result, outcome=Outcome.STOPPED) if again.x is None else again
+
+
+def _completed(
+    model: Model, start: tuple[np.ndarray, np.ndarray], time_limit: float, gap: float, threads: int
+) -> np.ndarray | None:
+    """All columns of a solution of which some are known; None: there is none, or none was found.
+
+    HiGHS would complete it within its run, and report bounds of the model with these columns fixed as if they were the
+    model's own.
+    """
+    columns, values = start
+    if len(columns) == model.columns:
+        return values[np.argsort(columns)].astype(np.float64)
+    lp = _to_highs(model, relax=False)
+    lower, upper = model.lower.copy(), model.upper.copy()
+    lower[columns] = upper[columns] = values
+    lp.col_lower_, lp.col_upper_ = lower, upper
+    solver = _Silent()
+    _set(solver, "threads", threads)
+    _set(solver, "mip_rel_gap", float(gap))
+    _check(solver.passModel(lp), "take the model")
+    if np.isfinite(time_limit):
+        _set(solver, "time_limit", time_limit)
+    going = _Run(solver, None, None)
+    return _result(solver, model, relax=False).x if going.wait((1 + OVERTIME) * time_limit + 0.05) else going.x
 
 
 class _Run:

@@ -149,6 +149,37 @@ def test_what_is_better_than_the_start_is_given(seed: int) -> None:
         assert result.objective == pytest.approx(by_hand(model)) == pytest.approx(result.bound)
 
 
+def test_highs_is_given_whole_starts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To complete one it solves the model with these columns fixed, and gives its bounds as those of the model.
+
+    So a step of GPT-2 with a second memory once had its first plan proven optimal, which others were faster than.
+    """
+    model, given, bounds = knapsack(), list[Any](), list[float]()
+    take = highspy.Highs.setSolution
+
+    def taken(solver: highspy.Highs, *args: Any) -> Any:
+        given.append(args)
+        return take(solver, *args)
+
+    monkeypatch.setattr(highspy.Highs, "setSolution", taken)
+    result = highs.run(model, start=(np.arange(3), np.ones(3)), on_bound=bounds.append)
+    ((count, columns, values),) = given
+    assert count == len(columns) == model.columns
+    np.testing.assert_array_equal(values[:3], np.ones(3))
+    rows = model.matrix() @ values
+    assert (rows >= np.array(model.row_lower) - 1e-6).all()
+    assert (rows <= np.array(model.row_upper) + 1e-6).all()
+    assert max(bounds, default=0.0) <= by_hand(model) * (1 + 1e-9)
+    assert result.objective == pytest.approx(by_hand(model))
+
+
+def test_a_start_that_cannot_be_completed_is_left_out() -> None:
+    model = knapsack()
+    columns = np.arange(model.columns - 1)
+    result = highs.run(model, start=(columns, np.full(len(columns), 7.0)))  # beyond what any of them may be
+    assert result.objective == pytest.approx(by_hand(model))
+
+
 def test_a_point_that_is_not_what_is_claimed_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The start is given in place of what was found: the model is solved again without."""
     model, plain, seen = knapsack(), highs._result, []
