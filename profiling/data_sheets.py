@@ -151,7 +151,8 @@ DEVICES: dict[str, Device] = {
     ),
     # NVIDIA A100 Tensor Core GPU data sheet (2021), 80 GB SXM; NVIDIA A100 architecture whitepaper (2020).
     "a100": _gpu("NVIDIA A100 SXM 80GB", (8, 0), _teras(19.5, 19.5, 156, 312), 2039, (108, 1.41), 40, 80, link=300e9),
-    # The same processor with the memory of the first one (2020), of half the size and three quarters of the rate.
+    # The same processor with the memory of the first one (2020), of half the size and three quarters of the rate, as
+    # public tables of cards give it: this one's data sheet was not read.
     "a100-40gb": _gpu(
         "NVIDIA A100 SXM 40GB", (8, 0), _teras(19.5, 19.5, 156, 312), 1555, (108, 1.41), 40, 40, link=300e9
     ),
@@ -168,8 +169,8 @@ DEVICES: dict[str, Device] = {
         link=150e9,
         host_link=16e9,
     ),
-    # NVIDIA T4 data sheet (2019) and NVIDIA Turing GPU architecture whitepaper (2018); float64 is 1/32 of float32. As
-    # on a V100 bfloat16 is computed as float32, and there is no tf32.
+    # As public tables of cards give it, which name the data sheet (2019) that was not read here; float64 is 1/32 of
+    # float32. As on a V100 bfloat16 is computed as float32, and there is no tf32.
     "t4": _gpu(
         "NVIDIA T4",
         (7, 5),
@@ -184,11 +185,11 @@ DEVICES: dict[str, Device] = {
     # NVIDIA L4 data sheet (2023); half of the figures that it gives with sparsity; float64 is 1/64 of float32. Its
     # processors, clock and cache are those of the AD104 of the Ada whitepaper, as far as the L4 has them.
     "l4": _gpu("NVIDIA L4", (8, 9), _teras(0.473, 30.3, 60, 121), 300, (58, 2.04), 48, 24),
-    # NVIDIA L40S data sheet (2023); half of the figures that it gives with sparsity; float64 is 1/64 of float32. Its
-    # cache is half of the AD102's.
+    # As public tables of cards give it, which name the data sheet (2023) that was not read here; half of the figures
+    # with sparsity; float64 is 1/64 of float32. Its cache is half of the AD102's.
     "l40s": _gpu("NVIDIA L40S", (8, 9), _teras(1.43, 91.6, 183, 362), 864, (142, 2.52), 48, 48),
-    # NVIDIA RTX Blackwell GPU architecture whitepaper (2025), appendix A: products in half precision summed in float32,
-    # without sparsity; float64 is 1/64 of float32.
+    # As public tables of cards give it; NVIDIA's whitepaper (2025) was not read. tf32 and half are 1 and 2 times float32
+    # as for its siblings, which the published figures with sparsity agree with; float64 is 1/64 of float32.
     "rtx5090": _gpu(
         "NVIDIA GeForce RTX 5090",
         (12, 0),
