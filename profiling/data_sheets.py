@@ -188,7 +188,7 @@ DEVICES: dict[str, Device] = {
     # As public tables of cards give it, which name the data sheet (2023) that was not read here; half of the figures
     # with sparsity; float64 is 1/64 of float32. Its cache is half of the AD102's.
     "l40s": _gpu("NVIDIA L40S", (8, 9), _teras(1.43, 91.6, 183, 362), 864, (142, 2.52), 48, 48),
-    # As public tables of cards give it; NVIDIA's whitepaper (2025) was not read. tf32 and half are 1 and 2 times float32
+    # As public tables of cards give it; the whitepaper (2025) was not read. tf32 and half are 1 and 2 times float32,
     # as for its siblings, which the published figures with sparsity agree with; float64 is 1/64 of float32.
     "rtx5090": _gpu(
         "NVIDIA GeForce RTX 5090",
