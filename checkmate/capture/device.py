@@ -56,7 +56,8 @@ def device_of(graph: fx.Graph) -> torch.device:
     numbers: set[torch.device] = set()
     for node in graph.nodes:
         for tensor in tensors(node.meta.get("val")):
-            if tensor.device == CPU and (tensor.ndim == 0 or not tensor.numel() or node.target is save_device_state):
+            nothing = tensor.ndim == 0 or 0 in [size for size in tensor.shape if type(size) is int]
+            if tensor.device == CPU and (nothing or node.target is save_device_state):
                 numbers.add(CPU)
             else:
                 first.setdefault(tensor.device, f"{node.name} ({where(node)})")

@@ -26,6 +26,7 @@ from checkmate.backends.tensor_state import tensors_within
 from checkmate.compiler import CompiledStep, Planned
 from checkmate.errors import InfeasibleBudget, Unsupported
 from checkmate.memory import aside, measure_peak
+from checkmate.torch_internals.dynamo import OptimizedModule
 from checkmate.units import exact_bytes, format_bytes
 from checkmate.updates.optimizers import Update
 
@@ -175,7 +176,7 @@ def plan_call(module: nn.Module, name: str, options: Options, wrap: Callable[[An
             f"This {kind} stays within a budget already. Hand over the plain module; or leave this out, and say "
             "checkmate.compile(model, budget=..., reserve=...) with the bytes of the optimizer's state as the reserve."
         )
-    if isinstance(module, torch._dynamo.OptimizedModule):
+    if isinstance(module, OptimizedModule):
         raise Unsupported(f"This {kind} was compiled by torch.compile. Hand over the module that was given to it.")
     planned, found = PlannedCall(module, name, options), getattr(module, name)
     run = planned if wrap is None else wrap(planned)

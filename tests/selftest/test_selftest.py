@@ -197,7 +197,8 @@ def test_a_device_is_known_by_its_data_sheet(monkeypatch: pytest.MonkeyPatch) ->
         "NVIDIA A100-SXM4-80GB": "a100",
         "NVIDIA GeForce RTX 4090": "rtx4090",
         "NVIDIA L4": "l4",
-        "NVIDIA L40S": "a100",  # there is none of it: that of another card
+        "NVIDIA L40S": "l40s",
+        "NVIDIA A10G": "a100",  # there is none of it: that of another card
     }
     for name, sheet in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)

@@ -231,7 +231,7 @@ def steps_are_timed() -> None:
         patch.setattr(selftest_steps, "time", IdleClock())
         source = value()
         to.copy_(source, non_blocking=True)
-        selftest_steps._times(DEVICE, lambda: to.copy_(source, non_blocking=True), lambda: to, ())
+        selftest_steps.paired_seconds(DEVICE, lambda: to.copy_(source, non_blocking=True), lambda: to, ())
 
 
 def an_op_is_timed() -> None:
