@@ -76,8 +76,8 @@ def rows(name: str, device: str, time_limit: float) -> list[Row]:
 def cells(row: Row) -> list[str]:
     """A row of the table."""
     smallest = ["-" if way["smallest"] is None else format_bytes(way["smallest"]) for way in row["ways"]]
-    best = None if row["fits"] else next((way for way in row["ways"] if way["fits"]), None)
-    how = ["as it is", "-", format_seconds(row["plain_seconds"])] if row["fits"] else ["none", "-", "-"]
+    best = None if row["fits_plainly"] else next((way for way in row["ways"] if way["fits"]), None)
+    how = ["as it is", "-", format_seconds(row["plain_seconds"])] if row["fits_plainly"] else ["none", "-", "-"]
     if best is not None:
         how = [best["name"], f"{best['overhead']:.1%}", format_seconds(best["seconds"])]
     largest = row["largest"]

@@ -249,7 +249,7 @@ def _fits(args: argparse.Namespace) -> int:
             raise
         raise CheckmateError(f"The step of {args.target} fails on its batch: {error}") from error
     _show(args, found.summary(), repr(found))
-    return DONE if found.fits or found.best is not None else REFUSED
+    return DONE if found.fits else REFUSED
 
 
 def _demo(args: argparse.Namespace) -> int:

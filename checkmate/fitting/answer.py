@@ -76,7 +76,7 @@ class Fits(Printed):
     device: str  # its name
     room: int  # bytes that a step may take there
     memory_bytes: int  # that the device has; 0: not known
-    fits: bool  # plain PyTorch does
+    fits_plainly: bool  # plain PyTorch does
     verdict: str  # in a sentence
     code: str  # a line to write
     optimizer: str  # its class, and where it is from
@@ -98,9 +98,14 @@ class Fits(Printed):
         return repr(self)
 
     @property
+    def fits(self) -> bool:
+        """Plain PyTorch does, or one of the ways."""
+        return self.fits_plainly or self.best is not None
+
+    @property
     def best(self) -> Way | None:
         """The way that the code is for; None: plain PyTorch fits, or nothing does."""
-        return None if self.fits else next((way for way in self.ways if way.fits), None)
+        return None if self.fits_plainly else next((way for way in self.ways if way.fits), None)
 
     def records(self) -> list[dict[str, Any]]:
         """Each way as a dict."""
@@ -108,7 +113,17 @@ class Fits(Printed):
 
     def summary(self) -> dict[str, Any]:
         """All but the plans, for JSON."""
-        names = ["device", "room", "memory_bytes", "fits", "verdict", "code", "optimizer", "plain_seconds"]
+        names = [
+            "device",
+            "room",
+            "memory_bytes",
+            "fits",
+            "fits_plainly",
+            "verdict",
+            "code",
+            "optimizer",
+            "plain_seconds",
+        ]
         names += ["plain_reserved", "why_no_largest", "trace_seconds", "seconds"]
         parts = {name: {**dict(part), "peak": part.peak} for name, part in (("plain", self.plain), ("kept", self.kept))}
         largest = None if self.largest is None else vars(self.largest)
@@ -154,7 +169,7 @@ class Fits(Printed):
 
     def _plain_cells(self) -> tuple[str, ...]:
         held = "-" if self.plain_reserved is None else format_bytes(self.plain_reserved)
-        fits, peak = _said(fits=self.fits), format_bytes(self.plain.peak)
+        fits, peak = _said(fits=self.fits_plainly), format_bytes(self.plain.peak)
         return PLAIN, peak, fits, peak, "none", format_seconds(self.plain_seconds), held
 
 

@@ -151,7 +151,7 @@ def fits(
         device=place.name,
         room=place.room,
         memory_bytes=place.memory_bytes,
-        fits=plainly,
+        fits_plainly=plainly,
         verdict=_verdict(place, plain.peak, problem.keep_all_cost, ways, best, sizes),
         code=code,
         optimizer=f"{', '.join(type(one).__name__ for one in given)}{' (none was given)' if optimizer is None else ''}",

@@ -131,6 +131,7 @@ def test_the_largest_batch_is_that_of_max_batch_size(tight: Fits) -> None:
 
 def test_nothing_has_to_be_done_where_plain_pytorch_fits(page: Fits) -> None:
     assert page.fits
+    assert page.fits_plainly
     assert page.best is None
     assert page.room == DEVICES["rtx4090"].room
     assert page.verdict.startswith("It fits NVIDIA GeForce RTX 4090 as it is: plain PyTorch takes about ")
@@ -139,7 +140,8 @@ def test_nothing_has_to_be_done_where_plain_pytorch_fits(page: Fits) -> None:
 
 
 def test_recomputation_makes_it_fit(tight: Fits) -> None:
-    assert not tight.fits
+    assert tight.fits
+    assert not tight.fits_plainly
     best = tight.best
     assert best is not None
     assert best.name == "recomputation"
