@@ -19,10 +19,10 @@ from checkmate.torch_internals.trees import tree_leaves
 from checkmate.updates import optimizers
 from checkmate.updates.alone import known, trial_of
 from checkmate.updates.optimizers import about, checked
-from tests.support import own_optimizers as own
 from tests.support.bits import assert_same_bits
 from tests.support.updated import BATCH, AllKinds
 from tests.support.whole_steps import TrainedWhole, plain_step, train_whole
+from tests.updates import own_optimizers as own
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Make = Callable[[Any], optim.Optimizer]
