@@ -109,7 +109,7 @@ def update_bytes(optimizers: list[optim.Optimizer], *, at_once: bool) -> int:
     """Bytes that ``optimizer.step()`` takes beside parameters, gradients and state, found on the meta device.
 
     With ``at_once`` an optimizer that does not say otherwise updates all parameters by one op, as PyTorch does on a
-    GPU. 0 where it cannot be found out.
+    GPU. Where it cannot be found out, twice what it updates at a time is taken for it.
     """
     return max((_update_bytes(optimizer, at_once=at_once) for optimizer in optimizers), default=0)
 
@@ -133,7 +133,8 @@ def _update_bytes(optimizer: optim.Optimizer, *, at_once: bool) -> int:
             with _Counting() as counting:
                 one.step()
     except (RuntimeError, NotImplementedError):  # an optimizer that reads numbers which are not there
-        return 0
+        sizes = [p.nbytes for group in groups for p in group["params"]]
+        return 2 * (sum(sizes) if at_once else max(sizes, default=0))
     return counting.most
 
 

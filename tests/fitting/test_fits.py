@@ -24,6 +24,8 @@ from tests.support import sampling
 from tests.support.bits import assert_same_bits
 from tests.support.sampling import in_turn
 
+pytestmark = pytest.mark.slow
+
 WIDTH, LAYERS, ROWS = 32, 2, 256
 ROOMY = 10**9
 
