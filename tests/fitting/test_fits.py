@@ -58,7 +58,7 @@ class Text(nn.Module):
 def _on_meta(device: str = "rtx4090", **options: Any) -> Fits:
     with torch.device("meta"):
         model, batch = Loss(), (torch.ones(ROWS, WIDTH), torch.ones(ROWS))
-    return fits(model, *batch, device=device, **{"time_limit": 3, **options})
+    return fits(model, *batch, device=device, **{"time_limit": 60, **options})
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +69,8 @@ def page() -> Fits:
 
 @pytest.fixture(scope="module")
 def tight(page: Fits) -> Fits:
-    """Where it fits by recomputation; with time for the largest batch."""
-    return _on_meta(budget=_between(page.ways[0].smallest, page.kept.peak), time_limit=60)
+    """Where it fits by recomputation."""
+    return _on_meta(budget=_between(page.ways[0].smallest, page.kept.peak))
 
 
 def _between(low: int | None, high: int | None) -> int:
@@ -99,7 +99,7 @@ def test_parameters_and_state_are_what_they_weigh_in_blocks(page: Fits) -> None:
 def test_an_optimizer_that_is_given_counts() -> None:
     with torch.device("meta"):
         model, batch = Loss(), (torch.ones(ROWS, WIDTH), torch.ones(ROWS))
-    options: dict[str, Any] = {"device": "rtx4090", "time_limit": 3}
+    options: dict[str, Any] = {"device": "rtx4090", "time_limit": 60}
     plain = fits(model, *batch, optimizer=optim.SGD(model.parameters(), lr=0.1), **options)
     moving = fits(model, *batch, optimizer=optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **options)
     assert plain.optimizer == moving.optimizer == "SGD"
@@ -183,7 +183,7 @@ def test_only_rounding_makes_it_fit() -> None:
     def step(x: Tensor) -> Tensor:
         return last(torch.cat([down(x).relu(), up(x).relu()], 1)).square().mean()
 
-    found = fits(step, images, device="laptop", budget=500_000, time_limit=3)
+    found = fits(step, images, device="laptop", budget=500_000, time_limit=60)
     assert all(way.bound is None or way.bound > found.room for way in found.ways[:3])
     assert found.best is not None
     assert found.best.name == "with rounding"
@@ -194,7 +194,7 @@ def test_only_rounding_makes_it_fit() -> None:
 def test_ops_in_parts_make_it_fit() -> None:
     with torch.device("meta"):
         model, tokens = Text(), torch.zeros(16, 32, dtype=torch.long)
-    found = fits(model, tokens, device="laptop", budget="1.5 MB", time_limit=3)
+    found = fits(model, tokens, device="laptop", budget="1.5 MB", time_limit=60)
     recomputed, parts, *_ = found.ways
     assert recomputed.bound is not None
     assert recomputed.bound > found.room
@@ -220,14 +220,17 @@ def test_tensors_with_data_give_the_page_of_those_without(device: str) -> None:
     optimizer = optim.AdamW(model.parameters())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     own, state = dict(model.named_parameters()), torch.get_rng_state()
-    found = fits(lambda a, b: model(a, b), x, y, device=device, budget=ROOMY, optimizer=optimizer, time_limit=3)
+    found = fits(lambda a, b: model(a, b), x, y, device=device, budget=ROOMY, optimizer=optimizer, time_limit=60)
     with torch.device("meta"):
         other = Loss()
         batch = torch.empty(ROWS, WIDTH), torch.empty(ROWS)
-    expected = fits(lambda a, b: other(a, b), *batch, device=device, budget=ROOMY, time_limit=3)
+    expected = fits(lambda a, b: other(a, b), *batch, device=device, budget=ROOMY, time_limit=60)
     assert (found.plain, found.kept, found.verdict) == (expected.plain, expected.kept, expected.verdict)
     assert [way.smallest for way in found.ways] == [way.smallest for way in expected.ways]
-    assert found.largest == expected.largest
+    assert found.largest is not None
+    assert expected.largest is not None
+    sizes = ("given", "plain", "keep_all", "planned")  # what else it says depends on the time there was
+    assert [getattr(found.largest, name) for name in sizes] == [getattr(expected.largest, name) for name in sizes]
     assert all(model.get_parameter(name) is parameter for name, parameter in own.items())
     assert all(parameter.grad is None for parameter in own.values())
     assert_same_bits([*model.state_dict().values()], [*before.values()])
@@ -252,7 +255,7 @@ def test_nothing_is_changed_where_the_step_cannot_be_captured() -> None:
 def test_without_a_device_ops_are_measured_here() -> None:
     model, x, y = Loss(), torch.randn(16, WIDTH), torch.randn(16)
     before = [p.clone() for p in model.parameters()]
-    found = fits(model, x, y, budget="1 MB", time_limit=3)
+    found = fits(model, x, y, budget="1 MB", time_limit=60)
     assert found.device == "this machine's CPU"
     assert found.problem.profile.source.startswith("measured on cpu")
     assert found.ways[2].why_not == "give host=checkmate.Host(...)"
